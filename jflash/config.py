@@ -1,0 +1,103 @@
+"""What a model is: frozen records that `jflash.io` fills and every other module only reads.
+
+Knows no file format and no array. A value that decodes wrongly if guessed has no default here.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency scaling (`rope_type: llama3`), by wavelength in tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: base frequency and, for Llama 3.x, its scaling."""
+
+    theta: float
+    scaling: Llama3Scaling | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The trunk that targets and drafters share: sizes, norms, biases and positions."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*sizes, "num_kv_heads", "head_dim", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(DecoderConfig):
+    """A dense decoder: Qwen3, Qwen2/2.5 and Llama 3.x differ only in these fields."""
+
+    tie_embeddings: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig(DecoderConfig):
+    """A DFlash drafter (version 1, full attention): trunk, block, and how it meets its target."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 2:
+            raise ValueError(f"block_size must be at least 2, got {self.block_size}")
+        bad = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
+        if bad or not self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids {list(self.target_layer_ids)} must be within "
+                f"0 … {self.num_target_layers - 1} (num_target_layers {self.num_target_layers})"
+            )
+        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} repeat a layer")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary "
+                f"of {self.vocab_size} tokens"
+            )
+
+
+def default_target_layer_ids(num_target_layers: int, num_drafter_layers: int) -> tuple[int, ...]:
+    """Tapped layers of a drafter whose config names none (dflash 0.1.0, Python's own rounding)."""
+    if num_drafter_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_drafter_layers - 1)) for i in range(num_drafter_layers))

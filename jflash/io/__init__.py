@@ -1,0 +1,30 @@
+"""Files in and out: the only place that knows Hugging Face, safetensors, Orbax, tokenizers."""
+
+from jflash.io.load import (
+    PairFiles,
+    configure_pair,
+    default_dtype,
+    load_drafter,
+    load_pair,
+    load_target,
+    load_weights,
+    random_drafter,
+    resolve,
+    save_checkpoint,
+)
+from jflash.io.text import load_tokenizer, stop_token_ids
+
+__all__ = [
+    "PairFiles",
+    "configure_pair",
+    "default_dtype",
+    "load_drafter",
+    "load_pair",
+    "load_target",
+    "load_tokenizer",
+    "load_weights",
+    "random_drafter",
+    "resolve",
+    "save_checkpoint",
+    "stop_token_ids",
+]

@@ -1,0 +1,221 @@
+"""config.json of Hugging Face checkpoints to jflash's records: nothing guessed, nothing ignored.
+
+A missing key takes the default of transformers' config class for that model_type (DEFAULTS); a
+feature that is not implemented is a ValueError that names it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jflash.config import (
+    DrafterConfig,
+    Llama3Scaling,
+    RopeConfig,
+    TargetConfig,
+    default_target_layer_ids,
+)
+
+# transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
+_COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": _COMMON
+    | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    | {"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False},
+    "qwen2": _COMMON
+    | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    | {"head_dim": None, "max_position_embeddings": 32768},
+    "llama": _COMMON
+    | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None}
+    | {"head_dim": None, "max_position_embeddings": 2048, "attention_bias": False}
+    | {"mlp_bias": False},
+}
+DEFAULT_ROPE_THETA = 10000.0
+TARGETS = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+}
+DRAFTER = "DFlashDraftModel"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError if it is missing, not UTF-8 or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: not a checkpoint folder") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def architecture(raw: dict[str, Any]) -> str:
+    """The one architecture that a config names."""
+    names = raw.get("architectures") or []
+    if len(names) != 1:
+        raise ValueError(f"config.json must name one architecture, found {names}")
+    return names[0]
+
+
+def target_config(raw: dict[str, Any]) -> TargetConfig:
+    """A dense decoder's config; ValueError for another architecture or an unsupported feature."""
+    name = architecture(raw)
+    if name not in TARGETS:
+        hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
+        raise ValueError(f"unsupported target {name}{hint}; supported: {', '.join(TARGETS)}")
+    family = TARGETS[name]
+    trunk, value = _trunk(raw, family)
+    return TargetConfig(
+        **trunk,
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or bool(value["attention_bias"]),
+        out_bias=family != "qwen2" and bool(value["attention_bias"]),
+        mlp_bias=bool(value.get("mlp_bias", False)),
+        tie_embeddings=bool(value["tie_word_embeddings"]),
+    )
+
+
+def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
+    """A DFlash v1 drafter's config, its own keys in `dflash_config` or at the top level."""
+    name = architecture(raw)
+    if name != DRAFTER:
+        raise ValueError(f"unsupported drafter {name}; supported: {DRAFTER}")
+    own = raw.get("dflash_config") or {}
+
+    def value(key: str, default: Any = None) -> Any:
+        return own.get(key, raw.get(key, default))
+
+    if raw.get("num_target_layers") is None:
+        raise ValueError("the drafter's config.json lacks num_target_layers")
+    if value("mask_token_id") is None:
+        raise ValueError("the drafter's config.json lacks mask_token_id")
+    if value("is_causal"):
+        raise ValueError("is_causal: true: causal drafters are not supported")
+    trunk, defaults = _trunk(raw, "qwen3")
+    bias = bool(defaults["attention_bias"])
+    targets = int(raw["num_target_layers"])
+    ids = value("target_layer_ids")
+    if ids is None:
+        ids = default_target_layer_ids(targets, trunk["num_layers"])
+    cap = value("final_logit_softcapping")
+    return DrafterConfig(
+        **trunk,
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=False,
+        block_size=int(value("block_size", 16)),
+        mask_token_id=int(value("mask_token_id")),
+        target_layer_ids=tuple(int(i) for i in ids),
+        num_target_layers=targets,
+        input_embedding_scale=float(value("input_embedding_scale", 1.0)),
+        output_multiplier=float(value("output_multiplier", 1.0)),
+        final_logit_softcapping=float(cap) if cap else None,
+    )
+
+
+def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """DecoderConfig's common fields, and the family's keys with defaults filled in."""
+    value = DEFAULTS[family] | {k: v for k, v in raw.items() if v is not None}
+    if "quantization_config" in value:
+        method = value["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"quantization_config ({method}): quantised weights are not supported")
+    if value["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act {value['hidden_act']!r} is not supported, only 'silu'")
+    windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
+    if value.get("use_sliding_window") or windowed:
+        raise ValueError("sliding_window: sliding-window attention layers are not supported")
+    heads = value["num_attention_heads"]
+    head_dim = value["head_dim"] or value["hidden_size"] // heads
+    return dict(
+        vocab_size=value["vocab_size"],
+        hidden_size=value["hidden_size"],
+        intermediate_size=value["intermediate_size"],
+        num_layers=value["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=value["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        rms_norm_eps=value["rms_norm_eps"],
+        rope=_rope(raw),
+        max_position_embeddings=value["max_position_embeddings"],
+    ), value
+
+
+def _rope(raw: dict[str, Any]) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older files)."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = given.get("rope_theta", raw.get("rope_theta", DEFAULT_ROPE_THETA))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
+    if kind == "default":
+        return RopeConfig(theta=float(theta), scaling=None)
+    if kind != "llama3":
+        raise ValueError(f"rope_type {kind!r} is not supported, only 'default' and 'llama3'")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)}")
+    scaling = Llama3Scaling(
+        factor=float(given["factor"]),
+        low_freq_factor=float(given["low_freq_factor"]),
+        high_freq_factor=float(given["high_freq_factor"]),
+        original_max_position_embeddings=int(given["original_max_position_embeddings"]),
+    )
+    return RopeConfig(theta=float(theta), scaling=scaling)
+
+
+def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
+    """config.json of a Qwen3-shaped model of ours, in the form that published files have."""
+    if (
+        not config.qk_norm
+        or config.mlp_bias
+        or config.rope.scaling
+        or (config.qkv_bias != config.out_bias)
+    ):
+        raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
+    common = dict(
+        model_type="qwen3",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_act="silu",
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope.theta,
+        rope_scaling=None,
+        max_position_embeddings=config.max_position_embeddings,
+        attention_bias=config.qkv_bias,
+        torch_dtype=dtype,
+    )
+    if isinstance(config, TargetConfig):
+        name = "Qwen3ForCausalLM"
+        return {"architectures": [name], **common, "tie_word_embeddings": config.tie_embeddings}
+    own: dict[str, Any] = dict(
+        mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
+    )
+    if config.input_embedding_scale != 1.0:
+        own["input_embedding_scale"] = config.input_embedding_scale
+    if config.output_multiplier != 1.0:
+        own["output_multiplier"] = config.output_multiplier
+    if config.final_logit_softcapping:
+        own["final_logit_softcapping"] = config.final_logit_softcapping
+    return {
+        "architectures": [DRAFTER],
+        **common,
+        "tie_word_embeddings": False,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dflash_config": own,
+    }

@@ -1,0 +1,248 @@
+"""From a folder or a hub id to models that decode: what a pair is loaded from and must agree on."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.generate import Pair
+from jflash.io import hf_config
+from jflash.io.names import abstract_params
+from jflash.io.orbax_checkpoint import PARAMS, check_orbax, load_orbax
+from jflash.io.weights import check_safetensors, load_safetensors, save_safetensors
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.speculative import Models, Params
+
+DTYPES = ("float32", "bfloat16")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", f"{PARAMS}/*"]
+
+
+def default_dtype() -> str:
+    """float32 on the CPU, bfloat16 on an accelerator."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def resolve(source: str | Path) -> Path:
+    """A checkpoint's folder: `source` itself, or a hub id downloaded by huggingface_hub.
+
+    ValueError if it is neither, or if the hub cannot give it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise ValueError(f"{path} is an empty folder")
+        return path
+    if path.exists():
+        raise ValueError(f"{path} is a file, expected a checkpoint folder")
+    if not HUB_ID.fullmatch(str(source)):
+        raise ValueError(f"{source}: no such folder, and not a hub id (organisation/name)")
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=HUB_FILES))
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{source}: no such folder, and the hub cannot be reached: "
+            "download it where there is a network, then give its folder"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"{source}: no such folder, and the hub says: {error}") from None
+
+
+def load_target(
+    source: str | Path, dtype: str | None = None, progress: bool = False
+) -> tuple[Target, dict]:
+    """A target and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
+    folder = resolve(source)
+    config = read_config(folder, hf_config.target_config)
+    return Target(config), load_params(folder, config, _known(dtype), progress)
+
+
+def load_drafter(
+    source: str | Path, dtype: str | None = None, progress: bool = False
+) -> tuple[Drafter, dict]:
+    """A drafter and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
+    folder = resolve(source)
+    config = read_config(folder, hf_config.drafter_config)
+    return Drafter(config), load_params(folder, config, _known(dtype), progress)
+
+
+def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> tuple[Drafter, dict]:
+    """The drafter that `source` configures, with random weights: normal(0, 0.02), norms 1."""
+    config = read_config(resolve(source), hf_config.drafter_config)
+    return Drafter(config), random_params(config, seed, _known(dtype))
+
+
+def random_params(config: TargetConfig | DrafterConfig, seed: int, dtype: str) -> dict:
+    """Parameters that know nothing: normal(0, 0.02), norms 1."""
+    leaves, tree = jax.tree.flatten(abstract_params(config))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    random = [
+        (jnp.ones(leaf.shape) if leaf.ndim == 1 else 0.02 * jax.random.normal(key, leaf.shape))
+        .astype(dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]  # fmt: skip
+    return jax.tree.unflatten(tree, random)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFiles:
+    """A pair whose configs are read and fit, and where its weights will come from.
+
+    `drafter_seed` draws the drafter's weights instead of reading them.
+    """
+
+    models: Models
+    target: Path
+    drafter: Path | None
+    drafter_seed: int | None = None
+
+
+def configure_pair(
+    target: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    block_size: int | None = None,
+    drafter_seed: int | None = None,
+) -> PairFiles:
+    """Reads configs and checks all that needs no weights; arguments as for load_pair."""
+    target_folder = resolve(target)
+    target_config = read_config(target_folder, hf_config.target_config)
+    if drafter is None:
+        width = 1 if block_size is None else block_size
+        if width < 1:
+            raise ValueError(f"block size {width} must be at least 1")
+        return PairFiles(
+            models=Models(Target(target_config), None, width), target=target_folder, drafter=None
+        )
+    drafter_folder = resolve(drafter)
+    drafter_config = read_config(drafter_folder, hf_config.drafter_config)
+    check_fit(target_config, drafter_config)
+    width = drafter_config.block_size if block_size is None else block_size
+    return PairFiles(
+        models=Models(Target(target_config), Drafter(drafter_config), width),
+        target=target_folder,
+        drafter=drafter_folder,
+        drafter_seed=drafter_seed,
+    )
+
+
+def load_weights(files: PairFiles, dtype: str | None = None, progress: bool = False) -> Pair:
+    """Fills a configured pair; both checkpoints are checked whole before a tensor is read."""
+    dtype = _known(dtype)
+    target, drafter = files.models.target.config, files.models.drafter
+    check_params(files.target, target)
+    if drafter is None or files.drafter is None:
+        return Pair(files.models, Params(load_params(files.target, target, dtype, progress), None))
+    if files.drafter_seed is None:
+        check_params(files.drafter, drafter.config)
+    target_params = load_params(files.target, target, dtype, progress)
+    if files.drafter_seed is None:
+        drafter_params = load_params(files.drafter, drafter.config, dtype, progress)
+    else:
+        drafter_params = random_params(drafter.config, files.drafter_seed, dtype)
+    return Pair(files.models, Params(target_params, drafter_params))
+
+
+def load_pair(
+    target: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    block_size: int | None = None,
+    progress: bool = False,
+) -> Pair:
+    """A target with its drafter, or alone with None, from folders or hub ids.
+
+    `dtype`: 'float32' or 'bfloat16', by default what suits the device. `block_size`: the drafter's
+    own by default, smaller on request; without a drafter 1. Everything that can be checked without
+    weights is checked before any are read. ValueError says what does not fit.
+    """
+    _known(dtype)
+    return load_weights(configure_pair(target, drafter, block_size=block_size), dtype, progress)
+
+
+def check_fit(target: TargetConfig, drafter: DrafterConfig) -> None:
+    """ValueError listing everything in which a drafter does not fit its target."""
+    pairs = {
+        "hidden_size": (drafter.hidden_size, target.hidden_size),
+        "num_target_layers": (drafter.num_target_layers, target.num_layers),
+        "vocab_size": (drafter.vocab_size, target.vocab_size),
+    }
+    problems = [
+        f"{name} is {mine} in the drafter, {theirs} in the target"
+        for name, (mine, theirs) in pairs.items()
+        if mine != theirs
+    ]
+    if drafter.mask_token_id >= target.vocab_size:
+        problems.append(
+            f"mask_token_id {drafter.mask_token_id} is outside the target's vocabulary "
+            f"of {target.vocab_size}"
+        )
+    if problems:
+        raise ValueError("the drafter does not fit the target: " + "; ".join(problems))
+
+
+def save_checkpoint(
+    path: str | Path,
+    config: TargetConfig | DrafterConfig,
+    params: Any,
+    dtype: str = "bfloat16",
+    extra_config: dict[str, Any] | None = None,
+    overwrite: bool = True,
+) -> None:
+    """Writes config.json and model.safetensors in Hugging Face layout, beside what is there.
+
+    Qwen3's shape only. `extra_config` adds keys to config.json (eos_token_id and the like).
+    """
+    folder = Path(path)
+    raw = hf_config.to_hf_config(config, dtype) | (extra_config or {})
+    if not overwrite and (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a checkpoint already")
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "model.safetensors.part"
+    save_safetensors(part, config, params, dtype)
+    part.rename(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def read_config[C](folder: Path, read: Callable[[dict[str, Any]], C]) -> C:
+    """A folder's config.json through one of hf_config's readers; its errors name the folder."""
+    raw = hf_config.read_json(folder / "config.json")
+    try:
+        return read(raw)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def load_params(
+    folder: Path, config: TargetConfig | DrafterConfig, dtype: str | None, progress: bool = False
+) -> dict:
+    """Parameters from a folder in either form, as device arrays; dtype None: as stored."""
+    if (folder / PARAMS).is_dir():
+        return load_orbax(folder, config, dtype)
+    return load_safetensors(folder, config, dtype, progress)
+
+
+def check_params(folder: Path, config: TargetConfig | DrafterConfig) -> None:
+    """ValueError with all that is wrong with a folder's weights, by their headers alone."""
+    if (folder / PARAMS).is_dir():
+        check_orbax(folder, config)
+    else:
+        check_safetensors(folder, config)
+
+
+def _known(dtype: str | None) -> str:
+    dtype = default_dtype() if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    return dtype

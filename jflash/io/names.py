@@ -1,0 +1,119 @@
+"""Which Hugging Face tensors make up each leaf of our parameters: one rule per name, both ways.
+
+A kernel leaf [in, out] is the transposes of its tensors [out, in] side by side; every other leaf is
+its tensors one after the other.
+"""
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.layers import MaskAttend
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+
+# leaf (a layer's number as {i}) -> tensors, in the order in which a fused leaf holds them
+_LAYER = {
+    "input_norm/scale": ["input_layernorm.weight"],
+    "post_norm/scale": ["post_attention_layernorm.weight"],
+    "attention/q_norm/scale": ["self_attn.q_norm.weight"],
+    "attention/k_norm/scale": ["self_attn.k_norm.weight"],
+    "attention/qkv/kernel": [f"self_attn.{x}_proj.weight" for x in "qkv"],
+    "attention/qkv/bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
+    "attention/q/kernel": ["self_attn.q_proj.weight"],
+    "attention/q/bias": ["self_attn.q_proj.bias"],
+    "attention/kv/kernel": [f"self_attn.{x}_proj.weight" for x in "kv"],
+    "attention/kv/bias": [f"self_attn.{x}_proj.bias" for x in "kv"],
+    "attention/out/kernel": ["self_attn.o_proj.weight"],
+    "attention/out/bias": ["self_attn.o_proj.bias"],
+    "mlp/gate_up/kernel": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp/gate_up/bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+    "mlp/down/kernel": ["mlp.down_proj.weight"],
+    "mlp/down/bias": ["mlp.down_proj.bias"],
+}
+_TARGET = {
+    "embedding": ["model.embed_tokens.weight"],
+    "norm/scale": ["model.norm.weight"],
+    "head": ["lm_head.weight"],
+}
+_DRAFTER = {
+    "fc/kernel": ["fc.weight"],
+    "hidden_norm/scale": ["hidden_norm.weight"],
+    "norm/scale": ["norm.weight"],
+}
+# Present in some files and of no use: RoPE tables, and the head of a model that ties it.
+_DROPPED = re.compile(r".*rotary_emb\.inv_freq")
+
+
+class Source(NamedTuple):
+    """A tensor and the shape that its file must give it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
+    """The parameters as shapes, float32, without allocating anything."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    attend = MaskAttend(jnp.ones((1, 1, 1, 1), bool))
+    caches = (None,) * config.num_layers
+    key = jax.random.key(0)
+    if isinstance(config, TargetConfig):
+        variables = jax.eval_shape(lambda: Target(config).init(key, tokens, tokens, caches, attend))
+    else:
+        width = len(config.target_layer_ids) * config.hidden_size
+        features, x = jnp.zeros((1, 1, width)), jnp.zeros((1, 1, config.hidden_size))
+        variables = jax.eval_shape(
+            lambda: Drafter(config).init(
+                key, features, x, tokens, caches, attend, method="init_all"
+            )
+        )
+    return variables["params"]
+
+
+def leaf_sources(config: TargetConfig | DrafterConfig) -> dict[str, tuple[Source, ...]]:
+    """For every leaf, by its path, the tensors that fill it and their shapes in the file."""
+    leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
+    sources = {}
+    for path, leaf in leaves:
+        key = "/".join(entry.key for entry in path)
+        names = _names(config, key)
+        total = leaf.shape[-1] if key.endswith("/kernel") else leaf.shape[0]
+        rest = leaf.shape[:-1] if key.endswith("/kernel") else leaf.shape[1:]
+        sources[key] = tuple(
+            Source(name, (rows, *rest))
+            for name, rows in zip(names, _rows(config, names, total), strict=True)
+        )
+    return sources
+
+
+def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
+    """Whether a tensor without a leaf is known to be of no use."""
+    tied = isinstance(config, TargetConfig) and config.tie_embeddings and name == "lm_head.weight"
+    return tied or _DROPPED.fullmatch(name) is not None
+
+
+def _names(config: TargetConfig | DrafterConfig, leaf: str) -> list[str]:
+    target = isinstance(config, TargetConfig)
+    match = re.fullmatch(r"layers_(\d+)/(.+)", leaf)
+    if match:
+        prefix = f"{'model.' if target else ''}layers.{match[1]}."
+        return [prefix + name for name in _LAYER[match[2]]]
+    return (_TARGET if target else _DRAFTER)[leaf]
+
+
+def _rows(config: TargetConfig | DrafterConfig, names: list[str], total: int) -> list[int]:
+    """Output rows of each tensor of a fused leaf."""
+    if len(names) == 1:
+        return [total]
+    widths = {
+        "q_proj": config.num_heads * config.head_dim,
+        "k_proj": config.num_kv_heads * config.head_dim,
+        "v_proj": config.num_kv_heads * config.head_dim,
+        "gate_proj": config.intermediate_size,
+        "up_proj": config.intermediate_size,
+    }
+    return [widths[name.split(".")[-2]] for name in names]

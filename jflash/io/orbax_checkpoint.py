@@ -1,0 +1,152 @@
+"""Our own form of a checkpoint: parameters by Orbax beside the config and tokenizer files."""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.names import abstract_params
+
+PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
+
+
+def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
+    """Fills a folder beside `destination` and renames it when whole; nothing half-written stays.
+
+    ValueError if `destination` exists and `overwrite` is not set, or cannot be written.
+    """
+    check_destination(destination, overwrite)
+    destination = destination.resolve()
+    part = destination.with_name(f".{destination.name}.part")
+    old = destination.with_name(f".{destination.name}.old")
+    try:
+        made = [folder for folder in part.parents if not folder.exists()]
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            fill(part)
+            _swap(part, destination, old)
+            made = []
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            for folder in made:  # the innermost first; one that others use by now stays
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+    except (OSError, ValueError) as error:  # tensorstore says "no space left" by a ValueError
+        raise ValueError(f"cannot write {destination}: {error}") from error
+
+
+def check_destination(destination: Path, overwrite: bool) -> None:
+    """ValueError unless a checkpoint may be written there; what is no checkpoint is never replaced.
+
+    Costs nothing: ask before the weights are read.
+    """
+    try:
+        if not destination.exists():
+            return
+        empty = destination.is_dir() and not any(destination.iterdir())
+        if not empty and not (destination / "config.json").exists():
+            raise ValueError(f"{destination} exists and is no checkpoint: give another DST")
+    except OSError as error:
+        raise ValueError(f"cannot write {destination}: {error}") from error
+    if not overwrite:
+        raise ValueError(f"{destination} exists already: pass --overwrite to replace it")
+
+
+def _swap(part: Path, destination: Path, old: Path) -> None:
+    """Puts `part` in the place of `destination`, which is put back if that fails."""
+    if not destination.exists():
+        part.rename(destination)
+        return
+    shutil.rmtree(old, ignore_errors=True)
+    destination.rename(old)
+    try:
+        part.rename(destination)
+    except OSError:
+        old.rename(destination)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def save_orbax(folder: Path, params: Any) -> None:
+    """Writes parameters under `folder`."""
+    with _checkpointer() as checkpointer:
+        checkpointer.save(_path(folder), params)
+
+
+def load_orbax(folder: Path, config: TargetConfig | DrafterConfig, dtype: str | None) -> dict:
+    """Parameters as device arrays of `dtype`, None keeping the stored one.
+
+    ValueError naming every leaf that does not fit `config`.
+    """
+    with _checkpointer() as checkpointer:
+        stored = _stored(checkpointer, folder, config)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(
+                leaf.shape, dtype or stored[_name(path)].dtype, sharding=device
+            ),
+            abstract_params(config),
+        )
+        try:
+            return checkpointer.restore(_path(folder), wanted)
+        except Exception as error:  # orbax raises a bare Exception for a file cut short
+            reason = str(error.__cause__ or error).split(" [")[0]
+            raise ValueError(f"{_path(folder)} is corrupt or truncated: {reason}") from None
+
+
+def check_orbax(folder: Path, config: TargetConfig | DrafterConfig) -> None:
+    """The errors of load_orbax, by the stored metadata alone."""
+    with _checkpointer() as checkpointer:
+        _stored(checkpointer, folder, config)
+
+
+def _stored(
+    checkpointer: ocp.StandardCheckpointer, folder: Path, config: TargetConfig | DrafterConfig
+) -> dict[str, Any]:
+    """What is stored of each leaf, by its path; ValueError unless exactly the config's leaves."""
+    metadata = checkpointer.metadata(_path(folder)).item_metadata
+    if metadata is None:
+        raise ValueError(f"{_path(folder)} is corrupt: it has no metadata")
+    stored, expected = _flat(metadata.tree), _flat(abstract_params(config))
+    problems = [f"missing: {name}" for name in expected if name not in stored]
+    problems += [f"unknown: {name}" for name in stored if name not in expected]
+    problems += [
+        f"wrong shape: {name} is {tuple(stored[name].shape)}, expected {leaf.shape}"
+        for name, leaf in expected.items()
+        if name in stored and tuple(stored[name].shape) != leaf.shape
+    ]
+    if problems:
+        raise ValueError(f"{folder} does not fit: " + "; ".join(problems))
+    return stored
+
+
+@contextlib.contextmanager
+def _checkpointer() -> Iterator[ocp.StandardCheckpointer]:
+    """A checkpointer that is silent: whatever goes wrong is raised, its log says it again."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            yield checkpointer
+    finally:
+        log.setLevel(level)
+
+
+def _path(folder: Path) -> Path:
+    return (folder / PARAMS).absolute()
+
+
+def _name(path: tuple) -> str:
+    return "/".join(str(getattr(entry, "key", entry)) for entry in path)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

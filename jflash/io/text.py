@@ -1,0 +1,89 @@
+"""Tokenizers, chat templates and stops: between text and the ids that jflash.generate decodes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jflash.io.hf_config import read_json
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The folder's tokenizer, by transformers; ValueError if it has none that loads."""
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / name).exists() for name in known):
+        raise ValueError(f"{folder} holds no tokenizer: give --prompt-ids instead of text")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"the tokenizer in {folder} does not load: {error}") from None
+
+
+def stop_token_ids(folder: str | Path, tokenizer: Any = None) -> list[int]:
+    """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none."""
+    folder = Path(folder)
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            ids = read_json(folder / name).get("eos_token_id")
+            if ids is not None:
+                return [int(i) for i in ids] if isinstance(ids, list) else [int(ids)]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return [int(tokenizer.eos_token_id)]
+    return []
+
+
+def encode_prompt(
+    tokenizer: Any,
+    prompt: str,
+    *,
+    system: str | None = None,
+    reasoning: bool = False,
+    chat_template: bool = True,
+) -> list[int]:
+    """A prompt's token ids, through the chat template unless told otherwise.
+
+    `reasoning` is what templates call enable_thinking. A base model without a template gets the
+    plain text only if `chat_template` is False: silence would change the prompt.
+    """
+    if not chat_template:
+        if system:
+            raise ValueError("a system message needs the chat template")
+        return list(tokenizer(prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template: pass --no-chat-template")
+    messages = [{"role": "user", "content": prompt}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=reasoning
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """New tokens as text, special tokens left out."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def stop_at_text(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], int | None]:
+    """For generate's `stop_when`: how many tokens it takes until one of the texts is complete."""
+
+    def keep(token_ids: list[int]) -> int | None:
+        if not any(stop in decode(tokenizer, token_ids) for stop in stops):
+            return None
+        # Bisection is no use: a byte of the next character can hide the end of the text.
+        for count in range(1, len(token_ids) + 1):
+            text = decode(tokenizer, token_ids[:count])
+            if any(stop in text for stop in stops):
+                return count
+        return None
+
+    return keep
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the earliest of the stop texts."""
+    found = [text.index(stop) for stop in stops if stop in text]
+    return text[: min(found)] if found else text

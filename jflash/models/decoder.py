@@ -1,0 +1,64 @@
+"""The dense decoder target: Qwen3, Qwen2/2.5 and Llama 3.x, told apart by `TargetConfig` alone.
+
+Knows nothing of drafting but its taps: outputs of chosen layers, which are a drafter's features.
+"""
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from jflash.cache import LayerCache
+from jflash.config import TargetConfig
+from jflash.layers import Attend, DecoderLayer, RMSNorm
+
+Caches = tuple[LayerCache | None, ...]
+
+
+class Target(nn.Module):
+    """Parameters: embedding [V, D], one subtree a layer, norm, and a head [V, D] unless tied."""
+
+    config: TargetConfig
+
+    def setup(self) -> None:
+        c = self.config
+        init = nn.initializers.normal(0.02)
+        self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size))
+        self.layers = [DecoderLayer(c, fused=True) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_embeddings:
+            self.head = self.param("head", init, (c.vocab_size, c.hidden_size))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        caches: Caches,
+        attend: Attend,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T PD"], Caches]:
+        """Final-normed hidden states, tapped features (side by side, as `taps` orders), caches.
+
+        Tap i is the output of layer i, counted from 0; that of the last layer is the final-normed
+        state, as in transformers' `hidden_states[i + 1]`.
+        """
+        x = self.embed(tokens)
+        outputs, new = [], []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(x, positions, cache, attend)
+            outputs.append(x)
+            new.append(cache)
+        outputs[-1] = self.norm(x)
+        features = [outputs[i] for i in taps]
+        empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
+        return outputs[-1], jnp.concatenate([empty, *features], axis=-1), tuple(new)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the raw embedding matrix."""
+        return self.embedding[tokens]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The raw head's logits in float32."""
+        head = self.embedding if self.config.tie_embeddings else self.head
+        return jnp.einsum(
+            "BTD,VD->BTV", hidden, head, precision="highest", preferred_element_type=jnp.float32
+        )

@@ -1,0 +1,153 @@
+"""The algorithm and nothing else: draft, verify, accept, commit, in one pure function.
+
+Its shapes are fixed: a compiled step serves every length, room, limit and acceptance.
+
+Axes: B batch, W block width, S capacity, E stop ids, V vocabulary. A sequence of committed length n
+holds its newest token at index n - 1; that token has no keys and values in the target's cache yet.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jflash.cache import LayerCache, write_rows
+from jflash.layers import BlockAttend
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.sampling import accepted_drafts, greedy, sample, through_first_stop
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is compiled: two modules, the block width W, and how attention and draws are done.
+
+    Without a drafter nothing is drafted and each step commits one token, at any width.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    block_size: int
+    attention_backend: str = "xla"
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        largest = self.drafter.config.block_size if self.drafter else self.block_size
+        smallest = 2 if self.drafter else 1
+        if not smallest <= self.block_size <= largest:
+            raise ValueError(
+                f"block size {self.block_size} must be within {smallest} … {largest} "
+                "(a drafter may run narrower than it was trained, never wider)"
+            )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.config.target_layer_ids if self.drafter else ()
+
+
+class Params(NamedTuple):
+    """Parameters of both models, plain pytrees; the drafter's is None without one."""
+
+    target: Any
+    drafter: Any
+
+
+class State(NamedTuple):
+    """Everything a step reads and writes. Donated: use only what the last call returned."""
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, " B"]  # committed tokens, prompt included
+    limit: Int[Array, " B"]  # the length at which a sequence ends
+    stops: Int[Array, "B E"]  # stop ids, filled up with -1
+    done: Bool[Array, " B"]
+    max_accept: Int[Array, " B"]  # drafts accepted at most; 0 makes the step its own oracle
+    keys: Key[Array, " B"]
+    temperature: Float[Array, " B"]
+    steps: Int[Array, " B"]
+    acceptance_lengths: Int[Array, "B S"]  # tokens committed by each step
+    target_cache: tuple[LayerCache, ...]
+    drafter_cache: tuple[LayerCache, ...]
+
+
+def choose(models: Models, logits, indices, keys, temperature) -> Int[Array, "B T"]:
+    """The target's own tokens for `indices`: drawn if compiled for it, else the largest logit."""
+    return sample(logits, indices, keys, temperature) if models.sampled else greedy(logits)
+
+
+def draft(models: Models, params: Params, state: State, positions, widths):
+    """Proposals [B, W - 1] for the block whose anchor is each sequence's newest token."""
+    anchor = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
+    if models.drafter is None:  # never accepted: the row only keeps the block's shape
+        return jnp.repeat(anchor, models.block_size - 1, axis=1), state.drafter_cache
+    mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
+    block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
+    embeddings = apply(models.target, params.target, block, method="embed")
+    attend = BlockAttend(positions[:, 0], widths, False, models.attention_backend)
+    hidden, cache = apply(
+        models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend
+    )
+    logits = apply(models.target, params.target, hidden[:, 1:], method="logits")
+    return greedy(apply(models.drafter, params.drafter, logits, method="adjust_logits")), cache
+
+
+def speculative_step(models: Models, params: Params, state: State) -> State:
+    """One draft, one verification, one commit for every sequence that is not done.
+
+    Shapes never change: a block is always W wide, and room, stop tokens and limits are masks.
+    """
+    W = models.block_size
+    row = jnp.arange(W)
+    start = state.length - 1
+    positions = start[:, None] + row
+    widths = jnp.clip(state.limit - start, 1, W)
+
+    drafts, drafter_cache = draft(models, params, state, positions, widths)
+
+    newest = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
+    attend = BlockAttend(start, widths, True, models.attention_backend)
+    block = jnp.concatenate([newest, drafts], axis=1)
+    hidden, features, target_cache = apply(
+        models.target, params.target, block, positions, state.target_cache, attend, models.taps
+    )
+    logits = apply(models.target, params.target, hidden, method="logits")
+    choices = choose(models, logits, positions + 1, state.keys, state.temperature)
+
+    accepted = jnp.minimum(accepted_drafts(drafts, choices, widths), state.max_accept)
+    count = jnp.minimum(accepted + 1, state.limit - state.length)
+    count, stopped = through_first_stop(choices, count, state.stops)
+    count = jnp.where(state.done, 0, count)
+
+    capacity = state.tokens.shape[1]
+    # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
+    kept = row < count[:, None]
+    sequence = jnp.arange(count.shape[0])[:, None]
+    tokens = state.tokens.at[sequence, jnp.where(kept, positions + 1, capacity + row)].set(
+        choices, mode="drop", unique_indices=True
+    )
+    if models.drafter is not None:
+        context = apply(models.drafter, params.drafter, features, positions, method="context")
+        slots = jnp.where(kept, positions, capacity + row)
+        drafter_cache = tuple(
+            write_rows(cache, k, v, slots)
+            for cache, (k, v) in zip(drafter_cache, context, strict=True)
+        )
+    length = state.length + count
+    step = jnp.where(state.done, capacity, state.steps)
+    return state._replace(
+        tokens=tokens,
+        length=length,
+        done=state.done | stopped | (length >= state.limit),
+        steps=state.steps + ~state.done,
+        acceptance_lengths=state.acceptance_lengths.at[sequence[:, 0], step].set(
+            count, mode="drop"
+        ),
+        target_cache=target_cache,
+        drafter_cache=drafter_cache,
+    )
+
+
+def apply(module: nn.Module, params: Any, *args: Any, method: str | None = None) -> Any:
+    """A Flax module as the pure function that it is."""
+    return module.apply({"params": params}, *args, method=method)

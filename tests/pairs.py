@@ -1,0 +1,115 @@
+"""Small random pairs in memory, for tests of the step and its drivers."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jflash.config import DrafterConfig, RopeConfig, TargetConfig
+from jflash.generate import Pair
+from jflash.io.names import abstract_params
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.speculative import Models, Params
+
+TRUNK = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope": RopeConfig(theta=1e4, scaling=None),
+    "max_position_embeddings": 1024,
+    "qk_norm": True,
+    "qkv_bias": False,
+    "out_bias": False,
+    "mlp_bias": False,
+}
+
+
+def target_config(**changes) -> TargetConfig:
+    return TargetConfig(**(TRUNK | {"tie_embeddings": False} | changes))
+
+
+def drafter_config(**changes) -> DrafterConfig:
+    own = {
+        "num_layers": 2,
+        "block_size": 8,
+        "mask_token_id": 66,
+        "target_layer_ids": (0, 2),
+        "num_target_layers": 3,
+        "input_embedding_scale": 1.0,
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": None,
+    }
+    return DrafterConfig(**(TRUNK | own | changes))
+
+
+def random_params(config, seed: int, scale: float = 0.2) -> dict:
+    """Large enough weights that greedy text is varied; norms around 1."""
+    leaves, tree = jax.tree.flatten(abstract_params(config))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    random = [
+        jax.random.uniform(key, leaf.shape, minval=0.5, maxval=1.5)
+        if leaf.ndim == 1
+        else scale * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, random)
+
+
+def random_pair(seed: int = 0, drafter_seed: int = 1, **drafter_changes) -> Pair:
+    """A target of `seed` with a drafter of `drafter_seed`, which agrees with it on little."""
+    target, drafter = target_config(), drafter_config(**drafter_changes)
+    models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    return Pair(models, Params(random_params(target, seed), random_params(drafter, drafter_seed)))
+
+
+ROWS = 512  # tokens that a replayed text may have
+
+
+class ReplayDrafter(Drafter):
+    """Proposes the rows of a given text: hidden state i is the head's row of the token at i.
+
+    With head rows of length 1 a row's largest logit is its own (Cauchy-Schwarz).
+    """
+
+    def setup(self):
+        self.rows = self.param("rows", nn.initializers.zeros, (ROWS, TRUNK["hidden_size"]))
+
+    def __call__(self, embeddings, positions, caches, attend):
+        return self.rows[positions], caches
+
+    def context(self, features, positions):
+        c = self.config
+        rows = jnp.zeros((*positions.shape, c.num_kv_heads, c.head_dim))
+        return ((rows, rows),) * c.num_layers
+
+    def adjust_logits(self, logits):
+        return logits
+
+
+def replay_pair(pair: Pair, text: list[int]) -> Pair:
+    """The same target with a drafter that proposes `text` (prompt included) whatever happens."""
+    head = pair.params.target["head"]
+    ids = jnp.asarray(text + [0] * (ROWS - len(text)))
+    models = replace(pair.models, drafter=ReplayDrafter(pair.models.drafter.config))
+    return Pair(models, Params(pair.params.target, {"rows": head[ids]}))
+
+
+def unit_head(pair: Pair) -> Pair:
+    """The pair with head rows of length 1, sharpened by the final norm's scale instead."""
+    target = dict(pair.params.target)
+    target["head"] /= jnp.linalg.norm(target["head"], axis=1, keepdims=True)
+    return Pair(pair.models, Params(target, pair.params.drafter))
+
+
+def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[list[int]]:
+    """Random prompts of low to high - 1 tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 67, rng.integers(low, high)).tolist() for _ in range(count)]
