@@ -1,0 +1,1 @@
+"""Training of small models from scratch, and the data made for it."""
