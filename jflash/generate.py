@@ -256,13 +256,16 @@ def _start(
     )
     begin = time.perf_counter()
     programs = compile_programs(models, pair.params, shape)
-    state = new_state(models, shape)  # compiles at its first call
-    compiled = time.perf_counter()
+    # Empty state and keys compile at their first call too, so they come before the clock's mark.
+    state = new_state(models, shape)
     accept = 0 if oracle or models.drafter is None else width - 1
-    root = jax.random.key(seed)
-    for b, prompt in enumerate(prompts):
-        key = jax.random.fold_in(root, first_index + b)
-        request = make_request(shape, prompt, max_new_tokens, stops, accept, key, temperature)
+    keys = [jax.random.fold_in(jax.random.key(seed), first_index + b) for b in range(len(prompts))]
+    requests = [
+        make_request(shape, prompt, max_new_tokens, stops, accept, key, temperature)
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    compiled = time.perf_counter()
+    for b, request in enumerate(requests):
         state = programs.prefill(pair.params, state, jnp.int32(b), request)
     jax.block_until_ready(state.length)
     ready = time.perf_counter()

@@ -1,5 +1,6 @@
 """Files in and out: the only place that knows Hugging Face, safetensors, Orbax, tokenizers."""
 
+from jflash.io.convert import convert_checkpoint
 from jflash.io.load import (
     PairFiles,
     configure_pair,
@@ -17,6 +18,7 @@ from jflash.io.text import load_tokenizer, stop_token_ids
 __all__ = [
     "PairFiles",
     "configure_pair",
+    "convert_checkpoint",
     "default_dtype",
     "load_drafter",
     "load_pair",

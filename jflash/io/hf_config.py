@@ -33,6 +33,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"head_dim": None, "max_position_embeddings": 2048, "attention_bias": False}
     | {"mlp_bias": False},
 }
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+_SIZES += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 DEFAULT_ROPE_THETA = 10000.0
 TARGETS = {
     "Qwen3ForCausalLM": "qwen3",
@@ -133,6 +135,9 @@ def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, 
     windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
     if value.get("use_sliding_window") or windowed:
         raise ValueError("sliding_window: sliding-window attention layers are not supported")
+    for name in _SIZES:
+        if value[name] is not None and (type(value[name]) is not int or value[name] < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value[name]!r}")
     heads = value["num_attention_heads"]
     head_dim = value["head_dim"] or value["hidden_size"] // heads
     return dict(

@@ -12,13 +12,18 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((folder / name).exists() for name in known):
+    if not has_tokenizer(folder):
         raise ValueError(f"{folder} holds no tokenizer: give --prompt-ids instead of text")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"the tokenizer in {folder} does not load: {error}") from None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder brings files of a tokenizer."""
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((folder / name).exists() for name in known)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any = None) -> list[int]:

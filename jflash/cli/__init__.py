@@ -1,0 +1,1 @@
+"""The commands behind scripts/: parse, print and read the clock; everything else is below."""

@@ -1,0 +1,159 @@
+"""generate.py: from a prompt to its text, one prompt live or a file of them in batches."""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from tqdm import tqdm
+
+from jflash.cli.command import gpu_notice, run_command
+from jflash.cli.live_text import paint, texts
+from jflash.cli.options import check_options, drafter_choice, drafter_name, make_parser
+from jflash.cli.output_file import whole_file
+from jflash.cli.prompts import Prompt, encode, read_prompts
+from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
+from jflash.generate import PREFILL_CHUNK, Generation, Pair, check_request, generate, stream
+from jflash.io import PairFiles, configure_pair, load_tokenizer, load_weights, stop_token_ids
+from jflash.io.text import before_stop, decode, has_tokenizer, stop_at_text
+from jflash.programs import capacity_for
+
+
+class Job(NamedTuple):
+    """A request that fits its models, known before a weight is read."""
+
+    files: PairFiles
+    tokenizer: Any  # None if the target has none: ids in, ids out
+    prompts: list[list[int]]
+    decoding: dict[str, Any]  # generate's and stream's keyword arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, or 2 after one line about a bad input."""
+    return run_command(make_parser(), _run, argv)
+
+
+def _run(options: argparse.Namespace) -> None:
+    check_options(options)
+    prompts = read_prompts(options)
+    if options.output is not None:
+        with whole_file(options.output, options.overwrite) as write:
+            _many(options, prompts, write)
+        return
+    job = _prepare(options, prompts)
+    pair, setup = _load(options, job.files)
+    if options.json:
+        [generation] = generate(pair, job.prompts, **job.decoding)
+        print(_as_json(record(generation, _text(job, generation, options.stop), setup)))
+    else:
+        _live(options, job, pair, setup)
+
+
+def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
+    """Configs and tokenizer, the prompts as ids; ValueError for what the models cannot serve."""
+    choice = drafter_choice(drafter_name(options))
+    files = configure_pair(
+        options.target, choice.source, block_size=options.block_size, drafter_seed=choice.seed
+    )
+    wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
+    tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None
+    own_stops = [] if options.ignore_eos else stop_token_ids(files.target, tokenizer)
+    stops = list(dict.fromkeys([*own_stops, *options.stop_token_ids]))
+    ids = []
+    for prompt in prompts:
+        try:
+            ids.append(encode(prompt, tokenizer, options))
+            check_request(files.models, ids[-1], options.max_new_tokens, stops)
+        except ValueError as error:
+            raise ValueError(f"{prompt.where}{error}") from None
+    decoding = dict(
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=stops,
+        temperature=options.temperature,
+        seed=options.seed,
+        oracle=options.oracle,
+        stop_when=stop_at_text(tokenizer, options.stop) if options.stop else None,
+    )
+    return Job(files, tokenizer, ids, decoding)
+
+
+def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:
+    notice = gpu_notice()
+    if notice:
+        print(notice, file=sys.stderr)
+    begin = time.perf_counter()
+    pair = load_weights(files, options.dtype, progress=sys.stderr.isatty() and not options.json)
+    jax.block_until_ready(pair.params)
+    seconds = time.perf_counter() - begin
+    return pair, describe(pair, options.target, drafter_name(options), seconds)
+
+
+def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> None:
+    """Text on stdout as it arrives, then a line of statistics on stderr."""
+    colour = use_colour()
+    begin = time.perf_counter()
+    first, last = None, None
+
+    def chunks():
+        nonlocal first, last
+        for chunk in stream(pair, job.prompts[0], **job.decoding):
+            first = first or time.perf_counter()
+            last = chunk.generation
+            yield chunk
+
+    for step, piece in enumerate(texts(chunks(), _decoder(job), options.stop)):
+        print(paint(piece, step, colour) if options.show_steps else piece, end="", flush=True)
+    print(flush=True)
+    assert first is not None and last is not None
+    waited = first - begin - last.seconds.compile
+    print(statistics(last, setup, waited), file=sys.stderr)
+
+
+def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[str], None]) -> None:
+    """A JSON line for every prompt, in their order; all batches have one shape."""
+    job = _prepare(options, prompts)
+    pair, setup = _load(options, job.files)
+    size = min(options.batch_size, len(prompts))
+    width = pair.models.block_size
+    longest = max(map(len, job.prompts))
+    capacity = capacity_for(longest, options.max_new_tokens, width, PREFILL_CHUNK)
+    batches = []
+    with tqdm(total=len(prompts), desc="decoding", unit="prompt", file=sys.stderr) as bar:
+        for begin in range(0, len(prompts), size):
+            batch = job.prompts[begin : begin + size]
+            padding = [batch[-1]] * (size - len(batch))  # decodes no longer than the real one
+            results = generate(
+                pair, batch + padding, first_index=begin, capacity=capacity, **job.decoding
+            )[: len(batch)]
+            batches.append(results)
+            for prompt, result in zip(prompts[begin : begin + size], results, strict=True):
+                own = record(result, _text(job, result, options.stop), setup)
+                write(_as_json((prompt.extra or {}) | own))
+            bar.update(len(batch))
+    print(batch_statistics(batches, setup), file=sys.stderr)
+
+
+def use_colour() -> bool:
+    """Colours on a terminal, unless its user wants none (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _decoder(job: Job) -> Callable[[list[int]], str]:
+    if job.tokenizer is None:
+        return lambda ids: "".join(f"{i} " for i in ids)
+    return functools.partial(decode, job.tokenizer)
+
+
+def _text(job: Job, generation: Generation, stops: list[str]) -> str | None:
+    if job.tokenizer is None:
+        return None
+    return before_stop(decode(job.tokenizer, generation.token_ids), stops)
+
+
+def _as_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False)

@@ -1,0 +1,101 @@
+"""Prompts from the command line, a file or JSON lines, checked before any model is read."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jflash.cli.results import RESULT_KEYS
+from jflash.io.text import encode_prompt
+from jflash.training.word_problems import DEFAULT_PROMPT
+
+
+class Prompt(NamedTuple):
+    """A text or its ids, exactly one of them."""
+
+    text: str | None
+    ids: list[int] | None
+    where: str = ""  # begins an error about it
+    extra: dict[str, Any] | None = None  # what its line of a file held besides
+
+
+def read_prompts(options: argparse.Namespace) -> list[Prompt]:
+    """All prompts asked for; ValueError for one that is empty or unreadable."""
+    if options.prompts is not None:
+        return _read_lines(options.prompts)
+    if options.prompt_ids is not None:
+        return [_checked(Prompt(None, options.prompt_ids))]
+    if options.prompt_file is not None:
+        text = _read_text(options.prompt_file).removesuffix("\n").removesuffix("\r")
+        return [_checked(Prompt(text, None, f"{options.prompt_file}: "))]
+    return [_checked(Prompt(DEFAULT_PROMPT if options.prompt is None else options.prompt, None))]
+
+
+def encode(prompt: Prompt, tokenizer: Any, options: argparse.Namespace) -> list[int]:
+    """The prompt's token ids, through the chat template unless the options say otherwise."""
+    if prompt.ids is not None:
+        return prompt.ids
+    assert prompt.text is not None
+    return encode_prompt(
+        tokenizer,
+        prompt.text,
+        system=options.system,
+        reasoning=options.reasoning == "on",
+        chat_template=not options.no_chat_template,
+    )
+
+
+def _checked(prompt: Prompt) -> Prompt:
+    if prompt.ids is not None:
+        if not prompt.ids:
+            raise ValueError(f"{prompt.where}the prompt [] is empty: give at least one token id")
+        return prompt
+    assert prompt.text is not None
+    if not prompt.text.strip():
+        raise ValueError(f"{prompt.where}the prompt {prompt.text!r} is empty")
+    try:
+        prompt.text.encode("utf-8")
+    except UnicodeEncodeError as error:  # how Python passes on bytes that it could not read
+        raise ValueError(f"{prompt.where}the prompt is not valid UTF-8: {error}") from None
+    return prompt
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _read_lines(file: Path) -> list[Prompt]:
+    lines = enumerate(_read_text(file).split("\n"), 1)
+    prompts = [
+        _read_line(line, f"{file} line {number}: ") for number, line in lines if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"{file} holds no prompts")
+    return prompts
+
+
+def _read_line(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line, parse_constant=_no_constant)
+    except ValueError as error:
+        raise ValueError(f"{where}not valid JSON: {error}") from None
+    if not isinstance(value, dict) or ("prompt" in value) == ("prompt_ids" in value):
+        raise ValueError(f'{where}expected an object with either "prompt" or "prompt_ids"')
+    if "prompt" in value and not isinstance(value["prompt"], str):
+        raise ValueError(f"{where}prompt must be a text, found {value['prompt']!r}")
+    text, ids = value.pop("prompt", None), value.pop("prompt_ids", None)
+    if text is None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise ValueError(f"{where}prompt_ids must be a list of whole numbers, found {ids!r}")
+    taken = sorted(value.keys() & RESULT_KEYS)
+    if taken:
+        raise ValueError(f"{where}{', '.join(taken)}: keys of the result, rename them")
+    return _checked(Prompt(text, ids, where, value))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
