@@ -1,0 +1,224 @@
+"""Small random target/drafter pairs for `make_cases.py`: their shapes, weights and folders.
+
+The targets are random networks whose weights are large enough that greedy text wanders before it
+falls into a loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dflash.model import DFlashDraftModel
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+MAX_POSITIONS = 1024
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+class Unusable(Exception):
+    """This draw does not serve; the caller draws again from a derived seed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is fixed about a pair; vocabulary, theta and eps come from the seed."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: tuple[int, int, int]  # query heads, K/V heads, head_dim
+    ffn: int
+    tied: bool
+    block: int
+    layer_ids: tuple[int, ...] | None  # None: left out, the default formula applies
+    draft_layers: int
+    draft_heads: tuple[int, int, int]
+    draft_ffn: int
+    form: str  # block_size in dflash_config ("inner") or outside ("top"); "flat": no dflash_config
+    old_rope: bool  # rope_theta + rope_scaling instead of rope_parameters
+    sharded: bool = False
+    bare_head_dim: bool = False  # target's config.json without head_dim
+
+
+SMALL_SHAPES = [
+    Shape("qwen2", 32, 4, (2, 2, 16), 64, False, 11, (1, 3), 2, (4, 2, 16), 48, "flat", True),
+    # L = 7, m = 3: the default ids are 1, round(2.5) = 2 and 4, so rounding half up would show.
+    Shape(
+        "llama", 32, 7, (2, 1, 16), 48, False, 16, None, 3, (4, 4, 16), 40, "inner", False, True,
+        True,
+    ),
+    Shape("qwen3", 40, 4, (4, 1, 24), 64, True, 16, (0, 2), 2, (2, 1, 32), 56, "top", True),
+]  # fmt: skip
+# The last pair of either set must be 40 wide or so and have 16-token blocks: it fills the gaps.
+FULL_SHAPES = [
+    Shape("qwen3", 64, 4, (4, 4, 32), 96, False, 8, (0, 3), 2, (2, 1, 24), 64, "inner", False),
+    Shape("qwen2", 48, 3, (2, 1, 24), 64, True, 5, (2,), 1, (4, 1, 16), 96, "inner", True, True),
+    Shape("llama", 64, 6, (4, 1, 16), 96, False, 16, (1, 3, 5), 3, (2, 2, 32), 80, "inner", True),
+    Shape("qwen3", 32, 5, (8, 2, 16), 80, True, 3, (0, 2, 4), 1, (4, 2, 16), 64, "top", False),
+    Shape("llama", 48, 4, (4, 2, 16), 64, True, 7, (0, 1), 2, (6, 3, 16), 72, "top", False),
+    *SMALL_SHAPES,
+]
+
+
+@dataclass
+class Pair:
+    """A target and its drafter, as loaded back from their folders."""
+
+    shape: Shape
+    target: PreTrainedModel
+    drafter: DFlashDraftModel
+
+    @property
+    def vocab(self) -> int:
+        return self.target.config.vocab_size
+
+
+def _llama3(theta: float) -> dict:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,  # small: short texts must feel the scaling
+    }
+
+
+def _common(draw: random.Random, heads: tuple[int, int, int], rope: dict) -> dict:
+    return {
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "rope_parameters": rope,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-3]),
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _rope(draw: random.Random, scaled: bool) -> dict:
+    theta = draw.choice([1e3, 1e4, 5e4, 5e5, 1e6])
+    return _llama3(theta) if scaled else {"rope_type": "default", "rope_theta": theta}
+
+
+@torch.no_grad()
+def _randomise_norms(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+
+
+@torch.no_grad()
+def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
+    config_class, model_class = FAMILIES[shape.family]
+    # A tied head favours repeating the newest token; louder layers drown that out.
+    gain = 1.6 if shape.tied else 1.2
+    config = config_class(
+        vocab_size=draw.randrange(64, 201),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        tie_word_embeddings=shape.tied,
+        initializer_range=0.2,
+        **_common(draw, shape.heads, _rope(draw, shape.family == "llama")),
+    )
+    model = model_class(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0, 0.4)
+        elif "embed" in name or "lm_head" in name:
+            parameter.normal_(0, 3.0 / math.sqrt(shape.hidden))
+        elif "norm" not in name:
+            parameter.normal_(0, gain / math.sqrt(parameter.shape[1]))
+    _randomise_norms(model)
+    return model
+
+
+def untrained_drafter(shape: Shape, target: PreTrainedModel, draw: random.Random) -> nn.Module:
+    mask = draw.randrange(target.config.vocab_size)
+    inner: dict = {"mask_token_id": mask}
+    if shape.layer_ids is not None:
+        inner["target_layer_ids"] = list(shape.layer_ids)
+    outer: dict = {"num_target_layers": shape.layers}
+    (inner if shape.form == "inner" else outer)["block_size"] = shape.block
+    outer |= inner if shape.form == "flat" else {"dflash_config": inner}
+    config = Qwen3Config(
+        vocab_size=target.config.vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.draft_ffn,
+        num_hidden_layers=shape.draft_layers,
+        layer_types=["full_attention"] * shape.draft_layers,
+        **_common(draw, shape.draft_heads, _rope(draw, shape.bare_head_dim)),
+        **outer,
+    )
+    drafter = DFlashDraftModel(config)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, (0.5 if "down" in name else 0.9) / parameter.shape[1] ** 0.5)
+    _randomise_norms(drafter)
+    return drafter
+
+
+def _rewrite_config(folder: Path, old_rope: bool, bare_head_dim: bool) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("_name_or_path", None)
+    if bare_head_dim:
+        config.pop("head_dim")
+    if old_rope:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save(shape: Shape, target: nn.Module, drafter: nn.Module, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shards = {"max_shard_size": "64KB"} if shape.sharded else {}
+    target.save_pretrained(folder / "target", **shards)
+    drafter.save_pretrained(folder / "drafter")
+    for extra in folder.glob("*/generation_config.json"):
+        extra.unlink()
+    _rewrite_config(folder / "target", shape.old_rope, shape.bare_head_dim)
+    _rewrite_config(folder / "drafter", shape.old_rope, False)
+    _check_published_form(shape, folder)
+
+
+def load(shape: Shape, folder: Path) -> Pair:
+    """Read both folders back: the record comes from what they hold."""
+    model_class = FAMILIES[shape.family][1]
+    target = model_class.from_pretrained(folder / "target", dtype=torch.float32)
+    drafter = DFlashDraftModel.from_pretrained(folder / "drafter", dtype=torch.float32)
+    return Pair(shape, target.eval().requires_grad_(False), drafter.eval().requires_grad_(False))
+
+
+def _check_published_form(shape: Shape, folder: Path) -> None:
+    config = json.loads((folder / "drafter" / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    inner = config.get("dflash_config", {})
+    assert ("block_size" in inner) == (shape.form == "inner")
+    assert ("mask_token_id" in inner) == (shape.form != "flat")
+    assert "num_target_layers" in config
+    assert len(list((folder / "target").glob("*.safetensors"))) > 1 or not shape.sharded

@@ -1,0 +1,116 @@
+"""jflash against dflash 0.1.0, transformers and torch: their random checkpoints, their record.
+
+tests/reference/make_cases.py writes such sets. A small one is committed; .ci/run makes a fresh one
+with a new seed in an environment of its own and names it in JFLASH_FRESH_CASES.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jflash import generate, load_pair, stream
+from jflash.cache import empty_cache
+from jflash.layers import BlockAttend, MaskAttend
+from jflash.speculative import apply
+
+COMMITTED = Path(__file__).parent / "reference" / "cases"
+FRESH = os.environ.get("JFLASH_FRESH_CASES")
+SETS = [COMMITTED, *([Path(FRESH)] if FRESH else [])]
+FOLDERS = [folder for cases in SETS for folder in sorted(cases.glob("pair*"))]
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "record.json").read_text())
+
+
+def pair(folder: Path, block_size: int | None = None):
+    return load_pair(folder / "target", folder / "drafter", dtype="float32", block_size=block_size)
+
+
+def close(got, want) -> None:
+    """Equal to 1e-4 of the largest entry: float32 sums in another order."""
+    got, want = np.asarray(got), np.asarray(want)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+def test_logits_features_and_drafter_states(folder: Path):
+    both, want = pair(folder), load_file(folder / "tensors.safetensors")
+    models, params = both.models, both.params
+    tokens = jnp.asarray(want["prompt_ids"], jnp.int32).reshape(1, -1)
+    positions = jnp.arange(tokens.shape[1])[None]
+    causal = MaskAttend(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None, None])
+    caches = (None,) * models.target.config.num_layers
+    hidden, features, _ = apply(
+        models.target, params.target, tokens, positions, caches, causal, models.taps
+    )
+    close(apply(models.target, params.target, hidden, method="logits")[0], want["logits"])
+    close(features[0], want["features"])
+
+    context, width = 12, models.block_size
+    c = models.drafter.config
+    caches = empty_cache(c.num_layers, 1, 64, c.num_kv_heads, c.head_dim, "float32")
+    rows = apply(
+        models.drafter, params.drafter, features[:, :context], positions[:, :context],
+        method="context",
+    )  # fmt: skip
+    caches = tuple(
+        cache._replace(k=cache.k.at[:, :context].set(k), v=cache.v.at[:, :context].set(v))
+        for cache, (k, v) in zip(caches, rows, strict=True)
+    )
+    block = jnp.full((1, width), c.mask_token_id).at[0, 0].set(tokens[0, context])
+    attend = BlockAttend(jnp.full(1, context), jnp.full(1, width), False, "xla")
+    states, _ = apply(
+        models.drafter, params.drafter,
+        apply(models.target, params.target, block, method="embed"),
+        context + jnp.arange(width)[None], caches, attend,
+    )  # fmt: skip
+    close(states[0], want["draft_hidden"])
+    logits = apply(models.target, params.target, states, method="logits")
+    close(
+        apply(models.drafter, params.drafter, logits, method="adjust_logits")[0],
+        want["draft_logits"],
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+def test_whole_generations(folder: Path):
+    """Tokens and acceptance lengths, one by one, streamed and in one loop."""
+    for number, case in enumerate(record(folder)["cases"]):
+        both = pair(folder, case["block_size"])
+        how = {
+            "max_new_tokens": case["max_new_tokens"],
+            "stop_token_ids": case["stop_token_ids"] or [],
+            "prefill_chunk": 32,
+        }
+        if number % 4:
+            got = generate(both, [case["prompt_ids"]], **how)[0]
+        else:
+            got = list(stream(both, case["prompt_ids"], **how))[-1].generation
+        assert got.token_ids == case["output_ids"], case["name"]
+        assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]
+        assert got.finish_reason == {"stop": "stop", "limit": "length"}[case["ended_by"]]
+
+
+@pytest.mark.parametrize("cases", SETS, ids=lambda p: p.name)
+def test_the_set_is_worth_its_name(cases: Path):
+    """Enough generations, of enough kinds, that equality means something."""
+    records = [record(folder) for folder in sorted(cases.glob("pair*"))]
+    runs = [case for r in records for case in r["cases"]]
+    lengths = [n for case in runs for n in case["acceptance_lengths"]]
+    inside = [case["ended_by"] for case in runs if case["end_inside_block"]]
+    assert {r["family"] for r in records} == {"qwen3", "qwen2", "llama"}
+    assert len(runs) >= 40
+    assert np.mean(lengths) > 2
+    assert set(lengths) == set(range(1, 17))
+    assert inside.count("stop") >= 10
+    assert inside.count("limit") >= 10
+    assert any(case["block_size"] & (case["block_size"] - 1) for case in runs)
+    assert {1, 31, 32, 33} <= {len(case["prompt_ids"]) for case in runs}
+    assert {"float32"} == {json.loads((f / "target" / "config.json").read_text()).get(
+        "dtype", "float32") for f in sorted(cases.glob("pair*"))}  # fmt: skip
