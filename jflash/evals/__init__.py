@@ -1,0 +1,1 @@
+"""What a pair is worth, counted: right answers, acceptance lengths, seconds."""

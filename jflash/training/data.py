@@ -1,0 +1,127 @@
+"""Conversations as arrays: rows of one length, several conversations a row, nothing shared.
+
+A row knows which of its tokens belong together (`segments`), so no loss lets one conversation see
+another. Tokens only: chat templates are applied before, answers end with their stop token.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+RowArray = Array | np.ndarray
+
+
+class Conversation(NamedTuple):
+    """A prompt as the model sees it, template included, and the answer to learn, stop included."""
+
+    prompt_ids: Sequence[int]
+    answer_ids: Sequence[int]
+
+
+class Rows(NamedTuple):
+    """Token rows [R, T]; every other array says something about the token at the same place."""
+
+    tokens: Int[RowArray, "R T"]
+    positions: Int[RowArray, "R T"]  # within its conversation, from 0
+    segments: Int[RowArray, "R T"]  # 1, 2, … within a row; 0 is padding
+    supervised: Bool[RowArray, "R T"]  # answer tokens
+
+
+def pack(conversations: Iterable[Conversation], row_length: int) -> tuple[Rows, int]:
+    """Rows on the host, and how many conversations were longer than a row and left out.
+
+    Best fit, longest first: a conversation goes to the row with the least room that holds it.
+    ValueError if none is left.
+    """
+    kept, dropped = [], 0
+    for conversation in conversations:
+        size = len(conversation.prompt_ids) + len(conversation.answer_ids)
+        if size > row_length:
+            dropped += 1
+        else:
+            kept.append((size, conversation))
+    if not kept:
+        raise ValueError(f"no conversation fits rows of {row_length} tokens ({dropped} are longer)")
+    kept.sort(key=lambda item: -item[0])
+
+    rows: list[list[Conversation]] = []
+    by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
+    for size, conversation in kept:
+        room = next((r for r in range(size, row_length + 1) if by_room[r]), None)
+        if room is None:
+            rows.append([])
+            room, row = row_length, len(rows) - 1
+        else:
+            row = by_room[room].pop()
+        rows[row].append(conversation)
+        by_room[room - size].append(row)
+    return _arrays(rows, row_length), dropped
+
+
+def _arrays(rows: list[list[Conversation]], row_length: int) -> Rows:
+    shape = (len(rows), row_length)
+    out = Rows(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segments=np.zeros(shape, np.int32),
+        supervised=np.zeros(shape, bool),
+    )
+    for r, row in enumerate(rows):
+        start = 0
+        for segment, (prompt, answer) in enumerate(row, start=1):
+            middle, end = start + len(prompt), start + len(prompt) + len(answer)
+            out.tokens[r, start:middle] = prompt
+            out.tokens[r, middle:end] = answer
+            out.positions[r, start:end] = np.arange(end - start)
+            out.segments[r, start:end] = segment
+            out.supervised[r, middle:end] = True
+            start = end
+    return out
+
+
+def check_tokens(rows: Rows, vocab_size: int) -> None:
+    """ValueError for a token outside the vocabulary (a gather would clamp it silently)."""
+    low, high = int(np.min(rows.tokens)), int(np.max(rows.tokens))
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size} tokens")
+
+
+def describe(rows: Rows, dropped: int) -> None:
+    """Prints what a training run is fed."""
+    filled = float(np.mean(rows.segments > 0))
+    count, length = rows.tokens.shape
+    print(
+        f"{int(np.max(rows.segments, axis=1).sum())} conversations in {count} rows of {length} "
+        f"tokens, {filled:.0%} filled; {dropped} were longer and left out"
+    )
+
+
+def save_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
+    """One compressed .npz of all tokens in a line and their lengths, through a rename."""
+    ids = [[*c.prompt_ids, *c.answer_ids] for c in conversations]
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.savez_compressed(
+            file,
+            tokens=np.concatenate([np.asarray(i, np.int32) for i in ids]),
+            prompt_lengths=np.asarray([len(c.prompt_ids) for c in conversations], np.int32),
+            answer_lengths=np.asarray([len(c.answer_ids) for c in conversations], np.int32),
+        )
+    part.rename(path)
+
+
+def load_conversations(path: Path) -> list[Conversation]:
+    """What save_conversations wrote."""
+    with np.load(path) as file:
+        tokens = file["tokens"].tolist()
+        prompts, answers = file["prompt_lengths"].tolist(), file["answer_lengths"].tolist()
+    found, start = [], 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        middle, end = start + prompt, start + prompt + answer
+        found.append(Conversation(tokens[start:middle], tokens[middle:end]))
+        start = end
+    return found
