@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +32,8 @@ from jflash.training.tiny_math import (
 from jflash.training.tiny_recipe import Recipe, full_recipe, smoke_recipe
 from jflash.training.word_problems import problems
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
 TEST_QUESTION = (
     "A long train with many wagons carries 12 cows and 14 goats from one town to another"
 )
@@ -239,3 +243,18 @@ def test_renumbered_keeps_words_and_digits_and_changes_numbers():
     assert re.sub(r"\d", "#", changed) == re.sub(r"\d", "#", question)
     assert changed != question
     assert renumbered(question, random.Random(0)) == changed
+
+
+def test_smoke_makes_a_pair_that_decodes(tmp_path):
+    """The whole recipe from nothing, as its command: generator to drafter."""
+    output = tmp_path / "pair"
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "make_tiny_pair.py", "--smoke", "--output", output],
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    pair = load_pair(output / "target", output / "drafter", dtype="float32")
+    prompt = encode_prompt(load_tokenizer(output / "target"), "How many are 2 apples and 3 apples?")
+    drafted = generate(pair, [prompt], max_new_tokens=20)[0]
+    oracle = generate(pair, [prompt], max_new_tokens=20, oracle=True)[0]
+    assert drafted.token_ids == oracle.token_ids

@@ -13,13 +13,14 @@ from jflash.io.load import (
     resolve,
     save_checkpoint,
 )
-from jflash.io.text import load_tokenizer, stop_token_ids
+from jflash.io.text import encode_prompt, load_tokenizer, stop_token_ids
 
 __all__ = [
     "PairFiles",
     "configure_pair",
     "convert_checkpoint",
     "default_dtype",
+    "encode_prompt",
     "load_drafter",
     "load_pair",
     "load_target",

@@ -58,12 +58,12 @@ def full_recipe() -> Recipe:
         target_training=TrainConfig(
             steps=15_000, batch_size=192, learning_rate=2e-3, weight_decay=0.05
         ),
-        drafter_training=TrainConfig(steps=15_000, batch_size=96, learning_rate=1e-3),
+        drafter_training=TrainConfig(steps=10_000, batch_size=96, learning_rate=1e-3),
         problems=800_000,
         gsm8k_repeats=2,
         row_length=320,
         prompt_weight=0.1,
-        answers=30_000,
+        answers=20_000,
         gsm8k_variants=4,
         answer_batch=1024,
         max_new_tokens=256,
