@@ -16,6 +16,7 @@ from jflash.training.word_problems import DEFAULT_PROBLEM, extract_result, probl
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "checkpoints" / "tiny-math"
 GOLDEN = Path(__file__).parent / "golden" / "default_prompt.json"
+REFERENCE = GOLDEN.with_name("tiny_math_reference.json")
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,20 @@ def test_default_prompt_is_golden(capsys):
     assert {key: got[key] for key in want} == want
     assert got["mean_acceptance_length"] >= 5
     assert extract_result(got["text"]) == DEFAULT_PROBLEM.result
+
+
+def test_the_reference_decodes_it_alike(pair):
+    """dflash 0.1.0 (record_pair.py) gives these tokens in these steps, in torch and float32."""
+    record = json.loads(REFERENCE.read_text())
+    stops = stop_token_ids(TINY / "target")
+    assert len(record["cases"]) == 24
+    for case in record["cases"]:
+        got = generate(
+            pair, [case["prompt_ids"]], max_new_tokens=record["max_new_tokens"],
+            stop_token_ids=stops, capacity=512,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"]
+        assert got.acceptance_lengths == case["acceptance_lengths"]
 
 
 def test_readme_example_runs(capsys, monkeypatch):

@@ -1,0 +1,48 @@
+"""What the reference does with a pair of checkpoints on given prompts (token ids), as JSON.
+
+python tests/reference/record_pair.py --target DIR --drafter DIR --prompts FILE --out FILE
+Needs torch, transformers and dflash; FILE holds a list of {"prompt_ids": [...]}.
+"""
+
+import argparse
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import dflash.model
+import torch
+from transformers import AutoModelForCausalLM
+
+dflash.model._cuda_time = time.perf_counter  # return_stats asks for CUDA's clock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    for name in ("target", "drafter", "prompts", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    args = parser.parse_args()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    drafter = dflash.model.DFlashDraftModel.from_pretrained(args.drafter, dtype=torch.float32)
+    cases = []
+    for prompt in json.loads(args.prompts.read_text()):
+        ids = prompt["prompt_ids"]
+        run = dflash.model.dflash_generate(
+            drafter.eval(), target, torch.tensor([ids]), args.max_new_tokens,
+            [target.config.eos_token_id], return_stats=True,
+        )  # fmt: skip
+        new = run.output_ids[0, len(ids) :].tolist()
+        cases.append(
+            {"prompt_ids": ids, "output_ids": new, "acceptance_lengths": run.acceptance_lengths}
+        )
+    record = {
+        "versions": {name: version(name) for name in ("dflash", "torch", "transformers")},
+        "max_new_tokens": args.max_new_tokens,
+        "cases": cases,
+    }
+    args.out.write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
