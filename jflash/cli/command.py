@@ -73,6 +73,8 @@ def _quiet_libraries() -> None:
     """What libraries say unasked would be a second line beside ours."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # gpu_notice says it better
+    # When a write fails, Orbax's other tasks fail too, after the error that it raises.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot write τ still works
             stream.reconfigure(errors="replace")
