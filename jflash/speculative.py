@@ -2,8 +2,9 @@
 
 Its shapes are fixed: a compiled step serves every length, room, limit and acceptance.
 
-Axes: B batch, W block width, S capacity, E stop ids, V vocabulary. A sequence of committed length n
-holds its newest token at index n - 1; that token has no keys and values in the target's cache yet.
+Axes: B batch, W block width, D = W - 1 drafts, S capacity, E stop ids, V vocabulary. A sequence of
+committed length n holds its newest token at index n - 1; that token has no keys and values in the
+target's cache yet.
 """
 
 from dataclasses import dataclass
@@ -76,11 +77,27 @@ def choose(models: Models, logits, indices, keys, temperature) -> Int[Array, "B 
     return sample(logits, indices, keys, temperature) if models.sampled else greedy(logits)
 
 
-def draft(models: Models, params: Params, state: State, positions, widths):
-    """Proposals [B, W - 1] for the block whose anchor is each sequence's newest token."""
+class Verdict(NamedTuple):
+    """What the target says of a block."""
+
+    logits: Float[Array, "B W V"]
+    choices: Int[Array, "B W"]  # its own token after each row
+    features: Float[Array, "B W PD"]  # its tapped layers, for the drafter's context
+
+
+def block_positions(models: Models, state: State) -> tuple[Int[Array, "B W"], Int[Array, " B"]]:
+    """Positions of the block's rows, the anchor first, and how many of them there is room for."""
+    start = state.length - 1
+    widths = jnp.clip(state.limit - start, 1, models.block_size)
+    return start[:, None] + jnp.arange(models.block_size), widths
+
+
+def draft(models: Models, params: Params, state: State) -> tuple[Int[Array, "B D"], State]:
+    """W - 1 proposals for the block whose anchor is each sequence's newest token."""
+    positions, widths = block_positions(models, state)
     anchor = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
     if models.drafter is None:  # never accepted: the row only keeps the block's shape
-        return jnp.repeat(anchor, models.block_size - 1, axis=1), state.drafter_cache
+        return jnp.repeat(anchor, models.block_size - 1, axis=1), state
     mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
     block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
     embeddings = apply(models.target, params.target, block, method="embed")
@@ -89,45 +106,49 @@ def draft(models: Models, params: Params, state: State, positions, widths):
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend
     )
     logits = apply(models.target, params.target, hidden[:, 1:], method="logits")
-    return greedy(apply(models.drafter, params.drafter, logits, method="adjust_logits")), cache
+    drafts = greedy(apply(models.drafter, params.drafter, logits, method="adjust_logits"))
+    return drafts, state._replace(drafter_cache=cache)
 
 
-def speculative_step(models: Models, params: Params, state: State) -> State:
-    """One draft, one verification, one commit for every sequence that is not done.
-
-    Shapes never change: a block is always W wide, and room, stop tokens and limits are masks.
-    """
-    W = models.block_size
-    row = jnp.arange(W)
-    start = state.length - 1
-    positions = start[:, None] + row
-    widths = jnp.clip(state.limit - start, 1, W)
-
-    drafts, drafter_cache = draft(models, params, state, positions, widths)
-
-    newest = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
-    attend = BlockAttend(start, widths, True, models.attention_backend)
+def verify(
+    models: Models, params: Params, state: State, drafts: Int[Array, "B D"]
+) -> tuple[Verdict, State]:
+    """The target's one pass over the anchor and the drafts, which writes their keys and values."""
+    positions, widths = block_positions(models, state)
+    newest = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
+    attend = BlockAttend(positions[:, 0], widths, True, models.attention_backend)
     block = jnp.concatenate([newest, drafts], axis=1)
-    hidden, features, target_cache = apply(
+    hidden, features, cache = apply(
         models.target, params.target, block, positions, state.target_cache, attend, models.taps
     )
     logits = apply(models.target, params.target, hidden, method="logits")
     choices = choose(models, logits, positions + 1, state.keys, state.temperature)
+    return Verdict(logits, choices, features), state._replace(target_cache=cache)
 
-    accepted = jnp.minimum(accepted_drafts(drafts, choices, widths), state.max_accept)
+
+def commit(
+    models: Models, params: Params, state: State, drafts: Int[Array, "B D"], verdict: Verdict
+) -> State:
+    """Keeps the longest agreeing prefix and the bonus token, cut by stops and limits."""
+    positions, widths = block_positions(models, state)
+    accepted = jnp.minimum(accepted_drafts(drafts, verdict.choices, widths), state.max_accept)
     count = jnp.minimum(accepted + 1, state.limit - state.length)
-    count, stopped = through_first_stop(choices, count, state.stops)
+    count, stopped = through_first_stop(verdict.choices, count, state.stops)
     count = jnp.where(state.done, 0, count)
 
+    row = jnp.arange(models.block_size)
     capacity = state.tokens.shape[1]
     # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
     kept = row < count[:, None]
     sequence = jnp.arange(count.shape[0])[:, None]
     tokens = state.tokens.at[sequence, jnp.where(kept, positions + 1, capacity + row)].set(
-        choices, mode="drop", unique_indices=True
+        verdict.choices, mode="drop", unique_indices=True
     )
+    drafter_cache = state.drafter_cache
     if models.drafter is not None:
-        context = apply(models.drafter, params.drafter, features, positions, method="context")
+        context = apply(
+            models.drafter, params.drafter, verdict.features, positions, method="context"
+        )
         slots = jnp.where(kept, positions, capacity + row)
         drafter_cache = tuple(
             write_rows(cache, k, v, slots)
@@ -143,9 +164,18 @@ def speculative_step(models: Models, params: Params, state: State) -> State:
         acceptance_lengths=state.acceptance_lengths.at[sequence[:, 0], step].set(
             count, mode="drop"
         ),
-        target_cache=target_cache,
         drafter_cache=drafter_cache,
     )
+
+
+def speculative_step(models: Models, params: Params, state: State) -> State:
+    """One draft, one verification, one commit for every sequence that is not done.
+
+    Shapes never change: a block is always W wide, and room, stop tokens and limits are masks.
+    """
+    drafts, state = draft(models, params, state)
+    verdict, state = verify(models, params, state, drafts)
+    return commit(models, params, state, drafts, verdict)
 
 
 def apply(module: nn.Module, params: Any, *args: Any, method: str | None = None) -> Any:
