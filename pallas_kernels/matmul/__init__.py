@@ -1,0 +1,56 @@
+"""The step's GEMMs with what follows them: the contract and its entry points.
+
+Axes: M rows (tokens), K summed over, N columns, F MLP width, V vocabulary. Products are summed in
+float32; results have x's dtype.
+- matmul: x @ w, rounded once. With a residual r: r + (x @ w, rounded), rounded again, as a layer
+  that adds a projection's output does.
+- gate_up: w holds the gate's F columns, then the up projection's F. Both products are rounded to
+  x's dtype, as a projection's output is; silu(gate) * up is float32 and rounded once.
+- head_argmax: the head lies as [V, K]. Per row the id of the largest float32 logit, the lowest of
+  equal ones. The logits are never written.
+A row's bits depend on that row and w alone: not on its index, on M's other rows, or on timing. (At
+another M they may: see the step's fixed shapes.) The float32 sums themselves differ by backend.
+
+"reference", "xla" and "tuned" take any shape and dtype; "tuned" is for Hopper, and picks XLA or the
+kernel by a table of what won there. "mosaic_gpu" needs bfloat16 and an NVIDIA GPU of
+compute capability 9.0, and refuses with a ValueError what its tiles do not divide: a caller asks
+`tuning.tuning_for` when it is built and then decides; nothing falls back here. Its weights must
+not be the output of the kernel that runs just before (weights of a model never are).
+"""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul import mosaic_gpu, reference, tuned, xla
+
+BACKENDS = {"reference": reference, "xla": xla, "mosaic_gpu": mosaic_gpu, "tuned": tuned}
+
+
+def matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"],
+    residual: Float[Array, "M N"] | None = None,
+    *,
+    backend: str,
+) -> Float[Array, "M N"]:
+    """x @ w, or residual + x @ w; see the module's contract. ValueError: no such backend, shape."""
+    return _backend(backend).matmul(x, w, residual)
+
+
+def gate_up(
+    x: Float[Array, "M K"], w: Float[Array, "K FF"], *, backend: str
+) -> Float[Array, "M F"]:
+    """silu(x @ gate) * (x @ up); see the module's contract. ValueError as `matmul`."""
+    return _backend(backend).gate_up(x, w)
+
+
+def head_argmax(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
+) -> Int[Array, " M"]:
+    """argmax of x @ head.T; see the module's contract. ValueError as `matmul`."""
+    return _backend(backend).head_argmax(x, head)
+
+
+def _backend(name: str):
+    if name not in BACKENDS:
+        raise ValueError(f"matmul has no backend {name!r}: use {sorted(BACKENDS)}")
+    return BACKENDS[name]

@@ -1,0 +1,374 @@
+"""The GEMMs as one Mosaic GPU kernel (Hopper: TMA, wgmma); knows of shapes only their tuning.
+
+A CTA is one producer warpgroup, which streams tiles of x and w through a ring of shared memory, and
+one consumer warpgroup for each 64 rows. CTAs are persistent: each takes every C-th column tile of
+its row tile, and the ring runs on across tiles, so the next tile's loads overlap the epilogue.
+A cluster shares loads by multicast: its CTAs along "n" need the same x, those along "m" the same w.
+
+A row's bits depend on its own values only: every tile sums K in the same order, a split over K is
+the same for all tiles and combined in fixed order, and nothing is atomic. Rows past M are filled
+with zeros by TMA on the way in and clipped on the way out, so they cost no memory traffic.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul.tuning import WARPGROUP_ROWS, Plan, Tuning, make_plan, tuning_for
+
+PRODUCER_REGISTERS = 40
+WGMMA = plgpu.Layout.WGMMA
+
+
+def matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"],
+    residual: Float[Array, "M N"] | None = None,
+    *,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    tuning = tuning or tuning_for("matmul", x.shape[0], x.shape[1], w.shape[1])
+    if residual is None:
+        return _matmul(x, w, tuning, interpret)
+    return _residual(x, w, residual, tuning, interpret)
+
+
+def gate_up(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K FF"],
+    *,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M F"]:
+    tuning = tuning or tuning_for("gate_up", x.shape[0], x.shape[1], w.shape[1])
+    return _gate_up(x, w, tuning, interpret)
+
+
+def head_argmax(
+    x: Float[Array, "M K"],
+    head: Float[Array, "V K"],
+    *,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Int[Array, " M"]:
+    tuning = tuning or tuning_for("head_argmax", x.shape[0], x.shape[1], head.shape[0])
+    return _head_argmax(x, head, tuning, interpret)
+
+
+# One inner jit each: the call sites of all layers then share one compiled kernel.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _matmul(x, w, tuning, interpret):
+    return _sum_splits(_launch("matmul", x, w, None, tuning, interpret)).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _residual(x, w, residual, tuning, interpret):
+    if tuning.split_k == 1:
+        return _launch("residual", x, w, residual, tuning, interpret)
+    out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
+    return _add_residual(out, residual)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _gate_up(x, w, tuning, interpret):
+    if tuning.split_k == 1:
+        return _launch("gate_up", x, w, None, tuning, interpret)
+    out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
+    gate, up = jnp.split(out, 2, axis=-1)
+    return _silu_times(gate, up, x.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _head_argmax(x, head, tuning, interpret):
+    best, index = _launch("head_argmax", x, head, None, tuning, interpret)  # [C, M rounded up]
+    winner = jnp.where(best == best.max(axis=0), index, head.shape[0])
+    return winner.min(axis=0)[: x.shape[0]]
+
+
+def _sum_splits(out):
+    """[S, M, N] partial sums, added in the order of K; an unsplit result passes through."""
+    return out if out.ndim == 2 else functools.reduce(jnp.add, list(out))
+
+
+def _add_residual(out, residual):
+    rounded = out.astype(residual.dtype).astype(jnp.float32)
+    return (residual.astype(jnp.float32) + rounded).astype(residual.dtype)
+
+
+def _silu_times(gate, up, dtype):
+    gate, up = (v.astype(dtype).astype(jnp.float32) for v in (gate, up))
+    return (gate / (1 + jnp.exp(-gate)) * up).astype(dtype)
+
+
+def plan_for(op: str, x, w, tuning: Tuning) -> Plan:
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+        raise ValueError(f"mosaic_gpu {op} takes bfloat16, got {x.dtype} and {w.dtype}")
+    K, N = w.shape[::-1] if op == "head_argmax" else w.shape
+    if x.shape[1] != K:
+        raise ValueError(f"{op}: x has {x.shape[1]} columns to sum over, w {K}")
+    return make_plan(op, x.shape[0], K, N, tuning)
+
+
+def _launch(op, x, w, residual, tuning, interpret):
+    """Runs the kernel: [M, N], or [S, M, N] float32 partial sums, or the argmax's two [C, M']."""
+    plan, t = plan_for(op, x, w, tuning), tuning
+    padded = pl.cdiv(plan.M, t.block_m) * t.block_m
+    if op == "head_argmax":
+        out = (plan.clusters * t.cluster_n, padded)
+        out_type = (jax.ShapeDtypeStruct(out, jnp.float32), jax.ShapeDtypeStruct(out, jnp.int32))
+    else:
+        shape = (plan.M, plan.N // plan.halves)
+        shape = (t.split_k, *shape) if plan.split else shape
+        out_type = jax.ShapeDtypeStruct(shape, _out_dtype(plan))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan, overlap=t.overlap and not interpret),
+        out_type=out_type,
+        scratch_types=_scratch(plan),
+        grid=(plan.row_groups * plan.clusters,),
+        grid_names=("cluster",),
+        cluster=(t.cluster_m, t.cluster_n),
+        cluster_names=("m", "n"),
+        num_threads=plan.consumers + 1,
+        thread_name="wg",
+        kernel_name=f"matmul_{op}",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
+    return kernel(x, w) if residual is None else kernel(x, w, residual)
+
+
+def _scratch(plan: Plan) -> dict[str, Any]:
+    t = plan.tuning
+    tile = _tiled(plan.swizzle, 2)
+    w_tile = (t.block_n, t.block_k) if plan.op == "head_argmax" else (t.block_k, plan.half_n)
+    shared: dict[str, Any] = {
+        "x_smem": plgpu.SMEM((t.stages, t.block_m, t.block_k), jnp.bfloat16, transforms=tile),
+        "w_smem": plgpu.SMEM((t.stages, plan.halves, *w_tile), jnp.bfloat16, transforms=tile),
+        "full": plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=t.stages),
+        "empty": _empty_barrier(plan),
+    }
+    if plan.op == "head_argmax":
+        return shared
+    item = plan.out_bytes
+    out_tile = _tiled(plgpu.find_swizzle(plan.half_n * item * 8), item)
+    out = plgpu.SMEM(
+        (plan.consumers, WARPGROUP_ROWS, plan.half_n), _out_dtype(plan), transforms=out_tile
+    )
+    shared["out_smem"] = out
+    if plan.op == "residual":
+        shared |= {"r_smem": out, "r_full": plgpu.Barrier(num_barriers=plan.consumers)}
+    return shared
+
+
+def _out_dtype(plan: Plan):
+    return jnp.float32 if plan.split else jnp.bfloat16
+
+
+def _tiled(swizzle: int, item: int):
+    tiling = plgpu.TilingTransform((8, swizzle // item))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
+def _empty_barrier(plan: Plan):
+    """A slot is free once every CTA that the slot's loads are multicast to has consumed it."""
+    t = plan.tuning
+    if t.cluster_m * t.cluster_n == 1:
+        return plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=t.stages)
+    return plgpu.ClusterBarrier(
+        collective_axes=("m", "n"), num_arrivals=plan.consumers, num_barriers=t.stages
+    )
+
+
+def _kernel(*refs, plan: Plan, overlap: bool, x_smem, w_smem, full, empty, **epilogue_refs):
+    inputs, outputs = (refs[:3], refs[3:]) if plan.op == "residual" else (refs[:2], refs[2:])
+    wg = lax.axis_index("wg")
+    ring = _Ring(x_smem, w_smem, full, empty)
+    tiles = _Tiles(plan)
+    consumer_registers = (512 - PRODUCER_REGISTERS) // plan.consumers // 8 * 8
+
+    @pl.when(wg == plan.consumers)
+    def _():
+        if plan.consumers > 1:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _produce(plan, tiles, ring, inputs[0], inputs[1], overlap)
+
+    @pl.when(wg < plan.consumers)
+    def _():
+        if plan.consumers > 1:
+            plgpu.set_max_registers(min(consumer_registers, 240), action="increase")
+        if overlap:
+            plgpu.griddepcontrol_wait()
+        if plan.op == "head_argmax":
+            _consume_argmax(plan, tiles, ring, *outputs)
+        else:
+            _consume(plan, tiles, ring, inputs[2:], *outputs, **epilogue_refs)
+
+
+class _Ring(NamedTuple):
+    """The ring of tiles between producer and consumers."""
+
+    x: Any  # [stages, block_m, block_k]
+    w: Any  # [stages, halves, block_k, half_n], for the head [stages, 1, block_n, block_k]
+    full: Any
+    empty: Any
+
+
+class _Tiles:
+    """This CTA's column tiles, numbered from 0: where tile i lies."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        cluster = lax.axis_index("cluster")
+        self.first = lax.div(cluster, plan.row_groups)
+        row_tile = lax.rem(cluster, plan.row_groups) * plan.tuning.cluster_m + lax.axis_index("m")
+        self.row = row_tile * plan.tuning.block_m
+        self.count = lax.div(plan.columns - self.first + plan.clusters - 1, plan.clusters)
+
+    def at(self, i):
+        """(split over K, first column of the tile, of one half for gate_up)."""
+        t = self.plan.tuning
+        column = self.first + i * self.plan.clusters
+        per_split = self.plan.columns // t.split_k
+        tile = lax.rem(column, per_split) * t.cluster_n + lax.axis_index("n")
+        return lax.div(column, per_split), tile * self.plan.half_n
+
+
+def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem, overlap: bool):
+    t = plan.tuning
+    steps = tiles.count * plan.k_steps
+
+    def place(step):
+        split, column = tiles.at(lax.div(step, plan.k_steps))
+        k = (split * plan.k_steps + lax.rem(step, plan.k_steps)) * t.block_k
+        return lax.rem(step, t.stages), pl.ds(k, t.block_k), column
+
+    def load_w(step):
+        slot, k, column = place(step)
+        for half in range(plan.halves):
+            n = pl.ds(column + half * (plan.N // plan.halves), plan.half_n)
+            plgpu.copy_gmem_to_smem(
+                w_gmem.at[n, k] if plan.op == "head_argmax" else w_gmem.at[k, n],
+                ring.w.at[slot, half], ring.full.at[slot],
+                collective_axes=("m",) if t.cluster_m > 1 else None,
+            )  # fmt: skip
+
+    # The ring fills with weights first: when launches overlap, before the last kernel has ended.
+    pl.loop(0, jnp.minimum(steps, t.stages))(load_w)
+    if overlap:
+        plgpu.griddepcontrol_wait()
+
+    @pl.loop(0, steps)
+    def _load(step):
+        slot, k, _column = place(step)
+
+        @pl.when(step >= t.stages)
+        def _():
+            plgpu.barrier_wait(ring.empty.at[slot])
+            load_w(step)
+
+        plgpu.copy_gmem_to_smem(
+            x_gmem.at[pl.ds(tiles.row, t.block_m), k], ring.x.at[slot], ring.full.at[slot],
+            collective_axes=("n",) if t.cluster_n > 1 else None,
+        )  # fmt: skip
+
+    if overlap:
+        plgpu.griddepcontrol_launch_dependents()
+
+    # A CTA may not end while others can still arrive at its barriers.
+    @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
+    def _drain(step):
+        plgpu.barrier_wait(ring.empty.at[lax.rem(step, t.stages)])
+
+
+def _accumulate(plan: Plan, ring: _Ring, tile, accs):
+    """Adds all K steps of tile number `tile` to the accumulators and frees its slots."""
+    stages = plan.tuning.stages
+    rows = pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    first = tile * plan.k_steps
+
+    @pl.loop(0, plan.k_steps)
+    def _step(k):
+        slot = lax.rem(first + k, stages)
+        plgpu.barrier_wait(ring.full.at[slot])
+        for half, acc in enumerate(accs):
+            w = ring.w.at[slot, half]
+            w = w.transpose((1, 0)) if plan.op == "head_argmax" else w
+            plgpu.wgmma(acc, ring.x.at[slot, rows], w)
+        plgpu.wgmma_wait(plan.halves)  # the step before this one has been read
+
+        @pl.when(k > 0)
+        def _():
+            plgpu.barrier_arrive(ring.empty.at[lax.rem(first + k - 1, stages)])
+
+    values = [acc[...] for acc in accs]
+    plgpu.barrier_arrive(ring.empty.at[lax.rem(first + plan.k_steps - 1, stages)])
+    return values
+
+
+def _accumulators(plan: Plan):
+    return [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, plan.half_n)) for _ in range(plan.halves)]
+
+
+def _consume(
+    plan: Plan, tiles: _Tiles, ring: _Ring, residual, out_gmem,
+    *, out_smem: Any, r_smem: Any = None, r_full: Any = None,
+):  # fmt: skip
+    wg = lax.axis_index("wg")
+    rows = pl.ds(tiles.row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    @pl.loop(0, tiles.count)
+    def _tile(i):
+        split, column = tiles.at(i)
+        columns = pl.ds(column, plan.half_n)
+        if residual:
+            plgpu.copy_gmem_to_smem(residual[0].at[rows, columns], r_smem.at[wg], r_full.at[wg])
+        values = pl.run_scoped(lambda *accs: _accumulate(plan, ring, i, accs), *_accumulators(plan))
+        if plan.op == "gate_up":
+            out = _silu_times(values[0], values[1], jnp.bfloat16)
+        elif residual:
+            plgpu.barrier_wait(r_full.at[wg])
+            out = _add_residual(values[0], plgpu.layout_cast(r_smem[wg], WGMMA))
+        else:
+            out = values[0].astype(_out_dtype(plan))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left out_smem
+        out_smem[wg] = out
+        plgpu.commit_smem()
+        target = out_gmem.at[split] if plan.split else out_gmem
+        plgpu.copy_smem_to_gmem(out_smem.at[wg], target.at[rows, columns])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _consume_argmax(plan: Plan, tiles: _Tiles, ring: _Ring, best_gmem, index_gmem):
+    """Keeps each row's best value and its lowest id over this CTA's tiles, which ascend in id."""
+    rows_layout = WGMMA.reduce(1)
+    per_row = (WARPGROUP_ROWS,)
+
+    def tile(i, carry):
+        best, index = carry
+        _, column = tiles.at(i)
+        (logits,) = pl.run_scoped(
+            lambda *accs: _accumulate(plan, ring, i, accs), *_accumulators(plan)
+        )
+        ids = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=WGMMA) + column
+        if plan.N % (plan.tuning.block_n * plan.tuning.cluster_n):  # ids past V came as zeros
+            logits = jnp.where(ids < plan.N, logits, -jnp.inf)
+        top = logits.max(axis=1)
+        is_top = logits == lax.broadcast_in_dim(top, logits.shape, [0])
+        lowest = jnp.where(is_top, ids, jnp.int32(2**31 - 1)).min(axis=1)
+        better = top > best
+        return jnp.where(better, top, best), jnp.where(better, lowest, index)
+
+    none = plgpu.layout_cast(jnp.full(per_row, -jnp.inf, jnp.float32), rows_layout)
+    first = plgpu.layout_cast(jnp.zeros(per_row, jnp.int32), rows_layout)
+    best, index = lax.fori_loop(0, tiles.count, tile, (none, first))
+    rows = pl.ds(tiles.row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    cta = tiles.first * plan.tuning.cluster_n + lax.axis_index("n")
+    best_gmem.at[cta][rows] = best
+    index_gmem.at[cta][rows] = index

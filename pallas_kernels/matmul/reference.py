@@ -1,0 +1,27 @@
+"""The GEMMs, right by inspection: float32 throughout, rounded where the contract says."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def _product(x, w):
+    return jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+
+
+def matmul(
+    x: Float[Array, "M K"], w: Float[Array, "K N"], residual: Float[Array, "M N"] | None = None
+) -> Float[Array, "M N"]:
+    out = _product(x, w).astype(x.dtype)
+    if residual is None:
+        return out
+    return (residual.astype(jnp.float32) + out.astype(jnp.float32)).astype(x.dtype)
+
+
+def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
+    rounded = _product(x, w).astype(x.dtype).astype(jnp.float32)
+    gate, up = jnp.split(rounded, 2, axis=-1)
+    return (gate / (1 + jnp.exp(-gate)) * up).astype(x.dtype)
+
+
+def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array, " M"]:
+    return jnp.argmax(_product(x, head.T), axis=-1).astype(jnp.int32)

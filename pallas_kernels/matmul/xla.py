@@ -1,0 +1,24 @@
+"""The GEMMs as XLA compiles them for any device, written as jflash.layers writes them."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def matmul(
+    x: Float[Array, "M K"], w: Float[Array, "K N"], residual: Float[Array, "M N"] | None = None
+) -> Float[Array, "M N"]:
+    out = jnp.matmul(x, w, precision="highest")
+    return out if residual is None else residual + out
+
+
+def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
+    gate, up = jnp.split(jnp.matmul(x, w, precision="highest"), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array, " M"]:
+    logits = jnp.einsum(
+        "MK,VK->MV", x, head, precision="highest", preferred_element_type=jnp.float32
+    )
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
