@@ -28,24 +28,6 @@ def empty_cache(
     )
 
 
-def write_rows(
-    cache: LayerCache,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    slots: Int[Array, "B T"],
-) -> LayerCache:
-    """Row t of sequence b goes to slots[b, t]; slots past the capacity are dropped.
-
-    Slots must be distinct and rising within a sequence, the dropped ones too.
-    """
-    index = (jnp.arange(k.shape[0])[:, None], slots)
-
-    def put(rows: Array, new: Array) -> Array:
-        return rows.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-    return LayerCache(put(cache.k, k), put(cache.v, v))
-
-
 def write_chunk(
     cache: LayerCache,
     k: Float[Array, "1 C K H"],

@@ -76,6 +76,11 @@ class DrafterConfig(DecoderConfig):
     output_multiplier: float
     final_logit_softcapping: float | None
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the drafter's logits differ from the head's own."""
+        return self.output_multiplier != 1 or bool(self.final_logit_softcapping)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size < 2:

@@ -1,8 +1,9 @@
 """RMSNorm, rotary embedding, attention and MLP of a decoder layer: the one door to pallas_kernels.
 
-A layer knows no cache layout: it hands q, k, v and its cache to an `attend`, which writes, attends
-and returns the cache. `BlockAttend` serves the speculative step, `PrefillAttend` a prompt's chunk,
-`MaskAttend` training. Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
+A layer knows no cache layout: it hands its projection, with what it takes to make heads of it, and
+its cache to an `attend`, which writes, attends and returns the cache. `BlockAttend` serves the
+speculative step, `PrefillAttend` a prompt's chunk, `MaskAttend` training.
+Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,54 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.cache import LayerCache, one_sequence, write_chunk, write_rows
+from jflash.cache import LayerCache, one_sequence, write_chunk
 from jflash.config import DecoderConfig, RopeConfig
+from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
+from pallas_kernels.matmul import gate_up, matmul
+from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
 from pallas_kernels.prefill_attention import prefill_attention
 
-Attend = Callable[[Array, Array, Array, LayerCache | None], tuple[Array, LayerCache | None]]
+
+class Kernels(NamedTuple):
+    """Backends of the step's operations, by the names of their folders in pallas_kernels.
+
+    matmul 'tuned' takes the Mosaic GPU kernel for the shapes in its table and XLA for others.
+    """
+
+    attention: str = "xla"
+    matmul: str = "xla"
+    heads: str = "xla"
+
+
+XLA = Kernels()
+
+
+class Projected(NamedTuple):
+    """A fused projection [B, T, C] and what makes normed, rotated heads of its columns."""
+
+    x: Float[Array, "B T C"]
+    q_scale: Float[Array, " H"] | None
+    k_scale: Float[Array, " H"] | None
+    cos: Float[Array, "B T H/2"]
+    sin: Float[Array, "B T H/2"]
+    heads: heads_op.Heads
+
+    def split(self) -> tuple[Array, Array, Array]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+        return heads_op.reference.split_heads(*self)
+
+    def write(
+        self, cache: LayerCache, slots: Int[Array, "B T"], backend: str
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        """The queries, and the cache with the keys and values at `slots`; see the op's contract."""
+        q, k, v = heads_op.heads_to_cache(
+            *self[:5], cache.k, cache.v, slots, heads=self.heads, backend=backend
+        )
+        return q, LayerCache(k, v)
+
+
+Attend = Callable[[Projected, LayerCache | None], tuple[Array, LayerCache | None]]
 
 
 class BlockAttend(NamedTuple):
@@ -28,14 +71,14 @@ class BlockAttend(NamedTuple):
     lengths: Int[Array, " B"]
     widths: Int[Array, " B"]
     causal: bool
-    backend: str
+    kernels: Kernels
 
-    def __call__(self, q, k, v, cache):
-        slots = self.lengths[:, None] + jnp.arange(q.shape[1])
-        cache = write_rows(cache, k, v, slots)
+    def __call__(self, projected, cache):
+        slots = self.lengths[:, None] + jnp.arange(projected.x.shape[1])
+        q, cache = projected.write(cache, slots, self.kernels.heads)
         out = block_attention(
             q, cache.k, cache.v, self.lengths, self.widths,
-            causal=self.causal, scale=q.shape[-1] ** -0.5, backend=self.backend,
+            causal=self.causal, scale=q.shape[-1] ** -0.5, backend=self.kernels.attention,
         )  # fmt: skip
         return out, cache
 
@@ -47,7 +90,8 @@ class PrefillAttend(NamedTuple):
     offset: Int[Array, ""]
     backend: str
 
-    def __call__(self, q, k, v, cache):
+    def __call__(self, projected, cache):
+        q, k, v = projected.split()
         cache = write_chunk(cache, k, v, self.slot, self.offset)
         own = one_sequence(cache, self.slot)
         scale = q.shape[-1] ** -0.5
@@ -60,8 +104,8 @@ class MaskAttend(NamedTuple):
 
     mask: Bool[Array, "B 1 T S"]
 
-    def __call__(self, q, k, v, cache):
-        return jax.nn.dot_product_attention(q, k, v, mask=self.mask), cache
+    def __call__(self, projected, cache):
+        return jax.nn.dot_product_attention(*projected.split(), mask=self.mask), cache
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -80,84 +124,94 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return ((1 - smooth) * inverse / s.factor + smooth * inverse).astype(np.float32)
 
 
-def apply_rope(
-    x: Float[Array, "B T _ H"], positions: Int[Array, "B T"], rope: RopeConfig
-) -> Float[Array, "B T _ H"]:
-    """Rotates halves of each head by position, in float32 (Llama's layout: pairs i, i + H/2)."""
-    angle = positions[:, :, None, None] * rope_frequencies(rope, x.shape[-1])
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+def rope_angles(
+    positions: Int[Array, "B T"], rope: RopeConfig, head_dim: int
+) -> tuple[Float[Array, "B T _"], Float[Array, "B T _"]]:
+    """Cosines and sines [B, T, H/2] in float32 (Llama's layout: i is paired with i + H/2)."""
+    angle = positions[:, :, None] * rope_frequencies(rope, head_dim)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) in float32, back to x's dtype, then times scale: transformers' order."""
 
+    features: int
     eps: float
 
-    @nn.compact
+    def setup(self) -> None:
+        self.scale = self.param("scale", nn.initializers.ones, (self.features,))
+
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return scale * normed.astype(x.dtype)
+        return heads_op.reference.rms_norm(x, self.scale, self.eps)
 
 
-def dense(features: int, use_bias: bool = False) -> nn.Dense:
-    """A projection [in, out]; in float32 it is exact float32 on GPUs too (no TF32)."""
-    return nn.Dense(
-        features, use_bias=use_bias, precision="highest", kernel_init=nn.initializers.normal(0.02)
-    )
+class Projection(nn.Module):
+    """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32)."""
+
+    inputs: int
+    features: int
+    use_bias: bool = False
+
+    def setup(self) -> None:
+        init = nn.initializers.normal(0.02)
+        self.kernel = self.param("kernel", init, (self.inputs, self.features))
+        if self.use_bias:
+            self.bias = self.param("bias", nn.initializers.zeros, (self.features,))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T _"],
+        backend: str = "xla",
+        residual: Float[Array, "B T _"] | None = None,
+    ) -> Float[Array, "B T _"]:
+        """The product, on top of `residual` if given."""
+        lead = x.shape[:-1]
+        flat = x.reshape(-1, self.inputs)
+        if self.use_bias:
+            out = matmul(flat, self.kernel, backend=backend) + self.bias
+            out = out.reshape(*lead, -1)
+            return out if residual is None else residual + out
+        if residual is not None:
+            residual = residual.reshape(-1, self.features)
+        return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with optional q/k norm and biases.
-
-    Targets hold q, k and v as one kernel. A drafter also projects context features to k and v
-    alone, so it holds q apart (`fused=False`): slicing a kernel would copy it every step.
-    """
+    """Grouped-query attention with optional q/k norm and biases; q, k and v are one kernel."""
 
     config: DecoderConfig
-    fused: bool
 
     def setup(self) -> None:
         c = self.config
-        q_width, kv_width = c.num_heads * c.head_dim, 2 * c.num_kv_heads * c.head_dim
-        if self.fused:
-            self.qkv = dense(q_width + kv_width, c.qkv_bias)
-        else:
-            self.q = dense(q_width, c.qkv_bias)
-            self.kv = dense(kv_width, c.qkv_bias)
-        self.out = dense(c.hidden_size, c.out_bias)
+        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.qkv = Projection(c.hidden_size, width, c.qkv_bias)
+        self.out = Projection(c.num_heads * c.head_dim, c.hidden_size, c.out_bias)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.rms_norm_eps)
-            self.k_norm = RMSNorm(c.rms_norm_eps)
-
-    def _queries(self, q, positions):
-        c = self.config
-        q = q.reshape(*q.shape[:2], c.num_heads, c.head_dim)
-        return apply_rope(self.q_norm(q) if c.qk_norm else q, positions, c.rope)
-
-    def _keys_values(self, kv, positions):
-        c = self.config
-        k, v = jnp.split(kv.reshape(*kv.shape[:2], 2 * c.num_kv_heads, c.head_dim), 2, axis=2)
-        return apply_rope(self.k_norm(k) if c.qk_norm else k, positions, c.rope), v
+            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def keys_values(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Keys (normed, rotated) and values of x, for a context that has no queries."""
-        return self._keys_values(self.kv(x), positions)
+        self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], first: int
+    ) -> Projected:
+        """Keys and values alone, which lie in x's columns from `first` on, as a projection."""
+        c = self.config
+        heads = heads_op.Heads(0, c.num_kv_heads, c.head_dim, c.rms_norm_eps, first)
+        scale = self.k_norm.scale if c.qk_norm else None
+        return Projected(x, None, scale, *rope_angles(positions, c.rope, c.head_dim), heads)
 
-    def __call__(self, x, positions, cache, attend: Attend):
-        if self.fused:
-            q, kv = jnp.split(self.qkv(x), [self.config.num_heads * self.config.head_dim], axis=-1)
-        else:
-            q, kv = self.q(x), self.kv(x)
-        k, v = self._keys_values(kv, positions)
-        out, cache = attend(self._queries(q, positions), k, v, cache)
-        return self.out(out.reshape(*out.shape[:2], -1)), cache
+    def context_kernel(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
+        """The columns of keys and values of the fused kernel, and of its bias."""
+        first = self.config.num_heads * self.config.head_dim
+        return self.qkv.kernel[:, first:], self.qkv.bias[first:] if self.qkv.use_bias else None
+
+    def __call__(self, x, positions, cache, attend: Attend, residual, kernels: Kernels):
+        c = self.config
+        heads = heads_op.Heads(c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps)
+        scales = (self.q_norm.scale, self.k_norm.scale) if c.qk_norm else (None, None)
+        angles = rope_angles(positions, c.rope, c.head_dim)
+        projected = Projected(self.qkv(x, kernels.matmul), *scales, *angles, heads)
+        out, cache = attend(projected, cache)
+        return self.out(out.reshape(*out.shape[:2], -1), kernels.matmul, residual), cache
 
 
 class MLP(nn.Module):
@@ -166,31 +220,37 @@ class MLP(nn.Module):
     config: DecoderConfig
 
     def setup(self) -> None:
-        self.gate_up = dense(2 * self.config.intermediate_size, self.config.mlp_bias)
-        self.down = dense(self.config.hidden_size, self.config.mlp_bias)
+        c = self.config
+        self.gate_up = Projection(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias)
+        self.down = Projection(c.intermediate_size, c.hidden_size, c.mlp_bias)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+    def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
+        if self.config.mlp_bias:
+            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+            inner = jax.nn.silu(gate) * up
+        else:
+            flat = x.reshape(-1, x.shape[-1])
+            inner = gate_up(flat, self.gate_up.kernel, backend=kernels.matmul)
+            inner = inner.reshape(*x.shape[:-1], -1)
+        return self.down(inner, kernels.matmul, residual)
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each with its residual."""
 
     config: DecoderConfig
-    fused: bool
 
     def setup(self) -> None:
-        self.input_norm = RMSNorm(self.config.rms_norm_eps)
-        self.attention = Attention(self.config, self.fused)
-        self.post_norm = RMSNorm(self.config.rms_norm_eps)
-        self.mlp = MLP(self.config)
+        c = self.config
+        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.attention = Attention(c)
+        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
 
-    def keys_values(self, x, positions):
+    def keys_values(self, x, positions, first):
         """Keys and values of context features: no input norm, no residual."""
-        return self.attention.keys_values(x, positions)
+        return self.attention.keys_values(x, positions, first)
 
-    def __call__(self, x, positions, cache, attend: Attend):
-        mixed, cache = self.attention(self.input_norm(x), positions, cache, attend)
-        x = x + mixed
-        return x + self.mlp(self.post_norm(x)), cache
+    def __call__(self, x, positions, cache, attend: Attend, kernels: Kernels):
+        x, cache = self.attention(self.input_norm(x), positions, cache, attend, x, kernels)
+        return self.mlp(self.post_norm(x), x, kernels), cache

@@ -62,15 +62,15 @@ def prefill(
         offset = i * chunk
         tokens = lax.dynamic_slice(request.prompt, (offset,), (chunk,))[None]
         positions = (offset + jnp.arange(chunk))[None]
-        attend = PrefillAttend(slot, offset, models.attention_backend)
+        attend = PrefillAttend(slot, offset, "xla")
         hidden, features, target_cache = apply(
             models.target, params.target, tokens, positions, target_cache, attend, models.taps
         )
         if models.drafter is not None:
             context = apply(models.drafter, params.drafter, features, positions, method="context")
             drafter_cache = tuple(
-                write_chunk(cache, k, v, slot, offset)
-                for cache, (k, v) in zip(drafter_cache, context, strict=True)
+                write_chunk(cache, *projected.split()[1:], slot, offset)
+                for cache, projected in zip(drafter_cache, context, strict=True)
             )
         return target_cache, drafter_cache, hidden
 

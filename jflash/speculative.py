@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jflash.cache import LayerCache, write_rows
-from jflash.layers import BlockAttend
+from jflash.cache import LayerCache
+from jflash.layers import BlockAttend, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.sampling import accepted_drafts, greedy, sample, through_first_stop
@@ -33,6 +33,8 @@ class Models:
     block_size: int
     attention_backend: str = "xla"
     sampled: bool = False
+    matmul_backend: str = "xla"
+    heads_backend: str = "xla"
 
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size
@@ -42,6 +44,10 @@ class Models:
                 f"block size {self.block_size} must be within {smallest} … {largest} "
                 "(a drafter may run narrower than it was trained, never wider)"
             )
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(self.attention_backend, self.matmul_backend, self.heads_backend)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -101,12 +107,17 @@ def draft(models: Models, params: Params, state: State) -> tuple[Int[Array, "B D
     mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
     block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
     embeddings = apply(models.target, params.target, block, method="embed")
-    attend = BlockAttend(positions[:, 0], widths, False, models.attention_backend)
+    attend = BlockAttend(positions[:, 0], widths, False, models.kernels)
     hidden, cache = apply(
-        models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend
-    )
-    logits = apply(models.target, params.target, hidden[:, 1:], method="logits")
-    drafts = greedy(apply(models.drafter, params.drafter, logits, method="adjust_logits"))
+        models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend,
+        models.kernels,
+    )  # fmt: skip
+    hidden = hidden[:, 1:]
+    if models.drafter.config.changes_logits:
+        logits = apply(models.target, params.target, hidden, method="logits")
+        drafts = greedy(apply(models.drafter, params.drafter, logits, method="adjust_logits"))
+    else:
+        drafts = apply(models.target, params.target, hidden, models.matmul_backend, method="best")
     return drafts, state._replace(drafter_cache=cache)
 
 
@@ -116,13 +127,18 @@ def verify(
     """The target's one pass over the anchor and the drafts, which writes their keys and values."""
     positions, widths = block_positions(models, state)
     newest = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
-    attend = BlockAttend(positions[:, 0], widths, True, models.attention_backend)
+    attend = BlockAttend(positions[:, 0], widths, True, models.kernels)
     block = jnp.concatenate([newest, drafts], axis=1)
     hidden, features, cache = apply(
-        models.target, params.target, block, positions, state.target_cache, attend, models.taps
-    )
+        models.target, params.target, block, positions, state.target_cache, attend, models.taps,
+        models.kernels,
+    )  # fmt: skip
+    # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, method="logits")
-    choices = choose(models, logits, positions + 1, state.keys, state.temperature)
+    if models.sampled:
+        choices = sample(logits, positions + 1, state.keys, state.temperature)
+    else:
+        choices = apply(models.target, params.target, hidden, models.matmul_backend, method="best")
     return Verdict(logits, choices, features), state._replace(target_cache=cache)
 
 
@@ -147,12 +163,13 @@ def commit(
     drafter_cache = state.drafter_cache
     if models.drafter is not None:
         context = apply(
-            models.drafter, params.drafter, verdict.features, positions, method="context"
-        )
+            models.drafter, params.drafter, verdict.features, positions, models.kernels,
+            method="context",
+        )  # fmt: skip
         slots = jnp.where(kept, positions, capacity + row)
         drafter_cache = tuple(
-            write_rows(cache, k, v, slots)
-            for cache, (k, v) in zip(drafter_cache, context, strict=True)
+            projected.write(cache, slots, models.heads_backend)[1]
+            for cache, projected in zip(drafter_cache, context, strict=True)
         )
     length = state.length + count
     step = jnp.where(state.done, capacity, state.steps)

@@ -10,9 +10,11 @@ from flax import linen as nn
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.io.names import abstract_params
+from jflash.layers import XLA, Projected, rope_angles
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.speculative import Models, Params
+from pallas_kernels.heads_to_cache import Heads
 
 TRUNK = {
     "vocab_size": 67,
@@ -82,13 +84,15 @@ class ReplayDrafter(Drafter):
     def setup(self):
         self.rows = self.param("rows", nn.initializers.zeros, (ROWS, TRUNK["hidden_size"]))
 
-    def __call__(self, embeddings, positions, caches, attend):
+    def __call__(self, embeddings, positions, caches, attend, kernels=XLA):
         return self.rows[positions], caches
 
-    def context(self, features, positions):
+    def context(self, features, positions, kernels=XLA):
         c = self.config
-        rows = jnp.zeros((*positions.shape, c.num_kv_heads, c.head_dim))
-        return ((rows, rows),) * c.num_layers
+        heads = Heads(0, c.num_kv_heads, c.head_dim, c.rms_norm_eps)
+        rows = jnp.zeros((*positions.shape, 2 * c.num_kv_heads * c.head_dim))
+        angles = rope_angles(positions, c.rope, c.head_dim)
+        return (Projected(rows, None, None, *angles, heads),) * c.num_layers
 
     def adjust_logits(self, logits):
         return logits

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import LayerCache, empty_cache, write_rows
-from jflash.layers import BlockAttend
+from jflash.cache import LayerCache, empty_cache
+from jflash.layers import XLA, BlockAttend
 from jflash.speculative import apply
 from jflash.training.data import Conversation, Rows, pack
 from jflash.training.drafter_loss import (
@@ -66,11 +66,11 @@ def decoding_hidden(tokens, anchor):
         for c in empty_cache(config.num_layers, 1, 64, 2, config.head_dim, "float32")
     ]
     slots = jnp.where(positions < anchor, positions, 64 + positions)
-    caches = tuple(write_rows(c, k, v, slots) for c, (k, v) in zip(garbage, context, strict=True))
+    caches = tuple(p.write(c, slots, "xla")[1] for c, p in zip(garbage, context, strict=True))
     mask = jnp.full(W - 1, config.mask_token_id)
     block = jnp.concatenate([tokens[anchor][None], mask])[None]
     embeddings = apply(TARGET, params.target, block, method="embed")
-    attend = BlockAttend(anchor[None], jnp.asarray([W]), False, "xla")
+    attend = BlockAttend(anchor[None], jnp.asarray([W]), False, XLA)
     place = anchor + jnp.arange(W)[None]
     out, _ = apply(DRAFTER, params.drafter, embeddings, place, caches, attend)
     return out[0]

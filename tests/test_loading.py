@@ -59,9 +59,9 @@ def test_every_tensor_lands_in_its_leaf(pair):
     np.testing.assert_array_equal(params["head"], stored["lm_head.weight"])
     stored, params = load_file(pair.drafter / "model.safetensors"), load_drafter(pair.drafter)[1]
     np.testing.assert_array_equal(params["fc"]["kernel"], stored["fc.weight"].T)
-    kv = [stored[f"layers.0.self_attn.{x}_proj.weight"].T for x in "kv"]
+    qkv = [stored[f"layers.0.self_attn.{x}_proj.weight"].T for x in "qkv"]
     np.testing.assert_array_equal(
-        params["layers_0"]["attention"]["kv"]["kernel"], np.concatenate(kv, 1)
+        params["layers_0"]["attention"]["qkv"]["kernel"], np.concatenate(qkv, 1)
     )
 
 
@@ -136,7 +136,7 @@ def test_shards_that_are_missing_cut_or_not_indexed(pair):
 def test_both_checkpoints_are_checked_before_either_is_read(pair, monkeypatch):
     edit_tensors(pair.drafter, drop=("norm.weight",))
     read = []
-    monkeypatch.setattr("jflash.io.weights._read", lambda *args: read.append(args))
+    monkeypatch.setattr("jflash.io.read_ahead.read", lambda *args: read.append(args))
     with pytest.raises(ValueError, match=r"missing: norm\.weight"):
         load_pair(*pair)
     assert not read

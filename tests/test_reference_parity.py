@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from jflash import generate, load_pair, stream
 from jflash.cache import empty_cache
-from jflash.layers import BlockAttend, MaskAttend
+from jflash.layers import XLA, BlockAttend, MaskAttend
 from jflash.speculative import apply
 
 COMMITTED = Path(__file__).parent / "reference" / "cases"
@@ -60,11 +60,11 @@ def test_logits_features_and_drafter_states(folder: Path):
         method="context",
     )  # fmt: skip
     caches = tuple(
-        cache._replace(k=cache.k.at[:, :context].set(k), v=cache.v.at[:, :context].set(v))
-        for cache, (k, v) in zip(caches, rows, strict=True)
+        projected.write(cache, jnp.arange(context)[None], "xla")[1]
+        for cache, projected in zip(caches, rows, strict=True)
     )
     block = jnp.full((1, width), c.mask_token_id).at[0, 0].set(tokens[0, context])
-    attend = BlockAttend(jnp.full(1, context), jnp.full(1, width), False, "xla")
+    attend = BlockAttend(jnp.full(1, context), jnp.full(1, width), False, XLA)
     states, _ = apply(
         models.drafter, params.drafter,
         apply(models.target, params.target, block, method="embed"),

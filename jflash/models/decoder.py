@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash.cache import LayerCache
 from jflash.config import TargetConfig
-from jflash.layers import Attend, DecoderLayer, RMSNorm
+from jflash.layers import XLA, Attend, DecoderLayer, Kernels, RMSNorm, head_argmax
 
 Caches = tuple[LayerCache | None, ...]
 
@@ -23,8 +23,8 @@ class Target(nn.Module):
         c = self.config
         init = nn.initializers.normal(0.02)
         self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size))
-        self.layers = [DecoderLayer(c, fused=True) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps)
+        self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_embeddings:
             self.head = self.param("head", init, (c.vocab_size, c.hidden_size))
 
@@ -35,6 +35,7 @@ class Target(nn.Module):
         caches: Caches,
         attend: Attend,
         taps: tuple[int, ...] = (),
+        kernels: Kernels = XLA,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T PD"], Caches]:
         """Final-normed hidden states, tapped features (side by side, as `taps` orders), caches.
 
@@ -44,7 +45,7 @@ class Target(nn.Module):
         x = self.embed(tokens)
         outputs, new = [], []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, positions, cache, attend)
+            x, cache = layer(x, positions, cache, attend, kernels)
             outputs.append(x)
             new.append(cache)
         outputs[-1] = self.norm(x)
@@ -56,9 +57,17 @@ class Target(nn.Module):
         """Rows of the raw embedding matrix."""
         return self.embedding[tokens]
 
+    def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
+        """The id of the largest of the raw head's logits in float32; ties go to the lowest id."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return head_argmax(flat, self._head(), backend=backend).reshape(hidden.shape[:2])
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The raw head's logits in float32."""
-        head = self.embedding if self.config.tie_embeddings else self.head
         return jnp.einsum(
-            "BTD,VD->BTV", hidden, head, precision="highest", preferred_element_type=jnp.float32
-        )
+            "BTD,VD->BTV", hidden, self._head(), precision="highest",
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    def _head(self) -> Float[Array, "V D"]:
+        return self.embedding if self.config.tie_embeddings else self.head

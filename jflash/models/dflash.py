@@ -6,26 +6,43 @@ every committed token but the newest (arXiv 2602.06036; dflash 0.1.0, `DFlashDra
 Embedding and head are the target's: this module takes embeddings and returns hidden states.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jflash.config import DrafterConfig
-from jflash.layers import Attend, DecoderLayer, RMSNorm, dense
+from jflash.layers import (
+    XLA,
+    Attend,
+    DecoderLayer,
+    Kernels,
+    Projected,
+    Projection,
+    RMSNorm,
+    matmul,
+)
 from jflash.models.decoder import Caches
 
 
 class Drafter(nn.Module):
-    """Parameters: fc [P·D, D], hidden_norm, one subtree a layer, norm."""
+    """Parameters: fc [P·D, D], hidden_norm, one subtree a layer, norm.
+
+    `context_kernel` [D, L·2·K·H] (and `context_bias`), if there, holds the layers' key and value
+    columns once more, side by side: one GEMM then makes the context of all layers. Without it they
+    are sliced from the layers' kernels, which copies them. `with_context_kernel` adds it.
+    """
 
     config: DrafterConfig
 
     def setup(self) -> None:
         c = self.config
-        self.fc = dense(c.hidden_size)
-        self.hidden_norm = RMSNorm(c.rms_norm_eps)
-        self.layers = [DecoderLayer(c, fused=False) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps)
+        self.fc = Projection(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def __call__(
         self,
@@ -33,24 +50,50 @@ class Drafter(nn.Module):
         positions: Int[Array, "B T"],
         caches: Caches,
         attend: Attend,
+        kernels: Kernels = XLA,
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Final-normed hidden states of a block: row i speaks for the token at its own position."""
         x = embeddings * jnp.asarray(self.config.input_embedding_scale, embeddings.dtype)
         new = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, positions, cache, attend)
+            x, cache = layer(x, positions, cache, attend, kernels)
             new.append(cache)
         return self.norm(x), tuple(new)
 
     def context(
-        self, features: Float[Array, "B T PD"], positions: Int[Array, "B T"]
-    ) -> tuple[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]], ...]:
+        self,
+        features: Float[Array, "B T PD"],
+        positions: Int[Array, "B T"],
+        kernels: Kernels = XLA,
+    ) -> tuple[Projected, ...]:
         """Keys and values of context tokens for every layer, from the target's features of them.
 
         A row is a pure function of one token's features: context never flows through the layers.
         """
-        context = self.hidden_norm(self.fc(features))
-        return tuple(layer.keys_values(context, positions) for layer in self.layers)
+        x = self.hidden_norm(self.fc(features, kernels.matmul))
+        kernel, bias = self._context_weights()
+        flat = matmul(x.reshape(-1, x.shape[-1]), kernel, backend=kernels.matmul)
+        rows = flat.reshape(*x.shape[:2], -1)
+        rows = rows if bias is None else rows + bias
+        size = rows.shape[-1] // len(self.layers)
+        return tuple(
+            layer.keys_values(rows, positions, i * size) for i, layer in enumerate(self.layers)
+        )
+
+    def _context_weights(self):
+        if self.has_variable("params", "context_kernel"):
+            bias = None
+            if self.config.qkv_bias:
+                bias = self.get_variable("params", "context_bias")
+            return self.get_variable("params", "context_kernel"), bias
+        return self.context_weights()
+
+    def context_weights(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
+        """The layers' key and value columns side by side, and their biases if they have any."""
+        parts = [layer.attention.context_kernel() for layer in self.layers]
+        biases = [bias for _, bias in parts if bias is not None]
+        kernel = jnp.concatenate([kernel for kernel, _ in parts], axis=1)
+        return kernel, jnp.concatenate(biases) if biases else None
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The head's logits with the drafter's multiplier and soft cap (never the target's)."""
@@ -60,4 +103,15 @@ class Drafter(nn.Module):
 
     def init_all(self, features, embeddings, positions, caches, attend):
         """Touches every parameter once, for `init`."""
-        return self.context(features, positions), self(embeddings, positions, caches, attend)
+        context = [projected.x for projected in self.context(features, positions)]
+        return context, self(embeddings, positions, caches, attend)
+
+
+def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with the leaf that makes the context of all layers in one GEMM.
+
+    It repeats weights (L·2·K·H·D of them), so it is made for decoding alone, never stored.
+    """
+    kernel, bias = jax.jit(lambda p: drafter.apply({"params": p}, method="context_weights"))(params)
+    extra = {"context_kernel": kernel} | ({} if bias is None else {"context_bias": bias})
+    return {**params, **extra}

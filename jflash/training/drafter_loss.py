@@ -37,7 +37,8 @@ class TrainAttend(NamedTuple):
 
     context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees
 
-    def __call__(self, q, k, v, cache):
+    def __call__(self, projected, cache):
+        q, k, v = projected.split()
         B, A, _ = self.context.shape
         N, H = q.shape[2:]
         K = k.shape[2]
@@ -121,7 +122,7 @@ def block_hidden(
         (None,) * target.config.num_layers, causal_attend(rows), drafter.config.target_layer_ids,
     )  # fmt: skip
     context = apply(drafter, params, features, rows.positions, method="context")
-    caches = tuple(LayerCache(k, v) for k, v in context)
+    caches = tuple(LayerCache(*projected.split()[1:]) for projected in context)
 
     tokens = jnp.take_along_axis(rows.tokens, anchors, axis=1)[:, :, None]
     mask = jnp.full((B, A, W - 1), drafter.config.mask_token_id, tokens.dtype)

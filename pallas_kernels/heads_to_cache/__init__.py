@@ -1,0 +1,56 @@
+"""From a fused projection to queries and a written cache: head norms, RoPE, and the rows' places.
+
+Axes: B batch, T rows, C columns, S cache slots, N query heads, K KV heads, H head dim.
+`x` holds, from column `first`, N query heads, K key heads and K value heads side by side. Queries
+and keys are normed per head if scales are given (x / rms in float32, rounded to x's dtype, times
+scale), then rotated (halves of a head, i with i + H/2, in float32 by the given cosines and sines).
+Row t of sequence b goes to slots[b, t] of the caches; a slot at or past S is dropped. Slots must be
+distinct and rising within a sequence, the dropped ones too. Returns q [B, T, N, H] and the caches,
+which are updated in place where the caller no longer uses the old ones.
+
+"xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.heads_to_cache import reference, triton
+
+BACKENDS = {
+    "reference": reference.heads_to_cache,
+    "xla": reference.heads_to_cache,
+    "triton": triton.heads_to_cache,
+}
+
+
+class Heads(NamedTuple):
+    """Where the heads lie in `x`, and how they are normed. Static."""
+
+    num_heads: int  # N; 0 for keys and values alone
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    first: int = 0
+
+
+def heads_to_cache(
+    x: Float[Array, "B T C"],
+    q_scale: Float[Array, " H"] | None,
+    k_scale: Float[Array, " H"] | None,
+    cos: Float[Array, "B T _"],
+    sin: Float[Array, "B T _"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    slots: Int[Array, "B T"],
+    *,
+    heads: Heads,
+    backend: str,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """See the module's contract. cos and sin are float32 [B, T, H / 2].
+
+    `backend` is one of BACKENDS; any other name is a ValueError.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"heads_to_cache has no backend {backend!r}: use {sorted(BACKENDS)}")
+    return BACKENDS[backend](x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads)

@@ -1,0 +1,42 @@
+"""Head norms, RoPE and the cache write in plain jnp: right by inspection, and what XLA compiles."""
+
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_norm(x, scale, eps):
+    """x / rms(x) in float32 over the last axis, back to x's dtype, times scale."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return scale * normed.astype(x.dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotates halves of each head [B, T, _, H] by angles [B, T, H/2], in float32."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def split_heads(x, q_scale, k_scale, cos, sin, heads):
+    """q [B, T, N, H], k and v [B, T, K, H] of the projection, normed and rotated."""
+    B, T, _ = x.shape
+    N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    rows = x[:, :, heads.first : heads.first + (N + 2 * K) * H].reshape(B, T, N + 2 * K, H)
+    q, k, v = jnp.split(rows, [N, N + K], axis=2)
+    if q_scale is not None:
+        q = rms_norm(q, q_scale, heads.eps)
+    if k_scale is not None:
+        k = rms_norm(k, k_scale, heads.eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads):
+    q, new_k, new_v = split_heads(x, q_scale, k_scale, cos, sin, heads)
+    index = (jnp.arange(x.shape[0])[:, None], slots)
+
+    def put(rows, new):
+        return rows.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    return q, put(k, new_k), put(v, new_v)

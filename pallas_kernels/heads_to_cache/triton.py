@@ -1,0 +1,140 @@
+"""Head norms, RoPE and the cache write in Pallas-Triton: one program a sequence and head.
+
+XLA makes four kernels of it (two reductions, two scatters). Each program reads its head's rows
+once, as two halves, and writes them where they belong; the caches are updated in place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+
+def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, interpret=False):
+    """See the folder's contract. Without `interpret` it compiles for a GPU only."""
+    (B, T, _), (N, K, H) = x.shape, heads[:3]
+    G = max(1, N // K)
+    scales = [s for s in (q_scale, k_scale) if s is not None]
+    inputs = [slots, x, cos, sin, *scales]
+    kernel = functools.partial(
+        _kernel, heads=heads, normed=(q_scale is not None, k_scale is not None), G=G
+    )
+    # Queries lie as block attention reads them: a KV head's rows together. The transposition that
+    # undoes it cancels with the one that attention makes.
+    q, k, v = pl.pallas_call(
+        kernel,
+        name="heads_to_cache",
+        grid=(N + 2 * K, B),
+        out_shape=(
+            jax.ShapeDtypeStruct((B, max(N, 1) // G, T, G, H), x.dtype),
+            jax.typeof(k),
+            jax.typeof(v),
+        ),
+        input_output_aliases={len(inputs): 1, len(inputs) + 1: 2},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(*inputs, k, v)
+    return q.transpose(0, 2, 1, 3, 4).reshape(B, T, -1, H)[:, :, :N], k, v
+
+
+def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
+    *scale_refs, _, _, q_ref, k_ref, v_ref = rest
+    N, K, H, eps, first = heads
+    T, half = x_ref.shape[1], H // 2
+    head, b = pl.program_id(0), pl.program_id(1)
+    row = jnp.arange(_power_of_two(T))
+    real = (row < T)[:, None]
+    safe = jnp.where(row < T, row, 0)  # what the mask leaves out must be an address all the same
+    columns = first + head * H + jnp.arange(half)
+
+    def rows_at(offset):
+        at = _grid(x_ref, b, safe, columns + offset)
+        return plt.load(at, mask=jnp.broadcast_to(real, (row.size, half)), other=0.0)
+
+    def angles(ref):
+        at = _grid(ref, b, safe, jnp.arange(half))
+        return plt.load(at, mask=jnp.broadcast_to(real, (row.size, half)), other=0.0)
+
+    halves = rows_at(0), rows_at(half)
+
+    def normed_and_rotated(scale_ref):
+        low, high = (x.astype(jnp.float32) for x in halves)
+        if scale_ref is not None:
+            mean = (jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / H
+            rms = lax.rsqrt(mean + eps)[:, None]
+            dtype = x_ref.dtype
+            # Rounded where RMSNorm rounds: after the division, and after the scale.
+            low, high = (
+                (scale_ref[pl.ds(i * half, half)][None, :] * (x * rms).astype(dtype))
+                .astype(dtype)
+                .astype(jnp.float32)
+                for i, x in enumerate((low, high))
+            )
+        cos, sin = angles(cos_ref), angles(sin_ref)
+        return low * cos - high * sin, high * cos + low * sin
+
+    def store(make, parts):
+        for i, part in enumerate(parts):
+            at, mask = make(jnp.arange(half) + i * half)
+            plt.store(at, part.astype(x_ref.dtype), mask=mask)
+
+    def cache_at(ref, head):
+        slot = plt.load(slots_ref.at[jnp.full(row.shape, b), safe], mask=row < T, other=0)
+        inside = (row < T) & (slot < ref.shape[1])
+        slot = jnp.where(inside, slot, 0)
+
+        def make(dims):
+            shape = (row.size, half)
+            at = ref.at[
+                jnp.full(shape, b),
+                jnp.broadcast_to(slot[:, None], shape),
+                jnp.full(shape, head),
+                jnp.broadcast_to(dims[None, :], shape),
+            ]
+            return at, jnp.broadcast_to(inside[:, None], shape)
+
+        return make
+
+    def query_at(dims):
+        shape = (row.size, half)
+        at = q_ref.at[
+            jnp.full(shape, b),
+            jnp.full(shape, lax.div(head, jnp.int32(G))),
+            jnp.broadcast_to(safe[:, None], shape),
+            jnp.full(shape, lax.rem(head, jnp.int32(G))),
+            jnp.broadcast_to(dims[None, :], shape),
+        ]
+        return at, jnp.broadcast_to(real, shape)
+
+    q_scale = scale_refs[0] if normed[0] else None
+    k_scale = scale_refs[-1] if normed[1] else None
+    if N:
+
+        @pl.when(head < N)
+        def _():
+            store(query_at, normed_and_rotated(q_scale))
+
+    @pl.when((head >= N) & (head < N + K))
+    def _():
+        store(cache_at(k_ref, head - N), normed_and_rotated(k_scale))
+
+    @pl.when(head >= N + K)
+    def _():
+        store(cache_at(v_ref, head - N - K), halves)
+
+
+def _grid(ref, b, rows, columns):
+    """[rows, columns] of sequence b."""
+    shape = (rows.size, columns.size)
+    return ref.at[
+        jnp.full(shape, b),
+        jnp.broadcast_to(rows[:, None], shape),
+        jnp.broadcast_to(columns[None, :], shape),
+    ]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
