@@ -14,22 +14,34 @@ def block_attention(
     *,
     causal: bool,
     scale: float,
+    window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     groups = q.shape[2] // k.shape[2]
 
-    def one_head(q, k, v, length, width):  # [T, H], [S, H], [S, H], scalars
+    def one_head(q, k, v, sink, length, width):  # [T, H], [S, H], [S, H], scalars
         query = jnp.arange(q.shape[0])[:, None]
         in_block = jnp.arange(k.shape[0])[None, :] - length
         visible = (in_block < 0) | ((in_block < width) & ((in_block <= query) | (not causal)))
-        scores = jnp.where(visible, jnp.matmul(q, k.T, precision="highest") * scale, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
-        # A hidden slot may hold NaN, and 0 * NaN is NaN: take its value out as well.
+        if window is not None:
+            visible &= query - in_block < window
+            visible &= (in_block - query < window) | causal
+        scores = jnp.matmul(q, k.T, precision="highest") * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        logits = jnp.concatenate([scores, jnp.full((q.shape[0], 1), sink)], axis=1)
+        weights = jax.nn.softmax(logits, axis=-1)[:, :-1]
+        # A hidden slot may hold NaN, and 0 * NaN is NaN: take its value out as well. So is the
+        # weight of a row that sees nothing, not even a sink.
         used = jnp.where(visible[:, :, None], v[None], 0.0)
-        return jnp.sum(weights[:, :, None] * used, axis=1)
+        return jnp.sum(jnp.where(visible, weights, 0.0)[:, :, None] * used, axis=1)
 
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
-    heads = jax.vmap(one_head, in_axes=(1, 1, 1, None, None), out_axes=1)
-    out = jax.vmap(heads)(
-        q32, jnp.repeat(k32, groups, axis=2), jnp.repeat(v32, groups, axis=2), lengths, widths
-    )
-    return out.astype(q.dtype)
+    k32, v32 = (jnp.repeat(x, groups, axis=2) for x in (k32, v32))
+    # No sink is a logit of -inf.
+    sinks = jnp.full(q.shape[2], -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    heads = jax.vmap(one_head, in_axes=(1, 1, 1, 0, None, None), out_axes=1)
+    batch = jax.vmap(heads, in_axes=(0, 0, 0, None, 0, 0))
+    return batch(q32, k32, v32, sinks, lengths, widths).astype(q.dtype)
