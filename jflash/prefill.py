@@ -68,9 +68,10 @@ def prefill(
         )
         if models.drafter is not None:
             context = apply(models.drafter, params.drafter, features, positions, method="context")
+            rows = [projected.split()[1:] for projected in context]
             drafter_cache = tuple(
-                write_chunk(cache, *projected.split()[1:], slot, offset)
-                for cache, projected in zip(drafter_cache, context, strict=True)
+                write_chunk(cache, k, v, slot, offset)
+                for cache, (k, v) in zip(drafter_cache, rows, strict=True)
             )
         return target_cache, drafter_cache, hidden
 

@@ -47,15 +47,14 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     head, b = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(_power_of_two(T))
     real = (row < T)[:, None]
-    safe = jnp.where(row < T, row, 0)  # what the mask leaves out must be an address all the same
     columns = first + head * H + jnp.arange(half)
 
     def rows_at(offset):
-        at = _grid(x_ref, b, safe, columns + offset)
+        at = _grid(x_ref, b, row, columns + offset)
         return plt.load(at, mask=jnp.broadcast_to(real, (row.size, half)), other=0.0)
 
     def angles(ref):
-        at = _grid(ref, b, safe, jnp.arange(half))
+        at = _grid(ref, b, row, jnp.arange(half))
         return plt.load(at, mask=jnp.broadcast_to(real, (row.size, half)), other=0.0)
 
     halves = rows_at(0), rows_at(half)
@@ -82,9 +81,8 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
             plt.store(at, part.astype(x_ref.dtype), mask=mask)
 
     def cache_at(ref, head):
-        slot = plt.load(slots_ref.at[jnp.full(row.shape, b), safe], mask=row < T, other=0)
+        slot = plt.load(slots_ref.at[jnp.full(row.shape, b), row], mask=row < T, other=0)
         inside = (row < T) & (slot < ref.shape[1])
-        slot = jnp.where(inside, slot, 0)
 
         def make(dims):
             shape = (row.size, half)
@@ -103,7 +101,7 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
         at = q_ref.at[
             jnp.full(shape, b),
             jnp.full(shape, lax.div(head, jnp.int32(G))),
-            jnp.broadcast_to(safe[:, None], shape),
+            jnp.broadcast_to(row[:, None], shape),
             jnp.full(shape, lax.rem(head, jnp.int32(G))),
             jnp.broadcast_to(dims[None, :], shape),
         ]
