@@ -1,4 +1,4 @@
-"""What every command shares: its exit codes, one line for a user's mistake, and quiet libraries."""
+"""What every command shares: options for JAX, exit codes, mistakes as a line, quiet libraries."""
 
 import argparse
 import io
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
+
+from jflash.platform import cache_folder, configure
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -33,10 +35,16 @@ class Parser(argparse.ArgumentParser):
 def run_command(
     parser: Parser, body: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
 ) -> int:
-    """Parses, runs and returns the exit code: the one place where errors become a line."""
+    """Parses, runs and returns the exit code: the one place where errors become a line.
+
+    Adds the options that decide about JAX, and applies them before `body` touches a device.
+    """
     _quiet_libraries()
+    _platform_options(parser)
     try:
-        body(parser.parse_args(argv))
+        options = parser.parse_args(argv)
+        _configure(options)
+        body(options)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: without this Python complains once more while it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,8 +59,7 @@ def run_command(
 
 def gpu_notice() -> str | None:
     """A line for somebody whose GPU lies idle because JAX was installed without it."""
-    present = shutil.which("nvidia-smi") or any(Path(trace).exists() for trace in GPU_TRACES)
-    if not present or jax.default_backend() != "cpu":
+    if not _gpu_present() or jax.default_backend() != "cpu":
         return None
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "an NVIDIA GPU is present, but JAX_PLATFORMS=cpu keeps JAX on the CPU"
@@ -60,6 +67,50 @@ def gpu_notice() -> str | None:
         "an NVIDIA GPU is present, but JAX sees only the CPU: install its CUDA build with "
         "pip install -e '.[cuda12]' (or '.[cuda13]' for a CUDA 13 driver)"
     )
+
+
+def _gpu_present() -> bool:
+    found = shutil.which("nvidia-smi") or any(Path(trace).exists() for trace in GPU_TRACES)
+    return bool(found)
+
+
+def _platform_options(parser: Parser) -> None:
+    group = parser.add_argument_group("JAX (what the environment sets is kept)")
+    group.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help=f"compile anew; else programs are kept in {_cache_name()}",
+    )
+    group.add_argument(
+        "--no-cuda-graphs", action="store_true", help="launch GPU kernels one by one: slower"
+    )
+    group.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="F",
+        help="of a GPU's memory that JAX may take, default 0.75",
+    )
+    group.add_argument(
+        "--no-preallocation", action="store_true", help="take GPU memory as needed, not at once"
+    )
+
+
+def _cache_name() -> str:
+    try:
+        return str(cache_folder()).replace("%", "%%")
+    except RuntimeError:
+        return "the user's cache folder"
+
+
+def _configure(options: argparse.Namespace) -> None:
+    notices = configure(
+        cuda_graphs=not options.no_cuda_graphs,
+        memory_fraction=options.memory_fraction,
+        preallocate=not options.no_preallocation,
+        compilation_cache=not options.no_compilation_cache,
+    )
+    for notice in notices:
+        print(notice, file=sys.stderr)
 
 
 def _version() -> str:
@@ -72,7 +123,9 @@ def _version() -> str:
 def _quiet_libraries() -> None:
     """What libraries say unasked would be a second line beside ours."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # gpu_notice says it better
+    # gpu_notice says it better; and without a GPU a CUDA plugin that cannot start is no news.
+    silent = logging.ERROR if _gpu_present() else logging.CRITICAL
+    logging.getLogger("jax._src.xla_bridge").setLevel(silent)
     # When a write fails, Orbax's other tasks fail too, after the error that it raises.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):

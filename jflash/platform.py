@@ -1,0 +1,126 @@
+"""What is decided about JAX for a whole process: XLA's flags, GPU memory, compiled programs.
+
+`import jflash` decides none of it. A program that wants it calls `configure` once, before JAX
+touches a device; every command does. Knows no model, and imports JAX without starting it.
+What the environment sets already (XLA_FLAGS, XLA_CLIENT_MEM_FRACTION,
+XLA_PYTHON_CLIENT_PREALLOCATE, JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE) stays.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax._src import xla_bridge  # JAX has no public way to ask whether a backend has started
+
+
+class Flag(NamedTuple):
+    """An XLA flag and why it is set."""
+
+    name: str
+    value: str
+    reason: str
+
+
+# The flags that the GPU programs rely on, always set: one line each.
+XLA_FLAGS: tuple[Flag, ...] = ()
+
+NO_CUDA_GRAPHS = Flag(
+    "--xla_gpu_enable_command_buffer",
+    "",  # of no kind of operation
+    "kernels are launched one by one: slower, for profilers and to find a fault",
+)
+# The newer name first: it is the one that is set.
+MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+def configure(
+    *,
+    cuda_graphs: bool = True,
+    memory_fraction: float | None = None,
+    preallocate: bool = True,
+    compilation_cache: bool = True,
+) -> list[str]:
+    """Sets up this process, before JAX touches a device; returns a line for all it left undone.
+
+    cuda_graphs False launches GPU kernels one by one. memory_fraction is the share of a GPU's
+    memory that JAX may take, 0.75 if neither this nor the environment says; it takes it at once
+    unless preallocate is False. compilation_cache keeps compiled programs in `cache_folder()` for
+    the next process.
+
+    ValueError for a fraction that is none, RuntimeError if a device is in use already and something
+    would have to change.
+    """
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory fraction {memory_fraction} must be above 0 and at most 1")
+    notices: list[str] = []
+    changes = _xla_flags(() if cuda_graphs else (NO_CUDA_GRAPHS,), notices)
+    if memory_fraction is not None:
+        changes |= _variable(MEMORY_FRACTION, str(memory_fraction), notices)
+    if not preallocate:
+        changes |= _variable((PREALLOCATE,), "false", notices)
+    if changes and xla_bridge.backends_are_initialized():
+        raise RuntimeError(f"too late to set {', '.join(changes)}: JAX is using a device already")
+    os.environ.update(changes)
+    if compilation_cache:
+        notices += _use_compilation_cache()
+    else:
+        jax.config.update("jax_enable_compilation_cache", False)
+    return notices
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept: below XDG_CACHE_HOME, by default ~/.cache.
+
+    RuntimeError for a user without a home. Safe to delete at any time.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # relative ones are to be ignored, says the XDG specification
+        base = Path.home() / ".cache"
+    return base / "jflash" / "compiled"
+
+
+def _xla_flags(asked: tuple[Flag, ...], notices: list[str]) -> dict[str, str]:
+    """XLA_FLAGS with ours before the user's own; a flag that the user sets is left out of ours."""
+    users = os.environ.get("XLA_FLAGS", "").strip()
+    ours = [*XLA_FLAGS, *asked]
+    if users and not users.startswith("-"):  # XLA reads such a value as a file's name
+        if ours:
+            notices.append(f"XLA_FLAGS={users} names a file: its flags alone are used")
+        return {}
+    set_already = {name: value for name, _, value in (f.partition("=") for f in users.split())}
+    for flag in asked:
+        if set_already.get(flag.name, flag.value) != flag.value:
+            notices.append(f"XLA_FLAGS sets {flag.name} already: that is kept")
+    new = [f"{flag.name}={flag.value}" for flag in ours if flag.name not in set_already]
+    return {"XLA_FLAGS": " ".join([*new, users]).strip()} if new else {}
+
+
+def _variable(names: tuple[str, ...], value: str, notices: list[str]) -> dict[str, str]:
+    """The first of `names` as `value`, unless the environment has one of them."""
+    for name in names:
+        present = os.environ.get(name, "")
+        if present:
+            if present != value:
+                notices.append(f"{name}={present} is set in the environment: that is kept")
+            return {}
+    return {names[0]: value}
+
+
+def _use_compilation_cache() -> list[str]:
+    """Turns JAX's persistent cache on for all programs, small ones too; says why if it cannot."""
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return []  # somebody has chosen already
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # it can be written
+    except (OSError, RuntimeError) as error:
+        return [f"compiled programs are not kept for the next run: {error}"]
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return []
