@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jflash.backends import with_backends
 from jflash.cli.command import Parser, run_command
 from jflash.generate import Pair
 from jflash.io import (
@@ -121,7 +124,9 @@ def main(args: argparse.Namespace) -> None:
         finished.unlink()
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    pair = Pair(Models(target, None, 1), Params(params, None))
+    dtype = str(params["embedding"].dtype)
+    models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
+    pair = Pair(models, Params(params, None))
     conversations = answered(args, pair, tokenizer, work)
 
     def should_stop(step: int) -> bool:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,16 @@ from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, check_request, generate, stream
-from jflash.io import PairFiles, configure_pair, load_tokenizer, load_weights, stop_token_ids
+from jflash.io import (
+    PairFiles,
+    configure_pair,
+    load_tokenizer,
+    load_weights,
+    stop_token_ids,
+)
 from jflash.io.text import before_stop, decode, has_tokenizer, stop_at_text
-from jflash.programs import capacity_for
+from jflash.memory import check_memory, device_memory
+from jflash.programs import STOP_SLOTS, Shape, capacity_for
 
 
 class Job(NamedTuple):
@@ -46,6 +54,7 @@ def _run(options: argparse.Namespace) -> None:
             _many(options, prompts, write)
         return
     job = _prepare(options, prompts)
+    _check_device(options, job, 1)
     pair, setup = _load(options, job.files)
     if options.json:
         [generation] = generate(pair, job.prompts, **job.decoding)
@@ -58,8 +67,9 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     """Configs and tokenizer, the prompts as ids; ValueError for what the models cannot serve."""
     choice = drafter_choice(drafter_name(options))
     files = configure_pair(
-        options.target, choice.source, block_size=options.block_size, drafter_seed=choice.seed
-    )
+        options.target, choice.source, dtype=options.dtype, block_size=options.block_size,
+        drafter_seed=choice.seed, attention_backend=options.attention_backend,
+    )  # fmt: skip
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None
     own_stops = [] if options.ignore_eos else stop_token_ids(files.target, tokenizer)
@@ -82,12 +92,22 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     return Job(files, tokenizer, ids, decoding)
 
 
-def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:
+def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:
+    """The cache slots a sequence gets; ValueError if so many take more memory than there is."""
     notice = gpu_notice()
     if notice:
         print(notice, file=sys.stderr)
+    models = replace(job.files.models, sampled=options.temperature > 0)
+    longest = max(map(len, job.prompts))
+    capacity = capacity_for(longest, options.max_new_tokens, models.block_size, PREFILL_CHUNK)
+    shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, job.files.dtype)
+    check_memory(models, shape, longest + options.max_new_tokens, device_memory())
+    return capacity
+
+
+def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:
     begin = time.perf_counter()
-    pair = load_weights(files, options.dtype, progress=sys.stderr.isatty() and not options.json)
+    pair = load_weights(files, progress=sys.stderr.isatty() and not options.json)
     jax.block_until_ready(pair.params)
     seconds = time.perf_counter() - begin
     return pair, describe(pair, options.target, drafter_name(options), seconds)
@@ -117,11 +137,9 @@ def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> No
 def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[str], None]) -> None:
     """A JSON line for every prompt, in their order; all batches have one shape."""
     job = _prepare(options, prompts)
-    pair, setup = _load(options, job.files)
     size = min(options.batch_size, len(prompts))
-    width = pair.models.block_size
-    longest = max(map(len, job.prompts))
-    capacity = capacity_for(longest, options.max_new_tokens, width, PREFILL_CHUNK)
+    capacity = _check_device(options, job, size)
+    pair, setup = _load(options, job.files)
     batches = []
     with tqdm(total=len(prompts), desc="decoding", unit="prompt", file=sys.stderr) as bar:
         for begin in range(0, len(prompts), size):

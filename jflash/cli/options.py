@@ -39,6 +39,12 @@ def _model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     group.add_argument(
+        "--attention-backend",
+        metavar="NAME",
+        default="auto",
+        help="mosaic_gpu, triton or xla; default: the best that the device has",
+    )
+    group.add_argument(
         "--block-size", type=int, metavar="W", help="default: the drafter's own; without one 1"
     )
 

@@ -1,7 +1,7 @@
 """How good the embedded pair is: right results, acceptance lengths, speed against width 1."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -9,7 +9,7 @@ from jflash.evals.acceptance import by_ending
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
 from jflash.io.text import decode
 from jflash.programs import capacity_for
-from jflash.speculative import Models, Params
+from jflash.speculative import Params
 from jflash.training.answers import answer_prompts
 from jflash.training.tiny_math import chat_prompts
 from jflash.training.word_problems import Problem, Split, is_correct, problems
@@ -60,7 +60,7 @@ def compare_with_width_1(
     One prompt at a time, the two in turns, so that a busy machine slows both. Medians over prompts
     of tokens a second, and of the ratio of one prompt's two times per token.
     """
-    alone = Pair(Models(pair.models.target, None, 1), Params(pair.params.target, None))
+    alone = Pair(replace(pair.models, drafter=None, block_size=1), Params(pair.params.target, None))
     prompts = chat_prompts(tokenizer, [p.question for p in asked])
     longest, width = max(map(len, prompts)), pair.models.block_size
     # One capacity for both: attention reads the same number of slots.

@@ -1,5 +1,6 @@
 """From a folder or a hub id to models that decode: what a pair is loaded from and must agree on."""
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
+from jflash.backends import AUTO, with_backends
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.io import hf_config
@@ -17,7 +20,7 @@ from jflash.io.names import abstract_params
 from jflash.io.orbax_checkpoint import PARAMS, check_orbax, load_orbax
 from jflash.io.weights import check_safetensors, load_safetensors, save_safetensors
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter
+from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.speculative import Models, Params
 
 DTYPES = ("float32", "bfloat16")
@@ -87,11 +90,16 @@ def random_params(config: TargetConfig | DrafterConfig, seed: int, dtype: str) -
     leaves, tree = jax.tree.flatten(abstract_params(config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     random = [
-        (jnp.ones(leaf.shape) if leaf.ndim == 1 else 0.02 * jax.random.normal(key, leaf.shape))
-        .astype(dtype)
+        jnp.ones(leaf.shape, dtype) if leaf.ndim == 1 else _normal(key, leaf.shape, dtype)
         for key, leaf in zip(keys, leaves, strict=True)
-    ]  # fmt: skip
+    ]
     return jax.tree.unflatten(tree, random)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """Compiled whole, so that nothing of it is held in float32."""
+    return (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +110,7 @@ class PairFiles:
     """
 
     models: Models
+    dtype: str
     target: Path
     drafter: Path | None
     drafter_seed: int | None = None
@@ -111,34 +120,43 @@ def configure_pair(
     target: str | Path,
     drafter: str | Path | None = None,
     *,
+    dtype: str | None = None,
     block_size: int | None = None,
     drafter_seed: int | None = None,
+    attention_backend: str = AUTO,
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
+    dtype = _known(dtype)
     target_folder = resolve(target)
     target_config = read_config(target_folder, hf_config.target_config)
+
+    def suited(drafter: Drafter | None, width: int) -> Models:
+        models = Models(Target(target_config), drafter, width)
+        return with_backends(models, dtype, jax.devices()[0], attention_backend)
+
     if drafter is None:
         width = 1 if block_size is None else block_size
         if width < 1:
             raise ValueError(f"block size {width} must be at least 1")
         return PairFiles(
-            models=Models(Target(target_config), None, width), target=target_folder, drafter=None
+            models=suited(None, width), dtype=dtype, target=target_folder, drafter=None
         )
     drafter_folder = resolve(drafter)
     drafter_config = read_config(drafter_folder, hf_config.drafter_config)
     check_fit(target_config, drafter_config)
     width = drafter_config.block_size if block_size is None else block_size
     return PairFiles(
-        models=Models(Target(target_config), Drafter(drafter_config), width),
+        models=suited(Drafter(drafter_config), width),
+        dtype=dtype,
         target=target_folder,
         drafter=drafter_folder,
         drafter_seed=drafter_seed,
     )
 
 
-def load_weights(files: PairFiles, dtype: str | None = None, progress: bool = False) -> Pair:
+def load_weights(files: PairFiles, progress: bool = False) -> Pair:
     """Fills a configured pair; both checkpoints are checked whole before a tensor is read."""
-    dtype = _known(dtype)
+    dtype = files.dtype
     target, drafter = files.models.target.config, files.models.drafter
     check_params(files.target, target)
     if drafter is None or files.drafter is None:
@@ -150,7 +168,7 @@ def load_weights(files: PairFiles, dtype: str | None = None, progress: bool = Fa
         drafter_params = load_params(files.drafter, drafter.config, dtype, progress)
     else:
         drafter_params = random_params(drafter.config, files.drafter_seed, dtype)
-    return Pair(files.models, Params(target_params, drafter_params))
+    return Pair(files.models, Params(target_params, with_context_kernel(drafter, drafter_params)))
 
 
 def load_pair(
@@ -159,16 +177,20 @@ def load_pair(
     *,
     dtype: str | None = None,
     block_size: int | None = None,
+    attention_backend: str = AUTO,
     progress: bool = False,
 ) -> Pair:
     """A target with its drafter, or alone with None, from folders or hub ids.
 
     `dtype`: 'float32' or 'bfloat16', by default what suits the device. `block_size`: the drafter's
-    own by default, smaller on request; without a drafter 1. Everything that can be checked without
-    weights is checked before any are read. ValueError says what does not fit.
+    own by default, smaller on request; without a drafter 1. `attention_backend`: 'mosaic_gpu',
+    'triton' or 'xla', by default the best that the device has. Everything that can be checked
+    without weights is checked before any are read. ValueError says what does not fit.
     """
-    _known(dtype)
-    return load_weights(configure_pair(target, drafter, block_size=block_size), dtype, progress)
+    files = configure_pair(
+        target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend
+    )
+    return load_weights(files, progress)
 
 
 def check_fit(target: TargetConfig, drafter: DrafterConfig) -> None:

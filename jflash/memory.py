@@ -1,0 +1,192 @@
+"""What a request takes of a device's memory, from configs alone: refused before a weight is read.
+
+Weights and caches are exact. Temporaries are an upper estimate of what XLA allocates beside them,
+checked in the tests against programs compiled for a GPU and, in float32, for the CPU. (In bfloat16
+XLA's CPU backend converts whole weights to float32: that takes more than is said here.)
+"""
+
+import bisect
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jflash.config import DecoderConfig, DrafterConfig
+from jflash.io.names import abstract_params
+from jflash.programs import Shape, capacity_for, new_state
+from jflash.speculative import Models
+
+FLOAT32 = 4  # bytes
+WORKSPACE = 64 * 2**20  # of matrix products and of what is rounded up
+SMALLEST_SPLIT = 128  # slots of the KV axis that a kernel sums apart, at least
+
+
+class Budget(NamedTuple):
+    """Bytes on the device: parameters, the state with its caches, and what a program needs more."""
+
+    weights: int
+    caches: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Largest(NamedTuple):
+    """The most that fits with all else as it was asked for; None if nothing does.
+
+    `context` counts tokens of a sequence, prompt and new ones together.
+    """
+
+    context: int | None
+    batch: int | None
+
+
+def memory_budget(models: Models, shape: Shape) -> Budget:
+    """What the programs of `shape` take, every array in the shape's dtype."""
+    size = jnp.dtype(shape.dtype).itemsize
+    state = jax.eval_shape(lambda: new_state(models, shape))
+    caches = (state.target_cache, state.drafter_cache)
+    return Budget(
+        weights=size * sum(_parameters(config) for config in _configs(models)),
+        caches=_bytes(state),
+        temporaries=max(
+            _step_bytes(models, shape, _bytes(caches)), _prefill_bytes(models, shape)
+        ) + WORKSPACE,
+    )  # fmt: skip
+
+
+def largest_that_fit(models: Models, shape: Shape, context: int, limit: int) -> Largest:
+    """The largest context at the shape's batch, and the largest batch at `context` tokens."""
+    positions = min(config.max_position_embeddings for config in _configs(models))
+
+    def too_much(batch: int, context: int) -> bool:
+        return memory_budget(models, at(models, shape, batch, context)).total > limit
+
+    contexts, batches = range(1, positions + 1), range(1, shape.batch + 1)
+    fitting = bisect.bisect_left(contexts, True, key=lambda n: too_much(shape.batch, n))
+    side_by_side = bisect.bisect_left(batches, True, key=lambda n: too_much(n, context))
+    return Largest(fitting or None, side_by_side or None)
+
+
+def at(models: Models, shape: Shape, batch: int, context: int) -> Shape:
+    """The shape that serves `batch` sequences of `context` tokens, however many are the prompt's.
+
+    A prompt is padded to whole chunks: all of them prompt is the most that a context needs.
+    """
+    capacity = capacity_for(context, 0, models.block_size, shape.chunk)
+    return shape._replace(batch=batch, capacity=capacity)
+
+
+def check_memory(models: Models, shape: Shape, context: int, limit: int | None) -> None:
+    """ValueError, naming what would fit, if `shape` takes more than `limit` bytes.
+
+    `context` is the longest prompt with its new tokens. Without a limit everything fits.
+    """
+    budget = memory_budget(models, shape)
+    if limit is None or budget.total <= limit:
+        return
+    fitting = largest_that_fit(models, shape, context, limit)
+    parts = ", ".join(f"{name} {_gb(value)}" for name, value in budget._asdict().items())
+    if budget.weights > limit:
+        advice = "the weights alone do not fit"
+    else:
+        tokens = f"at most {fitting.context} tokens of context fit"
+        sequences = f"at most batch {fitting.batch} fits"
+        advice = (
+            f"at batch {shape.batch} {tokens if fitting.context else 'no context fits'}, "
+            f"at {context} tokens of context {sequences if fitting.batch else 'no batch fits'}"
+        )
+    raise ValueError(
+        f"batch {shape.batch} with {context} tokens of context (prompt and new ones) takes "
+        f"{_gb(budget.total)} ({parts}), {_gb(budget.total - limit)} more than the {_gb(limit)} "
+        f"that JAX may use: {advice}"
+    )
+
+
+def device_memory() -> int | None:
+    """Bytes that JAX may take of the first device, or a CPU's free memory; None if nobody says."""
+    stats = jax.devices()[0].memory_stats()
+    if stats:
+        return stats.get("bytes_limit")
+    meminfo = Path("/proc/meminfo")  # Linux only
+    if jax.default_backend() != "cpu" or not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
+
+
+def _configs(models: Models) -> list[DecoderConfig]:
+    return [m.config for m in (models.target, models.drafter) if m is not None]
+
+
+@functools.cache
+def _parameters(config: Any) -> int:
+    """How many numbers a model holds while it decodes."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))
+    if isinstance(config, DrafterConfig):  # its layers' key and value columns lie side by side too
+        columns = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+        count += columns * (config.hidden_size + config.qkv_bias)
+    return count
+
+
+def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
+    """A step's logits, activations and attention, and the copies of tokens that the host reads."""
+    rows = shape.batch * models.block_size
+    logits = rows * models.target.config.vocab_size * FLOAT32
+    live = 4 if models.sampled else 2  # draft's and verify's; probabilities and draws
+    reports = 4 * shape.batch * shape.capacity * FLOAT32
+    attention = max(_attention_bytes(config, models, shape, rows) for config in _configs(models))
+    if models.attention_backend == "xla" and shape.batch > 1:
+        attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
+    return live * logits + rows * _row_bytes(models) + attention + reports
+
+
+def _attention_bytes(config: DecoderConfig, models: Models, shape: Shape, rows: int) -> int:
+    queries = rows * config.num_heads
+    if models.attention_backend in ("xla", "reference"):
+        return _einsum_bytes(config, queries, shape)
+    splits = -(-shape.capacity // SMALLEST_SPLIT)
+    return queries * splits * (config.head_dim + 2) * FLOAT32
+
+
+def _einsum_bytes(config: DecoderConfig, queries: int, shape: Shape) -> int:
+    """Scores of all slots, and weights in the cache's dtype."""
+    return queries * shape.capacity * (FLOAT32 + jnp.dtype(shape.dtype).itemsize)
+
+
+def _prefill_bytes(models: Models, shape: Shape) -> int:
+    """One chunk of one sequence: its activations, its scores, and one layer's cache of its own."""
+    one_cache = 2 * shape.capacity * jnp.dtype(shape.dtype).itemsize
+    attention = max(
+        _einsum_bytes(config, shape.chunk * config.num_heads, shape)
+        + one_cache * config.num_kv_heads * config.head_dim
+        for config in _configs(models)
+    )
+    logits = models.target.config.vocab_size * FLOAT32
+    return shape.chunk * _row_bytes(models) + attention + 2 * logits
+
+
+def _row_bytes(models: Models) -> int:
+    """Activations of a token in float32: a layer's own, a few residuals, and the features."""
+    widths = [
+        3 * c.intermediate_size + 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        for c in _configs(models)
+    ]
+    features = max(4, 2 * len(models.taps)) * models.target.config.hidden_size
+    context = 0
+    if models.drafter is not None:
+        c = models.drafter.config
+        context = c.num_layers * 2 * c.num_kv_heads * c.head_dim
+    return (max(widths) + features + context) * FLOAT32
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
