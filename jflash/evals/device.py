@@ -1,0 +1,56 @@
+"""What a result is worth nothing without: the device, the versions, the date."""
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def device_name() -> str:
+    """JAX's name of the device; of a CPU its model, because 'cpu' alone says nothing of a speed."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"CPU: {model}, {os.cpu_count()} cores"
+
+
+def describe_device() -> dict[str, Any]:
+    """device, versions, xla_flags and date of a run; None for what this machine does not have."""
+    return {
+        "device": device_name(),
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": _package("jaxlib"),
+            "flax": _package("flax"),
+            "platform": " ".join(jax.devices()[0].client.platform_version.split()),
+            "driver": _driver(),
+        },
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _package(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    if jax.default_backend() == "cpu" or not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None

@@ -1,0 +1,155 @@
+"""How fast a step could be: bytes and operations it cannot do without, and what a device delivers.
+
+Counted: weights, once for every time they are applied, and keys and values. Not counted:
+activations, norms, rows of the embedding, the arithmetic of softmax. The device's two rates are
+measured, never looked up. Knows nothing of how the step is implemented.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jflash.config import DecoderConfig, DrafterConfig, TargetConfig
+
+
+class Work(NamedTuple):
+    """What one step reads and computes; operations count a multiply and an add as two."""
+
+    weight_bytes: float
+    weight_operations: float
+    attention_bytes: float
+    attention_operations: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.attention_bytes
+
+    @property
+    def operations(self) -> float:
+        return self.weight_operations + self.attention_operations
+
+
+class Rates(NamedTuple):
+    """What a device was measured to deliver: bytes read a second, operations a second."""
+
+    bytes_per_second: float
+    operations_per_second: float
+
+
+def floor_seconds(work: Work, rates: Rates) -> float:
+    """The longer of reading and computing, of the matrix products and of attention, added up.
+
+    The two do not overlap: attention waits for its projections and the next product for it.
+    """
+    return max(
+        work.weight_bytes / rates.bytes_per_second,
+        work.weight_operations / rates.operations_per_second,
+    ) + max(
+        work.attention_bytes / rates.bytes_per_second,
+        work.attention_operations / rates.operations_per_second,
+    )
+
+
+def verify_work(
+    target: TargetConfig, batch: int, width: int, context: float, itemsize: int
+) -> Work:
+    """The target over [batch, width] rows behind `context` tokens each; width 1 is plain decoding.
+
+    `itemsize` is the bytes of a weight and of a cache entry.
+    """
+    head = target.vocab_size * target.hidden_size
+    weights = target.num_layers * layer_weights(target) + head
+    return _products(weights, batch * width, itemsize, _attention(target, batch, width, context))
+
+
+def draft_work(
+    drafter: DrafterConfig, batch: int, width: int, context: float, itemsize: int
+) -> Work:
+    """The drafter over the block, the head over all rows but the anchor's, and the context K/V."""
+    c = drafter
+    layers = c.num_layers * layer_weights(c)
+    head = c.vocab_size * c.hidden_size
+    fc = len(c.target_layer_ids) * c.hidden_size**2
+    context_kv = c.num_layers * c.hidden_size * 2 * c.num_kv_heads * c.head_dim
+    context_rows = c.num_layers * batch * width * 2 * c.num_kv_heads * c.head_dim
+    return add(
+        _products(layers, batch * width, itemsize, _attention(c, batch, width, context)),
+        _products(head, batch * (width - 1), itemsize, (0.0, 0.0)),
+        _products(fc + context_kv, batch * width, itemsize, (float(context_rows), 0.0)),
+    )
+
+
+def add(*works: Work) -> Work:
+    return Work(*map(sum, zip(*works, strict=True)))
+
+
+def layer_weights(c: DecoderConfig) -> int:
+    """Entries of one layer's matrices."""
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return attention + 3 * c.hidden_size * c.intermediate_size
+
+
+def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tuple[float, float]:
+    """Entries of keys and values read or written, and operations of scores and sums."""
+    rows = c.num_layers * batch * (context + width)
+    return (
+        rows * 2.0 * c.num_kv_heads * c.head_dim,
+        rows * width * 4.0 * c.num_heads * c.head_dim,
+    )
+
+
+def _products(weights: int, rows: int, itemsize: int, attention: tuple[float, float]) -> Work:
+    entries, operations = attention
+    return Work(
+        float(weights * itemsize),
+        2.0 * weights * rows,
+        float(entries * itemsize),
+        float(operations),
+    )
+
+
+def measure_rates(dtype: str) -> dict[str, float]:
+    """The device's read bandwidth (a sum) and matrix rate (a square product in `dtype`).
+
+    Random numbers, because a chip's clock depends on what it multiplies. Returns what was measured
+    and on how much: bytes_per_second, operations_per_second, array_bytes, matrix_size.
+    """
+    cpu = jax.default_backend() == "cpu"
+    array_bytes, size = (2**26, 512) if cpu else (2**31, 8192)
+    key = jax.random.key(0)
+    entries = array_bytes // jnp.dtype(dtype).itemsize
+    array = _normal(key, (entries // 2**16, 2**16), dtype)
+    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+    reading = _median_seconds(total, array)
+    del array
+    matrix = _normal(key, (size, size), dtype)
+    product = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.dtype(dtype)))
+    computing = _median_seconds(product, matrix)
+    return {
+        "bytes_per_second": array_bytes / reading,
+        "operations_per_second": 2 * size**3 / computing,
+        "array_bytes": array_bytes,
+        "matrix_size": size,
+    }
+
+
+def _normal(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(dtype)))(key)
+
+
+def _median_seconds(f: Callable[[Array], Array], x: Array, calls: int = 20) -> float:
+    """Median over 9 rounds of the mean of `calls` calls, which the device runs back to back."""
+    result = jax.block_until_ready(f(x))
+    seconds = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            result = f(x)
+        jax.block_until_ready(result)
+        seconds.append((time.perf_counter() - begin) / calls)
+    return statistics.median(seconds)

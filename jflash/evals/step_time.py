@@ -1,0 +1,153 @@
+"""Times the shared step, `programs.run`, at a chosen context: plain, verify, draft, whole.
+
+All caches hold random numbers and the weights are real or random, never zeros: a chip runs faster
+on zeros. No draft is accepted, so every step commits one token a sequence and all stay level.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.names import abstract_params
+from jflash.programs import Shape, new_state, run
+from jflash.speculative import Models, Params, State, draft
+
+
+class Window(NamedTuple):
+    """Which steps are timed: `steps` of them from committed length `start`, `repeats` times."""
+
+    start: int
+    steps: int
+    repeats: int
+
+    @property
+    def context(self) -> float:
+        """Mean number of tokens before the newest one over the timed steps."""
+        return self.start - 1 + (self.steps - 1) / 2
+
+
+def window_around(context: int, capacity: int, width: int, steps: int, repeats: int) -> Window:
+    """Steps centred on `context`, or as close below as the capacity lets the last block fit."""
+    start = min(context + 1 - (steps - 1) // 2, capacity - steps - width)
+    if start < 1:
+        raise ValueError(
+            f"{steps} steps at context {context} do not fit capacity {capacity}: "
+            "take fewer steps, a longer context or a larger capacity"
+        )
+    return Window(start, steps, repeats)
+
+
+def random_weights(configs: list[TargetConfig | DrafterConfig], dtype: str) -> list[dict]:
+    """Parameters of each config, normal(0, 0.02) with norms 1, made on the device leaf by leaf.
+
+    The largest first: what it takes to draw a leaf is gone before memory fills up.
+    """
+    leaves, tree = jax.tree.flatten([abstract_params(config) for config in configs])
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made: dict[int, Array] = {}
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+        shape = leaves[i].shape
+        made[i] = jnp.ones(shape, dtype) if len(shape) == 1 else _normal(keys[i], shape, dtype)
+        made[i].block_until_ready()
+    return jax.tree.unflatten(tree, [made[i] for i in range(len(leaves))])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def busy_state(models: Models, shape: Shape, window: Window) -> State:
+    """Sequences in the middle of a text: random tokens, caches full of random numbers, no stops."""
+    state = new_state(models, shape)
+    tokens = jax.random.randint(
+        jax.random.key(1), state.tokens.shape, 0, models.target.config.vocab_size, jnp.int32
+    )
+    caches, tree = jax.tree.flatten((state.target_cache, state.drafter_cache))
+    keys = jax.random.split(jax.random.key(2), len(caches))
+    caches = [_fill(cache, key) for cache, key in zip(caches, keys, strict=True)]
+    target_cache, drafter_cache = jax.tree.unflatten(tree, caches)
+    state = state._replace(tokens=tokens, target_cache=target_cache, drafter_cache=drafter_cache)
+    return rewound(jax.block_until_ready(state), window)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(x: Array, key: Array) -> Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+
+
+def rewound(state: State, window: Window) -> State:
+    """The state back at the window's start, as far from its limit as the capacity allows."""
+    batch, capacity = state.tokens.shape
+    return state._replace(
+        length=jnp.full(batch, window.start, jnp.int32),
+        limit=jnp.full(batch, capacity, jnp.int32),
+        done=jnp.zeros(batch, bool),
+        max_accept=jnp.zeros(batch, jnp.int32),
+        steps=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
+    """The executable of `programs.run` for these models alone, and the seconds it took."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    cancel = jax.ShapeDtypeStruct(state.done.shape, jnp.bool_)
+    begin = time.perf_counter()
+    jitted = jax.jit(functools.partial(run, models), donate_argnums=1)
+    compiled = jitted.lower(params, state, number, cancel).compile()
+    return compiled, time.perf_counter() - begin
+
+
+def time_run(
+    compiled: Any, params: Params, state: State, window: Window
+) -> tuple[list[float], State]:
+    """Seconds a step of each repeat, and the state again (the one given is donated).
+
+    One call of the executable runs all steps of a repeat; the first repeat is thrown away.
+    """
+    steps = jnp.int32(window.steps)
+    none = jnp.zeros(state.done.shape, bool)
+    seconds = []
+    for _ in range(window.repeats + 1):
+        state = jax.block_until_ready(rewound(state, window))
+        begin = time.perf_counter()
+        state, report = compiled(params, state, steps, none)
+        jax.block_until_ready(report)
+        seconds.append((time.perf_counter() - begin) / window.steps)
+        ran = jax.device_get(report.steps)
+        assert (ran == window.steps).all(), f"{ran} steps ran, not {window.steps}"
+    return seconds[1:], state
+
+
+def time_draft(
+    models: Models, params: Params, state: State, window: Window
+) -> tuple[list[float], State]:
+    """Seconds of `speculative.draft` alone, in a loop of its own on the device."""
+
+    def loop(params: Params, state: State, steps: Array) -> tuple[State, Array]:
+        def body(_, carry):
+            state, total = carry
+            drafts, state = draft(models, params, state)
+            # A longer text each time, so that nothing can be computed once before the loop.
+            return state._replace(length=state.length + 1), total + drafts.sum()
+
+        return lax.fori_loop(0, steps, body, (state, jnp.int32(0)))
+
+    jitted: Callable = jax.jit(loop, donate_argnums=1)
+    seconds = []
+    for _ in range(window.repeats + 1):
+        state = jax.block_until_ready(rewound(state, window))
+        begin = time.perf_counter()
+        state, total = jitted(params, state, jnp.int32(window.steps))
+        jax.block_until_ready(total)
+        seconds.append((time.perf_counter() - begin) / window.steps)
+    return seconds[1:], state

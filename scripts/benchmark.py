@@ -1,0 +1,261 @@
+"""Step times of a pair beside the device's own limits: plain decoding, verify, draft, whole step.
+
+python scripts/benchmark.py --shape qwen3-8b --batch 1,8,32 --context 1024
+python scripts/benchmark.py --target DIR --drafter DIR --batch 1,8
+
+Random weights (--shape) give times of steps, never a speed: that takes a real pair, or an
+acceptance that you state. Every batch size runs in processes of its own, one after the other.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+from jflash.cli.command import BAD_INPUT, Parser, run_command
+from jflash.cli.output_file import whole_file
+from jflash.cli.prompts import Prompt, encode, read_prompts
+from jflash.evals import benchmark_case
+from jflash.evals.benchmark_case import BACKENDS, Task, run_task, save_pair
+from jflash.evals.benchmark_report import (
+    add_peak,
+    add_ratios,
+    add_speed,
+    case_text,
+    collect,
+    device_line,
+    reference_text,
+)
+from jflash.evals.shapes import SHAPES, model_shape
+from jflash.generate import check_request
+from jflash.io import configure_pair, load_tokenizer, stop_token_ids
+from jflash.io.text import has_tokenizer
+
+PROMPTS = (
+    "A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are left?",
+    "Write a Python function that returns the longest word of a sentence.",
+    "Explain in a few sentences why the sky is blue.",
+    "List five things to check before a long bicycle ride.",
+)
+REFERENCE = Path(benchmark_case.__file__).with_name("torch_reference.py")
+
+
+def make_parser() -> Parser:
+    parser = Parser("benchmark.py", (__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--shape", help=f"random weights of a published shape: {', '.join(SHAPES)}")
+    add("--target", type=Path, metavar="DIR", help="a real pair instead, with --drafter")
+    add("--drafter", type=Path, metavar="DIR")
+    add("--batch", type=numbers, default=(1,), metavar="1,8,32", help="default 1")
+    add("--context", type=int, default=1024, help="tokens behind the timed steps, default 1024")
+    add("--capacity", type=int, help="cache slots a sequence, default twice the context")
+    add("--widths", type=numbers, default=(), metavar="4,8,16", help="the step at these too")
+    add("--only-step", action="store_true", help="leave plain decoding, verify and draft out")
+    add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    for name in BACKENDS:
+        add(f"--{name.replace('_', '-')}", metavar="NAME", help="by default jflash's own choice")
+    add("--acceptance", type=float, metavar="TAU", help="tokens a step to assume, for tokens/s")
+    add("--prompts", type=Path, metavar="FILE.jsonl", help="for a real pair; a few are built in")
+    add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    add("--against", choices=("reference",), help="the PyTorch code on the same weights, batch 1")
+    add("--reference-python", default=sys.executable, metavar="PATH", help="that has dflash 0.1.0")
+    add("--steps", type=int, default=64, help="of one repeat, default 64")
+    add("--repeats", type=int, default=5, help="default 5")
+    add("--no-memory", action="store_true", help="no second process: no warm compile, no peak")
+    add("--json", type=Path, metavar="FILE", help="write the results there too")
+    add("--overwrite", action="store_true", help="replace an existing --json")
+    # One stage of one case, in a process of its own: TASK and RESULT are files.
+    add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)
+    return parser
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(piece) for piece in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,8,32") from None
+
+
+def make_task(args: argparse.Namespace) -> Task:
+    """The task of the first batch size; ValueError for what no device could measure."""
+    real = args.target is not None or args.drafter is not None
+    if (args.shape is None) == (not real) or (args.target is None) != (args.drafter is None):
+        raise ValueError("give either --shape NAME or --target DIR and --drafter DIR")
+    if args.shape is not None and args.prompts is not None:
+        raise ValueError("--prompts needs a real pair: random weights decode nothing of meaning")
+    target, drafter = model_shape(args.shape) if args.shape else pair_configs(args)
+    for name in ("batch", "widths", "steps", "repeats", "context", "max_new_tokens"):
+        value = getattr(args, name)
+        if any(v < 1 for v in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+    full = drafter.block_size
+    positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
+    capacity = args.capacity or -(-2 * args.context // 256) * 256
+    without_batch_1 = args.against and (1 not in args.batch or args.only_step)
+    refused = [
+        (any(not 2 <= w <= full for w in args.widths), f"--widths {args.widths}: 2 … {full}"),
+        (
+            args.acceptance is not None and not 1 <= args.acceptance <= full,
+            f"--acceptance {args.acceptance}: within 1 … {full} tokens a step",
+        ),
+        (capacity % 256 != 0, f"--capacity {capacity}: a multiple of 256"),
+        (args.context > capacity, f"--context {args.context} is beyond the capacity {capacity}"),
+        (args.context > positions, f"--context {args.context}: the pair has {positions} positions"),
+        (without_batch_1, "--against reference compares whole cases at --batch 1"),
+        (
+            args.no_compilation_cache,
+            "--no-compilation-cache: a cache of its own, new for each case, is what is timed",
+        ),
+        (args.overwrite and args.json is None, "--overwrite without --json"),
+    ]
+    for wrong, why in refused:
+        if wrong:
+            raise ValueError(why)
+    prompts, stops = ((), ()) if args.shape else encoded_prompts(args)
+    return Task(
+        shape=args.shape,
+        target=None if args.shape else str(args.target),
+        drafter=None if args.shape else str(args.drafter),
+        batch=min(args.batch),
+        context=args.context,
+        capacity=capacity,
+        widths=args.widths,
+        only_step=args.only_step,
+        dtype=args.dtype,
+        backends={name: vars(args)[name] for name in BACKENDS if vars(args)[name] is not None},
+        steps=args.steps,
+        repeats=args.repeats,
+        prompts=prompts,
+        max_new_tokens=args.max_new_tokens,
+        stop_token_ids=stops,
+    )
+
+
+def pair_configs(args: argparse.Namespace) -> tuple[Any, Any]:
+    models = configure_pair(args.target, args.drafter).models
+    assert models.drafter is not None
+    return models.target.config, models.drafter.config
+
+
+def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Prompts and stop tokens as ids, texts through the target's chat template."""
+    how = argparse.Namespace(
+        prompts=args.prompts, system=None, reasoning="off", no_chat_template=False
+    )
+    prompts = read_prompts(how) if args.prompts else [Prompt(text, None) for text in PROMPTS]
+    wanted = any(prompt.text is not None for prompt in prompts)
+    tokenizer = load_tokenizer(args.target) if wanted or has_tokenizer(args.target) else None
+    stops = stop_token_ids(args.target, tokenizer)
+    ids = [encode(prompt, tokenizer, how) for prompt in prompts]
+    models = configure_pair(args.target, args.drafter).models
+    for one in ids:
+        check_request(models, one, args.max_new_tokens, stops)
+    return tuple(map(tuple, ids)), tuple(stops)
+
+
+def start(stage: str, task: Task, folder: Path) -> dict[str, Any]:
+    """Runs a stage in a fresh process, which speaks on stderr; SystemExit if it refuses."""
+    files = (folder / "task.json", folder / "result.json")
+    files[0].write_text(json.dumps(asdict(task)), encoding="utf-8")
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    call([sys.executable, __file__, "--stage", stage, *map(str, files)], environment)
+    return json.loads(files[1].read_text(encoding="utf-8"))
+
+
+def call(command: list[str], environment: dict[str, str] | None = None) -> None:
+    """A child that has printed its own line of refusal ends this process in the same way."""
+    sys.stdout.flush()
+    code = subprocess.run(command, env=environment, stdout=sys.stderr).returncode
+    if code == BAD_INPUT:
+        raise SystemExit(BAD_INPUT)
+    if code:
+        raise ValueError(f"the process that measures ended with code {code}: {command[-3:]}")
+
+
+def run_stage(stage: str, task_file: Path, result_file: Path) -> None:
+    raw = json.loads(task_file.read_text(encoding="utf-8"))
+    prompts = tuple(map(tuple, raw.pop("prompts")))
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    task = Task(**cast(dict[str, Any], lists), prompts=prompts)
+    folder = result_file.parent
+    result = save_pair(task, folder) if stage == "save" else run_task(stage, task)
+    result_file.write_text(json.dumps(result), encoding="utf-8")
+
+
+def measure(task: Task, with_memory: bool) -> dict[str, Any]:
+    """A case: timed by one process, compiled again and weighed by a second."""
+    with tempfile.TemporaryDirectory(prefix="jflash-benchmark-") as name:
+        case = start("time", task, Path(name))
+        if with_memory:
+            warm = start("warm", task, Path(name))
+            case["compile_seconds"] |= warm["compile_seconds"]
+            case["memory"] |= warm["memory"]
+    add_peak(case["memory"])
+    return case
+
+
+def measure_reference(args: argparse.Namespace, task: Task, case: dict[str, Any]) -> dict[str, Any]:
+    """The PyTorch code on the weights of `case` (batch 1), in one more process."""
+    with tempfile.TemporaryDirectory(prefix="jflash-reference-") as name:
+        folder = Path(name)
+        if task.shape is not None:
+            reference = start("save", task, folder)
+        else:
+            reference = {
+                "target": task.target,
+                "drafter": task.drafter,
+                "prompts": task.prompts,
+                "max_new_tokens": task.max_new_tokens,
+                "stop_token_ids": task.stop_token_ids or None,
+            }
+        files = (folder / "reference.json", folder / "reference_result.json")
+        reference |= {"dtype": case["dtype"], "repeats": min(3, task.repeats)}
+        files[0].write_text(json.dumps(reference), encoding="utf-8")
+        call([args.reference_python, "-P", str(REFERENCE), "time", *map(str, files)])
+        result = json.loads(files[1].read_text(encoding="utf-8"))
+    add_ratios(result, case)
+    return result
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    if args.stage:
+        run_stage(args.stage[0], Path(args.stage[1]), Path(args.stage[2]))
+        return
+    task = make_task(args)
+    if args.against:
+        call([args.reference_python, "-P", str(REFERENCE), "check"])
+    if args.json is None:
+        write_results(args, task, lambda line: None)
+        return
+    with whole_file(args.json, args.overwrite) as write:
+        write_results(args, task, write)
+
+
+def write_results(args: argparse.Namespace, task: Task, write: Callable[[str], None]) -> None:
+    cases, reference = [], None
+    for batch in sorted(set(args.batch)):
+        own = replace(task, batch=batch)
+        case = measure(own, not args.no_memory)
+        add_speed(case, args.acceptance)
+        print(*([] if cases else [device_line(case)]), case_text(case), sep="\n", flush=True)
+        cases.append(case)
+        if args.against and batch == 1:
+            reference = measure_reference(args, own, case)
+            print(reference_text(reference), flush=True)
+    line = json.dumps(collect(cases, reference), allow_nan=False)
+    print(line)
+    write(line)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(make_parser(), benchmark, None))

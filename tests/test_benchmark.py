@@ -1,0 +1,420 @@
+"""The benchmark: what it counts, what it times, what it calls measured, and what it refuses."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.cli.command import run_command
+from jflash.evals import benchmark_case, widths
+from jflash.evals.benchmark_case import BACKENDS, Task, run_task, save_pair
+from jflash.evals.benchmark_report import collect
+from jflash.evals.benchmark_tables import TABLES, Result, read_results, with_tables
+from jflash.evals.floors import Rates, add, draft_work, floor_seconds, verify_work
+from jflash.evals.shapes import SHAPES, model_shape
+from jflash.evals.step_time import busy_state, compile_run, random_weights, time_run, window_around
+from jflash.io import load_pair
+from jflash.io.names import abstract_params
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.programs import Shape
+from jflash.speculative import Models, Params, speculative_step
+from scripts import benchmark
+from tests.small_checkpoints import make_pair
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
+H200 = Rates(4.17e12, 790e12)
+TASK = Task(
+    shape="tiny", target=None, drafter=None, batch=2, context=200, capacity=512, widths=(4,),
+    only_step=False, dtype="float32", backends={}, steps=9, repeats=2, prompts=(),
+    max_new_tokens=12, stop_token_ids=(),
+)  # fmt: skip
+
+
+def tiny() -> tuple[Models, Params]:
+    shape = model_shape("tiny")
+    models = Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
+    target, drafter = random_weights(list(shape), "float32")
+    return models, Params(target, with_context_kernel(models.drafter, drafter))
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [("qwen3-8b", 8_190_735_360), ("qwen3-4b", 4_022_468_096), ("llama-3.1-8b", 8_030_261_248)],
+)
+def test_shapes_have_the_published_sizes(name, entries):
+    target = model_shape(name).target
+    assert sum(x.size for x in jax.tree.leaves(abstract_params(target))) == entries
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
+    target, drafter = model_shape(name)
+    leaves = jax.tree.leaves(abstract_params(target))
+    matrices = sum(x.size for x in leaves if x.ndim == 2)
+    embedding = 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
+    work = verify_work(target, 2, 4, 100.0, 2)
+    assert work.weight_bytes == 2 * (matrices - embedding)
+    assert work.weight_operations == 2 * 8 * (matrices - embedding)
+
+    matrices = sum(x.size for x in jax.tree.leaves(abstract_params(drafter)) if x.ndim == 2)
+    head = target.vocab_size * target.hidden_size
+    twice = drafter.num_layers * drafter.hidden_size * 2 * drafter.num_kv_heads * drafter.head_dim
+    assert draft_work(drafter, 1, 8, 100.0, 2).weight_bytes == 2 * (matrices + head + twice)
+
+
+def test_the_floors_of_the_goals():
+    target, drafter = model_shape("qwen3-8b")
+
+    def floor(batch: int, context: float) -> float:
+        work = add(
+            verify_work(target, batch, 16, context, 2), draft_work(drafter, batch, 16, context, 2)
+        )
+        return 1e3 * floor_seconds(work, H200)
+
+    found = [floor(1, 1024.0), floor(8, 1024.0), floor(32, 1024.0), floor(1, 32768.0)]
+    np.testing.assert_allclose(found, [4.5, 4.8, 13.3, 5.8], atol=0.15)
+    plain = 1e3 * floor_seconds(verify_work(target, 1, 1, 1024.0, 2), H200)
+    assert plain == pytest.approx(3.66, abs=0.03)
+
+
+def test_operations_agree_with_the_compilers_count():
+    """XLA's einsum attends to every slot, so the context counted here is the whole capacity."""
+    models, params = tiny()
+    window = window_around(200, 512, 8, 4, 1)
+    state = busy_state(models, Shape(2, 512, 128, 16, "float32"), window)
+    step = jax.jit(lambda p, s: speculative_step(models, p, s)).lower(params, state).compile()
+    target, drafter = models.target.config, models.drafter.config
+    work = add(
+        verify_work(target, 2, 8, 512.0 - 8, 4), draft_work(drafter, 2, 8, 512.0 - 8, 4)
+    )  # fmt: skip
+    assert work.operations == pytest.approx(step.cost_analysis()["flops"], rel=0.1)
+
+
+def test_the_window_is_centred_or_as_close_as_the_capacity_allows():
+    window = window_around(1024, 2048, 16, 65, 3)
+    assert window.context == 1024
+    full = window_around(32768, 32768, 16, 64, 3)
+    assert full.start + 64 + 16 == 32768 and full.context == full.start - 1 + 31.5
+    with pytest.raises(ValueError, match="64 steps at context 8 do not fit"):
+        window_around(8, 256, 16, 64, 1)
+
+
+def test_the_timed_steps_run_at_the_context_over_full_caches():
+    models, params = tiny()
+    window = window_around(200, 512, 8, 9, 2)
+    state = busy_state(models, Shape(2, 512, 128, 16, "float32"), window)
+    for leaf in jax.tree.leaves((state.target_cache, state.drafter_cache)):
+        assert abs(float(jnp.std(leaf)) - 1) < 0.02 and not (leaf == 0).any()
+    before = jax.tree.map(np.asarray, state.target_cache)
+    compiled, _ = compile_run(models, params, state)
+    seconds, state = time_run(compiled, params, state, window)
+    assert len(seconds) == 2 and all(s > 0 for s in seconds)
+    assert state.length.tolist() == [window.start + 9] * 2
+    assert state.acceptance_lengths[:, :9].tolist() == [[1] * 9] * 2
+    written = np.array([np.abs(a - b).max((0, 2, 3)) > 0 for a, b in
+                        zip(jax.tree.leaves(before), jax.tree.leaves(state.target_cache),
+                            strict=True)])  # fmt: skip
+    slots = np.flatnonzero(written.all(0))
+    assert slots.tolist() == list(range(window.start - 1, window.start - 1 + 9 + 8 - 1))
+    assert window.context == np.mean(range(window.start - 1, window.start - 1 + 9))
+
+
+def test_random_weights_are_no_zeros_and_the_same_each_time():
+    shape = list(model_shape("tiny"))
+    first, again = random_weights(shape, "bfloat16"), random_weights(shape, "bfloat16")
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        assert a.dtype == jnp.bfloat16 and bool((a == b).all())
+        if a.ndim == 2:
+            assert float(jnp.std(a.astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)
+        else:
+            assert bool((a == 1).all())
+
+
+def test_a_case_and_the_saved_pair_hold_the_same_weights(tmp_path):
+    task = save_pair(TASK, tmp_path)
+    loaded = load_pair(task["target"], task["drafter"], dtype="float32")
+    target, drafter = random_weights(list(model_shape("tiny")), "float32")
+    stored = {name: loaded.params.drafter[name] for name in drafter}  # no context_kernel
+    for a, b in zip(
+        jax.tree.leaves((loaded.params.target, stored)),
+        jax.tree.leaves((target, drafter)),
+        strict=True,
+    ):
+        assert bool((a == b).all())
+    assert len(task["prompts"][0]) + (task["max_new_tokens"] - 1) // 2 == TASK.context
+
+
+@pytest.fixture(scope="module")
+def case() -> dict:
+    return run_task("time", TASK)
+
+
+def test_a_case_of_random_weights(case):
+    assert case["shape"] == "tiny" and case["weights"].startswith("random")
+    for name in ("plain", "verify", "draft", "step"):
+        part = case[name]
+        assert part["share_of_floor"] == pytest.approx(part["floor_ms"] / part["ms"])
+    assert case["draft"]["ms"] == pytest.approx(case["step"]["ms"] - case["verify"]["ms"])
+    assert case["draft"]["floor_ms"] < case["step"]["floor_ms"]
+    assert case["draft"]["share_of_step"] == pytest.approx(case["draft"]["ms"] / case["step"]["ms"])
+    assert [row["block_size"] for row in case["widths"]] == [4, 8]
+    assert case["widths"][1]["ms"] == case["step"]["ms"]
+    assert case["compile_seconds"]["from_nothing"] > 0
+    entries = sum(x.size for c in model_shape("tiny") for x in jax.tree.leaves(abstract_params(c)))
+    assert case["memory"]["weights_bytes"] == 4 * entries
+    assert case["memory"]["caches_bytes"] == 4 * (3 + 1) * 2 * 2 * 512 * 2 * 64
+    assert "tokens_per_second" not in json.dumps(case)
+
+
+def run_cli(*options: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "result.json"
+    done = run_cli(
+        *("--shape", "tiny", "--context", "200", "--capacity", "512", "--only-step"),
+        *("--steps", "4", "--repeats", "1", "--acceptance", "3", "--json", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == result
+    assert set(result) == {"device", "versions", "xla_flags", "date", "cases", *BACKENDS}
+    assert "CPU" in result["device"] and result["versions"]["jax"] == jax.__version__
+    [case] = result["cases"]
+    assert case["compile_seconds"]["warm_cache"] < case["compile_seconds"]["from_nothing"]
+    # An assumed acceptance says so in its name, in the file and on the screen.
+    assert "measured_speed" not in case
+    assumed = case["assumed_speed"]
+    assert assumed["assumed_tokens_per_second"] == pytest.approx(3e3 / case["step"]["ms"])
+    assert [k for k in assumed if "tokens_per_second" in k] == ["assumed_tokens_per_second"]
+    assert "at an assumed acceptance of 3 tokens a step, not measured" in done.stdout
+    assert "speed_up" not in out.read_text()
+
+
+def test_a_real_pair_is_measured(tmp_path):
+    pair = make_pair(tmp_path, monotone=True)
+    task = replace(
+        TASK, shape=None, target=str(pair.target), drafter=str(pair.drafter), context=100,
+        capacity=256, widths=(), only_step=True, prompts=((1, 2, 3), (4, 5)), batch=2,
+    )  # fmt: skip
+    speed = run_task("time", task)["measured_speed"]
+    assert speed["how"].startswith("measured")
+    # A pair that always agrees: 12 tokens are one of the prefill, then 4 + 4 + 3.
+    assert speed["new_tokens"] == 24 and speed["mean_acceptance_length"] == pytest.approx(11 / 3)
+    assert speed["endings"] == {"limit": 2}
+    assert speed["same_text_as_plain"] == speed["prompts"] == 2
+    ratio = speed["tokens_per_second"] / speed["plain_tokens_per_second"]
+    assert speed["speed_up"] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("", "give either --shape"),
+        ("--shape tiny --target x --drafter y", "give either --shape"),
+        ("--target x", "give either --shape"),
+        ("--shape huge", "no shape is called 'huge'"),
+        ("--shape tiny --batch 0", "--batch (0,)"),
+        ("--shape tiny --batch one", "'one'"),
+        ("--shape tiny --widths 4,9", "--widths (4, 9)"),
+        ("--shape tiny --acceptance 9", "--acceptance 9.0"),
+        ("--shape tiny --capacity 1000", "--capacity 1000"),
+        ("--shape tiny --context 600 --capacity 512", "--context 600"),
+        ("--shape tiny --context 5000", "--context 5000"),
+        ("--shape tiny --prompts p.jsonl", "--prompts needs a real pair"),
+        ("--shape tiny --batch 8 --against reference", "--batch 1"),
+        ("--shape tiny --no-compilation-cache", "--no-compilation-cache"),
+        ("--shape tiny --overwrite", "--overwrite without --json"),
+        ("--target /nowhere --drafter /nowhere", "/nowhere"),
+    ],
+)
+def test_refusals(options, named, capsys):
+    assert run_command(benchmark.make_parser(), benchmark.benchmark, options.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert named in captured.err
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(benchmark_case, "device_memory", lambda: 20 * 10**9)
+    monkeypatch.setattr(benchmark_case, "measure_rates", lambda dtype: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"takes 3\d\.\d GB .* more than the 20 GB"):
+        run_task("time", replace(TASK, shape="qwen3-8b", batch=1))
+
+
+def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    out = tmp_path / "result.json"
+    done = run_cli(
+        *("--shape", "tiny", "--against", "reference", "--json", str(out)),
+        *("--reference-python", str(bare)),
+    )
+    assert done.returncode == 2 and done.stdout == "" and not out.exists()
+    assert "dflash==0.1.0" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not REFERENCE, reason="JFLASH_REFERENCE_PYTHON names no interpreter")
+def test_against_the_reference(tmp_path):
+    out = tmp_path / "result.json"
+    done = run_cli(
+        *("--shape", "tiny", "--context", "200", "--capacity", "512", "--no-memory"),
+        *("--steps", "12", "--repeats", "2", "--json", str(out)),
+        *("--against", "reference", "--reference-python", str(REFERENCE)),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    theirs, [ours] = result["reference"], result["cases"]
+    assert theirs["versions"]["dflash"] == "0.1.0"
+    assert theirs["plain"]["steps"] == theirs["dflash"]["steps"] == 12
+    for name, mine in (("plain", "plain"), ("dflash", "step")):
+        ratio = theirs[name]["ms_per_step"] / ours[mine]["ms"]
+        assert theirs["times_as_long"][mine] == pytest.approx(ratio)
+    assert "× jflash's" in done.stdout and "tokens/s" not in done.stdout.split("PyTorch")[1]
+
+
+def test_a_geometric_profile_has_its_mean():
+    for mean in (1.0, 3.5, 6.4, 15.9, 16.0):
+        accepted = widths.geometric_profile(mean, 16)
+        assert widths.expected_tokens(accepted, 16) == pytest.approx(mean)
+        assert accepted == sorted(accepted, reverse=True) and len(accepted) == 15
+    with pytest.raises(ValueError, match=r"16\.5 tokens a step"):
+        widths.geometric_profile(16.5, 16)
+
+
+def test_expected_tokens_are_the_mean_of_the_cut_acceptance():
+    lengths = np.array([0, 0, 1, 3, 3, 7])  # drafts accepted at width 8
+    accepted = [float((lengths >= k).mean()) for k in range(1, 8)]
+    for width in range(1, 9):
+        want = np.minimum(lengths + 1, width).mean()
+        assert widths.expected_tokens(accepted, width) == pytest.approx(want)
+
+
+def test_the_best_width():
+    accepted = widths.geometric_profile(4.0, 16)
+    assert widths.best_width(dict.fromkeys((4, 8, 16), 5.0), accepted) == 16
+    assert widths.best_width({4: 4.0, 8: 8.0, 16: 16.0}, accepted) == 4
+    assert widths.best_width({4: 6.0, 8: 6.2, 16: 9.0}, accepted) == 8
+    assert widths.best_width({4: 6.0, 8: 6.2, 16: 9.0}, accepted[:3]) == 4
+    with pytest.raises(ValueError, match="no width"):
+        widths.best_width({8: 1.0}, accepted[:3])
+
+
+def result(case: dict, device: str = "GPU", **changes) -> dict:
+    return collect([case | {"device": device} | changes], None)
+
+
+def test_auto_reads_the_nearest_table(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(widths, "MEASURED", tmp_path)
+    rows = {1: (5.0, 5.0), 8: (5.0, 9.0)}  # at batch 8 width 8 costs too much
+    for batch, (narrow, wide) in rows.items():
+        times = [{"block_size": 4, "ms": narrow}, {"block_size": 8, "ms": wide}]
+        content = result(case, batch=batch, widths=times)
+        (tmp_path / f"b{batch}.json").write_text(json.dumps(content))
+    (tmp_path / "kernels.json").write_text(json.dumps({"device": "GPU", "rows": []}))
+    target, drafter = model_shape("tiny")
+
+    def auto(batch: int, device: str = "GPU", itemsize: int = 4, **more) -> widths.Choice:
+        return widths.auto_block_size(
+            target, drafter, batch=batch, itemsize=itemsize, device=device, **more
+        )
+
+    assert [auto(b).block_size for b in (1, 2, 3, 8, 16)] == [8, 8, 4, 4, 4]
+    assert "b8.json, batch 8" in auto(16).why
+    assert auto(16, accepted=[1.0] * 7).block_size == 8
+    assert auto(1, table=tmp_path / "b1.json").block_size == 8
+    for refused in (
+        lambda: auto(64),
+        lambda: auto(1, device="other"),
+        lambda: auto(1, itemsize=2),
+        lambda: auto(8, table=tmp_path / "b1.json"),
+    ):
+        with pytest.raises(ValueError, match=r"scripts/benchmark\.py .*--widths"):
+            refused()
+    with pytest.raises(ValueError, match=r"none\.json cannot be read"):
+        auto(1, table=tmp_path / "none.json")
+
+
+@pytest.fixture
+def results(case) -> list[Result]:
+    full = result(case, shape="qwen3-8b", batch=1, context=1024.5)
+    full["cases"][0]["memory"] = case["memory"] | {"peak_over_weights_and_caches": 0.031}
+    full["cases"][0]["compile_seconds"] = {"from_nothing": 41.0, "warm_cache": 9.5}
+    full["reference"] = {
+        "versions": {"dflash": "0.1.0", "torch": "2"}, "device": "GPU",
+        "plain": {"ms_per_step": 50.0}, "dflash": {"ms_per_step": 120.0},
+        "times_as_long": {"plain": 11.1, "step": 22.2},
+    }  # fmt: skip
+    rows = [dict(op="attention", shape="B1", backend="b", us=1.25, bandwidth_share=0.5, error=1e-3)]
+    kernels = {k: v for k, v in full.items() if k not in ("cases", "reference")} | {"rows": rows}
+    return [Result("a.json", full), Result("k.json", kernels)]
+
+
+def test_every_table_shows_its_numbers(results):
+    step = results[0].content["cases"][0]["step"]
+    shown = {
+        "goals": [f"| DFlash step, batch 1 | ≤ 5.1 ms | {step['ms']:.2f} ms |", "3.1 %", "41.0 s",
+                  "| DFlash step, batch 8 | ≤ 6.2 ms | not measured |", "`benchmarks/a.json`"],
+        "steps": ["| qwen3-8b | 1 | 1024 of 512 |", f"{step['ms']:.2f} ms"],
+        "widths": ["| ms a step at width | 4 | 8 |", "| batch 1 |"],
+        "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
+        "pairs": ["Not measured yet."],
+        "kernels": ["| attention | B1 | b | 1.2 | 50.0 % | 1.0e-03 |"],
+    }  # fmt: skip
+    assert shown.keys() == TABLES.keys()
+    for name, parts in shown.items():
+        text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"
+        made = with_tables(text, results)
+        assert made.startswith("before\n") and made.endswith("\nafter") and "old" not in made
+        for part in parts:
+            assert part in made, made
+        assert with_tables(made, results) == made
+        assert "Not measured yet." in with_tables(text, []) or name == "goals"
+
+
+def test_bad_tables_are_refused(results):
+    with pytest.raises(ValueError, match="no table is called 'speed'"):
+        with_tables("<!-- table: speed -->\n<!-- end table -->", results)
+    with pytest.raises(ValueError, match="not closed"):
+        with_tables("<!-- table: steps -->\n", results)
+    with pytest.raises(ValueError, match=r"a\.json, b\.json hold the same case"):
+        goals = "<!-- table: goals -->\n<!-- end table -->"
+        with_tables(goals, [*results, Result("b.json", results[0].content)])
+
+
+def test_check_notices_a_stale_readme(results, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(results[0].content))
+    readme = tmp_path / "README.md"
+    readme.write_text("# x\n<!-- table: steps -->\n<!-- end table -->\n")
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark_tables.py"), "--readme",
+               str(readme), "--results", str(tmp_path)]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+    def code(*more: str) -> int:
+        return subprocess.run([*command, *more], env=environment, capture_output=True).returncode
+
+    assert [code("--check"), code(), code("--check")] == [1, 0, 0]
+    readme.write_text(readme.read_text().replace("qwen3-8b", "qwen3-9b"))
+    assert code("--check") == 1
+
+
+def test_readme_agrees_with_the_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_tables(text, read_results(ROOT / "benchmarks")) == text
+    for file in (ROOT / "benchmarks").glob("*.json"):
+        for table in widths.read_tables(file):
+            assert math.isfinite(sum(table.ms.values()))
