@@ -1,0 +1,92 @@
+"""Kernels on their own: op × shape × backend, microseconds, share of bandwidth and error.
+
+python scripts/bench_kernels.py --op block_attention --shape qwen3-b1-2k,qwen3-b8-2k
+
+Beside XLA, and beside flash-attn3-jax where it is installed. Needs a GPU.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from jflash.cli.command import Parser, run_command
+from jflash.cli.output_file import whole_file
+from jflash.evals.device import describe_device
+from jflash.evals.floors import measure_rates
+from jflash.evals.kernel_cases import OPS
+from jflash.evals.kernel_times import COLUMNS, measure, row_text
+
+
+def make_parser() -> Parser:
+    parser = Parser("bench_kernels.py", (__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--op", default="block_attention", metavar="A,B", help=f"of {', '.join(OPS)}")
+    add("--shape", metavar="A,B", help="names of pallas_kernels/shapes.py, default all of the op")
+    add("--backend", metavar="A,B", help="default: what the op has for a GPU, and outside ones")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--rounds", type=int, default=9, help="of which the median is shown")
+    add("--json", type=Path, metavar="FILE", help="write the last line there too")
+    add("--overwrite", action="store_true", help="replace an existing --json")
+    return parser
+
+
+def make_plan(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """op, shape, backend of every case. ValueError for a name that there is not."""
+    ops = args.op.split(",")
+    for op in ops:
+        if op not in OPS:
+            raise ValueError(f"no op is called {op!r}: use {', '.join(OPS)}")
+    known = {shape for op in ops for shape in OPS[op].shapes}
+    backends = {backend for op in ops for backend in (*OPS[op].backends, "reference")}
+    for asked, names, what in ((args.shape, known, "shape"), (args.backend, backends, "backend")):
+        for name in asked.split(",") if asked else ():
+            if name not in names:
+                raise ValueError(f"no {what} is called {name!r}: use {', '.join(sorted(names))}")
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: at least 1")
+    if args.overwrite and args.json is None:
+        raise ValueError("--overwrite without --json")
+    return [
+        (op, shape, backend)
+        for op in ops
+        for shape in OPS[op].shapes
+        if not args.shape or shape in args.shape.split(",")
+        for backend in (args.backend.split(",") if args.backend else OPS[op].backends)
+    ]
+
+
+def benchmark(args: argparse.Namespace, plan: list[tuple[str, str, str]]) -> str:
+    """Prints the table row by row, and returns everything as a line of JSON."""
+    rate = measure_rates(args.dtype)
+    bandwidth = rate["bytes_per_second"]
+    print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.2f} TB/s\n\n{COLUMNS}")
+    rows = []
+    for op, shape, backend in plan:
+        rows.append(measure(OPS[op].case(shape, args.dtype, backend), bandwidth, args.rounds))
+        print(row_text(rows[-1]), flush=True)
+    result = describe_device() | {
+        "bytes_per_second": bandwidth,
+        "array_bytes": rate["array_bytes"],
+        "rows": rows,
+    }
+    return json.dumps(result, allow_nan=False)
+
+
+def main(args: argparse.Namespace) -> None:
+    plan = make_plan(args)
+    if jax.default_backend() != "gpu":
+        raise ValueError("nothing to time: kernels run on a GPU, and JAX sees none here")
+    if args.json is None:
+        print(benchmark(args, plan))
+        return
+    with whole_file(args.json, args.overwrite) as write:
+        line = benchmark(args, plan)
+        write(line)
+    print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(make_parser(), main, None))
