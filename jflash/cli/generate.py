@@ -11,14 +11,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
+from jflash.backends import AUTO
 from jflash.cli.command import gpu_notice, run_command
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options import check_options, drafter_choice, drafter_name, make_parser
 from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
+from jflash.evals.device import device_name
+from jflash.evals.widths import auto_block_size
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, check_request, generate, stream
 from jflash.io import (
     PairFiles,
@@ -66,10 +70,14 @@ def _run(options: argparse.Namespace) -> None:
 def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     """Configs and tokenizer, the prompts as ids; ValueError for what the models cannot serve."""
     choice = drafter_choice(drafter_name(options))
+    auto = options.block_size == AUTO
     files = configure_pair(
-        options.target, choice.source, dtype=options.dtype, block_size=options.block_size,
+        options.target, choice.source, dtype=options.dtype,
+        block_size=None if auto else options.block_size,
         drafter_seed=choice.seed, attention_backend=options.attention_backend,
     )  # fmt: skip
+    if auto:
+        files = _at_best_width(files, min(options.batch_size, len(prompts)))
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None
     own_stops = [] if options.ignore_eos else stop_token_ids(files.target, tokenizer)
@@ -90,6 +98,18 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
         stop_when=stop_at_text(tokenizer, options.stop) if options.stop else None,
     )
     return Job(files, tokenizer, ids, decoding)
+
+
+def _at_best_width(files: PairFiles, batch: int) -> PairFiles:
+    """The pair at the width that its measured table says is best; says why on stderr."""
+    models = files.models
+    assert models.drafter is not None
+    choice = auto_block_size(
+        models.target.config, models.drafter.config,
+        batch=batch, itemsize=jnp.dtype(files.dtype).itemsize, device=device_name(),
+    )  # fmt: skip
+    print(choice.why, file=sys.stderr)
+    return replace(files, models=replace(models, block_size=choice.block_size))
 
 
 def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from jflash.backends import AUTO
 from jflash.cli.command import Parser
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-math"
@@ -41,11 +42,14 @@ def _model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--attention-backend",
         metavar="NAME",
-        default="auto",
+        default=AUTO,
         help="mosaic_gpu, triton or xla; default: the best that the device has",
     )
     group.add_argument(
-        "--block-size", type=int, metavar="W", help="default: the drafter's own; without one 1"
+        "--block-size",
+        type=block_size,
+        metavar="W",
+        help="default: the drafter's own; without one 1; auto: the best by the measured table",
     )
 
 
@@ -103,6 +107,14 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of ids such as 1,2,3") from None
 
 
+def block_size(text: str) -> int | str:
+    """A width, or 'auto'; which widths a drafter can run is its own to say."""
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
+
+
 def drafter_name(options: argparse.Namespace) -> str:
     """The drafter as the user named it, or the embedded one."""
     return DEFAULT_DRAFTER if options.drafter is None else options.drafter
@@ -142,6 +154,10 @@ def check_options(options: argparse.Namespace) -> None:
         (
             options.reasoning == "on" and (options.no_chat_template or options.prompt_ids),
             "--reasoning on without the chat template",
+        ),
+        (
+            options.block_size == AUTO and options.drafter == "none",
+            "--block-size auto without a drafter",
         ),
         ("" in options.stop, "--stop '': an empty text is everywhere"),
         (options.batch_size < 1, f"--batch-size {options.batch_size}: at least 1"),
