@@ -19,7 +19,7 @@ from jflash.cache import LayerCache, one_sequence, write_chunk
 from jflash.config import DecoderConfig, RopeConfig
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
-from pallas_kernels.matmul import gate_up, matmul
+from pallas_kernels.matmul import gate_up, matmul, partial_products
 from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
 from pallas_kernels.prefill_attention import prefill_attention
 
@@ -39,9 +39,9 @@ XLA = Kernels()
 
 
 class Projected(NamedTuple):
-    """A fused projection [B, T, C] and what makes normed, rotated heads of its columns."""
+    """A fused projection, in P pieces, and what makes normed, rotated heads of its columns."""
 
-    x: Float[Array, "B T C"]
+    x: Float[Array, "P B R C"]  # R ≥ T rows
     q_scale: Float[Array, " H"] | None
     k_scale: Float[Array, " H"] | None
     cos: Float[Array, "B T H/2"]
@@ -49,8 +49,10 @@ class Projected(NamedTuple):
     heads: heads_op.Heads
 
     def split(self) -> tuple[Array, Array, Array]:
-        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
-        return heads_op.reference.split_heads(*self)
+        """Queries [B, T, N, H], keys and values [B, T, K, H], of a projection in one piece."""
+        if len(self.x) > 1:
+            raise ValueError(f"{len(self.x)} pieces of a projection: only `write` adds them up")
+        return heads_op.reference.split_heads(self.x[0], *self[1:])
 
     def write(
         self, cache: LayerCache, slots: Int[Array, "B T"], backend: str
@@ -74,7 +76,7 @@ class BlockAttend(NamedTuple):
     kernels: Kernels
 
     def __call__(self, projected, cache):
-        slots = self.lengths[:, None] + jnp.arange(projected.x.shape[1])
+        slots = self.lengths[:, None] + jnp.arange(projected.cos.shape[1])
         q, cache = projected.write(cache, slots, self.kernels.heads)
         out = block_attention(
             q, cache.k, cache.v, self.lengths, self.widths,
@@ -175,6 +177,17 @@ class Projection(nn.Module):
             residual = residual.reshape(-1, self.features)
         return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)
 
+    def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B R _"]:
+        """The product in the pieces that the backend adds up to it; with a bias in one.
+
+        A single row may come back as several, of which the first counts.
+        """
+        if self.use_bias:
+            return self(x, backend)[None]
+        flat = partial_products(x.reshape(-1, self.inputs), self.kernel, backend=backend)
+        rows = flat.shape[1] // x.shape[0]
+        return flat.reshape(-1, x.shape[0], rows, self.features)
+
 
 class Attention(nn.Module):
     """Grouped-query attention with optional q/k norm and biases; q, k and v are one kernel."""
@@ -197,7 +210,7 @@ class Attention(nn.Module):
         c = self.config
         heads = heads_op.Heads(0, c.num_kv_heads, c.head_dim, c.rms_norm_eps, first)
         scale = self.k_norm.scale if c.qk_norm else None
-        return Projected(x, None, scale, *rope_angles(positions, c.rope, c.head_dim), heads)
+        return Projected(x[None], None, scale, *rope_angles(positions, c.rope, c.head_dim), heads)
 
     def context_kernel(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
         """The columns of keys and values of the fused kernel, and of its bias."""
@@ -209,7 +222,7 @@ class Attention(nn.Module):
         heads = heads_op.Heads(c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps)
         scales = (self.q_norm.scale, self.k_norm.scale) if c.qk_norm else (None, None)
         angles = rope_angles(positions, c.rope, c.head_dim)
-        projected = Projected(self.qkv(x, kernels.matmul), *scales, *angles, heads)
+        projected = Projected(self.qkv.pieces(x, kernels.matmul), *scales, *angles, heads)
         out, cache = attend(projected, cache)
         return self.out(out.reshape(*out.shape[:2], -1), kernels.matmul, residual), cache
 

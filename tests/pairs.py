@@ -92,7 +92,7 @@ class ReplayDrafter(Drafter):
         heads = Heads(0, c.num_kv_heads, c.head_dim, c.rms_norm_eps)
         rows = jnp.zeros((*positions.shape, 2 * c.num_kv_heads * c.head_dim))
         angles = rope_angles(positions, c.rope, c.head_dim)
-        return (Projected(rows, None, None, *angles, heads),) * c.num_layers
+        return (Projected(rows[None], None, None, *angles, heads),) * c.num_layers
 
     def adjust_logits(self, logits):
         return logits

@@ -6,18 +6,20 @@ import pytest
 
 from pallas_kernels.heads_to_cache import Heads, heads_to_cache, reference, triton
 
-# B, T, N, K, H, S, normed, first column, dtype
+# P, B, T, N, K, H, S, normed, first column, dtype
 CASES = [
-    (2, 16, 8, 2, 64, 64, True, 0, "bfloat16"),
-    (3, 5, 4, 4, 128, 32, True, 0, "float32"),
-    (1, 1, 8, 2, 64, 64, False, 0, "bfloat16"),
-    (2, 10, 0, 2, 64, 64, True, 256, "float32"),  # keys and values of a drafter's context
-    (2, 3, 6, 2, 16, 40, True, 0, "float32"),
+    (1, 2, 16, 8, 2, 64, 64, True, 0, "bfloat16"),
+    (1, 3, 5, 4, 4, 128, 32, True, 0, "float32"),
+    (1, 1, 1, 8, 2, 64, 64, False, 0, "bfloat16"),
+    (1, 2, 10, 0, 2, 64, 64, True, 256, "float32"),  # keys and values of a drafter's context
+    (1, 2, 3, 6, 2, 16, 40, True, 0, "float32"),
+    (4, 2, 5, 8, 2, 64, 64, True, 0, "bfloat16"),  # the pieces of a product split over K
+    (3, 1, 1, 4, 2, 16, 40, True, 0, "float32"),
 ]
 
 
 def inputs(case, seed=0):
-    B, T, N, K, H, S, normed, first, dtype = case
+    P, B, T, N, K, H, S, normed, first, dtype = case
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -29,7 +31,8 @@ def inputs(case, seed=0):
     # The first sequence runs over the end of its cache, so its last rows are dropped.
     begin = np.array([S - T // 2 if b == 0 and T > 1 else 3 + b for b in range(B)])
     slots = jnp.asarray(begin[:, None] + np.arange(T), jnp.int32)
-    x = normal(B, T, first + (N + 2 * K) * H)
+    rows = 16 if P > 1 and B * T == 1 else T  # a single row comes with company
+    x = normal(P, B, rows, first + (N + 2 * K) * H).astype(dtype if P == 1 else "float32")
     caches = normal(B, S, K, H), normal(B, S, K, H)
     return (x, *scales, cos, sin, *caches, slots), Heads(N, K, H, 1e-6, first)
 
@@ -39,6 +42,7 @@ def by_hand(args, heads):
     x, q_scale, k_scale, cos, sin, k, v, slots = (
         None if a is None else np.asarray(a, np.float64) for a in args
     )
+    x = x.sum(axis=0)
     N, K, H, eps, first = heads
     B, T = slots.shape
     q, k, v = np.zeros((B, T, N, H)), k.copy(), v.copy()
@@ -81,8 +85,9 @@ def test_triton_equals_the_reference(case):
         # Sums of squares may differ in their last bit: one unit of bfloat16 at most.
         limit = 4e-6 if case[-1] == "float32" else 2**-7
         np.testing.assert_allclose(mine, theirs, rtol=limit, atol=limit)
-    # Values are copied, and rows that are not written stay: equal bits.
-    np.testing.assert_array_equal(np.asarray(got[2]), np.asarray(want[2]))
+    # Values of a whole product are copied, and rows that are not written stay: equal bits.
+    if case[0] == 1:
+        np.testing.assert_array_equal(np.asarray(got[2]), np.asarray(want[2]))
 
 
 def test_a_row_past_the_capacity_is_dropped():
@@ -100,15 +105,15 @@ def test_a_row_past_the_capacity_is_dropped():
 
 def test_bits_of_a_row_depend_on_nothing_but_the_row():
     """Another place in the block, other neighbours and another sequence: the same bits."""
-    args, heads = inputs(CASES[0])
+    args, heads = inputs(CASES[-2])
     x, q_scale, k_scale, cos, sin, k, v, slots = args
-    turned = tuple(jnp.flip(jnp.roll(a, 5, axis=1), axis=0) for a in (x, cos, sin))
+    turned = tuple(jnp.flip(jnp.roll(a, 3, axis=-2), axis=-3) for a in (x, cos, sin))
     first = triton.heads_to_cache(*args, heads=heads, interpret=True)[0]
     second = triton.heads_to_cache(
         turned[0], q_scale, k_scale, *turned[1:], k, v, slots, heads=heads, interpret=True
     )[0]
     np.testing.assert_array_equal(
-        np.asarray(first), np.roll(np.flip(np.asarray(second), axis=0), -5, axis=1)
+        np.asarray(first), np.roll(np.flip(np.asarray(second), axis=0), -3, axis=1)
     )
 
 

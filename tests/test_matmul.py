@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import gate_up, head_argmax, matmul, mosaic_gpu
-from pallas_kernels.matmul.tuning import Tuning, make_plan, tuning_for
+from pallas_kernels.matmul import gate_up, head_argmax, matmul, mosaic_gpu, partial_products
+from pallas_kernels.matmul.tuning import PIECES, WINS, Tuning, make_plan, tuning_for, winner
 
 SMALL = Tuning(block_m=64, block_n=64, block_k=64, stages=3, sms=2)
 # M, K, N and how the kernel cuts them: row and column tiles per CTA, ring shorter and longer than
@@ -64,6 +64,21 @@ def test_xla_equals_reference(dtype):
     close(gate_up(x, w, backend="xla"), gate_up(x, w, backend="reference"), dtype)
     ids = [head_argmax(x, w.T, backend=name) for name in ("xla", "reference")]
     np.testing.assert_array_equal(*ids)
+
+
+@pytest.mark.parametrize("M", [1, 16])
+def test_pieces_add_up_to_the_product(M):
+    (K, N), pieces = next(iter(PIECES.items()))
+    x, w = draw(0, M, K), draw(1, K, N)
+    whole = matmul(x, w, backend="reference")
+    cut = partial_products(x, w, backend="tuned")
+    assert cut.dtype == jnp.float32 and cut.shape[0] == pieces > 1
+    close(jnp.sum(cut, axis=0)[:M].astype(x.dtype), whole)
+    # The pieces are products over K's consecutive parts, not copies of the whole.
+    part = matmul(x[:, : K // pieces], w[: K // pieces], backend="reference")
+    close(cut[0, :M].astype(x.dtype), part)
+    (one,) = partial_products(x, w, backend="xla")
+    np.testing.assert_array_equal(one, matmul(x, w, backend="xla"))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -154,6 +169,18 @@ def test_every_shape_of_the_step_has_a_plan(op, K, N):
         assert M <= rows < M + plan.tuning.block_m * plan.tuning.cluster_m
         assert plan.columns * plan.tuning.cluster_n * plan.tuning.block_n >= N * plan.tuning.split_k
         assert plan.k_steps * plan.tuning.block_k * plan.tuning.split_k == K
+
+
+def test_a_winner_serves_every_number_of_rows_in_its_range():
+    served = set()
+    for (op, K, N), entries in WINS.items():
+        for rows, _ in entries:
+            for M in rows:
+                tuning = winner(op, M, K, N)
+                assert tuning is not None
+                make_plan(op, M, K, N, tuning)
+                served.add(M)
+    assert {80, 96, 128, 384, 512} <= served  # batches 8 and 32 at widths 10, 12 and 16
 
 
 def test_what_the_kernel_cannot_do_is_refused():

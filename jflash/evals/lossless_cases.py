@@ -137,7 +137,7 @@ class SplitByLength(NamedTuple):
 
     def __call__(self, projected, cache):
         lengths, widths, _, kernels = self.block
-        slots = lengths[:, None] + jnp.arange(projected.x.shape[1])
+        slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
         q, cache = projected.write(cache, slots, kernels.heads)
         return attend_by_length(q, cache.k, cache.v, lengths, widths), cache
 

@@ -192,7 +192,6 @@ def _attend(q, k, v, lengths, widths, sinks, task: _Task, interpret):
     rows = jnp.pad(q, ((0, 0), (0, n * queries - T), (0, 0), (0, 0)))
     rows = rows.reshape(B, n, queries, K, G, H).transpose(0, 3, 1, 2, 4, 5)
     rows = rows.reshape(B, K, n, queries * G, H)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, ROWS - queries * G), (0, 0)))
     return _attend_rows(rows, k, v, lengths, widths, sinks, task, interpret)
 
 
@@ -311,7 +310,7 @@ def _scratch(task: _Task):
 
 def _walk(
     task: _Task,
-    q_ref,  # [B, K, tiles, ROWS, H]
+    q_ref,  # [B, K, tiles, up to ROWS, H]
     k_ref,  # [B, S, K, H]
     v_ref,  # [B, S, K, H]
     length,
@@ -341,7 +340,8 @@ def _walk(
         plgpu.copy_gmem_to_smem(k_ref.at[here], k_s.at[slot], k_bar.at[slot])
         plgpu.copy_gmem_to_smem(values, v_s.at[slot], v_bar.at[slot])
 
-    plgpu.copy_gmem_to_smem(q_ref.at[b, head, tile], q_s, q_bar)
+    # Rows past the last are zeros by TMA.
+    plgpu.copy_gmem_to_smem(q_ref.at[b, head, tile, pl.ds(0, ROWS)], q_s, q_bar)
     for i in range(stages):
         pl.when(begin + i < end)(partial(fetch, begin + i))
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)

@@ -1,9 +1,11 @@
 """From a fused projection to queries and a written cache: head norms, RoPE, and the rows' places.
 
-Axes: B batch, T rows, C columns, S cache slots, N query heads, K KV heads, H head dim.
-`x` holds, from column `first`, N query heads, K key heads and K value heads side by side. Queries
-and keys are normed per head if scales are given (x / rms in float32, rounded to x's dtype, times
-scale), then rotated (halves of a head, i with i + H/2, in float32 by the given cosines and sines).
+Axes: P pieces, B batch, T rows, C columns, S cache slots, N query heads, K KV heads, H head dim.
+The projection is the sum of the P pieces of `x` in float32, rounded to the caches' dtype (P = 1:
+the piece itself, in that dtype); of its R rows the first T count. It holds, from column `first`, N
+query heads, K key heads and K value heads side by side. Queries and keys are normed per head if
+scales are given (x / rms in float32, rounded to that dtype, times scale), then rotated (halves of a
+head, i with i + H/2, in float32 by the given cosines and sines).
 Row t of sequence b goes to slots[b, t] of the caches; a slot at or past S is dropped. Slots must be
 distinct and rising within a sequence, the dropped ones too. Returns q [B, T, N, H] and the caches,
 which are updated in place where the caller no longer uses the old ones.
@@ -35,7 +37,7 @@ class Heads(NamedTuple):
 
 
 def heads_to_cache(
-    x: Float[Array, "B T C"],
+    x: Float[Array, "P B R C"],
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T _"],

@@ -33,6 +33,8 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads):
 
 
 def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads):
+    x = x[:, :, : slots.shape[1]]
+    x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(k.dtype)
     q, new_k, new_v = split_heads(x, q_scale, k_scale, cos, sin, heads)
     index = (jnp.arange(x.shape[0])[:, None], slots)
 

@@ -4,6 +4,10 @@ Axes: M rows (tokens), K summed over, N columns, F MLP width, V vocabulary. Prod
 float32; results have x's dtype.
 - matmul: x @ w, rounded once. With a residual r: r + (x @ w, rounded), rounded again, as a layer
   that adds a projection's output does.
+- partial_products: pieces [P, R, N] whose sum in float32, rounded to x's dtype, is x @ w, for a
+  consumer that can add them up as it reads. P, a matter of shape and backend alone, is 1 for the
+  product itself in x's dtype; more pieces are float32. R is M, but a single row may come back as
+  several, of which the first counts.
 - gate_up: w holds the gate's F columns, then the up projection's F. Both products are rounded to
   x's dtype, as a projection's output is; silu(gate) * up is float32 and rounded once.
 - head_argmax: the head lies as [V, K]. Per row the id of the largest float32 logit, the lowest of
@@ -34,6 +38,14 @@ def matmul(
 ) -> Float[Array, "M N"]:
     """x @ w, or residual + x @ w; see the module's contract. ValueError: no such backend, shape."""
     return _backend(backend).matmul(x, w, residual)
+
+
+def partial_products(
+    x: Float[Array, "M K"], w: Float[Array, "K N"], *, backend: str
+) -> Float[Array, "P R N"]:
+    """Pieces of x @ w; see the module's contract. ValueError as `matmul`."""
+    module = _backend(backend)
+    return module.partial_products(x, w) if module is tuned else module.matmul(x, w)[None]
 
 
 def gate_up(

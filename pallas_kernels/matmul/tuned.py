@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.matmul import mosaic_gpu, xla
-from pallas_kernels.matmul.tuning import winner
+from pallas_kernels.matmul.tuning import pieces_of, winner
 
 ROWS = 16
 
@@ -22,6 +22,15 @@ def matmul(
         return mosaic_gpu.matmul(x, w, residual, tuning=tuning)
     out = xla.matmul(_several(x), w)[: len(x)]
     return out if residual is None else residual + out
+
+
+def partial_products(x: Float[Array, "M K"], w: Float[Array, "K N"]) -> Float[Array, "P R N"]:
+    pieces = pieces_of(x.shape[0], x.shape[1], w.shape[1])
+    if pieces == 1 or x.dtype != jnp.bfloat16:
+        return matmul(x, w)[None]
+    rows = _several(x)
+    cut = rows.reshape(len(rows), pieces, -1), w.reshape(pieces, -1, w.shape[1])
+    return jnp.einsum("RPK,PKN->PRN", *cut, preferred_element_type=jnp.float32)
 
 
 def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
