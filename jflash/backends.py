@@ -12,6 +12,7 @@ from jflash.speculative import Models
 from pallas_kernels.block_attention import Sizes, check_backend, default_backend
 
 AUTO = "auto"
+BACKENDS = ("attention_backend", "matmul_backend", "heads_backend")  # fields of Models
 
 
 def with_backends(models: Models, dtype: str, device: Any, attention: str = AUTO) -> Models:

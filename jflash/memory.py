@@ -1,21 +1,24 @@
-"""What a request takes of a device's memory, from configs alone: refused before a weight is read.
+"""What decoding takes of a device's memory, from configs alone: refused before a weight is read.
 
 Weights and caches are exact. Temporaries are an upper estimate of what XLA allocates beside them,
 checked in the tests against programs compiled for a GPU and, in float32, for the CPU. (In bfloat16
-XLA's CPU backend converts whole weights to float32: that takes more than is said here.)
+XLA's CPU backend converts whole weights to float32: that takes more than is said here.) What was
+in use in the end is read from the device.
 """
 
 import bisect
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jflash.config import DecoderConfig, DrafterConfig
+from jflash.config import DecoderConfig, DrafterConfig, TargetConfig
+from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
-from jflash.programs import Shape, capacity_for, new_state
+from jflash.programs import STOP_SLOTS, Shape, capacity_for, new_state
 from jflash.speculative import Models
 
 FLOAT32 = 4  # bytes
@@ -52,9 +55,9 @@ def memory_budget(models: Models, shape: Shape) -> Budget:
     caches = (state.target_cache, state.drafter_cache)
     return Budget(
         weights=size * sum(_parameters(config) for config in _configs(models)),
-        caches=_bytes(state),
+        caches=tree_bytes(state),
         temporaries=max(
-            _step_bytes(models, shape, _bytes(caches)), _prefill_bytes(models, shape)
+            _step_bytes(models, shape, tree_bytes(caches)), _prefill_bytes(models, shape)
         ) + WORKSPACE,
     )  # fmt: skip
 
@@ -81,6 +84,19 @@ def at(models: Models, shape: Shape, batch: int, context: int) -> Shape:
     return shape._replace(batch=batch, capacity=capacity)
 
 
+def check_decoding(
+    models: Models, dtype: str, batch: int, longest_prompt: int, max_new_tokens: int
+) -> int:
+    """The cache slots of a sequence, for `batch` prompts of at most `longest_prompt` tokens.
+
+    ValueError if they take more memory than the device has: to be asked before a weight is read.
+    """
+    capacity = capacity_for(longest_prompt, max_new_tokens, models.block_size, PREFILL_CHUNK)
+    shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    check_memory(models, shape, longest_prompt + max_new_tokens, device_memory())
+    return capacity
+
+
 def check_memory(models: Models, shape: Shape, context: int, limit: int | None) -> None:
     """ValueError, naming what would fit, if `shape` takes more than `limit` bytes.
 
@@ -89,11 +105,11 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
     budget = memory_budget(models, shape)
     if limit is None or budget.total <= limit:
         return
-    fitting = largest_that_fit(models, shape, context, limit)
     parts = ", ".join(f"{name} {_gb(value)}" for name, value in budget._asdict().items())
     if budget.weights > limit:
         advice = "the weights alone do not fit"
     else:
+        fitting = largest_that_fit(models, shape, context, limit)
         tokens = f"at most {fitting.context} tokens of context fit"
         sequences = f"at most batch {fitting.batch} fits"
         advice = (
@@ -119,6 +135,20 @@ def device_memory() -> int | None:
     return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 
 
+def peak_memory() -> int | None:
+    """The most bytes in use at once so far in this process; None on a CPU, which does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig], itemsize: int) -> int:
+    """Bytes of models as published: what a program holds besides is its own doing."""
+    return itemsize * sum(x.size for c in configs for x in jax.tree.leaves(abstract_params(c)))
+
+
+def tree_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _configs(models: Models) -> list[DecoderConfig]:
     return [m.config for m in (models.target, models.drafter) if m is not None]
 
@@ -126,7 +156,7 @@ def _configs(models: Models) -> list[DecoderConfig]:
 @functools.cache
 def _parameters(config: Any) -> int:
     """How many numbers a model holds while it decodes."""
-    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))
+    count = weight_bytes([config], 1)
     if isinstance(config, DrafterConfig):  # its layers' key and value columns lie side by side too
         columns = config.num_layers * 2 * config.num_kv_heads * config.head_dim
         count += columns * (config.hidden_size + config.qkv_bias)
@@ -182,10 +212,6 @@ def _row_bytes(models: Models) -> int:
         c = models.drafter.config
         context = c.num_layers * 2 * c.num_kv_heads * c.head_dim
     return (max(widths) + features + context) * FLOAT32
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _gb(count: int) -> str:

@@ -18,11 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+from jflash.backends import BACKENDS
 from jflash.cli.command import BAD_INPUT, Parser, run_command
 from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.evals import benchmark_case
-from jflash.evals.benchmark_case import BACKENDS, Task, run_task, save_pair
+from jflash.evals.benchmark_case import Task, run_task, save_pair
 from jflash.evals.benchmark_report import (
     add_peak,
     add_ratios,

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jflash.backends import BACKENDS
 from jflash.cli.command import Parser, run_command
 from jflash.cli.options import seed as checked_seed
 from jflash.cli.output_file import whole_file
@@ -31,7 +32,6 @@ from jflash.evals.lossless_width_1 import Parting
 from jflash.io import default_dtype
 
 DIFFERS = 1
-BACKENDS = ("attention_backend", "matmul_backend", "heads_backend")  # fields of Models
 
 
 def make_parser() -> Parser:
@@ -86,7 +86,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     backends = {field: getattr(args, field) for field in BACKENDS if getattr(args, field)}
     results, seen, fault = [], set(), None
     for name in args.pairs:
-        case = load_case(name, dtype, args.seed, backends)
+        case = load_case(name, dtype, args.seed, backends, args.batches[-1])
         replays = replays_needed(args.tokens, case.models.block_size, args.min_count)
         for batch in args.batches:
             # In proportion to the batch: all batch sizes run about as many steps.

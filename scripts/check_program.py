@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jflash.backends import with_backends
+from jflash.backends import BACKENDS, with_backends
 from jflash.cli.command import Parser, run_command
 from jflash.evals.compile_target import inspect
 from jflash.evals.device import describe_device
@@ -26,7 +26,6 @@ from jflash.evals.step_program import StepProgram, pair_models, plain_models, st
 
 FAILED = 1
 DTYPE = "bfloat16"
-BACKENDS = ("attention_backend", "matmul_backend", "heads_backend")  # fields of Models
 SHOWN = 3  # offences of a gate
 
 

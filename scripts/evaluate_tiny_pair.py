@@ -6,6 +6,7 @@ python scripts/evaluate_tiny_pair.py --target tiny-math/target --drafter tiny-ma
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,20 @@ from jflash.evals.tiny_math import (
     evaluate_questions,
     evaluate_split,
 )
-from jflash.io import default_dtype, load_pair, load_tokenizer, stop_token_ids
+from jflash.io import (
+    PairFiles,
+    configure_pair,
+    default_dtype,
+    load_tokenizer,
+    load_weights,
+    stop_token_ids,
+)
+from jflash.memory import check_decoding
 from jflash.training.curve import write_json
-from jflash.training.tiny_math import read_gsm8k
-from jflash.training.word_problems import problems
+from jflash.training.tiny_math import chat_prompts, read_gsm8k
+from jflash.training.word_problems import Split, problems
+
+SPLITS: tuple[Split, ...] = ("eval", "held_out")
 
 
 def make_parser() -> Parser:
@@ -50,8 +61,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     questions = []
     if args.gsm8k_test:
         questions = [q for q, _ in read_gsm8k(args.gsm8k_test)[: args.gsm8k_questions]]
-    pair = load_pair(args.target, args.drafter, dtype=args.dtype, block_size=args.block_size)
+    files = configure_pair(args.target, args.drafter, dtype=args.dtype, block_size=args.block_size)
     tokenizer = load_tokenizer(args.target)
+    check_room(args, files, tokenizer, questions)
+    pair = load_weights(files)
     limits = Limits(
         batch_size=args.batch,
         max_new_tokens=args.max_new_tokens,
@@ -65,7 +78,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "attention_backend": pair.models.attention_backend,
         "max_new_tokens": args.max_new_tokens,
     }
-    for split in ("eval", "held_out"):
+    for split in SPLITS:
         results[split] = evaluate_split(pair, tokenizer, split, args.problems, limits)
     if questions:
         results["gsm8k"] = evaluate_questions(pair, tokenizer, questions, limits)
@@ -73,6 +86,16 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         asked = list(problems("eval", EVAL_SEED, args.timed_prompts))
         results["width_1"] = compare_with_width_1(pair, tokenizer, asked, limits)
     return results
+
+
+def check_room(
+    args: argparse.Namespace, files: PairFiles, tokenizer: Any, questions: Sequence[str]
+) -> None:
+    """ValueError, before a weight is read, if a batch takes more memory than the device has."""
+    count = max(args.problems, args.timed_prompts)
+    own = [p.question for split in SPLITS for p in problems(split, EVAL_SEED, count)]
+    longest = max(map(len, chat_prompts(tokenizer, [*own, *questions])))
+    check_decoding(files.models, files.dtype, args.batch, longest, args.max_new_tokens)
 
 
 def number(value: float | None, form: str) -> str:
@@ -93,7 +116,7 @@ def print_table(results: dict[str, Any]) -> None:
             f"{number(ended['tau_mean_of_means'], '8.2f'):>8} {kinds['ended']:>6} "
             f"{kinds['limit']:>6} {kinds['looping']:>6} {number(rest['tau_pooled'], '10.2f'):>10}"
         )
-    for name in ("eval", "held_out"):
+    for name in SPLITS:
         shares = results[name]["correct_by_steps"]
         print(f"{name}, right by steps: " + ", ".join(f"{k}: {v:.0%}" for k, v in shares.items()))
         print(f"{name}, steps that committed 1, 2, … tokens: {results[name]['ended']['histogram']}")

@@ -5,16 +5,46 @@ import tempfile
 from pathlib import Path
 
 import jax
+import pytest
 
+ON_GPU = Path("/dev/nvidia0").exists()
+MOST_PROCESSES = 4  # each takes a core and about a GB
 _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name  # of the processes that tests start
 jax.config.update("jax_enable_compilation_cache", False)  # in this one all is compiled
 
 # JAX's CUDA plugin is here to compile for a GPU (tests/test_gates.py). Where there is none, every
 # process would complain that the plugin cannot start.
-if not Path("/dev/nvidia0").exists():
+if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+pytest.register_assert_rewrite("tests.attention_checks", "tests.refusals")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Processes share the files of a whole run, unless -n says how many; a file stays in one.
+
+    Most of the time goes to compiling, which keeps one core busy. A GPU's memory is for one process
+    alone, and a run of files that were named has little to share.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    own = hasattr(config, "workerinput") or config.option.usepdb or config.option.collectonly
+    if ON_GPU or own or not whole or not config.pluginmanager.hasplugin("xdist"):
+        return
+    if config.option.numprocesses is None:
+        config.option.numprocesses = min(MOST_PROCESSES, os.cpu_count() or 1)
+        config.option.dist = "loadfile"
+
+
+@pytest.fixture
+def refused(capsys, caplog, tmp_path):
+    """Runs a command that must refuse; see tests/refusals.py, which needs jflash."""
+    from tests.refusals import refuser
+
+    return refuser(capsys, caplog, tmp_path)
 
 
 def pytest_sessionstart() -> None:

@@ -1,10 +1,7 @@
-"""The benchmark: what it counts, what it times, what it calls measured, and what it refuses."""
+"""The benchmark: what it counts, what it times, and what its tables show."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 
 from jflash.cli.command import run_command
 from jflash.evals import benchmark_case, widths
-from jflash.evals.benchmark_case import BACKENDS, Task, run_task, save_pair
+from jflash.evals.benchmark_case import Task, run_task, save_pair
 from jflash.evals.benchmark_report import collect
 from jflash.evals.benchmark_tables import TABLES, Result, read_results, with_tables
 from jflash.evals.floors import Rates, add, draft_work, floor_seconds, verify_work
@@ -27,11 +24,10 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.programs import Shape
 from jflash.speculative import Models, Params, speculative_step
-from scripts import benchmark
+from scripts import benchmark_tables
 from tests.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[1]
-REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
 H200 = Rates(4.17e12, 790e12)
 TASK = Task(
     shape="tiny", target=None, drafter=None, batch=2, context=200, capacity=512, widths=(4,),
@@ -176,34 +172,6 @@ def test_a_case_of_random_weights(case):
     assert "tokens_per_second" not in json.dumps(case)
 
 
-def run_cli(*options: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-
-
-def test_the_command(tmp_path):
-    out = tmp_path / "result.json"
-    done = run_cli(
-        *("--shape", "tiny", "--context", "200", "--capacity", "512", "--only-step"),
-        *("--steps", "4", "--repeats", "1", "--acceptance", "3", "--json", str(out)),
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    assert json.loads(done.stdout.splitlines()[-1]) == result
-    assert set(result) == {"device", "versions", "xla_flags", "date", "cases", *BACKENDS}
-    assert "CPU" in result["device"] and result["versions"]["jax"] == jax.__version__
-    [case] = result["cases"]
-    assert case["compile_seconds"]["warm_cache"] < case["compile_seconds"]["from_nothing"]
-    # An assumed acceptance says so in its name, in the file and on the screen.
-    assert "measured_speed" not in case
-    assumed = case["assumed_speed"]
-    assert assumed["assumed_tokens_per_second"] == pytest.approx(3e3 / case["step"]["ms"])
-    assert [k for k in assumed if "tokens_per_second" in k] == ["assumed_tokens_per_second"]
-    assert "at an assumed acceptance of 3 tokens a step, not measured" in done.stdout
-    assert "speed_up" not in out.read_text()
-
-
 def test_a_real_pair_is_measured(tmp_path):
     pair = make_pair(tmp_path, monotone=True)
     task = replace(
@@ -220,98 +188,11 @@ def test_a_real_pair_is_measured(tmp_path):
     assert speed["speed_up"] == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ("", "give either --shape"),
-        ("--shape tiny --target x --drafter y", "give either --shape"),
-        ("--target x", "give either --shape"),
-        ("--shape huge", "no shape is called 'huge'"),
-        ("--shape tiny --batch 0", "--batch (0,)"),
-        ("--shape tiny --batch one", "'one'"),
-        ("--shape tiny --widths 4,9", "--widths (4, 9)"),
-        ("--shape tiny --acceptance 9", "--acceptance 9.0"),
-        ("--shape tiny --capacity 1000", "--capacity 1000"),
-        ("--shape tiny --context 600 --capacity 512", "--context 600"),
-        ("--shape tiny --context 5000", "--context 5000"),
-        ("--shape tiny --prompts p.jsonl", "--prompts needs a real pair"),
-        ("--shape tiny --batch 8 --against reference", "--batch 1"),
-        ("--shape tiny --no-compilation-cache", "--no-compilation-cache"),
-        ("--shape tiny --overwrite", "--overwrite without --json"),
-        ("--target /nowhere --drafter /nowhere", "/nowhere"),
-    ],
-)
-def test_refusals(options, named, capsys):
-    assert run_command(benchmark.make_parser(), benchmark.benchmark, options.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert named in captured.err
-
-
 def test_a_shape_that_does_not_fit_the_memory_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(benchmark_case, "device_memory", lambda: 20 * 10**9)
     monkeypatch.setattr(benchmark_case, "measure_rates", lambda dtype: pytest.fail("measured"))
     with pytest.raises(ValueError, match=r"takes 3\d\.\d GB .* more than the 20 GB"):
         run_task("time", replace(TASK, shape="qwen3-8b", batch=1))
-
-
-def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    out = tmp_path / "result.json"
-    done = run_cli(
-        *("--shape", "tiny", "--against", "reference", "--json", str(out)),
-        *("--reference-python", str(bare)),
-    )
-    assert done.returncode == 2 and done.stdout == "" and not out.exists()
-    assert "dflash==0.1.0" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.skipif(not REFERENCE, reason="JFLASH_REFERENCE_PYTHON names no interpreter")
-def test_against_the_reference(tmp_path):
-    out = tmp_path / "result.json"
-    done = run_cli(
-        *("--shape", "tiny", "--context", "200", "--capacity", "512", "--no-memory"),
-        *("--steps", "12", "--repeats", "2", "--json", str(out)),
-        *("--against", "reference", "--reference-python", str(REFERENCE)),
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    theirs, [ours] = result["reference"], result["cases"]
-    assert theirs["versions"]["dflash"] == "0.1.0"
-    assert theirs["plain"]["steps"] == theirs["dflash"]["steps"] == 12
-    for name, mine in (("plain", "plain"), ("dflash", "step")):
-        ratio = theirs[name]["ms_per_step"] / ours[mine]["ms"]
-        assert theirs["times_as_long"][mine] == pytest.approx(ratio)
-    assert "× jflash's" in done.stdout and "tokens/s" not in done.stdout.split("PyTorch")[1]
-
-
-def test_a_geometric_profile_has_its_mean():
-    for mean in (1.0, 3.5, 6.4, 15.9, 16.0):
-        accepted = widths.geometric_profile(mean, 16)
-        assert widths.expected_tokens(accepted, 16) == pytest.approx(mean)
-        assert accepted == sorted(accepted, reverse=True) and len(accepted) == 15
-    with pytest.raises(ValueError, match=r"16\.5 tokens a step"):
-        widths.geometric_profile(16.5, 16)
-
-
-def test_expected_tokens_are_the_mean_of_the_cut_acceptance():
-    lengths = np.array([0, 0, 1, 3, 3, 7])  # drafts accepted at width 8
-    accepted = [float((lengths >= k).mean()) for k in range(1, 8)]
-    for width in range(1, 9):
-        want = np.minimum(lengths + 1, width).mean()
-        assert widths.expected_tokens(accepted, width) == pytest.approx(want)
-
-
-def test_the_best_width():
-    accepted = widths.geometric_profile(4.0, 16)
-    assert widths.best_width(dict.fromkeys((4, 8, 16), 5.0), accepted) == 16
-    assert widths.best_width({4: 4.0, 8: 8.0, 16: 16.0}, accepted) == 4
-    assert widths.best_width({4: 6.0, 8: 6.2, 16: 9.0}, accepted) == 8
-    assert widths.best_width({4: 6.0, 8: 6.2, 16: 9.0}, accepted[:3]) == 4
-    with pytest.raises(ValueError, match="no width"):
-        widths.best_width({8: 1.0}, accepted[:3])
 
 
 def result(case: dict, device: str = "GPU", **changes) -> dict:
@@ -400,12 +281,13 @@ def test_check_notices_a_stale_readme(results, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(results[0].content))
     readme = tmp_path / "README.md"
     readme.write_text("# x\n<!-- table: steps -->\n<!-- end table -->\n")
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark_tables.py"), "--readme",
-               str(readme), "--results", str(tmp_path)]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
     def code(*more: str) -> int:
-        return subprocess.run([*command, *more], env=environment, capture_output=True).returncode
+        argv = ["--readme", str(readme), "--results", str(tmp_path), *more]
+        try:
+            return run_command(benchmark_tables.make_parser(), benchmark_tables.main, argv)
+        except SystemExit as exit:
+            return exit.code
 
     assert [code("--check"), code(), code("--check")] == [1, 0, 0]
     readme.write_text(readme.read_text().replace("qwen3-8b", "qwen3-9b"))

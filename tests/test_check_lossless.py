@@ -1,42 +1,19 @@
-"""check_lossless.py finds nothing where nothing is, and everything that was put there."""
+"""check_lossless.py: the whole command, what fails it, and what it refuses."""
 
 import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.evals import lossless_check, lossless_width_1
-from jflash.evals.lossless import (
-    CORRUPTION,
-    Mode,
-    Task,
-    checksums,
-    compile_executable,
-    corrupted,
-    decode,
-    prefilled,
-)
-from jflash.evals.lossless_cases import Case, attend_by_length, case_shape, random_prompts
-from jflash.evals.lossless_differences import (
-    compare,
-    compared_things,
-    difference_text,
-    differences,
-    first_difference,
-)
-from jflash.generate import generate
-from jflash.speculative import Models, Params
-from pallas_kernels.block_attention import block_attention
-from tests.pairs import drafter_config, random_pair, random_params
+from jflash.evals import lossless_cases, lossless_check
+from jflash.evals.lossless import CORRUPTION
+from tests.lossless_case import small_case
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check_lossless.py"
-BATCH = 2
 
 
 @pytest.fixture(scope="module")
@@ -50,29 +27,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def case():
-    """A random pair of 67 tokens and width 8, in place of a real one."""
-    pair = random_pair()
-    return Case(
-        name="small",
-        drafters=("random drafter", "another random drafter"),
-        models=pair.models,
-        params=pair.params,
-        other_drafter=Params(pair.params.target, random_params(drafter_config(), 2)),
-        prompts=lambda count, seed: random_prompts(67, count, seed),
-        stops=[],
-        max_new_tokens=48,
-    )
-
-
-@pytest.fixture(scope="module")
-def decoded(case):
-    """An executable, a task and its oracle's run."""
-    executable = compile_executable(case.models, case.params, case_shape(case, BATCH, "float32"))
-    task = Task(case.prompts(BATCH, 0), 40, [])
-    oracle = Mode("oracle", case.params, accept=False)
-    return SimpleNamespace(
-        executable=executable, task=task, oracle=oracle, run=decode(executable, oracle, task)
-    )
+    return small_case()
 
 
 def run_script(script, capsys, *argv: str) -> tuple[int, str, str]:
@@ -153,6 +108,8 @@ def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatc
 
 def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch):
     """With the right attention in the fault's place the check refuses to vouch for itself."""
+    for module in (lossless_cases, lossless_check):  # the command above runs the real one
+        monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
     monkeypatch.setattr(script, "load_case", lambda *_: case)
     monkeypatch.setattr(lossless_check, "with_fault", lambda models: models)
     code, out, _ = run_script(script, capsys, *SMALL)
@@ -203,106 +160,6 @@ def test_bad_input_is_one_line(script, capsys, argv, words):
     assert words in line[0]
 
 
-def test_every_bit_of_a_row_reaches_its_checksums():
-    logits = np.random.default_rng(0).standard_normal((1, 2, 300)).astype(np.float32)
-    before = np.asarray(checksums(jnp.asarray(logits)))
-    assert (before[0, 0] != before[0, 1]).all()
-    for place in (0, 1, 150, 299):
-        for bit in (0, 12, 31):
-            changed = logits.copy()
-            changed.view(np.uint32)[0, 1, place] ^= np.uint32(1 << bit)
-            after = np.asarray(checksums(jnp.asarray(changed)))
-            assert (after[0, 1] != before[0, 1]).all()
-            assert (after[0, 0] == before[0, 0]).all()
-    swapped = logits.copy()
-    swapped[0, 1, [3, 4]] = logits[0, 1, [4, 3]]
-    assert (np.asarray(checksums(jnp.asarray(swapped)))[0, 1] != before[0, 1]).all()
-
-
-def test_evidence_is_the_logits_of_committed_rows(case, decoded):
-    """Every index after the prefill's token has its row, and the tokens are generate's."""
-    run, task = decoded.run, decoded.task
-    wants = generate(
-        random_pair(), task.prompts, max_new_tokens=40, oracle=True,
-        capacity=decoded.executable.shape.capacity,
-    )  # fmt: skip
-    for b, (prompt, want) in enumerate(zip(task.prompts, wants, strict=True)):
-        end = int(run.state.length[b])
-        assert np.asarray(run.state.tokens[b, len(prompt) : end]).tolist() == want.token_ids
-        recorded = np.flatnonzero(np.isfinite(run.evidence.top[b]))
-        assert recorded.tolist() == list(range(len(prompt) + 1, end))
-    assert int(run.evidence.not_top.sum()) == 0
-    probe = np.asarray([len(task.prompts[0]) + 7, -1])
-    probed = decode(decoded.executable, decoded.oracle, task, probe)
-    row = probed.evidence.probed[0]
-    assert int(jnp.argmax(row)) == int(run.state.tokens[0, probe[0]])
-    assert float(jnp.max(row)) == float(run.evidence.top[0, probe[0]])
-    assert np.isneginf(probed.evidence.probed[1]).all()
-
-
-def test_one_bit_of_any_compared_thing_is_found(case, decoded):
-    """A flipped bit in tokens, checksums or a cache is one difference, named and placed."""
-    run, task = decoded.run, decoded.task
-    lengths = jnp.asarray(task.prompt_lengths)
-    things = compared_things(case.models, own_drafter=True)
-    layers = case.models.target.config.num_layers
-    assert len(things) == 2 + layers + case.models.drafter.config.num_layers
-    end = int(run.state.length[1])
-
-    def flipped(cache, layer, index):
-        """The lowest bit of one value of sequence 1."""
-        v = np.array(cache[layer].v)
-        v.view(np.uint32)[1, index, 0, 3] ^= 1
-        changed = list(cache)
-        changed[layer] = cache[layer]._replace(v=jnp.asarray(v))
-        return tuple(changed)
-
-    def found(state=None, evidence=None, own_drafter=True):
-        other = run._replace(state=state or run.state, evidence=evidence or run.evidence)
-        result = compare(run, other, lengths, own_drafter)
-        count, first = np.asarray(result.count), np.asarray(result.first)
-        return [(things[i], int(n), int(first[i, 1])) for i, n in enumerate(count) if n]
-
-    state, evidence = run.state, run.evidence
-    assert found() == []
-    tokens = state.tokens.at[1, end - 2].add(1)
-    assert found(state._replace(tokens=tokens)) == [("tokens", 1, end - 2)]
-    sums = evidence.checksums.at[1, end - 1, 1].add(1)
-    assert found(evidence=evidence._replace(checksums=sums)) == [("logits", 1, end - 1)]
-    longer = state._replace(length=state.length + jnp.asarray([0, 1]))
-    assert found(longer) == [("tokens", 1, end)]
-    assert int(compare(run, run._replace(state=longer), lengths, True).unrecorded) == 1
-    target = state._replace(target_cache=flipped(state.target_cache, 2, end - 2))
-    assert found(target) == [("target K/V of layer 2", 1, end - 2)]
-    drafter = state._replace(drafter_cache=flipped(state.drafter_cache, 1, 0))
-    assert found(drafter) == [("context K/V of layer 1", 1, 0)]
-    assert found(drafter, own_drafter=False) == []
-    # The newest token has no K/V yet: what lies there is garbage.
-    assert found(state._replace(target_cache=flipped(state.target_cache, 2, end - 1))) == []
-
-
-def test_kv_alone_is_told_with_the_logits_computed_from_it(case, decoded):
-    run, task = decoded.run, decoded.task
-    index = int(task.prompt_lengths[0]) + 3
-    cache = list(run.state.target_cache)
-    cache[1] = cache[1]._replace(k=cache[1].k.at[0, index].add(1))
-    other = run._replace(state=run.state._replace(target_cache=tuple(cache)))
-    found = differences(decoded.executable, run, decoded.oracle, other, task)
-    first = first_difference(decoded.executable, decoded.oracle, decoded.oracle, task, found)
-    assert (first["sequence"], first["index"], first["logits_index"]) == (0, index, index + 1)
-    assert first["differs"] == ["target K/V of layer 1"]
-    assert first["oracle"] == first["other"]
-    assert "these rows are equal" in difference_text(first)
-
-
-def test_wrong_drafts_are_different_tokens_and_as_many_as_said():
-    text = jax.random.randint(jax.random.key(0), (50, 400), 0, 67)
-    wrong = np.asarray(corrupted(text, jax.random.key(1), 67)) != np.asarray(text)
-    assert abs(wrong.mean() - CORRUPTION) < 4 * (CORRUPTION * (1 - CORRUPTION) / wrong.size) ** 0.5
-    again = np.asarray(corrupted(text, jax.random.key(2), 67)) != np.asarray(text)
-    assert (wrong != again).mean() > CORRUPTION
-
-
 def test_the_default_amount_shows_every_length_a_thousand_times():
     """Drawn with the corruption's own law: the rarest length, with the replays that are planned."""
     replays = lossless_check.replays_needed(100_000, 16, 1000)
@@ -313,48 +170,3 @@ def test_the_default_amount_shows_every_length_a_thousand_times():
     steps = np.searchsorted(np.cumsum(lengths), 100_000) * 0.95  # the rest ends sequences
     share = np.bincount(lengths, minlength=17)[1:] / len(lengths)
     assert replays * steps * share.min() > 1000
-
-
-def test_the_fault_is_right_up_to_rounding():
-    """Else any test would see it, and it would not stand for kernels that split by length."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(keys, [(3, 5, 4, 16), (3, 64, 2, 16), (3, 64, 2, 16)], strict=True)
-    )
-    lengths, widths = jnp.asarray([0, 20, 59]), jnp.asarray([5, 3, 5])
-    want = block_attention(
-        q, k, v, lengths, widths, causal=True, scale=16**-0.5, backend="reference"
-    )
-    got = attend_by_length(q, k, v, lengths, widths)
-    for b, width in enumerate(widths.tolist()):
-        np.testing.assert_allclose(got[b, :width], want[b, :width], atol=2e-6)
-
-
-def test_width_1_partings_are_where_generate_parts(case, decoded):
-    """With another target at width 1 in place of rounding: places, and nats by both logits."""
-    narrow = lossless_width_1.compile_narrow(decoded.executable, case.params)
-    task = decoded.task._replace(start=prefilled(decoded.executable, decoded.oracle, decoded.task))
-    same = lossless_width_1.partings(narrow, decoded.oracle, decoded.run, task)
-    assert [(p.tokens, p.differing, p.same) for p in same] == [(39, 0, None)] * BATCH
-    assert lossless_width_1.summary(same)["nats_at_width_w"] is None
-
-    norm = case.params.target["norm"]["scale"]
-    target = case.params.target | {"norm": {"scale": norm * (1 + 0.5 * jnp.arange(32) / 32)}}
-    other = narrow._replace(params=Params(target, None))
-    parted = lossless_width_1.partings(other, decoded.oracle, decoded.run, task)
-    pair = random_pair()
-    alone = replace(pair, models=Models(pair.models.target, None, 1), params=Params(target, None))
-    for b, (prompt, part) in enumerate(zip(task.prompts, parted, strict=True)):
-        start, end = len(prompt), int(decoded.run.state.length[b])
-        tokens = np.asarray(decoded.run.state.tokens[b, start:end]).tolist()
-        # The prefill's token is the right target's: the wrong one goes on from there.
-        rest = generate(alone, [[*prompt, tokens[0]]], max_new_tokens=39)[0].token_ids
-        assert part.same is not None
-        assert rest[: part.same] == tokens[1 : 1 + part.same]
-        assert rest[part.same] != tokens[1 + part.same]
-        assert part.wide_nats > 0
-        assert part.narrow_nats > 0
-    told = lossless_width_1.summary(parted)
-    assert told["sequences_that_differ"] == BATCH
-    assert told["nats_at_width_1"]["most"] == max(p.narrow_nats for p in parted)

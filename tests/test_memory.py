@@ -105,7 +105,7 @@ def temporaries(models: Models, shape: Shape, compile_it) -> int:
     state = jax.eval_shape(lambda: new_state(models, shape))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key, 0.0))
+    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
     first = functools.partial(prefill, models, shape.chunk)
     params = Params(target, drafter)

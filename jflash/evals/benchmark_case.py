@@ -8,7 +8,6 @@ Knows nothing of the command line; scripts/benchmark.py starts the processes.
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,18 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.backends import with_backends
+from jflash.backends import BACKENDS, with_backends
+from jflash.evals.clock import Clock
 from jflash.evals.device import describe_device
-from jflash.evals.floors import (
-    Rates,
-    Work,
-    add,
-    draft_work,
-    floor_seconds,
-    measure_rates,
-    verify_work,
-)
-from jflash.evals.memory import memory, peak_memory
+from jflash.evals.floors import Rates, measure_rates
 from jflash.evals.pair_speed import measured_speed
 from jflash.evals.shapes import model_shape
 from jflash.evals.step_time import (
@@ -42,13 +33,18 @@ from jflash.evals.step_time import (
 )
 from jflash.generate import PREFILL_CHUNK, Pair
 from jflash.io import configure_pair, default_dtype, load_weights, save_checkpoint
-from jflash.memory import check_memory, device_memory
+from jflash.memory import (
+    check_decoding,
+    check_memory,
+    device_memory,
+    peak_memory,
+    tree_bytes,
+    weight_bytes,
+)
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.programs import STOP_SLOTS, Shape, compile_programs
 from jflash.speculative import Models, Params, State
-
-BACKENDS = ("attention_backend", "matmul_backend", "heads_backend")  # fields of Models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +82,9 @@ def time_case(task: Task) -> dict[str, Any]:
     models, dtype = task_models(task), task.dtype or default_dtype()
     shape = Shape(task.batch, task.capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
     check_memory(models, shape, task.context, device_memory())
+    if task.prompts:
+        longest = max(map(len, task.prompts))
+        check_decoding(models, dtype, task.batch, longest, task.max_new_tokens)
     where = describe_device()
     log(f"{where['device']}: measuring what it delivers")
     measured = measure_rates(dtype)
@@ -113,7 +112,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "repeats": window.repeats,
         "step": clock.part(seconds, clock.step_work(models.block_size)),
         "compile_seconds": {"from_nothing": programs.seconds},
-        "memory": memory(models, params, state, programs.run)
+        "memory": memory(models, shape, state, programs.run)
         | {"peak_bytes_while_compiling": compiled_peak},
     }
     log(f"batch {task.batch}: step {result['step']['ms']:.3f} ms")
@@ -143,7 +142,7 @@ def warm_case(task: Task) -> dict[str, Any]:
     _, state = time_run(programs.run, params, state, window)
     return {
         "compile_seconds": {"warm_cache": programs.seconds},
-        "memory": memory(models, params, state, programs.run)
+        "memory": memory(models, shape, state, programs.run)
         | {"peak_bytes": peak_memory(), "peak_bytes_before_compiling": held},
     }
 
@@ -158,6 +157,18 @@ def task_models(task: Task) -> Models:
         assert task.target is not None and task.drafter is not None
         models = configure_pair(task.target, task.drafter, dtype=task.dtype).models
     return replace(models, **cast(dict[str, Any], task.backends))
+
+
+def memory(models: Models, shape: Shape, state: State, compiled: Any) -> dict[str, Any]:
+    """Bytes of weights and caches, and of a program's own temporaries as it was compiled."""
+    assert models.drafter is not None
+    configs = (models.target.config, models.drafter.config)
+    analysis = compiled.memory_analysis()
+    return {
+        "weights_bytes": weight_bytes(configs, jnp.dtype(shape.dtype).itemsize),
+        "caches_bytes": tree_bytes((state.target_cache, state.drafter_cache)),
+        "temporaries_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+    }
 
 
 def weights_name(task: Task) -> str:
@@ -181,42 +192,6 @@ def prepare(
         target, drafter = random_weights([models.target.config, models.drafter.config], dtype)
         params = Params(target, with_context_kernel(models.drafter, drafter))
     return state, jax.block_until_ready(params)
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Turns seconds into a part's entry: its milliseconds beside its floor."""
-
-    models: Models
-    shape: Shape
-    window: Window
-    rates: Rates
-
-    def verify_work(self, width: int) -> Work:
-        size = jnp.dtype(self.shape.dtype).itemsize
-        target = self.models.target.config
-        return verify_work(target, self.shape.batch, width, self.window.context, size)
-
-    def draft_work(self, width: int) -> Work:
-        assert self.models.drafter is not None
-        size = jnp.dtype(self.shape.dtype).itemsize
-        drafter = self.models.drafter.config
-        return draft_work(drafter, self.shape.batch, width, self.window.context, size)
-
-    def step_work(self, width: int) -> Work:
-        return add(self.verify_work(width), self.draft_work(width))
-
-    def part(self, seconds: Sequence[float], work: Work) -> dict[str, Any]:
-        """ms (the median), every repeat, and the floor."""
-        median, floor = statistics.median(seconds), floor_seconds(work, self.rates)
-        return {
-            "ms": 1e3 * median,
-            "ms_of_repeats": [1e3 * s for s in seconds],
-            "bytes": work.bytes,
-            "operations": work.operations,
-            "floor_ms": 1e3 * floor,
-            "share_of_floor": floor / median,
-        }
 
 
 def time_parts(

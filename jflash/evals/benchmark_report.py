@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jflash.evals.benchmark_case import BACKENDS
+from jflash.backends import BACKENDS
 
 GIB = 2**30
 PARTS = {"plain": "plain", "verify": "verify", "draft": "draft", "step": "whole step"}

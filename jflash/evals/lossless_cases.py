@@ -18,8 +18,15 @@ from jflash.backends import with_backends
 from jflash.evals.shapes import model_shape
 from jflash.evals.step_time import random_weights
 from jflash.generate import PREFILL_CHUNK
-from jflash.io import load_pair, load_tokenizer, random_drafter, stop_token_ids
+from jflash.io import (
+    configure_pair,
+    load_tokenizer,
+    load_weights,
+    random_drafter,
+    stop_token_ids,
+)
 from jflash.layers import BlockAttend
+from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.programs import STOP_SLOTS, Shape, capacity_for
@@ -46,28 +53,33 @@ class Case(NamedTuple):
     max_new_tokens: int
 
 
-def load_case(name: str, dtype: str, seed: int, backends: dict[str, str]) -> Case:
+def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch: int) -> Case:
     """One of PAIRS, ready to decode. `backends`: fields of Models; others are jflash's own choice.
 
-    Drafters hold their context kernel, as they do when they decode for a user.
+    Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
+    weight is made or read, if `batch` sequences take more memory than the device has.
     """
-    case = {"tiny-math": _tiny_math, "qwen3-8b": _qwen3_8b}[name](dtype, seed)
+
+    def suited(models: Models) -> Models:
+        models = replace(models, **cast(dict[str, Any], backends))
+        check_decoding(models, dtype, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
+        check_memory(models, fault_shape(dtype), FAULT_CAPACITY, device_memory())
+        return models
+
+    case = {"tiny-math": _tiny_math, "qwen3-8b": _qwen3_8b}[name](dtype, seed, suited)
     drafter = case.models.drafter
     assert drafter is not None
 
     def ready(params: Params) -> Params:
         return params._replace(drafter=with_context_kernel(drafter, params.drafter))
 
-    return case._replace(
-        models=replace(case.models, **cast(dict[str, Any], backends)),
-        params=ready(case.params),
-        other_drafter=ready(case.other_drafter),
-    )
+    return case._replace(params=ready(case.params), other_drafter=ready(case.other_drafter))
 
 
-def _tiny_math(dtype: str, seed: int) -> Case:
+def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
     """The embedded pair on word problems, half of them of kinds it was not trained on."""
-    pair = load_pair(EMBEDDED / "target", EMBEDDED / "drafter", dtype=dtype)
+    files = configure_pair(EMBEDDED / "target", EMBEDDED / "drafter", dtype=dtype)
+    pair = load_weights(replace(files, models=suited(files.models)))
     tokenizer = load_tokenizer(EMBEDDED / "target")
     _, other = random_drafter(EMBEDDED / "drafter", seed, dtype)
 
@@ -89,20 +101,20 @@ def _tiny_math(dtype: str, seed: int) -> Case:
     )
 
 
-def _qwen3_8b(dtype: str, seed: int) -> Case:
+def _qwen3_8b(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
     """Random weights of Qwen3-8B's shape and two random drafters, on random prompts.
 
     Its greedy text does not run into loops: with norms of 1 attention is broad, so every new token
     changes what all later ones see.
     """
     target, drafter = model_shape("qwen3-8b")
+    models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    models = suited(with_backends(models, dtype, jax.devices()[0]))
     weights = random_weights([target, drafter, drafter], dtype)
     return Case(
         name="qwen3-8b",
         drafters=("random drafter", "another random drafter"),
-        models=with_backends(
-            Models(Target(target), Drafter(drafter), drafter.block_size), dtype, jax.devices()[0]
-        ),
+        models=models,
         params=Params(weights[0], weights[1]),
         other_drafter=Params(weights[0], weights[2]),
         prompts=lambda count, seed: random_prompts(target.vocab_size, count, seed),
@@ -124,6 +136,11 @@ def case_shape(case: Case, batch: int, dtype: str) -> Shape:
     width = case.models.block_size
     capacity = capacity_for(LONGEST_PROMPT, MOST_NEW_TOKENS, width, PREFILL_CHUNK)
     return Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+
+
+def fault_shape(dtype: str) -> Shape:
+    """Two long contexts."""
+    return Shape(2, FAULT_CAPACITY, PREFILL_CHUNK, STOP_SLOTS, dtype)
 
 
 class SplitByLength(NamedTuple):

@@ -32,6 +32,7 @@ from jflash.evals.lossless_cases import (
     SPLITS,
     Case,
     case_shape,
+    fault_shape,
     random_prompts,
     with_fault,
 )
@@ -184,7 +185,7 @@ def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
     The first must show no difference between replay and oracle, the second must show one.
     """
     config, width = case.models.target.config, case.models.block_size
-    shape = case_shape(case, 2, dtype)._replace(capacity=FAULT_CAPACITY)
+    shape = fault_shape(dtype)
     room = min(FAULT_CAPACITY, config.max_position_embeddings) - FAULT_NEW_TOKENS - width
     prompts = [random_prompts(config.vocab_size, 1, seed, n, n)[0] for n in (room, 2 * room // 3)]
     task = Task(prompts, FAULT_NEW_TOKENS, [])

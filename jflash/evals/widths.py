@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.evals.memory import weight_bytes
+from jflash.memory import weight_bytes
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks"
 # What public drafters of block 16 reach on grade-school mathematics, greedy (6.4 to 6.5).

@@ -251,7 +251,7 @@ def load_params(
 ) -> dict:
     """Parameters from a folder in either form, as device arrays; dtype None: as stored."""
     if (folder / PARAMS).is_dir():
-        return load_orbax(folder, config, dtype)
+        return load_orbax(folder, config, dtype, progress)
     return load_safetensors(folder, config, dtype, progress)
 
 

@@ -4,6 +4,7 @@ A kernel leaf [in, out] is the transposes of its tensors [out, in] side by side;
 its tensors one after the other.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -51,8 +52,9 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
 
 
+@functools.cache  # traces the model
 def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
-    """The parameters as shapes, float32, without allocating anything."""
+    """The parameters as shapes, float32, without allocating anything. Not to be changed."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     attend = MaskAttend(jnp.ones((1, 1, 1, 1), bool))
     caches = (None,) * config.num_layers

@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.names import abstract_params
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
+GROUP = 2**30  # bytes restored at a time: a step of the progress bar, and enough to be fast
 
 
 def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
@@ -80,25 +82,60 @@ def save_orbax(folder: Path, params: Any) -> None:
         checkpointer.save(_path(folder), params)
 
 
-def load_orbax(folder: Path, config: TargetConfig | DrafterConfig, dtype: str | None) -> dict:
+def load_orbax(
+    folder: Path, config: TargetConfig | DrafterConfig, dtype: str | None, progress: bool = False
+) -> dict:
     """Parameters as device arrays of `dtype`, None keeping the stored one.
 
     ValueError naming every leaf that does not fit `config`.
     """
     with _checkpointer() as checkpointer:
         stored = _stored(checkpointer, folder, config)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        wanted = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.ShapeDtypeStruct(
-                leaf.shape, dtype or stored[_name(path)].dtype, sharding=device
-            ),
-            abstract_params(config),
-        )
-        try:
-            return checkpointer.restore(_path(folder), wanted)
-        except Exception as error:  # orbax raises a bare Exception for a file cut short
-            reason = str(error.__cause__ or error).split(" [")[0]
-            raise ValueError(f"{_path(folder)} is corrupt or truncated: {reason}") from None
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.ShapeDtypeStruct(
+            leaf.shape, dtype or stored[_name(path)].dtype, sharding=device
+        ),
+        abstract_params(config),
+    )
+    bar = tqdm(
+        total=_bytes(wanted), desc=f"loading {folder.name}", unit="B", unit_scale=True,
+        disable=not progress,
+    )  # fmt: skip
+    params = {}
+    with _checkpointer(ocp.PyTreeCheckpointer) as checkpointer, bar:
+        for part in _groups(wanted):
+            params |= _restore(checkpointer, _path(folder), part)
+            bar.update(_bytes(part))
+    return params
+
+
+def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:
+    """The subtrees of a checkpoint that `part` asks for; ValueError if its files are damaged."""
+    how = ocp.checkpoint_utils.construct_restore_args(part)
+    asked = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
+    try:
+        return checkpointer.restore(path, args=asked)
+    except Exception as error:
+        # A damaged file is a ValueError or an OSError, but Orbax raises what it meets while it
+        # reads an array as the cause of a bare Exception. All else, such as no memory, is not ours.
+        reason = error.__cause__ if type(error) is Exception else error
+        if not isinstance(reason, (OSError, ValueError)):
+            raise
+        said = str(reason).split(" [")[0]
+        raise ValueError(f"{path} is corrupt or truncated: {said}") from None
+
+
+def _groups(wanted: dict) -> Iterator[dict]:
+    """The subtrees of a tree in groups of at least GROUP bytes, but for the last."""
+    group = {}
+    for name, subtree in wanted.items():
+        group[name] = subtree
+        if _bytes(group) >= GROUP:
+            yield group
+            group = {}
+    if group:
+        yield group
 
 
 def check_orbax(folder: Path, config: TargetConfig | DrafterConfig) -> None:
@@ -108,7 +145,7 @@ def check_orbax(folder: Path, config: TargetConfig | DrafterConfig) -> None:
 
 
 def _stored(
-    checkpointer: ocp.StandardCheckpointer, folder: Path, config: TargetConfig | DrafterConfig
+    checkpointer: ocp.Checkpointer, folder: Path, config: TargetConfig | DrafterConfig
 ) -> dict[str, Any]:
     """What is stored of each leaf, by its path; ValueError unless exactly the config's leaves."""
     metadata = checkpointer.metadata(_path(folder)).item_metadata
@@ -128,16 +165,22 @@ def _stored(
 
 
 @contextlib.contextmanager
-def _checkpointer() -> Iterator[ocp.StandardCheckpointer]:
+def _checkpointer(
+    kind: Callable[[], ocp.Checkpointer] = ocp.StandardCheckpointer,
+) -> Iterator[ocp.Checkpointer]:
     """A checkpointer that is silent: whatever goes wrong is raised, its log says it again."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with kind() as checkpointer:
             yield checkpointer
     finally:
         log.setLevel(level)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _path(folder: Path) -> Path:

@@ -2,8 +2,9 @@
 
 A program reads all chunks of its row at once and sums them in a tree that only the number of
 chunks decides. A chunk that no row of the tile saw was never written: it is not read, and adds
-exactly 0. In Pallas-Triton also behind the Mosaic GPU kernel: there it took 2.4 µs on an H200 at
-batch 1 and 2048 slots, a Mosaic kernel that read chunk by chunk 4.9.
+exactly 0. In Pallas-Triton also behind the Mosaic GPU kernel: on an H200, at batch 1 and 2048
+slots, it took 2.7 µs there and 2.4 µs behind the Triton kernel, and a Mosaic kernel that read chunk
+by chunk 4.9.
 """
 
 import functools
@@ -64,7 +65,7 @@ def combine(
         out_specs=pl.BlockSpec((None, None, None, H), lambda t, n, b: (b, t, n, 0)),
         out_shape=out,
         compiler_params=plt.CompilerParams(
-            num_warps=4 if _power_of_two(chunks) * H >= 4096 else 2, num_stages=1
+            num_warps=4 if pl.next_power_of_2(chunks) * H >= 4096 else 2, num_stages=1
         ),
         interpret=interpret,
     )(*inputs)
@@ -82,7 +83,7 @@ def _kernel(
     seen: Callable,
 ):
     chunks, H = totals_ref.shape
-    padded = _power_of_two(chunks)
+    padded = pl.next_power_of_2(chunks)
     tile = lax.div(pl.program_id(0), jnp.int32(queries))
     first, end = seen(length_ref[...], width_ref[...], tile)
     begin = jnp.arange(padded) * chunk
@@ -101,7 +102,3 @@ def _kernel(
     total = jnp.sum(totals * share[:, None], axis=0)
     # A row that sees nothing has sums of 0 and stays 0.
     out_ref[...] = (total / jnp.where(weight > 0, weight, 1.0)).astype(out_ref.dtype)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

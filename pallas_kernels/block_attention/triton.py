@@ -69,7 +69,7 @@ def default_tiling(
         rows, slots = (32 if H == 64 else 16), (16 if H == 256 else 32)
     else:
         rows, slots = (64 if H == 256 else 128), (32 if H == 256 else 64)
-    rows = min(rows, _power_of_two(max(16, T * N // K)))
+    rows = min(rows, pl.next_power_of_2(max(16, T * N // K)))
     warps = 8 if rows >= 64 or rows * H * jnp.dtype(dtype).itemsize >= 2**14 else 4
     # A partial result costs as much traffic as 2·rows slots: a chunk holds 128 at least. It holds
     # 4096 at most, lest one long sequence among short ones waits for a few programs, and a 64th
@@ -266,7 +266,3 @@ def _dot(a, b, trans_b: bool = False):
     """a @ b in float32: exact products, also of float32 operands."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return plt.dot(a, b, trans_b=trans_b, precision=precision)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -1,0 +1,198 @@
+"""Hugging Face configs: transformers' defaults, published drafters, and refusals by name."""
+
+import pytest
+import transformers
+
+from jflash.config import Llama3Scaling
+from jflash.io.hf_config import DEFAULT_ROPE_THETA, DEFAULTS, drafter_config, target_config
+from jflash.io.load import read_config
+from jflash.io.names import leaf_sources
+
+CLASSES = {
+    "qwen3": transformers.Qwen3Config,
+    "qwen2": transformers.Qwen2Config,
+    "llama": transformers.LlamaConfig,
+}
+NAMES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_defaults_are_those_of_transformers(family):
+    theirs = CLASSES[family]()
+    mine = DEFAULTS[family]
+    for key, value in mine.items():
+        if key == "head_dim" and value is None:
+            value = mine["hidden_size"] // mine["num_attention_heads"]
+            assert getattr(theirs, key, None) in (None, value)
+        elif key == "num_key_value_heads" and value is None:
+            assert getattr(theirs, key) == mine["num_attention_heads"]
+        else:
+            assert getattr(theirs, key) == value, key
+    assert theirs.rope_parameters["rope_theta"] == DEFAULT_ROPE_THETA
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_a_config_that_says_nothing_is_the_default_model(family):
+    config = target_config({"architectures": [NAMES[family]]})
+    theirs = CLASSES[family]()
+    assert config.num_layers == theirs.num_hidden_layers
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert (config.qk_norm, config.qkv_bias) == (family == "qwen3", family == "qwen2")
+    assert config.num_heads % config.num_kv_heads == 0 and not config.tie_embeddings
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_what_transformers_writes_is_read(family, tmp_path):
+    """Both ways of saying RoPE: transformers 5 writes rope_parameters."""
+    config = CLASSES[family](num_hidden_layers=3, architectures=[NAMES[family]])
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    config.save_pretrained(tmp_path)
+    got = read_config(tmp_path, target_config)
+    assert (got.num_layers, got.rope.theta, got.rope.scaling) == (3, 5e5, None)
+
+
+def test_llama_3_scaling_in_both_spellings():
+    numbers = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    numbers["original_max_position_embeddings"] = 8192
+    name = {"architectures": ["LlamaForCausalLM"]}
+    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **numbers}}
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **numbers}}
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    for form in (old, new):
+        got = target_config(name | form).rope
+        assert (got.theta, got.scaling) == (5e5, scaling)
+    del numbers["factor"]
+    with pytest.raises(ValueError, match="lacks factor"):
+        target_config(name | {"rope_scaling": {"rope_type": "llama3", **numbers}})
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Layers, D, FFN, heads, KV heads, block, layer ids, L
+PUBLISHED = {
+    "Qwen3-4B": (5, 2560, 9728, 32, 8, 16, [1, 9, 17, 25, 33], 36),
+    "Qwen3-8B": (5, 4096, 12288, 32, 8, 16, [1, 9, 17, 25, 33], 36),
+    "Qwen3-Coder-30B-A3B": (8, 2048, 6144, 32, 4, 16, [1, 12, 23, 34, 45], 48),
+    "Llama-3.1-8B": (5, 4096, 12288, 32, 8, 10, [1, 8, 15, 22, 29], 32),
+}
+
+
+def published(name: str) -> dict:
+    layers, width, ffn, heads, kv_heads, block, ids, targets = PUBLISHED[name]
+    llama = name.startswith("Llama")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": block,
+        "dflash_config": {"mask_token_id": 128002 if llama else 151669, "target_layer_ids": ids},
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "layer_types": ["full_attention"] * layers,
+        "max_position_embeddings": 131072 if llama else 40960,
+        "max_window_layers": layers,
+        "model_type": "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "num_target_layers": targets,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": LLAMA3 if llama else None,
+        "rope_theta": 500000 if llama else 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": not llama,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 128256 if llama else 151936,
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_drafters(name):
+    layers, width, ffn, heads, kv_heads, block, ids, targets = PUBLISHED[name]
+    got = drafter_config(published(name))
+    assert (got.num_layers, got.hidden_size, got.intermediate_size) == (layers, width, ffn)
+    assert (got.num_heads, got.num_kv_heads, got.head_dim) == (heads, kv_heads, 128)
+    assert (got.block_size, got.num_target_layers) == (block, targets)
+    assert got.target_layer_ids == tuple(ids) and got.qk_norm and not got.qkv_bias
+    assert (got.rope.scaling is not None) == name.startswith("Llama")
+    shapes = {s.name: s.shape for parts in leaf_sources(got).values() for s in parts}
+    assert shapes["fc.weight"] == (width, len(ids) * width)
+    assert shapes["layers.0.self_attn.k_proj.weight"] == (kv_heads * 128, width)
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & shapes.keys()
+
+
+def test_layer_ids_that_are_absent_follow_the_reference():
+    raw = published("Qwen3-8B")
+    del raw["dflash_config"]["target_layer_ids"]
+    assert drafter_config(raw).target_layer_ids == (1, 9, 17, 25, 33)
+    raw |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    assert drafter_config(raw).target_layer_ids == (18,)
+
+
+def test_where_a_drafter_keeps_its_own_keys():
+    """Inside dflash_config or at the top level; dflash_config wins."""
+    raw = published("Qwen3-4B")
+    own = raw["dflash_config"]
+    flat = {k: v for k, v in raw.items() if k != "dflash_config"} | own
+    assert drafter_config(flat) == drafter_config(raw)
+    nested = {k: v for k, v in raw.items() if k != "block_size"}
+    nested["dflash_config"] = own | {"block_size": 8}
+    assert drafter_config(nested).block_size == 8
+    assert drafter_config(nested | {"block_size": 12}).block_size == 8
+    del nested["dflash_config"]["block_size"]
+    assert drafter_config(nested).block_size == 16
+    scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 20}
+    got = drafter_config(raw | {"dflash_config": own | scales})
+    assert (got.input_embedding_scale, got.output_multiplier) == (2.0, 0.5)
+    assert got.final_logit_softcapping == 20.0
+
+
+REFUSED_DRAFTERS = [
+    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "sliding_window"),
+    ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
+    ({"rope_scaling": {"type": "yarn", "factor": 64.0}}, "'yarn'"),
+    ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+    ({"is_causal": True}, "is_causal"),
+    ({"num_target_layers": None}, "num_target_layers"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), REFUSED_DRAFTERS)
+def test_drafters_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        drafter_config(published("Qwen3-4B") | change)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"),
+        *("Qwen3NextForCausalLM", "MistralForCausalLM", "DFlashDraftModel"),
+    ],
+)
+def test_targets_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"unsupported target {name}"):
+        target_config({"architectures": [name]})
+
+
+def test_a_config_names_one_architecture():
+    for names in ([], None, ["Qwen3ForCausalLM", "LlamaForCausalLM"]):
+        with pytest.raises(ValueError, match="one architecture"):
+            target_config({"architectures": names})
