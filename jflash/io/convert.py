@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from jflash.io import hf_config
-from jflash.io.load import DTYPES, check_params, load_params, read_config, resolve
+from jflash.io.gguf_file import is_gguf
+from jflash.io.load import (
+    DTYPES,
+    check_params,
+    load_params,
+    raw_config,
+    read_config,
+    resolve,
+)
 from jflash.io.orbax_checkpoint import check_destination, save_orbax, write_whole
+from jflash.io.text import has_tokenizer, load_tokenizer
 
 COMPANIONS = (
     "config.json",
@@ -27,7 +36,7 @@ COMPANIONS = (
 def convert_checkpoint(
     source: str | Path, destination: str | Path, dtype: str | None = None, overwrite: bool = False
 ) -> None:
-    """Writes the target or drafter at `source` (folder or hub id) as an Orbax checkpoint.
+    """Writes the target or drafter at `source` (folder, hub id or GGUF file) in Orbax form.
 
     Loading it gives the same bits as loading `source`; `dtype` None keeps the stored one.
     ValueError if anything does not fit or cannot be written; nothing half-written stays.
@@ -39,11 +48,16 @@ def convert_checkpoint(
     folder = resolve(source)
     config = read_config(folder, _either)
     check_params(folder, config)
+    tokenizer = load_tokenizer(folder) if is_gguf(folder) and has_tokenizer(folder) else None
 
     def fill(part: Path) -> None:
+        if is_gguf(folder):
+            _write_json(part / "config.json", raw_config(folder))
         for name in COMPANIONS:
             if (folder / name).exists():
                 shutil.copyfile(folder / name, part / name)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
         if dtype is not None:
             _name_dtype(part / "config.json", dtype)
         save_orbax(part, load_params(folder, config, dtype))
@@ -60,4 +74,8 @@ def _name_dtype(config: Path, dtype: str) -> None:
     """Corrects what config.json says of the weights; some files call it dtype, some torch_dtype."""
     raw = hf_config.read_json(config)
     said = {key: dtype for key in ("dtype", "torch_dtype") if key in raw}
-    config.write_text(json.dumps(raw | said, indent=2) + "\n", encoding="utf-8")
+    _write_json(config, raw | said)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -16,6 +16,9 @@ from jflash.backends import AUTO, with_backends
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.io import hf_config
+from jflash.io.gguf import check_gguf, load_gguf
+from jflash.io.gguf_config import hf_config_of
+from jflash.io.gguf_file import is_gguf, open_gguf
 from jflash.io.names import abstract_params
 from jflash.io.orbax_checkpoint import PARAMS, check_orbax, load_orbax
 from jflash.io.weights import check_safetensors, load_safetensors, save_safetensors
@@ -34,17 +37,21 @@ def default_dtype() -> str:
 
 
 def resolve(source: str | Path) -> Path:
-    """A checkpoint's folder: `source` itself, or a hub id downloaded by huggingface_hub.
+    """A checkpoint's folder or GGUF file: `source` itself, or a hub id's folder, downloaded.
 
-    ValueError if it is neither, or if the hub cannot give it.
+    ValueError if it is none of them, or if the hub cannot give it.
     """
     path = Path(source)
     if path.is_dir():
         if not any(path.iterdir()):
             raise ValueError(f"{path} is an empty folder")
         return path
+    if is_gguf(path):
+        if not path.exists():
+            raise ValueError(f"{path}: no such file")
+        return path
     if path.exists():
-        raise ValueError(f"{path} is a file, expected a checkpoint folder")
+        raise ValueError(f"{path} is a file, expected a checkpoint folder or a .gguf file")
     if not HUB_ID.fullmatch(str(source)):
         raise ValueError(f"{source}: no such folder, and not a hub id (organisation/name)")
     import huggingface_hub
@@ -238,26 +245,42 @@ def save_checkpoint(
 
 
 def read_config[C](folder: Path, read: Callable[[dict[str, Any]], C]) -> C:
-    """A folder's config.json through one of hf_config's readers; its errors name the folder."""
-    raw = hf_config.read_json(folder / "config.json")
+    """A checkpoint's config through one of hf_config's readers; its errors name the checkpoint."""
+    raw = raw_config(folder)
     try:
         return read(raw)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
 
+def raw_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json, or what it would be for a GGUF file."""
+    if is_gguf(folder):
+        return hf_config_of(open_gguf(folder))
+    return hf_config.read_json(folder / "config.json")
+
+
 def load_params(
     folder: Path, config: TargetConfig | DrafterConfig, dtype: str | None, progress: bool = False
 ) -> dict:
-    """Parameters from a folder in either form, as device arrays; dtype None: as stored."""
+    """Parameters from a folder in either form or a GGUF file, as device arrays.
+
+    dtype None: as stored.
+    """
+    if is_gguf(folder):
+        assert isinstance(config, TargetConfig)
+        return load_gguf(folder, config, dtype, progress)
     if (folder / PARAMS).is_dir():
         return load_orbax(folder, config, dtype, progress)
     return load_safetensors(folder, config, dtype, progress)
 
 
 def check_params(folder: Path, config: TargetConfig | DrafterConfig) -> None:
-    """ValueError with all that is wrong with a folder's weights, by their headers alone."""
-    if (folder / PARAMS).is_dir():
+    """ValueError with all that is wrong with a checkpoint's weights, by their headers alone."""
+    if is_gguf(folder):
+        assert isinstance(config, TargetConfig)
+        check_gguf(folder, config)
+    elif (folder / PARAMS).is_dir():
         check_orbax(folder, config)
     else:
         check_safetensors(folder, config)

@@ -9,7 +9,7 @@ import concurrent.futures
 import json
 import math
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]  # as stored
     dtype: np.dtype
     transposed: bool = False  # to be given so
+    decode: Callable[[np.ndarray], np.ndarray] | None = None  # of what is stored, rows by rows
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +55,13 @@ def find_tensors(file: Path) -> dict[str, Piece]:
     }  # fmt: skip
 
 
-def split_rows(tensor: Piece) -> list[Piece]:
-    """The tensor as pieces of at most PIECE bytes, but at least a row each."""
+def split_rows(tensor: Piece, unit: int = 1, growth: float = 1.0) -> list[Piece]:
+    """The tensor as pieces of at most PIECE bytes, but at least `unit` rows each, in whole units.
+
+    `growth`: how many bytes decoding makes of each; the limit counts them.
+    """
     row = max(1, tensor.nbytes // max(1, tensor.shape[0]))
-    step = max(1, PIECE // row)
+    step = max(1, int(PIECE / (row * growth)) // unit) * unit
     return [
         tensor._replace(
             begin=tensor.begin + first * row,
@@ -100,7 +104,7 @@ def read_ahead(
 
 
 def read(piece: Piece) -> np.ndarray:
-    """The rows of a piece, in memory of their own."""
+    """The rows of a piece, decoded, in memory of their own."""
     rows = np.empty(piece.nbytes, np.uint8)
     view, done = memoryview(rows), 0
     try:
@@ -112,4 +116,5 @@ def read(piece: Piece) -> np.ndarray:
                 done += count
     except OSError as error:
         raise ValueError(f"{piece.file} cannot be read at {piece.name}: {error}") from None
-    return rows.view(piece.dtype).reshape(piece.shape)
+    stored = rows.view(piece.dtype).reshape(piece.shape)
+    return piece.decode(stored) if piece.decode else stored

@@ -4,16 +4,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jflash.io.gguf_config import stop_ids
+from jflash.io.gguf_file import is_gguf, open_gguf
+from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
 from jflash.io.hf_config import read_json
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's tokenizer, by transformers; ValueError if it has none that loads."""
+    """The tokenizer of a folder or GGUF file, as transformers'; ValueError if none loads."""
     from transformers import AutoTokenizer
 
     folder = Path(folder)
     if not has_tokenizer(folder):
         raise ValueError(f"{folder} holds no tokenizer: give --prompt-ids instead of text")
+    if is_gguf(folder):
+        return gguf_tokenizer(open_gguf(folder))
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -21,14 +26,21 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a checkpoint folder brings files of a tokenizer."""
+    """Whether a checkpoint folder brings files of a tokenizer, or a GGUF file the metadata."""
+    if is_gguf(folder):
+        return has_gguf_tokenizer(open_gguf(folder))
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     return any((folder / name).exists() for name in known)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any = None) -> list[int]:
-    """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none."""
+    """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none.
+
+    Of a GGUF file, what its metadata names: the ends of a text, a turn and a message.
+    """
     folder = Path(folder)
+    if is_gguf(folder):
+        return stop_ids(open_gguf(folder))
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
             ids = read_json(folder / name).get("eos_token_id")
@@ -46,19 +58,24 @@ def encode_prompt(
     system: str | None = None,
     reasoning: bool = False,
     chat_template: bool = True,
+    history: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """A prompt's token ids, through the chat template unless told otherwise.
 
+    `history` holds the turns before it, each what the user said and what was answered.
     `reasoning` is what templates call enable_thinking. A base model without a template gets the
     plain text only if `chat_template` is False: silence would change the prompt.
     """
     if not chat_template:
         if system:
             raise ValueError("a system message needs the chat template")
-        return list(tokenizer(prompt)["input_ids"])
+        said = [text for turn in history for text in turn]
+        return list(tokenizer("\n\n".join([*said, prompt]))["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: pass --no-chat-template")
-    messages = [{"role": "user", "content": prompt}]
+    turns = [dict(user=user, assistant=answer).items() for user, answer in history]
+    before = [{"role": role, "content": text} for turn in turns for role, text in turn]
+    messages = [*before, {"role": "user", "content": prompt}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     text = tokenizer.apply_chat_template(

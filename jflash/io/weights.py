@@ -19,7 +19,7 @@ from jflash.io.names import is_dropped, leaf_sources
 from jflash.io.read_ahead import Piece, find_tensors, read_ahead, split_rows
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-_sources = functools.cache(leaf_sources)  # traces the model
+sources_of = functools.cache(leaf_sources)  # traces the model
 SHOWN = 20  # problems printed of a checkpoint that does not fit
 
 
@@ -32,15 +32,27 @@ def load_safetensors(
     host some pieces of a file. ValueError with every unknown, missing, twice-given or wrongly
     shaped tensor.
     """
-    sources = _sources(config)
+    sources = sources_of(config)
+    plan = _plan(sources, _open_checked(folder, config, sources)[0])
+    return fill_leaves(plan, dtype, folder.name, progress)
+
+
+def fill_leaves(plan: dict[str, list[Piece]], dtype: str | None, name: str, progress: bool) -> dict:
+    """Parameters of the pieces that make up each leaf, read ahead; `name` is for the progress bar.
+
+    Kernels are stored [out, in]. `dtype` None keeps what the pieces give.
+    """
     turning = _device_turns()
-    plan = _plan(sources, _open_checked(folder, config, sources)[0], turning)
+    plan = {
+        leaf: [piece._replace(transposed=_is_kernel(leaf) and not turning) for piece in pieces]
+        for leaf, pieces in plan.items()
+    }
     # The largest first: while the last leaves are put together, little is missing and less is held
     # twice, so nothing comes on top of the parameters.
     order = sorted(plan, key=lambda leaf: -sum(piece.nbytes for piece in plan[leaf]))
     pieces = [piece for leaf in order for piece in plan[leaf]]
     bar = tqdm(
-        total=sum(piece.nbytes for piece in pieces), desc=f"loading {folder.name}", unit="B",
+        total=sum(piece.nbytes for piece in pieces), desc=f"loading {name}", unit="B",
         unit_scale=True, disable=not progress,
     )  # fmt: skip
     leaves = {}
@@ -52,12 +64,12 @@ def load_safetensors(
                 bar.update(piece.nbytes)
                 parts.append(rows)
             leaves[leaf] = _assemble(parts, _is_kernel(leaf), turning, dtype)
-    return _nest({leaf: leaves[leaf] for leaf in sources})
+    return _nest({leaf: leaves[leaf] for leaf in plan})
 
 
 def check_safetensors(folder: Path, config: TargetConfig | DrafterConfig) -> None:
     """The errors of load_safetensors, by the files' headers alone."""
-    _open_checked(folder, config, _sources(config))
+    _open_checked(folder, config, sources_of(config))
 
 
 def save_safetensors(
@@ -135,21 +147,24 @@ def _check(folder: Path, config, sources, owners, handles) -> None:
             problems.append(f"wrong shape: {name} is {shape}, expected {expected[name]}")
         if tensor.get_dtype() not in FLOATS:
             problems.append(f"unsupported dtype: {name} is {tensor.get_dtype()}")
+    check_problems(folder, problems)
+
+
+def check_problems(source: Path, problems: list[str]) -> None:
+    """ValueError with all that is wrong with the tensors of `source`, unless nothing is."""
     if problems:
         more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ValueError(f"{folder} does not fit: " + "; ".join(problems[:SHOWN] + more))
+        raise ValueError(f"{source} does not fit: " + "; ".join(problems[:SHOWN] + more))
 
 
-def _plan(sources: dict, owners: dict, turning: bool) -> dict[str, list[Piece]]:
+def _plan(sources: dict, owners: dict) -> dict[str, list[Piece]]:
     """The pieces of files that make up each leaf, in the order in which it holds them."""
     files = {file for places in owners.values() for file, _ in places}
     stored = {file: find_tensors(file) for file in files}
     plan = {}
     for leaf, parts in sources.items():
         places = [owners[part.name][0] for part in parts]
-        pieces = [piece for file, name in places for piece in split_rows(stored[file][name])]
-        transposed = _is_kernel(leaf) and not turning
-        plan[leaf] = [piece._replace(transposed=transposed) for piece in pieces]
+        plan[leaf] = [piece for file, name in places for piece in split_rows(stored[file][name])]
     return plan
 
 

@@ -1,0 +1,127 @@
+"""GGUF metadata to the config.json that the same model has in Hugging Face layout.
+
+The result goes through hf_config like any other: nothing guessed, nothing ignored. Metadata that
+is not known here is refused by its name unless it is 0, false or empty.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from jflash.config import Llama3Scaling, RopeConfig
+from jflash.io.gguf_file import GgufFile
+from jflash.io.hf_config import DEFAULT_ROPE_THETA
+from jflash.layers import rope_frequencies
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_NEEDED = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_ALSO_KNOWN = {
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "vocab_size",
+    "tensor_data_layout",
+}  # fmt: skip
+_STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+
+def hf_config_of(file: GgufFile) -> dict[str, Any]:
+    """config.json of the model in `file`; ValueError for what is missing or not supported."""
+    name = file.need("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"{file.path}: unsupported GGUF architecture {name!r}; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    own = _own_metadata(file, name)
+    if EMBEDDING not in file.tensors:
+        raise ValueError(f"{file.path} does not fit: missing: {EMBEDDING}")
+    config = {key: file.need(f"{name}.{source}") for key, source in _NEEDED.items()}
+    heads = config["num_attention_heads"]
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f"{file.path}: {name}.attention.head_count {heads!r} is not supported")
+    config |= {
+        "architectures": [ARCHITECTURES[name]],
+        "model_type": name,
+        "vocab_size": own.get("vocab_size", file.tensors[EMBEDDING].shape[0]),
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": own.get("attention.key_length", config["hidden_size"] // heads),
+        "rope_theta": own.get("rope.freq_base", DEFAULT_ROPE_THETA),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+    }
+    _check_heads(file, own, config["head_dim"])
+    if ROPE_FACTORS in file.tensors:
+        config["rope_scaling"] = _rope_scaling(file, config["rope_theta"], config["head_dim"])
+    stops = stop_ids(file)
+    return config | ({"eos_token_id": stops} if stops else {})
+
+
+def stop_ids(file: GgufFile) -> list[int]:
+    """Ids that end a text, a turn or a message, as the metadata names them."""
+    ids = [file.metadata.get(f"tokenizer.ggml.{name}") for name in _STOPS]
+    return list(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
+def _own_metadata(file: GgufFile, name: str) -> dict[str, Any]:
+    """What the file says under its architecture's name, all of it known here."""
+    prefix = f"{name}."
+    own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    scaling = own.get("rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"{file.path}: {name}.rope.scaling.type {scaling!r} is not supported")
+    if not own.get("attention.causal", True):
+        raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
+    known = {*_NEEDED.values(), *_ALSO_KNOWN}
+    foreign = [f"{prefix}{key} ({own[key]!r})" for key in own if own[key] and key not in known]
+    if foreign:
+        raise ValueError(f"{file.path}: not supported: {', '.join(foreign)}")
+    return own
+
+
+def _check_heads(file: GgufFile, own: dict[str, Any], head_dim: int) -> None:
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head_dim) != head_dim:
+            raise ValueError(
+                f"{file.path}: {key} {own[key]} differs from the heads' width {head_dim}: "
+                "not supported"
+            )
+
+
+def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, of which GGUF stores only the divisors that it gives the frequencies.
+
+    All of Llama 3.1 to 3.3 has the same bounds and differs in the factor; others are refused.
+    """
+    stored = file.tensors[ROPE_FACTORS]
+    if stored.kind != GGMLQuantizationType.F32 or stored.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{file.path}: {ROPE_FACTORS} is {stored.kind.name} {stored.shape}, "
+            f"expected F32 ({head_dim // 2},)"
+        )
+    divisors = np.fromfile(file.path, np.float32, head_dim // 2, offset=stored.begin)
+    scaling = Llama3Scaling(
+        factor=float(divisors.max()),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    plain = rope_frequencies(RopeConfig(theta=theta, scaling=None), head_dim)
+    scaled = rope_frequencies(RopeConfig(theta=theta, scaling=scaling), head_dim)
+    if not np.allclose(plain / scaled, divisors, rtol=1e-4):
+        raise ValueError(f"{file.path}: {ROPE_FACTORS} is not Llama 3's scaling: not supported")
+    return {"rope_type": "llama3", **asdict(scaling)}

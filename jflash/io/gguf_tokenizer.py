@@ -1,0 +1,165 @@
+"""The tokenizer that a GGUF file describes, as transformers' fast tokenizer.
+
+GGUF stores tokens and merges, but of how text is split before merging only a name: SPLITS says
+what the names mean. (transformers' own conversion splits every Llama's text as GPT-2 does, and
+takes the first token of a text for the last.) A name that is not known here is refused.
+"""
+
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from jflash.io.gguf_file import GgufFile
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
+SPACE = "▁"  # how sentencepiece writes one
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+# One pattern but for how many digits stay together: Qwen 2 and 3 one, Llama 3 up to three.
+_LATER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Split(NamedTuple):
+    """How text is taken apart before merges: by each pattern in turn, what lies between stays."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False  # Unicode composed first
+    whole_words: bool = False  # a piece that is a token needs no merges
+    begins: bool = False  # with the begin token, unless the file says otherwise
+
+
+SPLITS = {
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": Split((_GPT2,)),
+    "smollm": Split((r"\p{N}", _GPT2)),
+    "qwen2": Split((_LATER.replace("DIGITS", ""),), nfc=True),
+    "llama-bpe": Split((_LATER.replace("DIGITS", "{1,3}"),), whole_words=True, begins=True),
+}
+
+
+def has_gguf_tokenizer(file: GgufFile) -> bool:
+    """Whether the file brings a tokenizer, supported or not."""
+    return file.metadata.get("tokenizer.ggml.model", "no_vocab") not in ("none", "no_vocab")
+
+
+def gguf_tokenizer(file: GgufFile) -> Any:
+    """The file's tokenizer with its special tokens and chat template; ValueError if unsupported."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = file.need("tokenizer.ggml.tokens")
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"{file.path}: tokenizer.ggml.tokens holds a token twice")
+    kind = file.need("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, begins = _byte_level(file, tokens)
+    elif kind == "llama":
+        tokenizer, begins = _sentencepiece(file, tokens)
+    else:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama'"
+        )
+    _add_tokens(file, tokenizer, tokens)
+    special = {
+        name: _token(file, tokens, key)
+        for name, key in (
+            ("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+    }  # fmt: skip
+    _begin(file, tokenizer, special["bos_token"], begins)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in special.items() if token is not None},
+    )
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """GPT-2's kind: bytes written as letters, merged within the pieces that a split gives."""
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}"
+        )
+    split = SPLITS[name]
+    merges = [merge.split(" ") for merge in file.need("tokenizer.ggml.merges")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    broken = [m for m in merges if len(m) != 2 or m[0] + m[1] not in vocabulary]
+    if broken:
+        raise ValueError(f"{file.path}: tokenizer.ggml.merges: {' '.join(broken[0])!r} is no merge")
+    pairs = [(left, right) for left, right in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.whole_words))
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(p), "isolated") for p in split.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.begins
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """Llama 2's kind: spaces written as ▁, pairs merged by the score of what they make."""
+    scores = file.need("tokenizer.ggml.scores")
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    ranked = sorted(range(len(tokens)), key=lambda i: -scores[i])
+    merges = [
+        (tokens[i][:cut], tokens[i][cut:])
+        for i in ranked
+        if kinds[i] not in (UNKNOWN, CONTROL, USER_DEFINED)
+        for cut in range(1, len(tokens[i]))
+        if tokens[i][:cut] in vocabulary and tokens[i][cut:] in vocabulary
+    ]
+    unknown = _token(file, tokens, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = [normalizers.Replace(" ", SPACE)]
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), *spaces] if prefix else spaces
+    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", left=1)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([*steps, *strip])
+    return tokenizer, True
+
+
+def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
+    """Tokens that text is searched for before all else, special ones left out of decoded text."""
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
+    added = [
+        AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+
+
+def _begin(file: GgufFile, tokenizer: Tokenizer, begin: str | None, begins: bool) -> None:
+    """The begin token before plain text, where the file or its kind of tokenizer wants it."""
+    if file.metadata.get("tokenizer.ggml.add_eos_token"):
+        raise ValueError(f"{file.path}: tokenizer.ggml.add_eos_token is not supported")
+    if not file.metadata.get("tokenizer.ggml.add_bos_token", begins) or begin is None:
+        return
+    tokenizer.post_processor = TemplateProcessing(
+        single=[begin, "$A"], special_tokens=[(begin, tokenizer.token_to_id(begin))]
+    )
+
+
+def _token(file: GgufFile, tokens: list[str], name: str) -> str | None:
+    """The token that the metadata gives a part to; ValueError if it is none of the file's."""
+    index = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if index is None:
+        return None
+    if not 0 <= index < len(tokens):
+        raise ValueError(f"{file.path}: tokenizer.ggml.{name}_token_id {index} names no token")
+    return tokens[index]
