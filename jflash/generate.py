@@ -25,6 +25,7 @@ from jflash.programs import (
     make_request,
     new_state,
 )
+from jflash.sampling import GREEDY, Sampling
 from jflash.speculative import Models, Params, State
 
 STEPS_PER_CALL = 4  # steps between two looks of the host when somebody watches the tokens
@@ -114,13 +115,18 @@ def check_request(
         )
 
 
+def models_for(models: Models, samplings: Sequence[Sampling]) -> Models:
+    """The models compiled so that they can serve these requests: greedy ones alone draw nothing."""
+    return replace(models, sampled=models.sampled or any(s.temperature > 0 for s in samplings))
+
+
 def generate(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 256,
     stop_token_ids: Sequence[int] = (),
-    temperature: float = 0.0,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
     seed: int = 0,
     first_index: int = 0,
     oracle: bool = False,
@@ -131,14 +137,14 @@ def generate(
     """Decodes a batch of prompts (token ids) to the end, in one device loop without a host sync.
 
     `oracle` accepts no draft: the same executable then commits the target's own tokens one by one.
-    `temperature` 0 is greedy; above it, sequence i draws from a key made of `seed` and
-    `first_index` + i: later batches of one seed start where the last one ended.
+    `sampling` is one for all prompts or one for each. Sequence i draws from a key made of `seed`
+    and `first_index` + i: later batches of one seed start where the last one ended.
     `stop_when(new_ids)` may end a sequence after as many tokens as it returns; the host then looks
     every few steps. `capacity` overrides the cache slots a sequence (see capacity_for).
     Raises ValueError for a request that does not fit.
     """
     session = _start(
-        pair, prompts, max_new_tokens, stop_token_ids, temperature, seed, oracle, capacity,
+        pair, prompts, max_new_tokens, stop_token_ids, sampling, seed, oracle, capacity,
         prefill_chunk, first_index,
     )  # fmt: skip
     bound = STEPS_PER_CALL if stop_when else np.iinfo(np.int32).max
@@ -170,7 +176,7 @@ def stream(
     *,
     max_new_tokens: int = 256,
     stop_token_ids: Sequence[int] = (),
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     seed: int = 0,
     oracle: bool = False,
     stop_when: StopWhen | None = None,
@@ -183,7 +189,7 @@ def stream(
     are read, so the device never waits for the reader.
     """
     session = _start(
-        pair, [prompt], max_new_tokens, stop_token_ids, temperature, seed, oracle, capacity,
+        pair, [prompt], max_new_tokens, stop_token_ids, sampling, seed, oracle, capacity,
         prefill_chunk,
     )  # fmt: skip
     running = np.zeros(1, bool)
@@ -233,16 +239,17 @@ class _Session(NamedTuple):
 
 
 def _start(
-    pair: Pair, prompts, max_new_tokens, stops, temperature, seed, oracle, capacity, chunk,
+    pair: Pair, prompts, max_new_tokens, stops, sampling, seed, oracle, capacity, chunk,
     first_index=0,
 ) -> _Session:  # fmt: skip
     if not prompts:
         raise ValueError("no prompts given")
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(samplings) != len(prompts):
+        raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts: give one or each")
     for prompt in prompts:
         check_request(pair.models, prompt, max_new_tokens, stops)
-    models = replace(pair.models, sampled=temperature > 0)
+    models = models_for(pair.models, samplings)
     width = models.block_size
     need = capacity_for(max(map(len, prompts)), max_new_tokens, width, chunk)
     if capacity is not None and capacity < need:
@@ -261,8 +268,8 @@ def _start(
     accept = 0 if oracle or models.drafter is None else width - 1
     keys = [jax.random.fold_in(jax.random.key(seed), first_index + b) for b in range(len(prompts))]
     requests = [
-        make_request(shape, prompt, max_new_tokens, stops, accept, key, temperature)
-        for prompt, key in zip(prompts, keys, strict=True)
+        make_request(shape, prompt, max_new_tokens, stops, accept, key, own)
+        for prompt, key, own in zip(prompts, keys, samplings, strict=True)
     ]
     compiled = time.perf_counter()
     for b, request in enumerate(requests):

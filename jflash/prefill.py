@@ -6,14 +6,15 @@ its cache is the same bits alone and in a batch, and no prompt length compiles a
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from jflash.cache import write_chunk
 from jflash.layers import PrefillAttend
-from jflash.sampling import through_first_stop
-from jflash.speculative import Models, Params, State, apply, choose
+from jflash.sampling import Filters, choose, greedy, through_first_stop
+from jflash.speculative import Models, Params, State, apply
 
 
 class Request(NamedTuple):
@@ -25,7 +26,7 @@ class Request(NamedTuple):
     stops: Int[Array, " E"]
     max_accept: Int[Array, ""]
     key: Key[Array, ""]
-    temperature: Float[Array, ""]
+    filters: Filters  # scalars
 
 
 def admit(state: State, slot: Int[Array, ""], request: Request) -> State:
@@ -38,7 +39,9 @@ def admit(state: State, slot: Int[Array, ""], request: Request) -> State:
         done=state.done.at[slot].set(False),
         max_accept=state.max_accept.at[slot].set(request.max_accept),
         keys=state.keys.at[slot].set(request.key),
-        temperature=state.temperature.at[slot].set(request.temperature),
+        filters=jax.tree.map(
+            lambda all, own: all.at[slot].set(own), state.filters, request.filters
+        ),
         steps=state.steps.at[slot].set(0),
         acceptance_lengths=state.acceptance_lengths.at[slot].set(0),
     )
@@ -82,8 +85,14 @@ def prefill(
     logits = apply(
         models.target, params.target, lax.dynamic_slice_in_dim(hidden, last, 1, 1), method="logits"
     )
-    index = request.prompt_length[None]
-    first = choose(models, logits, index[None], request.key[None], request.temperature[None])
+    if models.sampled:
+        index, filters = (
+            request.prompt_length[None, None],
+            jax.tree.map(lambda x: x[None], request.filters),
+        )
+        first = choose(logits, index, request.key[None], filters)
+    else:
+        first = greedy(logits)
     _, stopped = through_first_stop(first, jnp.ones(1, jnp.int32), request.stops[None])
     length = request.prompt_length + 1
     return state._replace(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.cache import empty_cache
 from jflash.prefill import Request, prefill
+from jflash.sampling import GREEDY, Sampling, filters_of
 from jflash.speculative import Models, Params, State, speculative_step
 
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this
@@ -112,7 +113,7 @@ def new_state(models: Models, shape: Shape) -> State:
         done=jnp.ones(shape.batch, bool),
         max_accept=ints(shape.batch),
         keys=jax.random.split(jax.random.key(0), shape.batch),
-        temperature=jnp.zeros(shape.batch, jnp.float32),
+        filters=jax.tree.map(lambda x: jnp.full(shape.batch, x), filters_of(GREEDY)),
         steps=ints(shape.batch),
         acceptance_lengths=ints((shape.batch, shape.capacity)),
         target_cache=caches(models.target.config),
@@ -127,7 +128,7 @@ def make_request(
     stops: Sequence[int],
     max_accept: int,
     key: Array,
-    temperature: float,
+    sampling: Sampling = GREEDY,
 ) -> Request:
     """A request's arrays, padded on the host: no length of anything reaches the compiler."""
     tokens = np.zeros(shape.capacity, np.int32)
@@ -141,7 +142,7 @@ def make_request(
         stops=jnp.asarray(padded_stops),
         max_accept=jnp.int32(max_accept),
         key=key,
-        temperature=jnp.float32(temperature),
+        filters=filters_of(sampling),
     )
 
 
@@ -157,7 +158,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Programs
     start = time.perf_counter()
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key, 0.0))
+    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
     prefill_jit = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)

@@ -1,14 +1,90 @@
 """From logits to tokens, and how much of a draft they confirm. Explicit keys, no state.
 
-A token drawn at index p of a request is the argmax of logits / temperature + Gumbel noise, and the
-noise is a function of the request's key and p alone. The draft is the drafter's argmax and draws
-nothing, so it is accepted with probability p(draft), which is the exact rule for a one-hot draft,
-and the tokens of a seed are the same whatever was drafted.
+Lossless: every committed token has the distribution p that the target gives it after the tokens
+before it, under its request's temperature and filters. Two rules for drafts hold to it:
+
+- one-hot: the draft is the drafter's best token, and draws nothing. The target draws a token from p
+  at every row; a draft is accepted if it is that token, so with probability p(d), and else the
+  token drawn is the residual, p without d. The tokens of a seed are those that the target draws
+  alone, whatever was drafted.
+- from q: the draft d is drawn from the drafter's own q, under the same temperature and filters, and
+  accepted if u · q(d) < p(d) for a uniform u; else max(p - q, 0), renormalised, is drawn from.
+  After the last accepted draft the bonus token is drawn from p.
+
+Noise is a function of the request's key, the index of the token that it decides, and what it is
+for (DRAFT, ACCEPT, TARGET), so no two decisions share any. A rejected block's indices are drafted
+again with the same noise, which is exact: whether and what a step commits at an index depends on
+the noise of that index and those before it alone, and a step ends with the first rejection. So
+given all that is committed, nothing has been decided yet by the noise of later indices, and it is
+as good as new. (The drafter sees committed tokens only, and draws each index by its own noise.)
 """
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+COLDEST = 1e-4  # below it float32 could not tell logits / temperature apart; 0 is greedy
+DRAFT, ACCEPT, TARGET = 0, 1, 2  # what noise is for: a draft, its test, the target's own token
+DIGIT = 2  # bits of a bound that one pass over the vocabulary settles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one request draws its tokens; the filters apply in this order. ValueError if impossible.
+
+    top_k 0, top_p 1 and min_p 0 filter nothing, and with temperature 0 (greedy) are the only ones.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        t, k = self.temperature, self.top_k
+        for wrong, why in [
+            (
+                not (math.isfinite(t) and (t == 0 or t >= COLDEST)),
+                f"temperature {t}: 0 (greedy) or a number from {COLDEST} up",
+            ),
+            (type(k) is not int or k < 0, f"top_k {k}: a whole number from 1 up, 0 to keep all"),
+            (not 0 < self.top_p <= 1, f"top_p {self.top_p}: above 0, at most 1 (which keeps all)"),
+            (not 0 <= self.min_p <= 1, f"min_p {self.min_p}: within 0 (which keeps all) … 1"),
+        ]:
+            if wrong:
+                raise ValueError(why)
+        if t == 0:
+            for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+                if getattr(self, name) != off:
+                    raise ValueError(f"{name} {getattr(self, name)} needs a temperature above 0")
+
+
+GREEDY = Sampling()
+
+
+class Filters(NamedTuple):
+    """`Sampling` on the device: run-time values, one for each sequence or of a single one."""
+
+    temperature: Float[Array, "*B"]
+    top_k: Int[Array, "*B"]
+    top_p: Float[Array, "*B"]
+    min_p: Float[Array, "*B"]
+
+
+def filters_of(sampling: Sampling) -> Filters:
+    """The scalars of one request."""
+    return Filters(
+        jnp.float32(sampling.temperature),
+        jnp.int32(min(sampling.top_k, 2**31 - 1)),
+        jnp.float32(sampling.top_p),
+        jnp.float32(sampling.min_p),
+    )
 
 
 def greedy(logits: Float[Array, "B T V"]) -> Int[Array, "B T"]:
@@ -16,27 +92,153 @@ def greedy(logits: Float[Array, "B T V"]) -> Int[Array, "B T"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def sample(
+def probabilities(logits: Float[Array, "B T V"], filters: Filters) -> Float[Array, "B T V"]:
+    """What each token is drawn with: temperature, top-k, top-p, min-p, and renormalised.
+
+    Ties at a boundary are all kept. top-k keeps what is no further from the best logit than the
+    k-th; top-p the fewest most probable tokens that hold at least that share of top-k's mass; min-p
+    what has that share of the best token's probability. At temperature 0 the greedy token has 1.
+    """
+    t = filters.temperature[:, None, None]
+    gaps = jnp.abs(jnp.max(logits, axis=-1, keepdims=True) - logits)  # abs: never -0
+    best = jnp.arange(logits.shape[-1]) == greedy(logits)[..., None]
+    weights = jnp.where(t > 0, jnp.exp(-gaps / jnp.where(t > 0, t, 1)), best.astype(jnp.float32))
+    weights = _where_on(filters.top_k > 0, _top_k, weights, gaps, filters.top_k)
+    weights = _where_on(filters.top_p < 1, _top_p, weights, gaps, filters.top_p)
+    weights = jnp.where(weights >= filters.min_p[:, None, None], weights, 0)  # the best has 1
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _where_on(on: Bool[Array, " B"], keep: Callable, weights, gaps, value):
+    """The weights that a filter keeps; costs nothing if no sequence of the batch wants it."""
+    return lax.cond(
+        jnp.any(on),
+        lambda: jnp.where(keep(gaps, weights, value[:, None]) | ~on[:, None, None], weights, 0),
+        lambda: weights,
+    )
+
+
+def _top_k(gaps, weights, k: Int[Array, "B 1"]) -> Bool[Array, "B T V"]:
+    return _nearest(gaps, jnp.ones_like(weights), k.astype(jnp.float32))
+
+
+def _top_p(gaps, weights, p: Float[Array, "B 1"]) -> Bool[Array, "B T V"]:
+    return _nearest(gaps, weights, p * jnp.sum(weights, axis=-1))
+
+
+def _nearest(
+    gaps: Float[Array, "B T V"], weights: Float[Array, "B T V"], goal: Float[Array, "B #T"]
+) -> Bool[Array, "B T V"]:
+    """The tokens of the smallest gaps (all of equal gap, or none) whose weights sum to `goal`.
+
+    All tokens, if the goal is out of reach. A gap is at least 0, so its bits have its order; the
+    bound is settled DIGIT bits a pass from the top, which reads the vocabulary 32 / DIGIT times
+    where a sort would write it.
+    """
+    keys = lax.bitcast_convert_type(gaps, jnp.uint32)
+
+    def settle(i: Array, bound: UInt32[Array, "B T"]) -> UInt32[Array, "B T"]:
+        shift = jnp.uint32(32 - DIGIT) - jnp.uint32(DIGIT) * i.astype(jnp.uint32)
+        trials = [bound + (jnp.uint32(j) << shift) for j in range(1, 1 << DIGIT)]
+        inside = [jnp.where(keys < trial[..., None], weights, 0) for trial in trials]
+        # One reduction of several operands: the vocabulary is read once for all of them.
+        zeros = [jnp.float32(0)] * len(trials)
+        short = [total < goal for total in lax.reduce(inside, zeros, _add, (2,))]
+        return bound + (sum(short, jnp.uint32(0)) << shift)
+
+    bound = lax.fori_loop(0, 32 // DIGIT, settle, jnp.zeros(gaps.shape[:2], jnp.uint32))
+    return keys <= bound[..., None]
+
+
+def _add(a: list[Array], b: list[Array]) -> list[Array]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def draw(
+    weights: Float[Array, "B T V"],
+    indices: Int[Array, "B T"],
+    keys: Key[Array, " B"],
+    purpose: int,
+) -> Int[Array, "B T"]:
+    """A token in proportion to its weight, for each index, by its noise for `purpose`.
+
+    A race of exponential clocks: the largest weight / noise wins. Noise comes from 32 random bits,
+    and so is never 0 and fine where it is small, which is where tokens of little weight win.
+    """
+
+    def clocks(key: Array, index: Array) -> Array:
+        bits = jax.random.bits(_noise_key(key, index, purpose), weights.shape[-1:], jnp.uint32)
+        uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+        return -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
+
+    noise = jax.vmap(jax.vmap(clocks, in_axes=(None, 0)))(keys, indices)
+    return jnp.argmax(weights / noise, axis=-1).astype(jnp.int32)
+
+
+def choose(
     logits: Float[Array, "B T V"],
     indices: Int[Array, "B T"],
     keys: Key[Array, " B"],
-    temperature: Float[Array, " B"],
+    filters: Filters,
 ) -> Int[Array, "B T"]:
-    """Draws from softmax(logits / temperature) for tokens at `indices`; greedy where it is 0."""
+    """The target's own tokens for `indices`, by their filters and their noise."""
+    return draw(probabilities(logits, filters), indices, keys, TARGET)
 
-    def noise(key, index):
-        return jax.random.gumbel(jax.random.fold_in(key, index), logits.shape[-1:])
 
-    gumbel = jax.vmap(jax.vmap(noise, in_axes=(None, 0)))(keys, indices)
-    t = temperature[:, None, None]
-    return greedy(jnp.where(t > 0, logits / jnp.where(t > 0, t, 1) + gumbel, logits))
+def uniforms(indices: Int[Array, "B T"], keys: Key[Array, " B"]) -> Float[Array, "B T"]:
+    """Numbers in [0, 1) that decide on acceptance, one for each index."""
+
+    def one(key: Array, index: Array) -> Array:
+        return jax.random.uniform(_noise_key(key, index, ACCEPT))
+
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, indices)
+
+
+def _noise_key(key: Key[Array, ""], index: Int[Array, ""], purpose: int) -> Key[Array, ""]:
+    return jax.random.fold_in(jax.random.fold_in(key, index), purpose)
+
+
+def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """What is left of p after a draft from q is rejected, not renormalised."""
+    left = jnp.maximum(p - q, 0)
+    # p and q that differ by rounding alone may leave nothing: then p is as good.
+    return jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, p)
+
+
+def judged(
+    drafts: Int[Array, "B D"],
+    q: Float[Array, "B D V"],
+    p: Float[Array, "B D+1 V"],
+    indices: Int[Array, "B D+1"],
+    keys: Key[Array, " B"],
+    widths: Int[Array, " B"],
+) -> tuple[Int[Array, "B D+1"], Int[Array, " B"]]:
+    """Drafts drawn from q tested against p: the tokens to commit, and how many are drafts.
+
+    Row i decides the token at indices[:, i]. Tokens past the first that is no draft mean nothing.
+    """
+    of_draft = lambda x: jnp.take_along_axis(x, drafts[..., None], axis=-1)[..., 0]  # noqa: E731
+    likely = uniforms(indices[:, :-1], keys) * of_draft(q) < of_draft(p[:, :-1])
+    accepted = _prefix(likely, widths)
+    row = accepted[:, None]
+    at = lambda x: jnp.take_along_axis(x, row[..., None], axis=1)[:, 0]  # noqa: E731
+    own, drafted = at(p), at(jnp.pad(q, ((0, 0), (0, 1), (0, 0))))
+    rejected = (accepted < widths - 1)[:, None]
+    weights = jnp.where(rejected, residual(own, drafted), own)
+    bonus = draw(weights[:, None], jnp.take_along_axis(indices, row, axis=1), keys, TARGET)
+    is_draft = jnp.arange(p.shape[1]) < row
+    return jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), bonus), accepted
 
 
 def accepted_drafts(
     drafts: Int[Array, "B D"], choices: Int[Array, "B D+1"], widths: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """Length of the longest prefix of drafts that equals the target's choices, within the width."""
-    agree = (drafts == choices[:, :-1]) & (jnp.arange(1, choices.shape[1]) < widths[:, None])
+    return _prefix(drafts == choices[:, :-1], widths)
+
+
+def _prefix(agree: Bool[Array, "B D"], widths: Int[Array, " B"]) -> Int[Array, " B"]:
+    agree &= jnp.arange(1, agree.shape[1] + 1) < widths[:, None]
     return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1)
 
 

@@ -18,14 +18,27 @@ from jflash.cache import LayerCache
 from jflash.layers import BlockAttend, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.sampling import accepted_drafts, greedy, sample, through_first_stop
+from jflash.sampling import (
+    DRAFT,
+    Filters,
+    accepted_drafts,
+    choose,
+    draw,
+    greedy,
+    judged,
+    probabilities,
+    through_first_stop,
+)
+
+DRAFT_RULES = ("greedy", "sampled")  # the drafter's best tokens; drawn from its distribution
 
 
 @dataclass(frozen=True)
 class Models:
     """What is compiled: two modules, the block width W, and how attention and draws are done.
 
-    Without a drafter nothing is drafted and each step commits one token, at any width.
+    Without a drafter nothing is drafted and each step commits one token, at any width. Unless
+    `sampled`, every request is greedy, and so are the drafts, whatever the draft rule.
     """
 
     target: Target
@@ -33,6 +46,7 @@ class Models:
     block_size: int
     attention_backend: str = "xla"
     sampled: bool = False
+    draft_rule: str = "greedy"
     matmul_backend: str = "xla"
     heads_backend: str = "xla"
 
@@ -44,10 +58,16 @@ class Models:
                 f"block size {self.block_size} must be within {smallest} … {largest} "
                 "(a drafter may run narrower than it was trained, never wider)"
             )
+        if self.draft_rule not in DRAFT_RULES:
+            raise ValueError(f"draft rule {self.draft_rule!r}: {' or '.join(DRAFT_RULES)}")
 
     @property
     def kernels(self) -> Kernels:
         return Kernels(self.attention_backend, self.matmul_backend, self.heads_backend)
+
+    @property
+    def draws_drafts(self) -> bool:
+        return self.drafter is not None and self.sampled and self.draft_rule == "sampled"
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -71,23 +91,26 @@ class State(NamedTuple):
     done: Bool[Array, " B"]
     max_accept: Int[Array, " B"]  # drafts accepted at most; 0 makes the step its own oracle
     keys: Key[Array, " B"]
-    temperature: Float[Array, " B"]
+    filters: Filters  # leaves [B]
     steps: Int[Array, " B"]
     acceptance_lengths: Int[Array, "B S"]  # tokens committed by each step
     target_cache: tuple[LayerCache, ...]
     drafter_cache: tuple[LayerCache, ...]
 
 
-def choose(models: Models, logits, indices, keys, temperature) -> Int[Array, "B T"]:
-    """The target's own tokens for `indices`: drawn if compiled for it, else the largest logit."""
-    return sample(logits, indices, keys, temperature) if models.sampled else greedy(logits)
+class Proposal(NamedTuple):
+    """Drafts, and what they were drawn from: None if they are the drafter's best tokens."""
+
+    tokens: Int[Array, "B D"]
+    q: Float[Array, "B D V"] | None = None
 
 
 class Verdict(NamedTuple):
     """What the target says of a block."""
 
     logits: Float[Array, "B W V"]
-    choices: Int[Array, "B W"]  # its own token after each row
+    choices: Int[Array, "B W"]  # the token after each row, to the first that is not the draft
+    accepted: Int[Array, " B"]  # how many drafts its choices confirm
     features: Float[Array, "B W PD"]  # its tapped layers, for the drafter's context
 
 
@@ -98,12 +121,12 @@ def block_positions(models: Models, state: State) -> tuple[Int[Array, "B W"], In
     return start[:, None] + jnp.arange(models.block_size), widths
 
 
-def draft(models: Models, params: Params, state: State) -> tuple[Int[Array, "B D"], State]:
+def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State]:
     """W - 1 proposals for the block whose anchor is each sequence's newest token."""
     positions, widths = block_positions(models, state)
     anchor = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
     if models.drafter is None:  # never accepted: the row only keeps the block's shape
-        return jnp.repeat(anchor, models.block_size - 1, axis=1), state
+        return Proposal(jnp.repeat(anchor, models.block_size - 1, axis=1)), state
     mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
     block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
     embeddings = apply(models.target, params.target, block, method="embed")
@@ -112,42 +135,52 @@ def draft(models: Models, params: Params, state: State) -> tuple[Int[Array, "B D
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend,
         models.kernels,
     )  # fmt: skip
-    hidden = hidden[:, 1:]
-    if models.drafter.config.changes_logits:
-        logits = apply(models.target, params.target, hidden, method="logits")
-        drafts = greedy(apply(models.drafter, params.drafter, logits, method="adjust_logits"))
-    else:
-        drafts = apply(models.target, params.target, hidden, models.matmul_backend, method="best")
-    return drafts, state._replace(drafter_cache=cache)
+    state, hidden = state._replace(drafter_cache=cache), hidden[:, 1:]
+    if not (models.draws_drafts or models.drafter.config.changes_logits):
+        best = apply(models.target, params.target, hidden, models.matmul_backend, method="best")
+        return Proposal(best), state
+    logits = apply(models.target, params.target, hidden, method="logits")
+    logits = apply(models.drafter, params.drafter, logits, method="adjust_logits")
+    if not models.draws_drafts:
+        return Proposal(greedy(logits)), state
+    q = probabilities(logits, state.filters)
+    return Proposal(draw(q, positions[:, 1:], state.keys, DRAFT), q), state
 
 
 def verify(
-    models: Models, params: Params, state: State, drafts: Int[Array, "B D"]
+    models: Models, params: Params, state: State, proposal: Proposal
 ) -> tuple[Verdict, State]:
     """The target's one pass over the anchor and the drafts, which writes their keys and values."""
     positions, widths = block_positions(models, state)
     newest = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
     attend = BlockAttend(positions[:, 0], widths, True, models.kernels)
-    block = jnp.concatenate([newest, drafts], axis=1)
+    block = jnp.concatenate([newest, proposal.tokens], axis=1)
     hidden, features, cache = apply(
         models.target, params.target, block, positions, state.target_cache, attend, models.taps,
         models.kernels,
     )  # fmt: skip
     # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, method="logits")
-    if models.sampled:
-        choices = sample(logits, positions + 1, state.keys, state.temperature)
+    if models.draws_drafts:
+        assert proposal.q is not None
+        p = probabilities(logits, state.filters)
+        choices, accepted = judged(
+            proposal.tokens, proposal.q, p, positions + 1, state.keys, widths
+        )  # fmt: skip
     else:
-        choices = apply(models.target, params.target, hidden, models.matmul_backend, method="best")
-    return Verdict(logits, choices, features), state._replace(target_cache=cache)
+        if models.sampled:
+            choices = choose(logits, positions + 1, state.keys, state.filters)
+        else:
+            backend = models.matmul_backend
+            choices = apply(models.target, params.target, hidden, backend, method="best")
+        accepted = accepted_drafts(proposal.tokens, choices, widths)
+    return Verdict(logits, choices, accepted, features), state._replace(target_cache=cache)
 
 
-def commit(
-    models: Models, params: Params, state: State, drafts: Int[Array, "B D"], verdict: Verdict
-) -> State:
-    """Keeps the longest agreeing prefix and the bonus token, cut by stops and limits."""
-    positions, widths = block_positions(models, state)
-    accepted = jnp.minimum(accepted_drafts(drafts, verdict.choices, widths), state.max_accept)
+def commit(models: Models, params: Params, state: State, verdict: Verdict) -> State:
+    """Keeps the accepted drafts and the bonus token, cut by stops and limits."""
+    positions = block_positions(models, state)[0]
+    accepted = jnp.minimum(verdict.accepted, state.max_accept)
     count = jnp.minimum(accepted + 1, state.limit - state.length)
     count, stopped = through_first_stop(verdict.choices, count, state.stops)
     count = jnp.where(state.done, 0, count)
@@ -190,9 +223,9 @@ def speculative_step(models: Models, params: Params, state: State) -> State:
 
     Shapes never change: a block is always W wide, and room, stop tokens and limits are masks.
     """
-    drafts, state = draft(models, params, state)
-    verdict, state = verify(models, params, state, drafts)
-    return commit(models, params, state, drafts, verdict)
+    proposal, state = draft(models, params, state)
+    verdict, state = verify(models, params, state, proposal)
+    return commit(models, params, state, verdict)
 
 
 def apply(module: nn.Module, params: Any, *args: Any, method: str | None = None) -> Any:

@@ -24,6 +24,7 @@ KEYS = {
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "acceptance_lengths"),
     *("mean_acceptance_length", "finish_reason", "seconds", "tokens_per_second", "target"),
     *("drafter", "block_size", "dtype", "device", "attention_backend"),
+    *("sampling", "seed", "draft_rule"),
 }
 
 

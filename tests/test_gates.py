@@ -216,8 +216,8 @@ def test_several_copies_of_the_logits_fail_the_temporaries_gate():
     step = step_program(models, 8, CAPACITY, DTYPE)
 
     def body(params, state, sorts: bool):
-        drafts, state = draft(models, params, state)
-        verdict, state = verify(models, params, state, drafts)
+        proposal, state = draft(models, params, state)
+        verdict, state = verify(models, params, state, proposal)
         # A sort needs its input and its result at once.
         best = jnp.sort(verdict.logits, axis=-1)[:, 0, -1] if sorts else verdict.choices[:, 0]
         return state._replace(length=state.length + best.astype(jnp.int32))

@@ -1,6 +1,7 @@
 """What must hold for any weights: the drafter changes the speed, never a token."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from jflash.generate import generate, stream
+from jflash.prefill import prefill
 from jflash.programs import Shape, compile_programs, make_request, new_state
+from jflash.sampling import Sampling
 from jflash.speculative import speculative_step
 from tests.pairs import prompts, random_pair, replay_pair, unit_head
 
@@ -88,7 +91,7 @@ def test_sequences_end_at_different_times():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_stream_equals_generate(temperature):
     pair, prompt = random_pair(), prompts(1, seed=13)[0]
-    how = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
+    how = {"max_new_tokens": NEW, "sampling": Sampling(temperature=temperature), "seed": 4}
     whole = generate(pair, [prompt], **how)[0]
     chunks = list(stream(pair, prompt, **how))
     assert [t for c in chunks for t in c.token_ids] == whole.token_ids
@@ -118,10 +121,10 @@ def test_prefill_chunks_agree_within_float32():
     states = []
     for chunk in (7, 16, 128):
         shape = Shape(2, 256, chunk, 16, "float32")
-        request = make_request(shape, prompt, 10, (), 7, jax.random.key(0), 0.0)
-        programs = compile_programs(pair.models, pair.params, shape)
+        request = make_request(shape, prompt, 10, (), 7, jax.random.key(0))
         state = new_state(pair.models, shape)
-        states.append(programs.prefill(pair.params, state, jnp.int32(1), request))
+        prefilled = jax.jit(partial(prefill, pair.models, chunk))  # `run` is not compiled in vain
+        states.append(prefilled(pair.params, state, jnp.int32(1), request))
     filled = lambda cache: [np.asarray(x[1, : len(prompt)]) for x in jax.tree.leaves(cache)]  # noqa: E731
     for other in states[1:]:
         assert other.tokens[1, len(prompt)] == states[0].tokens[1, len(prompt)]
@@ -134,7 +137,7 @@ def test_prefill_chunks_agree_within_float32():
 
 def test_sampling_depends_on_seed_and_request_not_on_drafter_or_neighbours():
     batch = prompts(3, seed=15)
-    how = {"max_new_tokens": NEW, "temperature": 1.0}
+    how = {"max_new_tokens": NEW, "sampling": Sampling(temperature=1.0)}
     first, second = (generate(random_pair(drafter_seed=s), batch, seed=7, **how) for s in (1, 2))
     assert ids(first) == ids(second)
     assert ids(first) == ids(generate(random_pair(), batch, seed=7, oracle=True, **how))
@@ -163,7 +166,7 @@ def test_histogram_on_the_device_counts_the_steps():
     programs = compile_programs(pair.models, pair.params, shape)
     state = new_state(pair.models, shape)
     for b, (prompt, new) in enumerate(zip(batch, (NEW, 5), strict=True)):
-        request = make_request(shape, prompt, new, (), 7, jax.random.key(0), 0.0)
+        request = make_request(shape, prompt, new, (), 7, jax.random.key(0))
         state = programs.prefill(pair.params, state, jnp.int32(b), request)
     _, report = programs.run(pair.params, state, jnp.int32(1000), jnp.zeros(2, bool))
     for b in range(2):

@@ -1,104 +1,105 @@
-"""Sampling through the step is the target's distribution, whatever the drafter proposes."""
+"""Probabilities, draws and acceptance by themselves, and requests that draw differently."""
 
-import functools
-import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
-from jflash.layers import MaskAttend
-from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter
-from jflash.prefill import prefill
-from jflash.programs import Shape, make_request, new_state, run
-from jflash.sampling import accepted_drafts, greedy, sample, through_first_stop
-from jflash.speculative import Models, Params, apply
-from tests.pairs import drafter_config, random_params, target_config
+from jflash import sampling
+from jflash.generate import Pair, generate
+from jflash.sampling import (
+    GREEDY,
+    TARGET,
+    Filters,
+    Sampling,
+    accepted_drafts,
+    choose,
+    draw,
+    filters_of,
+    greedy,
+    judged,
+    probabilities,
+    residual,
+    through_first_stop,
+)
+from tests.numpy_filters import filtered
+from tests.pairs import prompts, random_pair
 
-V, TEMPERATURE, SAMPLES, SIGNIFICANCE = 5, 0.7, 40_000, 1e-4
-PROMPT = [1, 4, 2]
-
-
-def small_models() -> tuple[Models, Params]:
-    small = {"vocab_size": V, "hidden_size": 16, "num_layers": 2, "head_dim": 8}
-    target = target_config(**small)
-    own = {"mask_token_id": 0, "block_size": 4, "target_layer_ids": (0,), "num_target_layers": 2}
-    drafter = drafter_config(**small | own)
-    models = Models(Target(target), Drafter(drafter), 4, sampled=True)
-    return models, Params(random_params(target, 3, 0.5), random_params(drafter, 4, 0.5))
-
-
-def target_joint(models: Models, params: Params) -> np.ndarray:
-    """p(t1, t2, t3 | PROMPT) by the target alone, over all V^3 continuations."""
-    paths = np.array(list(itertools.product(range(V), repeat=3)))
-    tokens = jnp.asarray(np.hstack([np.tile(PROMPT, (len(paths), 1)), paths]), jnp.int32)
-    length = tokens.shape[1]
-    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    hidden, _, _ = apply(
-        models.target, params.target, tokens, positions, (None, None), MaskAttend(mask)
-    )
-    logits = apply(models.target, params.target, hidden, method="logits")
-    p = np.asarray(jax.nn.softmax(logits / TEMPERATURE))[:, len(PROMPT) - 1 : -1]
-    return np.prod(np.take_along_axis(p, paths[:, :, None], axis=2)[:, :, 0], axis=1)
+SAMPLINGS = [
+    Sampling(temperature=0.6, top_k=20, top_p=0.95),
+    Sampling(temperature=1.0, top_p=0.5),
+    Sampling(temperature=1.0, top_p=1e-6),
+    Sampling(temperature=1.7, min_p=0.05),
+    Sampling(temperature=1.0, min_p=1.0),
+    Sampling(temperature=1.0, top_k=1),
+    Sampling(temperature=1.0, top_k=300),  # as many as there are
+    Sampling(temperature=1.0, top_k=10**12),
+    Sampling(temperature=3.0, top_k=100, top_p=0.7, min_p=0.1),
+    Sampling(temperature=1e-4, top_p=0.9),
+    Sampling(temperature=1e9),
+    GREEDY,
+]
 
 
-def drawn_counts(
-    models: Models, params: Params, shared_noise: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """How often each continuation comes out of prefill and steps, and the lengths of the steps."""
-    shape = Shape(SAMPLES // 8, 16, 8, 1, "float32")
-    one = shape._replace(batch=1)
-    state = new_state(models, one)
-    fill = jax.jit(functools.partial(prefill, models, 8))
-    # The step needs one committed token: the prompt's last, whose logits the step computes anew.
-    request = make_request(one, PROMPT[:-1], 4, (), 3, jax.random.key(0), TEMPERATURE)
-    state = fill(params, state, jnp.int32(0), request)
-    state = state._replace(tokens=state.tokens.at[0, 2].set(PROMPT[-1]), limit=jnp.full(1, 6))
-    step = jax.jit(functools.partial(run, models))
-    counts, lengths = np.zeros(V**3), []
-    tile = lambda x: jnp.repeat(x, shape.batch, axis=0)  # noqa: E731
-    for i in range(8):
-        keys = jax.random.split(jax.random.key(100 + i), shape.batch)
-        wide = jax.tree.map(tile, state._replace(keys=jnp.zeros(1)))
-        wide = wide._replace(keys=jnp.repeat(keys[:1], len(keys)) if shared_noise else keys)
-        _, report = step(params, wide, jnp.int32(99), jnp.zeros(shape.batch, bool))
-        drawn = np.asarray(report.tokens[:, 3:6])
-        counts += np.bincount(drawn @ [V * V, V, 1], minlength=V**3)
-        lengths += np.asarray(report.acceptance_lengths)[:, :3].ravel().tolist()
-    return counts, np.array(lengths)
+def stacked(samplings: list[Sampling]) -> Filters:
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(filters_of, samplings))
 
 
-def p_value(counts: np.ndarray, joint: np.ndarray) -> float:
-    """Chi-square, cells of fewer than 5 expected pooled."""
-    joint = joint.astype(np.float64)
-    expected = joint / joint.sum() * counts.sum()
-    rare = expected < 5
-    pool = lambda x: np.append(x[~rare], x[rare].sum()) if rare.any() else x  # noqa: E731
-    return float(stats.chisquare(pool(counts), pool(expected)).pvalue)
+@pytest.mark.parametrize("kind", ["random", "many ties", "all equal"])
+def test_filters_equal_numpys(kind: str):
+    """Sequences of one batch, each with its own; ties are as many as NumPy keeps."""
+    rng = np.random.default_rng(5)
+    logits = {
+        "random": rng.normal(0, 4, (len(SAMPLINGS), 30, 300)),
+        "many ties": rng.integers(-6, 7, (len(SAMPLINGS), 30, 300)) / 2,
+        "all equal": np.full((len(SAMPLINGS), 1, 300), -0.0),
+    }[kind].astype(np.float32)
+    got = np.asarray(jax.jit(probabilities)(jnp.asarray(logits), stacked(SAMPLINGS)))
+    for own, rows, p in zip(SAMPLINGS, logits, got, strict=True):
+        want = filtered(rows, own)
+        np.testing.assert_array_equal(p > 0, want > 1e-45, err_msg=str(own))
+        np.testing.assert_allclose(p, want, rtol=1e-4, atol=1e-30, err_msg=str(own))
 
 
-def test_three_tokens_over_two_steps_follow_the_target():
-    models, params = small_models()
-    joint = target_joint(models, params)
-    counts, lengths = drawn_counts(models, params)
-    assert {1, 2} <= set(lengths.tolist()), "drafts must be accepted and rejected"
-    assert p_value(counts, joint) > SIGNIFICANCE
+def test_neighbours_filters_change_no_bit():
+    logits = jnp.asarray(np.random.default_rng(6).normal(0, 3, (4, 2, 50)), jnp.float32)
+    plain = Sampling(temperature=0.8)
+    alone = probabilities(logits, stacked([plain] * 4))
+    mixed = probabilities(logits, stacked([plain, SAMPLINGS[0], GREEDY, SAMPLINGS[3]]))
+    np.testing.assert_array_equal(alone[0], mixed[0])
+    assert (np.asarray(alone[1]) != np.asarray(mixed[1])).any()
 
 
-def test_the_chi_square_sees_mistakes():
-    """A temperature 8 % off, and noise shared by all sequences, are caught."""
-    models, params = small_models()
-    joint = target_joint(models, params)
-    counts, _ = drawn_counts(models, params)
-    warm = joint ** (1 / 1.08)
-    assert p_value(counts, warm) < SIGNIFICANCE
-    same, _ = drawn_counts(models, params, shared_noise=True)
-    assert p_value(same, joint) < SIGNIFICANCE
+def test_many_small_weights_are_drawn_as_often_as_they_should_and_none_never():
+    """Tokens of 1e-6 each, 5 % in all, within 5 σ. Noise of 0, one in 2^24, would spoil both."""
+    weights = jnp.full(100_001, 1e-6).at[0].set(0.95).at[50_001:].set(0.0)
+    keys, index = jax.random.split(jax.random.key(1), 1000), jnp.zeros((1, 1), int)
+    one = lambda key: draw(weights[None, None], index, key[None], TARGET)  # noqa: E731
+    drawn = np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(keys)).ravel()
+    assert drawn.max() <= 50_000
+    assert abs(np.count_nonzero(drawn) - 50) < 5 * np.sqrt(50)
+
+
+def test_what_rounding_alone_rejects_is_drawn_from_p():
+    p = jnp.asarray([[0.0, 0.5, 0.5]])
+    assert residual(p, jnp.asarray([[0.0, 0.5, 0.5]])).tolist() == p.tolist()
+    assert residual(p, jnp.asarray([[0.5, 0.5, 0.0]])).tolist() == [[0, 0, 0.5]]
+
+
+def test_drafts_are_judged_within_the_width():
+    """Sure drafts are accepted to the width, impossible ones replaced by what is left of p."""
+    one = jnp.eye(4)
+    p = jnp.stack([one[jnp.asarray([2, 1, 3])]] * 3)
+    drafts = jnp.asarray([[2, 1], [2, 1], [2, 0]])
+    indices = jnp.broadcast_to(jnp.arange(3), (3, 3))
+    keys, widths = jax.random.split(jax.random.key(0), 3), jnp.asarray([3, 2, 3])
+    tokens, accepted = judged(drafts, one[drafts], p, indices, keys, widths)
+    assert accepted.tolist() == [2, 1, 1]
+    assert tokens[0].tolist() == [2, 1, 3]
+    assert tokens[1, :2].tolist() == tokens[2, :2].tolist() == [2, 1]
 
 
 def test_zero_temperature_is_greedy_and_ties_go_to_the_lowest_id():
@@ -106,7 +107,57 @@ def test_zero_temperature_is_greedy_and_ties_go_to_the_lowest_id():
     keys = jax.random.split(jax.random.key(0), 1)
     index = jnp.asarray([[4, 5]])
     assert greedy(logits).tolist() == [[1, 0]]
-    assert sample(logits, index, keys, jnp.zeros(1)).tolist() == [[1, 0]]
+    assert choose(logits, index, keys, stacked([GREEDY])).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"temperature": -1.0}, "temperature -1"),
+        ({"temperature": 1e-9}, "temperature 1e-09"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": 1.0, "top_k": -2}, "top_k -2"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p 0"),
+        ({"temperature": 1.0, "top_p": 1.01}, "top_p 1.01"),
+        ({"temperature": 1.0, "top_p": float("nan")}, "top_p nan"),
+        ({"temperature": 1.0, "min_p": -0.1}, "min_p -0.1"),
+        ({"top_p": 0.9}, "top_p 0.9 needs a temperature"),
+        ({"top_k": 5}, "top_k 5 needs a temperature"),
+        ({"min_p": 0.1}, "min_p 0.1 needs a temperature"),
+    ],
+)
+def test_impossible_samplings_are_refused(given: dict, what: str):
+    with pytest.raises(ValueError, match=what):
+        Sampling(**given)
+
+
+def drawing(rule: str, **changes) -> Pair:
+    pair = random_pair(**changes)
+    return replace(pair, models=replace(pair.models, sampled=True, draft_rule=rule))
+
+
+@pytest.mark.parametrize("rule", ["greedy", "sampled"])
+def test_each_of_a_batch_draws_by_its_own_in_any_slot(rule: str):
+    """Greedy ones give greedy tokens, and the others theirs, whatever the neighbours."""
+    pair, batch, new = drawing(rule), prompts(4, seed=20), 16
+    own = [GREEDY, Sampling(temperature=0.9, top_p=0.7), Sampling(temperature=1.2), GREEDY]
+    how: dict[str, Any] = {"max_new_tokens": new, "seed": 3, "capacity": 256}
+    got = generate(pair, batch, sampling=own, **how)
+    plain = generate(random_pair(), batch, max_new_tokens=new)
+    assert [got[i].token_ids for i in (0, 3)] == [plain[i].token_ids for i in (0, 3)]
+    others = generate(pair, [batch[2], batch[1], batch[0], batch[3]], sampling=own[1], **how)
+    assert got[1].token_ids == others[1].token_ids
+    assert got[1].acceptance_lengths == others[1].acceptance_lengths
+    assert got[2].token_ids != plain[2].token_ids
+
+
+def test_samplings_and_prompts_must_be_as_many():
+    with pytest.raises(ValueError, match="1 samplings for 2 prompts"):
+        generate(random_pair(), prompts(2), sampling=[GREEDY])
+
+
+def test_purposes_of_noise_differ():
+    assert len({sampling.DRAFT, sampling.ACCEPT, sampling.TARGET}) == 3
 
 
 def test_acceptance_is_a_prefix_within_the_width():
@@ -123,8 +174,10 @@ def test_a_stop_counts_only_among_the_committed():
     assert stopped.tolist() == [True, False, False]
 
 
-def test_models_refuse_a_width_that_the_drafter_cannot_run():
-    models, _ = small_models()
-    for width in (0, 1, 5):
+def test_models_refuse_a_width_or_a_rule_that_there_is_not():
+    models = random_pair().models
+    for width in (0, 1, 9):
         with pytest.raises(ValueError, match=f"block size {width}"):
             replace(models, block_size=width)
+    with pytest.raises(ValueError, match="draft rule 'best': greedy or sampled"):
+        replace(models, draft_rule="best")

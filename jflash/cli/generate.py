@@ -17,13 +17,21 @@ from tqdm import tqdm
 from jflash.backends import AUTO
 from jflash.cli.command import gpu_notice, run_command
 from jflash.cli.live_text import paint, texts
-from jflash.cli.options import check_options, drafter_choice, drafter_name, make_parser
+from jflash.cli.options import check_options, drafter_choice, drafter_name, make_parser, sampling
 from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
 from jflash.evals.device import device_name
 from jflash.evals.widths import auto_block_size
-from jflash.generate import PREFILL_CHUNK, Generation, Pair, check_request, generate, stream
+from jflash.generate import (
+    PREFILL_CHUNK,
+    Generation,
+    Pair,
+    check_request,
+    generate,
+    models_for,
+    stream,
+)
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -34,6 +42,7 @@ from jflash.io import (
 from jflash.io.text import before_stop, decode, has_tokenizer, stop_at_text
 from jflash.memory import check_memory, device_memory
 from jflash.programs import STOP_SLOTS, Shape, capacity_for
+from jflash.sampling import Sampling
 
 
 class Job(NamedTuple):
@@ -42,6 +51,7 @@ class Job(NamedTuple):
     files: PairFiles
     tokenizer: Any  # None if the target has none: ids in, ids out
     prompts: list[list[int]]
+    samplings: list[Sampling]
     decoding: dict[str, Any]  # generate's and stream's keyword arguments
 
 
@@ -52,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     check_options(options)
-    prompts = read_prompts(options)
+    prompts = read_prompts(options, sampling(options))
     if options.output is not None:
         with whole_file(options.output, options.overwrite) as write:
             _many(options, prompts, write)
@@ -61,8 +71,9 @@ def _run(options: argparse.Namespace) -> None:
     _check_device(options, job, 1)
     pair, setup = _load(options, job.files)
     if options.json:
-        [generation] = generate(pair, job.prompts, **job.decoding)
-        print(_as_json(record(generation, _text(job, generation, options.stop), setup)))
+        [own] = job.samplings
+        [generation] = generate(pair, job.prompts, sampling=own, **job.decoding)
+        print(_as_json(record(generation, _text(job, generation, options.stop), setup, own)))
     else:
         _live(options, job, pair, setup)
 
@@ -78,6 +89,10 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     )  # fmt: skip
     if auto:
         files = _at_best_width(files, min(options.batch_size, len(prompts)))
+    samplings = [prompt.sampling for prompt in prompts]
+    # All batches of a run share one program, or a greedy prompt would meet two.
+    models = replace(models_for(files.models, samplings), draft_rule=options.draft_rule)
+    files = replace(files, models=models)
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None
     own_stops = [] if options.ignore_eos else stop_token_ids(files.target, tokenizer)
@@ -92,12 +107,11 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     decoding = dict(
         max_new_tokens=options.max_new_tokens,
         stop_token_ids=stops,
-        temperature=options.temperature,
         seed=options.seed,
         oracle=options.oracle,
         stop_when=stop_at_text(tokenizer, options.stop) if options.stop else None,
     )
-    return Job(files, tokenizer, ids, decoding)
+    return Job(files, tokenizer, ids, samplings, decoding)
 
 
 def _at_best_width(files: PairFiles, batch: int) -> PairFiles:
@@ -117,7 +131,7 @@ def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:
     notice = gpu_notice()
     if notice:
         print(notice, file=sys.stderr)
-    models = replace(job.files.models, sampled=options.temperature > 0)
+    models = job.files.models
     longest = max(map(len, job.prompts))
     capacity = capacity_for(longest, options.max_new_tokens, models.block_size, PREFILL_CHUNK)
     shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, job.files.dtype)
@@ -130,7 +144,7 @@ def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:
     pair = load_weights(files, progress=sys.stderr.isatty() and not options.json)
     jax.block_until_ready(pair.params)
     seconds = time.perf_counter() - begin
-    return pair, describe(pair, options.target, drafter_name(options), seconds)
+    return pair, describe(pair, options.target, drafter_name(options), options.seed, seconds)
 
 
 def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> None:
@@ -141,7 +155,7 @@ def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> No
 
     def chunks():
         nonlocal first, last
-        for chunk in stream(pair, job.prompts[0], **job.decoding):
+        for chunk in stream(pair, job.prompts[0], sampling=job.samplings[0], **job.decoding):
             first = first or time.perf_counter()
             last = chunk.generation
             yield chunk
@@ -164,13 +178,15 @@ def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[s
     with tqdm(total=len(prompts), desc="decoding", unit="prompt", file=sys.stderr) as bar:
         for begin in range(0, len(prompts), size):
             batch = job.prompts[begin : begin + size]
-            padding = [batch[-1]] * (size - len(batch))  # decodes no longer than the real one
+            samplings = job.samplings[begin : begin + size]
+            missing = size - len(batch)  # decodes no longer than the real one
             results = generate(
-                pair, batch + padding, first_index=begin, capacity=capacity, **job.decoding
-            )[: len(batch)]
+                pair, batch + [batch[-1]] * missing, sampling=samplings + [samplings[-1]] * missing,
+                first_index=begin, capacity=capacity, **job.decoding,
+            )[: len(batch)]  # fmt: skip
             batches.append(results)
             for prompt, result in zip(prompts[begin : begin + size], results, strict=True):
-                own = record(result, _text(job, result, options.stop), setup)
+                own = record(result, _text(job, result, options.stop), setup, prompt.sampling)
                 write(_as_json((prompt.extra or {}) | own))
             bar.update(len(batch))
     print(batch_statistics(batches, setup), file=sys.stderr)

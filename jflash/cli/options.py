@@ -1,12 +1,13 @@
 """The options of generate.py, and which of them contradict each other."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import NamedTuple
 
 from jflash.backends import AUTO
 from jflash.cli.command import Parser
+from jflash.sampling import Sampling
+from jflash.speculative import DRAFT_RULES
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-math"
 DEFAULT_TARGET = str(EMBEDDED / "target")
@@ -79,6 +80,19 @@ def _prompt_options(parser: Parser) -> None:
 def _decoding_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     group.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the best K tokens")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the fewest that hold this share"
+    )
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="keep this share of the best one's"
+    )
+    group.add_argument(
+        "--draft-rule",
+        choices=DRAFT_RULES,
+        default=DRAFT_RULES[0],
+        help="at a temperature: drafts are the drafter's best tokens (default), or drawn from it",
+    )
     group.add_argument("--seed", type=int, default=0, help="of the draws, default 0")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable"
@@ -139,6 +153,21 @@ def seed(value: int) -> int:
     return value
 
 
+def sampling(options: argparse.Namespace) -> Sampling:
+    """How requests draw that say nothing else; ValueError in the words of the command line."""
+    try:
+        return Sampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+        )
+    except ValueError as error:
+        field, _, why = str(error).partition(" ")
+        why = why.replace("a temperature", "a --temperature")
+        raise ValueError(f"--{field.replace('_', '-')} {why}") from None
+
+
 def check_options(options: argparse.Namespace) -> None:
     """ValueError for values and combinations that no model could make sense of."""
     batch = options.prompts is not None
@@ -162,8 +191,12 @@ def check_options(options: argparse.Namespace) -> None:
         ("" in options.stop, "--stop '': an empty text is everywhere"),
         (options.batch_size < 1, f"--batch-size {options.batch_size}: at least 1"),
         (
-            not (math.isfinite(options.temperature) and options.temperature >= 0),
-            f"--temperature {options.temperature}: 0 (greedy) or a positive number",
+            options.draft_rule == "sampled" and not (options.temperature or batch),
+            "--draft-rule sampled needs a --temperature above 0",
+        ),
+        (
+            options.draft_rule == "sampled" and options.drafter == "none",
+            "--draft-rule sampled without a drafter",
         ),
         (
             options.drafter is None and options.target != DEFAULT_TARGET,
@@ -174,4 +207,5 @@ def check_options(options: argparse.Namespace) -> None:
         if wrong:
             raise ValueError(why)
     seed(options.seed)
+    sampling(options)
     drafter_choice(drafter_name(options))

@@ -2,11 +2,13 @@
 
 import argparse
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jflash.cli.results import RESULT_KEYS
 from jflash.io.text import encode_prompt
+from jflash.sampling import GREEDY, Sampling
 from jflash.training.word_problems import DEFAULT_PROMPT
 
 
@@ -17,18 +19,26 @@ class Prompt(NamedTuple):
     ids: list[int] | None
     where: str = ""  # begins an error about it
     extra: dict[str, Any] | None = None  # what its line of a file held besides
+    sampling: Sampling = GREEDY
 
 
-def read_prompts(options: argparse.Namespace) -> list[Prompt]:
-    """All prompts asked for; ValueError for one that is empty or unreadable."""
+def read_prompts(options: argparse.Namespace, shared: Sampling = GREEDY) -> list[Prompt]:
+    """All prompts asked for; ValueError for one that is empty or unreadable.
+
+    They draw as `shared` says, but for what a line of a file says of its own.
+    """
     if options.prompts is not None:
-        return _read_lines(options.prompts)
+        return _read_lines(options.prompts, shared)
+    return [_checked(_one_prompt(options))._replace(sampling=shared)]
+
+
+def _one_prompt(options: argparse.Namespace) -> Prompt:
     if options.prompt_ids is not None:
-        return [_checked(Prompt(None, options.prompt_ids))]
+        return Prompt(None, options.prompt_ids)
     if options.prompt_file is not None:
         text = _read_text(options.prompt_file).removesuffix("\n").removesuffix("\r")
-        return [_checked(Prompt(text, None, f"{options.prompt_file}: "))]
-    return [_checked(Prompt(DEFAULT_PROMPT if options.prompt is None else options.prompt, None))]
+        return Prompt(text, None, f"{options.prompt_file}: ")
+    return Prompt(DEFAULT_PROMPT if options.prompt is None else options.prompt, None)
 
 
 def encode(prompt: Prompt, tokenizer: Any, options: argparse.Namespace) -> list[int]:
@@ -69,17 +79,19 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _read_lines(file: Path) -> list[Prompt]:
+def _read_lines(file: Path, shared: Sampling) -> list[Prompt]:
     lines = enumerate(_read_text(file).split("\n"), 1)
     prompts = [
-        _read_line(line, f"{file} line {number}: ") for number, line in lines if line.strip()
+        _read_line(line, f"{file} line {number}: ", shared)
+        for number, line in lines
+        if line.strip()
     ]
     if not prompts:
         raise ValueError(f"{file} holds no prompts")
     return prompts
 
 
-def _read_line(line: str, where: str) -> Prompt:
+def _read_line(line: str, where: str, shared: Sampling) -> Prompt:
     try:
         value = json.loads(line, parse_constant=_no_constant)
     except ValueError as error:
@@ -94,7 +106,27 @@ def _read_line(line: str, where: str) -> Prompt:
     taken = sorted(value.keys() & RESULT_KEYS)
     if taken:
         raise ValueError(f"{where}{', '.join(taken)}: keys of the result, rename them")
-    return _checked(Prompt(text, ids, where, value))
+    own = _own_sampling(value, where, shared)
+    return _checked(Prompt(text, ids, where, value, own))
+
+
+def _own_sampling(value: dict[str, Any], where: str, shared: Sampling) -> Sampling:
+    """What the line says of its draws, taken out of it, over what the command says for all.
+
+    A line that sets temperature 0 is greedy, and the command's filters do not reach it.
+    """
+    own = {f.name: value.pop(f.name) for f in fields(Sampling) if f.name in value}
+    for name, number in own.items():
+        whole = name == "top_k"
+        if type(number) is not int and (whole or type(number) is not float):
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(f"{where}{name} must be {kind}, found {number!r}")
+        own[name] = number if whole else float(number)
+    base = GREEDY if own.get("temperature") == 0 else shared
+    try:
+        return Sampling(**(asdict(base) | own))
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
 
 
 def _no_constant(name: str) -> None:

@@ -1,18 +1,20 @@
 """What a run says of itself: the JSON object of one generation, and lines of statistics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
 from jflash.generate import Generation, Pair
+from jflash.sampling import Sampling
 
 RESULT_KEYS = frozenset(
     [
         *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "acceptance_lengths"),
         *("mean_acceptance_length", "finish_reason", "seconds", "tokens_per_second"),
         *("target", "drafter", "block_size", "dtype", "device", "attention_backend"),
+        *("sampling", "seed", "draft_rule"),
     ]
 )
 
@@ -27,10 +29,12 @@ class Setup:
     dtype: str
     device: str
     attention_backend: str
+    draft_rule: str
+    seed: int
     load_seconds: float
 
 
-def describe(pair: Pair, target: str, drafter: str, load_seconds: float) -> Setup:
+def describe(pair: Pair, target: str, drafter: str, seed: int, load_seconds: float) -> Setup:
     """The setup of a loaded pair; `target` and `drafter` as the user named them."""
     return Setup(
         target=target,
@@ -39,11 +43,15 @@ def describe(pair: Pair, target: str, drafter: str, load_seconds: float) -> Setu
         dtype=str(pair.params.target["embedding"].dtype),
         device=jax.devices()[0].device_kind,
         attention_backend=pair.models.attention_backend,
+        draft_rule=pair.models.draft_rule,
+        seed=seed,
         load_seconds=load_seconds,
     )
 
 
-def record(generation: Generation, text: str | None, setup: Setup) -> dict[str, Any]:
+def record(
+    generation: Generation, text: str | None, setup: Setup, sampling: Sampling
+) -> dict[str, Any]:
     """The JSON object of one generation: RESULT_KEYS, no NaN; text is None without a tokenizer."""
     seconds = generation.seconds
     result = {
@@ -68,6 +76,9 @@ def record(generation: Generation, text: str | None, setup: Setup) -> dict[str, 
         "dtype": setup.dtype,
         "device": setup.device,
         "attention_backend": setup.attention_backend,
+        "sampling": asdict(sampling),
+        "seed": setup.seed,
+        "draft_rule": setup.draft_rule,
     }
     assert result.keys() == RESULT_KEYS
     return result

@@ -154,14 +154,14 @@ def recorded_run(
     def body(carry):
         before, evidence = carry
         indices = block_positions(models, before)[0] + 1
-        drafts, state = draft(models, params, before)
+        proposal, state = draft(models, params, before)
         # A draft past the capacity is past every limit: what it says is of no matter.
         replayed = jnp.take_along_axis(
             inputs.text, jnp.minimum(indices[:, :-1], capacity - 1), axis=1
         )
-        drafts = jnp.where(inputs.replay, replayed, drafts)
-        verdict, state = verify(models, params, state, drafts)
-        state = commit(models, params, state, drafts, verdict)
+        drafts = jnp.where(inputs.replay, replayed, proposal.tokens)
+        verdict, state = verify(models, params, state, proposal._replace(tokens=drafts))
+        state = commit(models, params, state, verdict)
         count = state.length - before.length
         return state, record(evidence, verdict, indices, count, inputs.probe)
 
@@ -179,7 +179,7 @@ def compile_executable(models: Models, params: Params, shape: Shape) -> Executab
     """The two programs of a shape; ValueError for an attention backend that cannot run."""
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key, 0.0))
+    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     prefill_jit = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
     return Executable(
@@ -198,7 +198,7 @@ def prefilled(executable: Executable, mode: Mode, task: Task) -> State:
         return copied(task.start)._replace(max_accept=jnp.full(shape.batch, accept, jnp.int32))
     state, key = new_state(models, shape), jax.random.key(0)
     for slot, prompt in enumerate(task.prompts):
-        request = make_request(shape, prompt, task.max_new_tokens, task.stops, accept, key, 0.0)
+        request = make_request(shape, prompt, task.max_new_tokens, task.stops, accept, key)
         state = executable.prefill(mode.params, state, jnp.int32(slot), request)
     return state
 

@@ -136,9 +136,9 @@ def time_draft(
     def loop(params: Params, state: State, steps: Array) -> tuple[State, Array]:
         def body(_, carry):
             state, total = carry
-            drafts, state = draft(models, params, state)
+            proposal, state = draft(models, params, state)
             # A longer text each time, so that nothing can be computed once before the loop.
-            return state._replace(length=state.length + 1), total + drafts.sum()
+            return state._replace(length=state.length + 1), total + proposal.tokens.sum()
 
         return lax.fori_loop(0, steps, body, (state, jnp.int32(0)))
 
