@@ -1,0 +1,216 @@
+"""evaluate.py: a data set through the engine, to a folder of answers and what they amount to."""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jflash.backends import AUTO
+from jflash.cli.command import gpu_notice, run_command
+from jflash.cli.evaluate_options import check_options, make_parser
+from jflash.cli.generate import _at_best_width
+from jflash.cli.options import drafter_choice, drafter_name, sampling
+from jflash.evals.datasets import (
+    REFERENCE_COUNT,
+    REFERENCE_SHUFFLE,
+    Problem,
+    load_examples,
+    load_problems,
+)
+from jflash.evals.device import describe_device, device_name
+from jflash.evals.evaluation import (
+    Evaluation,
+    answer_all,
+    check_fits,
+    digest,
+    execute_all,
+    longest_capacity,
+    plain,
+    with_results,
+)
+from jflash.evals.evaluation_folder import check_settings, open_folder, read_lines, write_whole
+from jflash.evals.evaluation_plots import write_plots
+from jflash.evals.evaluation_report import table
+from jflash.evals.evaluation_summary import summarise
+from jflash.generate import PREFILL_CHUNK, models_for
+from jflash.io import (
+    PairFiles,
+    configure_pair,
+    encode_prompt,
+    load_tokenizer,
+    load_weights,
+    stop_token_ids,
+)
+from jflash.memory import check_memory, device_memory
+from jflash.programs import STOP_SLOTS, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a command will do, checked before a weight is read."""
+
+    dataset: str
+    files: PairFiles
+    evaluation: Evaluation
+    settings: dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None, dataset: str | None = None) -> int:
+    """Runs the command, for one data set if it is given; returns its exit code."""
+    prog = "evaluate.py" if dataset is None else f"eval_{dataset}.py"
+    return run_command(make_parser(prog, dataset), functools.partial(_run, dataset), argv)
+
+
+def _run(dataset: str | None, options: argparse.Namespace) -> None:
+    name = dataset or options.dataset
+    check_options(options, name)
+    run = _prepare(options, name)
+    folder = options.output or Path(f"evaluation-{name}")
+    if not options.overwrite:
+        check_settings(folder, run.settings)
+    notice = gpu_notice()
+    if notice:
+        print(notice, file=sys.stderr)
+    _check_device(run)
+    open_folder(folder, run.settings, options.overwrite)
+    _announce(folder, options.baseline)
+    try:
+        summary = _evaluate(run, folder, options)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
+        raise
+    print(table(summary))
+    print(f"\n{folder}: summary.json, answers.jsonl and pictures")
+
+
+def _problems(options: argparse.Namespace, name: str) -> list[Problem]:
+    examples = []
+    if options.few_shot:
+        examples = load_examples(name, options.few_shot, options.few_shot_data)
+    reference = options.reference_order
+    return load_problems(
+        name,
+        options.data,
+        style=options.prompt_style,
+        examples=examples,
+        shuffle=REFERENCE_SHUFFLE if reference else options.shuffle,
+        limit=REFERENCE_COUNT if reference else options.limit,
+    )
+
+
+def _prepare(options: argparse.Namespace, name: str) -> Run:
+    """Data, configs and tokenizer; ValueError for what the models cannot serve."""
+    way = sampling(options)
+    problems = _problems(options, name)
+    choice = drafter_choice(drafter_name(options))
+    auto = options.block_size == AUTO
+    files = configure_pair(
+        options.target, choice.source, dtype=options.dtype,
+        block_size=None if auto else options.block_size,
+        drafter_seed=choice.seed, attention_backend=options.attention_backend,
+    )  # fmt: skip
+    if auto:
+        files = _at_best_width(files, options.batch)
+    models = replace(files.models, draft_rule=options.draft_rule)
+    files = replace(files, models=models_for(models, [way]))
+    tokenizer = load_tokenizer(files.target)
+    evaluation = Evaluation(
+        problems=problems,
+        encode=_encoder(options, tokenizer),
+        tokenizer=tokenizer,
+        sampling=way,
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=stop_token_ids(files.target, tokenizer),
+        batch_size=options.batch,
+        steps_per_call=options.steps_per_call,
+        seed=options.seed,
+        oracle=options.oracle,
+    )
+    check_fits(evaluation, files.models)
+    return Run(
+        dataset=name,
+        files=files,
+        evaluation=evaluation,
+        settings=_settings(options, name, files, evaluation),
+    )
+
+
+def _encoder(
+    options: argparse.Namespace, tokenizer: Any
+) -> Callable[[Sequence[tuple[str, str]], str], list[int]]:
+    def encode(turns: Sequence[tuple[str, str]], text: str) -> list[int]:
+        return encode_prompt(
+            tokenizer,
+            text,
+            system=options.system,
+            reasoning=options.reasoning == "on",
+            chat_template=not options.no_chat_template,
+            history=turns,
+        )
+
+    return encode
+
+
+def _settings(
+    options: argparse.Namespace, name: str, files: PairFiles, evaluation: Evaluation
+) -> dict[str, Any]:
+    """What decides about the answers and their times; runs of other settings do not mix."""
+    same = (
+        *("batch", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "oracle"),
+        *("steps_per_call", "prompt_style", "few_shot", "system", "reasoning", "no_chat_template"),
+        "draft_rule",
+    )
+    return {
+        "dataset": name,
+        "target": options.target,
+        "drafter": drafter_name(options),
+        "block_size": files.models.block_size,
+        "dtype": files.dtype,
+        "device": device_name(),
+        "attention_backend": files.models.attention_backend,
+        **{option: getattr(options, option) for option in same},
+        "problems": len(evaluation.problems),
+        "prompts": digest(evaluation),
+    }
+
+
+def _check_device(run: Run) -> None:
+    """ValueError if the largest shape takes more memory than the device has."""
+    models = run.files.models
+    capacity, context = longest_capacity(run.evaluation, models)
+    shape = Shape(run.evaluation.batch_size, capacity, PREFILL_CHUNK, STOP_SLOTS, run.files.dtype)
+    check_memory(models, shape, context, device_memory())
+
+
+def _announce(folder: Path, baseline: bool) -> None:
+    for name, what in (("answers", "answers"), ("baseline", "answers of plain decoding")):
+        count = len(read_lines(folder / f"{name}.jsonl"))
+        if count and (name == "answers" or baseline):
+            print(f"resuming: {count} {what} are in {folder}", file=sys.stderr)
+
+
+def _evaluate(run: Run, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    pair = load_weights(run.files, progress=sys.stderr.isatty())
+    width = pair.models.block_size
+    answers = answer_all(pair, run.evaluation, folder / "answers.jsonl")
+    baseline = None
+    if options.baseline:
+        baseline = answer_all(
+            plain(pair), run.evaluation, folder / "baseline.jsonl", turns_of=answers,
+            room_for_width=width, name="plain decoding",
+        )  # fmt: skip
+    if options.execute:
+        results = execute_all(run.dataset, run.evaluation, answers, folder / "executed.jsonl")
+        answers = with_results(answers, results)
+    summary = {
+        "settings": run.settings,
+        "environment": describe_device(),
+        **summarise(answers, width, baseline),
+    }
+    write_whole(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    write_plots(folder, summary, f"{run.dataset}, {Path(options.target).name}, block {width}")
+    return summary

@@ -1,0 +1,234 @@
+"""Problems answered through the engine, every answer judged and written down as it comes.
+
+What was written before is not decoded again. Knows nothing of options, tables and pictures.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jflash.engine import Job, buckets, serve
+from jflash.evals.acceptance import ending
+from jflash.evals.answer_check import check_answer
+from jflash.evals.code_execution import passes, program
+from jflash.evals.datasets import NEXT_EXAMPLE, Problem
+from jflash.evals.evaluation_folder import appended, read_lines
+from jflash.evals.evaluation_summary import Record
+from jflash.generate import Generation, Pair, check_request
+from jflash.io.text import before_stop, decode
+from jflash.sampling import Sampling
+from jflash.speculative import Models, Params
+
+Turns = Sequence[tuple[str, str]]  # what the user said and what the model answered
+TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Which problems are asked, and how they are decoded.
+
+    `encode(turns, text)` gives the token ids of a conversation that the user goes on with `text`.
+    """
+
+    problems: Sequence[Problem]
+    encode: Callable[[Turns, str], list[int]]
+    tokenizer: Any
+    sampling: Sampling
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
+    batch_size: int
+    steps_per_call: int
+    seed: int
+    oracle: bool
+
+    @property
+    def turns(self) -> int:
+        return max(len(problem.turns) for problem in self.problems)
+
+
+def first_jobs(evaluation: Evaluation) -> list[Job]:
+    """Every problem's first prompt."""
+    return _jobs(evaluation, 0, {}, None)
+
+
+def check_fits(evaluation: Evaluation, models: Models) -> None:
+    """ValueError for a prompt, or a conversation with answers of full length, that does not fit."""
+    new = evaluation.max_new_tokens
+    for problem in evaluation.problems:
+        turns: list[tuple[str, str]] = []
+        try:
+            for i, text in enumerate(problem.turns):
+                prompt = evaluation.encode(turns, text)
+                answers = i * new  # of the turns before, whose text is not known yet
+                longest = prompt + prompt[-1:] * answers
+                check_request(models, longest, new, evaluation.stop_token_ids)
+                turns.append((text, ""))
+        except ValueError as error:
+            raise ValueError(f"problem {problem.index}: {error}") from None
+
+
+def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
+    """Cache slots of the largest bucket, and the longest prompt with all that may follow it."""
+    later = (evaluation.turns - 1) * evaluation.max_new_tokens
+    jobs = [
+        job._replace(max_new_tokens=job.max_new_tokens + later) for job in first_jobs(evaluation)
+    ]
+    plan = buckets(jobs, batch_size=evaluation.batch_size, block_size=models.block_size)
+    return plan[0].capacity, max(len(job.prompt_ids) + job.max_new_tokens for job in jobs)
+
+
+def digest(evaluation: Evaluation) -> str:
+    """Names the prompts and right answers: another template, file or order is another run."""
+    asked = [
+        (problem.index, problem.gold, problem.turns, job.prompt_ids)
+        for problem, job in zip(evaluation.problems, first_jobs(evaluation), strict=True)
+    ]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
+def answer_all(
+    pair: Pair,
+    evaluation: Evaluation,
+    file: Path,
+    *,
+    turns_of: Sequence[Record] | None = None,
+    room_for_width: int | None = None,
+    name: str = "answers",
+) -> list[Record]:
+    """Answers to all problems, those that `file` holds already included; in no order.
+
+    Later turns follow on the answers of `turns_of`, or of this run: a baseline is asked the very
+    same prompts.
+    """
+    records = read_lines(file)
+    total = sum(len(problem.turns) for problem in evaluation.problems)
+    bar = tqdm(total=total, initial=len(records), desc=name, unit="answer", file=sys.stderr)
+    with bar, appended(file) as add:
+        for turn in range(evaluation.turns):
+            said = _said(records if turns_of is None else turns_of)
+            answered = {r["index"] + turn * TURN for r in records if r["turn"] == turn}
+            jobs = _jobs(evaluation, turn, said, pair.models)
+            problems = {problem.index + turn * TURN: problem for problem in evaluation.problems}
+            for job, generation in _serve(pair, evaluation, jobs, answered, room_for_width):
+                record = _record(problems[job.index], turn, generation, evaluation.tokenizer)
+                add(record)
+                records.append(record)
+                bar.update()
+                bar.set_postfix_str(_running(records), refresh=False)
+    return records
+
+
+def plain(pair: Pair) -> Pair:
+    """The target alone at width 1: what speculative decoding is measured against."""
+    models = replace(pair.models, drafter=None, block_size=1)
+    return Pair(models, Params(pair.params.target, None))
+
+
+def execute_all(
+    dataset: str, evaluation: Evaluation, answers: Sequence[Record], file: Path
+) -> dict[int, str]:
+    """Runs the answers' programs with their tests, each once; results by problem."""
+    results = {record["index"]: record["result"] for record in read_lines(file)}
+    problems = {problem.index: problem for problem in evaluation.problems}
+    todo = [record for record in answers if record["index"] not in results]
+    with appended(file) as add:
+        for record in tqdm(todo, desc="running programs", unit="program", file=sys.stderr):
+            index = record["index"]
+            source = program(dataset, problems[index].record, record["text"])
+            results[index] = passes(source)
+            add({"index": index, "result": results[index]})
+    return results
+
+
+def with_results(answers: Sequence[Record], results: dict[int, str]) -> list[Record]:
+    """The records, judged by whether their programs passed."""
+    return [
+        r | {"check": {"rule": results[r["index"]], "correct": results[r["index"]] == "passed"}}
+        for r in answers
+    ]
+
+
+def _said(records: Sequence[Record]) -> dict[tuple[int, int], str]:
+    return {(record["index"], record["turn"]): record["text"] for record in records}
+
+
+def _jobs(
+    evaluation: Evaluation, turn: int, said: dict[tuple[int, int], str], models: Models | None
+) -> list[Job]:
+    jobs = []
+    for problem in evaluation.problems:
+        if len(problem.turns) <= turn:
+            continue
+        before = [(problem.turns[t], said[problem.index, t]) for t in range(turn)]
+        prompt = evaluation.encode(before, problem.turns[turn])
+        new = evaluation.max_new_tokens
+        if models is not None and turn:
+            # A broken character is one token when it is generated and may be three when read.
+            positions = models.target.config.max_position_embeddings
+            new = max(1, min(new, positions - len(prompt)))
+        jobs.append(Job(problem.index + turn * TURN, prompt, evaluation.sampling, new))
+    return jobs
+
+
+def _serve(
+    pair: Pair,
+    evaluation: Evaluation,
+    jobs: list[Job],
+    answered: set[int],
+    room_for_width: int | None,
+) -> Iterator[tuple[Job, Generation]]:
+    return serve(
+        pair,
+        jobs,
+        batch_size=evaluation.batch_size,
+        stop_token_ids=evaluation.stop_token_ids,
+        seed=evaluation.seed,
+        steps_per_call=evaluation.steps_per_call,
+        oracle=evaluation.oracle,
+        answered=answered,
+        room_for_width=room_for_width,
+    )
+
+
+def _record(problem: Problem, turn: int, generation: Generation, tokenizer: Any) -> Record:
+    """An answer as a line of JSON: what it says, how it was decoded, whether it is right."""
+    text = decode(tokenizer, generation.token_ids)
+    check = None
+    if problem.gold is not None:
+        found = check_answer(before_stop(text, [NEXT_EXAMPLE]), problem.gold)
+        check = found._asdict() | {"gold": problem.gold}
+    seconds = generation.seconds
+    return {
+        "index": problem.index,
+        "turn": turn,
+        "check": check,
+        "text": text,
+        "prompt_tokens": generation.prompt_tokens,
+        "token_ids": generation.token_ids,
+        "acceptance_lengths": generation.acceptance_lengths,
+        "finish_reason": generation.finish_reason,
+        "ending": ending(generation),
+        "seconds": {  # since the answer before this one, by all slots together
+            "compile": seconds.compile,
+            "prefill": seconds.prefill,
+            "decode": seconds.decode,
+        },
+    }
+
+
+def _running(records: Sequence[Record]) -> str:
+    """Accuracy, τ and tokens a second so far."""
+    steps = sum(len(r["acceptance_lengths"]) for r in records)
+    tokens = sum(sum(r["acceptance_lengths"]) for r in records)
+    seconds = sum(r["seconds"]["decode"] for r in records)
+    judged = [r["check"]["correct"] for r in records if r["check"] is not None]
+    parts = [f"right {sum(judged) / len(judged):.1%}"] if judged else []
+    parts += [f"τ {tokens / steps:.2f}"] if steps else []
+    parts += [f"{tokens / seconds:.0f} tokens/s"] if seconds else []
+    return ", ".join(parts)

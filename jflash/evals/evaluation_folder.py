@@ -1,0 +1,92 @@
+"""The folder of an evaluation: its settings, a line for every answer as it comes, the results.
+
+Lines are flushed one by one, so a run that was killed goes on from what is there. Knows neither
+models nor data sets.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SETTINGS = "run.json"
+LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
+RESULTS = ("summary.json", "histogram.png", "position.png", "progress.png")
+
+
+def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    """Makes the folder of a run with these settings, or finds it again; nothing else is touched.
+
+    ValueError, by name, if it holds a run with other settings; `overwrite` removes that run.
+    """
+    file = folder / SETTINGS
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, expected a folder for the results")
+    if overwrite:
+        for name in (SETTINGS, *LINES, *RESULTS):
+            (folder / name).unlink(missing_ok=True)
+    check_settings(folder, settings)
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(settings, indent=1) + "\n")
+
+
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """ValueError if the folder holds a run of other settings, which it names."""
+    file = folder / SETTINGS
+    if not file.exists():
+        if any((folder / name).exists() for name in LINES):
+            raise ValueError(f"{folder} holds answers without a {SETTINGS}: give another folder")
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    wanted = json.loads(json.dumps(settings))
+    for name in [*wanted, *found]:
+        if found.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
+                f"{wanted.get(name)!r}: give another --output, or --overwrite"
+            )
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a file, if there is one; a half-written last line is cut off the file.
+
+    ValueError for a broken line before the last.
+    """
+    if not file.exists():
+        return []
+    data = file.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):  # what was being written when the run was killed
+        os.truncate(file, whole)
+    records = []
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file} line {number} is broken: {error}") from None
+    return records
+
+
+@contextlib.contextmanager
+def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Gives a function that adds a record: when it returns, the line is with the system."""
+    with file.open("a", encoding="utf-8") as lines:
+
+        def add(record: dict[str, Any]) -> None:
+            lines.write(json.dumps(record, allow_nan=False) + "\n")
+            lines.flush()
+
+        yield add
+
+
+def write_whole(file: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(file)

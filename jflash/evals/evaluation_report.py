@@ -1,0 +1,82 @@
+"""The summary of an evaluation as lines of text for people."""
+
+from typing import Any
+
+
+def table(summary: dict[str, Any]) -> str:
+    """What evaluate.py prints at its end."""
+    acceptance, speed = summary["acceptance"], summary["speed"]
+    lines = [f"{summary['answers']} answers"]
+    right = summary["accuracy"]
+    if right is not None:
+        low, high = right["interval_95"]
+        rules = ", ".join(
+            f"{rule} {counts['correct']} of {counts['judged']}"
+            for rule, counts in right["by_rule"].items()
+        )
+        lines.append(
+            f"right            {right['share']:.1%} ({right['correct']} of {right['judged']}), "
+            f"95 % Wilson interval {low:.1%} … {high:.1%}; by rule: {rules}"
+        )
+    for name, key in (
+        ("all", "all"),
+        ("ended", "ended"),
+        ("cut or looping", "limit_or_looping"),
+    ):
+        own = acceptance[key]
+        lines.append(
+            f"τ, {name:<14} {_number(own['tau_pooled'])} pooled, "
+            f"{_number(own['tau_mean_of_means'])} mean of prompts, {own['prompts']} answers, "
+            f"{own['new_tokens']} tokens"
+        )
+    lines.append("steps that committed 1, 2, … tokens  " + _list(acceptance["all"]["histogram"]))
+    positions = summary["acceptance_by_position"]
+    if positions:
+        for name, key in (
+            ("draft accepted when reached ", "accepted_when_tried"),
+            ("draft accepted of all steps ", "accepted_of_all_steps"),
+        ):
+            lines.append(name + _list([_number(row[key]) for row in positions]))
+    lines.append("finish reasons   " + _counts(summary["finish_reasons"]))
+    lines.append("endings          " + _counts(acceptance["endings"]))
+    lines.append(_speed("speed", speed))
+    if "baseline" in summary:
+        lines += _baseline(summary["baseline"])
+    return "\n".join(lines)
+
+
+def _baseline(baseline: dict[str, Any]) -> list[str]:
+    lines = [
+        _speed("plain decoding", baseline["speed"]),
+        f"speed-up         {_number(baseline['speed_up'])} in decoding, "
+        f"{_number(baseline['speed_up_with_prefill'])} with prefill",
+        f"identical        {baseline['identical_outputs']} of {baseline['answers']} outputs",
+    ]
+    for d in baseline["first_differences"][:5]:
+        lines.append(
+            f"  problem {d['index']}, turn {d['turn']}: at token {d['position']} "
+            f"{d['token']}, plain decoding {d['plain_token']}"
+        )
+    return lines
+
+
+def _speed(name: str, speed: dict[str, Any]) -> str:
+    spent = speed["seconds"]
+    return (
+        f"{name:<16} {_number(speed['tokens_per_second'])} tokens/s in decoding, "
+        f"{_number(speed['tokens_per_second_with_prefill'])} with prefill (decode "
+        f"{spent['decode']:.1f} s, prefill {spent['prefill']:.1f} s, "
+        f"compile {spent['compile']:.1f} s)"
+    )
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _list(values: list[Any]) -> str:
+    return " ".join(str(value) for value in values)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
