@@ -4,6 +4,7 @@ python scripts/train_drafter.py --target DIR --data prompts.jsonl --output draft
 
 A line of the data holds "prompt" (text, put through the target's chat template) or "prompt_ids",
 and with --keep-answers also "answer" (text) or "answer_ids" (stop token included).
+The same command goes on where it was stopped or killed; OUTPUT-work/training holds the curves.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import hashlib
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ import jax
 
 from jflash.backends import with_backends
 from jflash.cli.command import Parser, run_command
+from jflash.cli.training_options import settings, training_parser
+from jflash.config import DrafterConfig
+from jflash.evals.acceptance import is_looping
 from jflash.generate import Pair
 from jflash.io import (
-    default_dtype,
     load_target,
     load_tokenizer,
     resolve,
@@ -29,120 +33,223 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.io.text import encode_prompt
+from jflash.models.decoder import Target
+from jflash.sampling import Sampling
 from jflash.speculative import Models, Params
-from jflash.training.answers import answer_prompts
+from jflash.training.answers import answer_into, answer_prompts
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import (
+    check_sizes,
     default_mask_token_id,
     drafter_config_for,
+    made_up_rows,
+    make_lesson,
     read_records,
+    split_held_out,
     train_drafter,
+    without_long,
 )
-from jflash.training.trainer import TrainConfig
+from jflash.training.held_out import held_out_evaluation
+from jflash.training.objective import Objective
+from jflash.training.steps import TrainConfig
+from jflash.training.trainer import Evaluation, plan_lines, plan_training
+
+MEASURED_TOKENS = 32  # of each answer in a dry run
 
 
 def make_parser() -> Parser:
-    parser = Parser("train_drafter.py", (__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--target", required=True, help="checkpoint folder or hub id; stays as it is")
-    add("--data", type=Path, required=True, metavar="FILE.jsonl", help="a prompt a line")
-    add("--keep-answers", action="store_true", help="learn the data's answers where it has any")
-    add("--output", type=Path, required=True, help="folder for the drafter; OUTPUT-work beside it")
-    add("--overwrite", action="store_true", help="replace a finished drafter, forget its training")
-    add("--minutes", type=float, help="stop training after as long, to be resumed by the next call")
-    add("--num-layers", type=int, default=5)
-    add("--block-size", type=int, default=16)
-    add("--target-layer-ids", type=layer_ids, metavar="1,9,17", help="default: the published rule")
-    add("--mask-token-id", type=int, help="default: the tokenizer's, or its first unused id")
-    add("--max-new-tokens", type=int, default=512, help="of an answer")
-    add("--answer-batch", type=int, default=64, help="prompts answered at a time")
-    add("--row-length", type=int, default=1024, help="tokens; longer conversations are left out")
-    add("--anchors", type=int, default=64, help="blocks drawn from a row, each time anew")
-    add("--steps", type=int, default=20_000)
-    add("--batch", type=int, default=8, help="rows a step")
-    add("--learning-rate", type=float, default=6e-4)
-    add("--weight-decay", type=float, default=0.01)
-    add("--seed", type=int, default=0)
-    return parser
+    return training_parser((__doc__ or "").split("\n")[0])
 
 
-def layer_ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
+    mask = args.mask_token_id
+    if mask is None:
+        mask = default_mask_token_id(tokenizer, target.config.vocab_size)
+        name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
+        print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
+    return drafter_config_for(
+        target.config,
+        num_layers=args.num_layers,
+        block_size=args.block_size,
+        mask_token_id=mask,
+        target_layer_ids=args.target_layer_ids,
+        intermediate_size=args.intermediate_size,
+    )
 
 
-def answered(
-    args: argparse.Namespace, pair: Pair, tokenizer: Any, work: Path
+def read_prompts(
+    args: argparse.Namespace, tokenizer: Any, target: Target, stops: list[int]
 ) -> list[Conversation]:
-    """The conversations to learn, answers made now or by an earlier call for the same data."""
-    stops = stop_token_ids(resolve(args.target), tokenizer)
-    made_with = (args.target, args.keep_answers, args.max_new_tokens, stops)
-    digest = hashlib.blake2b(args.data.read_bytes() + repr(made_with).encode(), digest_size=6)
-    file = work / f"answers-{digest.hexdigest()}.npz"
-    if file.exists():
-        return load_conversations(file)
+    """The data's conversations that fit, answers only if the data's are kept."""
 
     def encode_answer(text: str) -> list[int]:
         return [*tokenizer(text, add_special_tokens=False)["input_ids"], *stops[:1]]
 
     records = read_records(args.data, partial(encode_prompt, tokenizer), encode_answer)
-    asked = [i for i, r in enumerate(records) if not (args.keep_answers and r.answer_ids)]
-    if asked:
-        answers = answer_prompts(
-            pair, [records[i].prompt_ids for i in asked], batch_size=args.answer_batch,
-            max_new_tokens=args.max_new_tokens, stop_token_ids=stops,
-        )  # fmt: skip
-        for i, answer in zip(asked, answers, strict=True):
-            records[i] = Conversation(records[i].prompt_ids, answer.token_ids)
-    save_conversations(file, records)
+    if not args.keep_answers:
+        records = [Conversation(r.prompt_ids, []) for r in records]
+    positions = target.config.max_position_embeddings
+    longest = min(args.row_length, positions - args.max_new_tokens + 1)
+    records, dropped = without_long(records, longest)
+    if dropped:
+        print(f"{dropped} prompts are too long for {longest} tokens: left out")
     return records
+
+
+def answered(
+    args: argparse.Namespace,
+    pair: Pair,
+    records: list[Conversation],
+    sampling: Sampling,
+    stops: list[int],
+    work: Path,
+) -> list[Conversation] | None:
+    """The conversations to learn, answers made now or by an earlier call for the same data.
+
+    None while other processes have answers to make.
+    """
+    seed = args.seed if args.answer_temperature else 0
+    made_with = (args.target, args.max_new_tokens, stops, sampling, args.answers_per_prompt, seed)
+    digest = hashlib.blake2b(repr((records, made_with)).encode(), digest_size=6).hexdigest()
+    file = work / f"answers-{digest}.npz"
+    if file.exists():
+        return load_conversations(file)
+    asked = [r.prompt_ids for r in records if not r.answer_ids]
+    answers = [] if not asked else answer_into(
+        work, f"answers-{digest}", pair, asked, batch_size=args.answer_batch,
+        max_new_tokens=args.max_new_tokens, stop_token_ids=stops, sampling=sampling,
+        per_prompt=args.answers_per_prompt, seed=seed, share=args.answer_part,
+    )  # fmt: skip
+    if answers is None:
+        return None
+    per = args.answers_per_prompt
+    made = iter([answers[i : i + per] for i in range(0, len(answers), per)])
+    found = [
+        Conversation(r.prompt_ids, answer)
+        for r in records
+        for answer in ([r.answer_ids] if r.answer_ids else next(made))
+    ]
+    save_conversations(file, found)
+    return found
+
+
+def without_loops(found: list[Conversation], keep: bool) -> list[Conversation]:
+    """Answers that repeat themselves are easy to foresee: they would teach loops."""
+    ended = found if keep else [c for c in found if not is_looping(c.answer_ids)]
+    if not ended:
+        raise ValueError(f"all {len(found)} answers repeat themselves: --keep-looping learns them")
+    if len(ended) < len(found):
+        print(f"{len(found) - len(ended)} of {len(found)} answers repeat themselves: left out")
+    return ended
+
+
+def dry_run(
+    args: argparse.Namespace, training: TrainConfig, objective: Objective, target: Target,
+    params: Any, config: DrafterConfig, pair: Pair, prompts: list[Sequence[int]],
+) -> None:  # fmt: skip
+    """Prints memory and time of the training, on made-up rows, and of the answers."""
+    rows = made_up_rows(args.batch, args.row_length, config.vocab_size)
+    lesson = make_lesson(
+        target, config, rows, anchors=args.anchors, training=training, objective=objective,
+        backend=args.training_attention,
+    )  # fmt: skip
+    plan = plan_training(lesson.loss, lesson.start, params, rows, training)
+    print(f"attention of the training: {lesson.identity['attention']}; objective: {objective}")
+    print("\n".join(plan_lines(plan, training)))
+    tokens = min(MEASURED_TOKENS, args.max_new_tokens)
+    few = (prompts * args.answer_batch)[: args.answer_batch]
+    for _ in range(2):  # the first call compiles
+        begin = time.perf_counter()
+        answer_prompts(
+            pair, few, batch_size=args.answer_batch, max_new_tokens=tokens, stop_token_ids=[]
+        )
+        seconds = time.perf_counter() - begin
+    total = len(prompts) * args.answers_per_prompt
+    at_most = total * args.max_new_tokens * seconds / (len(few) * tokens)
+    print(
+        f"answers: {total} of at most {args.max_new_tokens} tokens: at most {at_most / 60:.1f} "
+        f"minutes at {len(few) * tokens / seconds:.0f} tokens a second, prefill included"
+    )
+
+
+def evaluation_for(
+    args: argparse.Namespace, target: Target, params: Any, config: DrafterConfig, tokenizer: Any,
+    found: list[Conversation], stops: list[int],
+) -> tuple[list[Conversation], Evaluation | None]:  # fmt: skip
+    """What is left to learn, and the look at what is not."""
+    if not args.eval_every:
+        return found, None
+    if args.eval_prompts:
+        encode = partial(encode_prompt, tokenizer)
+        held = read_records(args.eval_prompts, encode, lambda text: [])
+    else:
+        different = len({tuple(c.prompt_ids) for c in found})
+        count = min(64, different // 20) if args.held_out is None else args.held_out
+        found, held = split_held_out(found, count, args.seed)
+    if not held:
+        return found, None
+    print(f"τ on {len(held)} prompts every {args.eval_every} steps")
+    evaluation = held_out_evaluation(
+        target, params, config, [h.prompt_ids for h in held], every=args.eval_every,
+        batch_size=args.eval_batch, max_new_tokens=args.max_new_tokens, stop_token_ids=stops,
+    )  # fmt: skip
+    return found, evaluation
 
 
 def main(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    training = TrainConfig(
-        steps=args.steps, batch_size=args.batch, learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay, seed=args.seed, compute_dtype=default_dtype(),
-    )  # fmt: skip
+    training, objective, sampling = settings(args)
     work = args.output.with_name(args.output.name + "-work")
     finished = args.output / "config.json"
-    if finished.exists() and not args.overwrite:
+    if finished.exists() and not (args.overwrite or args.dry_run):
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
-    if not args.data.is_file():
-        raise ValueError(f"{args.data}: no such file")
     target, params = load_target(args.target, progress=True)
-    tokenizer = load_tokenizer(args.target)
-    vocab_size = target.config.vocab_size
-    mask = args.mask_token_id
-    config = drafter_config_for(
-        target.config,
-        num_layers=args.num_layers,
-        block_size=args.block_size,
-        mask_token_id=default_mask_token_id(tokenizer, vocab_size) if mask is None else mask,
-        target_layer_ids=args.target_layer_ids,
-    )
+    source = resolve(args.target)
+    tokenizer = load_tokenizer(source)
+    stops = stop_token_ids(source, tokenizer)
+    config = drafter_for(args, target, tokenizer)
+    check_sizes(target.config, args.row_length, args.anchors)
+    records = read_prompts(args, tokenizer, target, stops)
+    dtype = str(params["embedding"].dtype)
+    models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
+    pair = Pair(models, Params(params, None))
+    if args.dry_run:
+        prompts = [r.prompt_ids for r in records]
+        dry_run(args, training, objective, target, params, config, pair, prompts)
+        return
     if finished.exists():  # gone first, so that an interrupted replacement is resumed
         finished.unlink()
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    dtype = str(params["embedding"].dtype)
-    models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
-    pair = Pair(models, Params(params, None))
-    conversations = answered(args, pair, tokenizer, work)
+    found = answered(args, pair, records, sampling, stops, work)
+    if found is None or args.answer_part.of > 1:
+        print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")
+        return
+    learnt, evaluation = evaluation_for(
+        args, target, params, config, tokenizer, without_loops(found, args.keep_looping), stops
+    )
 
     def should_stop(step: int) -> bool:
         return args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
 
     trained = train_drafter(
-        target, params, config, conversations, row_length=args.row_length, anchors=args.anchors,
+        target, params, config, learnt, row_length=args.row_length, anchors=args.anchors,
         training=training, directory=work / "training", should_stop=should_stop,
+        objective=objective, backend=args.training_attention, evaluation=evaluation,
     )  # fmt: skip
     if trained.step < args.steps:
         print(f"stopped at step {trained.step} of {args.steps}; the same command goes on")
         return
     save_checkpoint(args.output, config, trained.params)
-    last = trained.history[-1]
-    loss, length = last["loss"], last["acceptance_length"]
-    print(f"{args.output}: loss {loss:.3f}, acceptance length {length:.2f} on training data")
+    report(args.output, trained.history)
+
+
+def report(output: Path, history: list[dict[str, Any]]) -> None:
+    last = history[-1]
+    told = f"loss {last['loss']:.3f}, acceptance length {last['acceptance_length']:.2f} in training"
+    if "tau" in last:
+        told += f"; τ {last['tau']:.2f} on prompts that it did not learn"
+    print(f"{output}: {told}")
 
 
 if __name__ == "__main__":

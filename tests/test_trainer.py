@@ -11,10 +11,12 @@ import pytest
 
 from jflash.models.decoder import Target
 from jflash.speculative import apply
+from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, pack
-from jflash.training.losses import causal_attend, head_logits, lookup
+from jflash.training.losses import head_logits, lookup
+from jflash.training.steps import TrainConfig, batch_indices
 from jflash.training.target_lm import TrainedTarget, init_target, target_loss
-from jflash.training.trainer import TrainConfig, batch_indices, train
+from jflash.training.trainer import train
 from tests.pairs import target_config
 
 CONFIG = TrainConfig(
@@ -82,7 +84,7 @@ def test_target_loss_is_next_token_cross_entropy():
     small = Rows(*(jnp.asarray(x[:2]) for x in packed))
     params = init_target(MODEL, 0)
     params = jax.tree.map(lambda x: x * 5, params)
-    loss, metrics = jax.jit(LOSS)(params, None, small, jax.random.key(0))
+    loss, metrics = jax.jit(LOSS)(params, None, small, jax.random.key(0), jnp.float32(0))
     total = weight = right = count = 0.0
     for r in range(2):
         segments = packed.segments[r]

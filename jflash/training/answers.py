@@ -1,11 +1,20 @@
-"""Many prompts through one compiled shape: what a drafter learns from, and what evals count."""
+"""A target's answers to many prompts: what a drafter learns from, and what evals count.
 
+Answers go to disk as they come, so that a run killed at any moment loses what was in flight only.
+"""
+
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
-from jflash.generate import PREFILL_CHUNK, Generation, Pair, check_request, generate
-from jflash.programs import capacity_for
+from jflash.engine import Job, serve
+from jflash.generate import Generation, Pair
+from jflash.sampling import Sampling
+
+GREEDY = Sampling()
 
 
 def answer_prompts(
@@ -16,32 +25,92 @@ def answer_prompts(
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
 ) -> list[Generation]:
-    """Greedy answers in the order of the prompts, decoded in batches of one compiled shape.
+    """Greedy answers in the order of the prompts.
 
-    A batch holds prompts of like length; the last repeats a prompt to be full. ValueError for a
-    prompt that does not fit, before anything runs.
+    ValueError for a prompt that does not fit, before anything runs.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if not prompts:
         raise ValueError("no prompts to answer")
-    for prompt in prompts:
-        check_request(pair.models, prompt, max_new_tokens, stop_token_ids)
-    longest, width = max(map(len, prompts)), pair.models.block_size
-    capacity = capacity_for(longest, max_new_tokens, width, PREFILL_CHUNK)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    jobs = [
+        Job(index=i, prompt_ids=list(prompt), max_new_tokens=max_new_tokens)
+        for i, prompt in enumerate(prompts)
+    ]
+    found = serve(pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids)
     answers: dict[int, Generation] = {}
-    with tqdm(total=len(prompts), desc="answers", unit="prompt") as bar:
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            filled = batch + batch[-1:] * (batch_size - len(batch))
-            done = generate(
-                pair,
-                [prompts[i] for i in filled],
-                max_new_tokens=max_new_tokens,
-                stop_token_ids=stop_token_ids,
-                capacity=capacity,
-            )
-            answers |= dict(zip(batch, done, strict=False))  # what repeats a prompt falls off
-            bar.update(len(batch))
+    for job, generation in tqdm(found, total=len(jobs), desc="answers", unit="prompt"):
+        answers[job.index] = generation
     return [answers[i] for i in range(len(prompts))]
+
+
+class Share(NamedTuple):
+    """Which answers a process makes: those whose index leaves `index` when divided by `of`."""
+
+    index: int = 0
+    of: int = 1
+
+
+WHOLE = Share()
+
+
+def answer_into(
+    folder: Path,
+    name: str,
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    sampling: Sampling = GREEDY,
+    per_prompt: int = 1,
+    seed: int = 0,
+    share: Share = WHOLE,
+) -> list[list[int]] | None:
+    """`per_prompt` answers to each prompt, each a line of `folder`/`name`.jsonl as it comes.
+
+    Goes on from the lines that are there, of this and of all shares. In the order of the prompts,
+    one prompt's answers side by side; a stop token that ended an answer is its last. None if the
+    share leaves answers to others that they have not made yet.
+    """
+    jobs = [
+        Job(index=i * per_prompt + k, prompt_ids=list(prompt), sampling=sampling,
+            max_new_tokens=max_new_tokens)
+        for i, prompt in enumerate(prompts)
+        for k in range(per_prompt)
+    ]  # fmt: skip
+    suffix = f"-{share.index}-of-{share.of}" if share.of > 1 else ""
+    own = folder / f"{name}{suffix}.jsonl"
+    answers: dict[int, list[int]] = {}
+    for file in sorted(folder.glob(f"{name}*.jsonl")):
+        answers |= read_answers(file, mend=file == own)
+    if answers:
+        print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
+    others = {job.index for job in jobs if job.index % share.of != share.index}
+    missing = len(jobs) - len(answers.keys() | others)
+    found = serve(
+        pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids, seed=seed,
+        answered=answers.keys() | others,
+    )  # fmt: skip
+    with own.open("a", encoding="utf-8") as out, tqdm(total=missing, desc="answers") as bar:
+        for job, generation in found:
+            answers[job.index] = generation.token_ids
+            line = {"index": job.index, "answer_ids": generation.token_ids}
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            bar.update()
+    if len(answers) < len(jobs):
+        return None
+    return [answers[job.index] for job in jobs]
+
+
+def read_answers(file: Path, mend: bool) -> dict[int, list[int]]:
+    """Answers by index, without a last line that a kill cut short; `mend` takes it off the file."""
+    if not file.exists():
+        return {}
+    raw = file.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if mend and len(whole) < len(raw):
+        with file.open("r+b") as out:
+            out.truncate(len(whole))
+    lines = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+    return {line["index"]: line["answer_ids"] for line in lines}

@@ -1,4 +1,4 @@
-"""A run's loss curve on disk, as numbers and as a picture; each file is whole or not there."""
+"""A run's curves on disk, as numbers and as a picture; each file is whole or not there."""
 
 import json
 from pathlib import Path
@@ -14,24 +14,59 @@ def write_json(path: Path, value: Any) -> None:
     part.rename(path)
 
 
-def write_curve(directory: Path, history: list[dict[str, Any]], title: str) -> None:
-    """`curve.json` and `curve.png`: the loss, and every other scalar metric, by step."""
-    write_json(directory / "curve.json", history)
+def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> None:
+    """`curve.png`: a panel for every metric by step; a list is a line for each of its places.
+
+    A metric that only some records have (τ on held-out prompts) is drawn through those.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         tqdm.write("matplotlib is not installed: curve.png was not drawn", nolock=True)
         return
-    scalars = [k for k, v in history[-1].items() if k != "step" and isinstance(v, float)]
-    figure = Figure(figsize=(7, 2.2 * len(scalars)), layout="constrained")
-    axes = figure.subplots(len(scalars), 1, sharex=True, squeeze=False)[:, 0]
-    steps = [record["step"] for record in history]
-    for axis, name in zip(axes, scalars, strict=True):
-        axis.plot(steps, [record[name] for record in history], linewidth=1)
+    names = metric_names(history)
+    figure = Figure(figsize=(7, 2.2 * len(names)), layout="constrained")
+    axes = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, name in zip(axes, names, strict=True):
+        records = [record for record in history if name in record]
+        steps = [record["step"] for record in records]
+        axis.plot(
+            steps, [record[name] for record in records], linewidth=1,
+            marker="." if len(records) < len(history) else None,
+        )  # fmt: skip
         axis.set_ylabel(name.replace("_", " "))
         axis.grid(alpha=0.3)
+        if isinstance(records[0][name], list):
+            _colour_by_place(axis)
     axes[0].set_title(title)
     axes[-1].set_xlabel("step")
     part = directory / "curve.png.part"
     figure.savefig(part, format="png", dpi=120)
     part.rename(directory / "curve.png")
+
+
+def metric_names(history: list[dict[str, Any]]) -> list[str]:
+    """Every metric of any record that is a number or a list of them, as they first appear."""
+    return list(
+        dict.fromkeys(
+            name
+            for record in history
+            for name, value in record.items()
+            if name != "step" and (isinstance(value, float) or _is_numbers(value))
+        )
+    )
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, float) for v in value)
+
+
+def _colour_by_place(axis: Any) -> None:
+    """From dark (the first place of a block) to light (the last), said once in a legend."""
+    from matplotlib import colormaps
+
+    lines = axis.get_lines()
+    for place, line in enumerate(lines):
+        line.set_color(colormaps["viridis"](place / max(1, len(lines) - 1)))
+    shown = [lines[0], lines[-1]]
+    axis.legend(shown, ["place 1", f"place {len(lines)}"], fontsize="small", loc="best")

@@ -5,14 +5,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jflash.config import DrafterConfig, TargetConfig, default_target_layer_ids
+import jax
+import numpy as np
+
+from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.training.data import Conversation, check_tokens, describe, pack
-from jflash.training.drafter_loss import drafter_loss, init_drafter
-from jflash.training.trainer import TrainConfig, Trained, train
+from jflash.training.attention import check_training_backend, training_backend
+from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
+from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
+from jflash.training.objective import PAPERS, Objective
+from jflash.training.steps import LossFn, TrainConfig
+from jflash.training.trainer import Evaluation, Trained, train
 
 
 def drafter_config_for(
@@ -22,8 +28,11 @@ def drafter_config_for(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
 ) -> DrafterConfig:
     """A drafter with its target's sizes, tapping the published rule's layers unless told others."""
+    if intermediate_size is not None and intermediate_size < 1:
+        raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
     if num_layers < 1:
         raise ValueError(f"a drafter needs at least 1 layer, got {num_layers}")
     if target_layer_ids is None:
@@ -31,7 +40,7 @@ def drafter_config_for(
     return DrafterConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=num_layers,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
@@ -55,14 +64,35 @@ def drafter_config_for(
 
 
 def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:
-    """The tokenizer's mask token, else the first id it leaves unused; ValueError without either."""
+    """The tokenizer's mask token; else the first id it leaves unused; else a special token of its
+    that no text and no template holds (one called reserved or unused, else the last of them).
+
+    ValueError if there is none of these.
+    """
     if getattr(tokenizer, "mask_token_id", None) is not None:
         return int(tokenizer.mask_token_id)
     if len(tokenizer) < vocab_size:
         return len(tokenizer)
-    raise ValueError(
-        f"the tokenizer uses all {vocab_size} ids and has no mask token: give --mask-token-id"
-    )
+    idle = _idle_special_tokens(tokenizer)
+    if not idle:
+        raise ValueError(
+            f"the tokenizer uses all {vocab_size} ids and has no mask token: give --mask-token-id"
+        )
+    named = {text: i for text, i in idle.items() if "reserved" in text or "unused" in text}
+    return min(named.values()) if named else max(idle.values())
+
+
+def _idle_special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Special tokens without a part in the chat template and in starting and ending texts."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    roles = ("bos", "eos", "pad", "unk", "sep", "cls")
+    taken = {getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return {
+        str(token): i
+        for i, token in added.items()
+        if token.special and i not in taken and str(token) not in template
+    }
 
 
 def read_records(
@@ -103,6 +133,96 @@ def _ids(record: dict, name: str, encode: Callable[[str], list[int]], where: str
     return encode(text) if text else []
 
 
+def without_long(records: list[Conversation], longest: int) -> tuple[list[Conversation], int]:
+    """Those whose prompt leaves room for a token within `longest`, and how many do not.
+
+    ValueError if none does.
+    """
+    kept = [r for r in records if len(r.prompt_ids) < longest]
+    if not kept:
+        shortest = min(len(r.prompt_ids) for r in records)
+        raise ValueError(
+            f"all {len(records)} prompts are too long for {longest} tokens (the shortest has "
+            f"{shortest}): a longer --row-length holds them, if the target has the positions"
+        )
+    return kept, len(records) - len(kept)
+
+
+def split_held_out(
+    records: list[Conversation], count: int, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """What to learn from and `count` to look at, drawn by the seed; equal prompts stay together."""
+    prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in records))
+    if count >= len(prompts):
+        raise ValueError(f"{count} of {len(prompts)} different prompts held out leave none")
+    drawn = np.random.default_rng(seed).permutation(len(prompts))[:count]
+    held = {prompts[i] for i in drawn}
+    return (
+        [r for r in records if tuple(r.prompt_ids) not in held],
+        [Conversation(list(prompts[i]), []) for i in sorted(drawn)],
+    )
+
+
+def check_sizes(target: TargetConfig, row_length: int, anchors: int) -> None:
+    """ValueError for rows or anchors that do not fit."""
+    if not 1 <= anchors <= row_length:
+        raise ValueError(f"anchors must be within 1 … {row_length} (the row length), got {anchors}")
+    positions = target.max_position_embeddings
+    if row_length > positions:
+        raise ValueError(f"rows of {row_length} tokens pass the target's {positions} positions")
+
+
+class Lesson(NamedTuple):
+    """What a drafter is trained on and with: the trainer's arguments."""
+
+    loss: LossFn
+    start: Any  # untrained parameters
+    rows: Rows
+    identity: dict[str, Any]
+
+
+def make_lesson(
+    target: Target,
+    config: DrafterConfig,
+    rows: Rows,
+    *,
+    anchors: int,
+    training: TrainConfig,
+    objective: Objective,
+    backend: str | None = None,
+) -> Lesson:
+    """The loss of a new drafter on these rows; attention by the device's best unless named.
+
+    ValueError for settings that do not fit, before anything runs.
+    """
+    check_sizes(target.config, rows.tokens.shape[1], anchors)
+    check_tokens(rows, target.config.vocab_size)
+    configs: list[DecoderConfig] = [target.config, config]
+    given = (configs, training.compute_dtype, jax.default_backend())
+    attention = check_training_backend(backend or training_backend(*given), *given)
+    own_rows = max(1, training.batch_size // jax.local_device_count())
+    blocks = Blocks(
+        anchors=anchors,
+        objective=objective,
+        backend=attention,
+        chunks=chunks_for(anchors, own_rows, config.block_size, config.vocab_size),
+    )
+    identity = asdict(config) | asdict(objective) | {"anchors": anchors, "attention": attention}
+    loss = partial(drafter_loss, target, Drafter(config), blocks)
+    return Lesson(loss, init_drafter(config, training.seed), rows, identity)
+
+
+def made_up_rows(count: int, row_length: int, vocab_size: int) -> Rows:
+    """Rows of random answers: for a plan, which asks what a step takes and not what it learns."""
+    shape = (count, row_length)
+    return Rows(
+        tokens=np.random.default_rng(0).integers(0, vocab_size, shape, np.int32),
+        positions=np.broadcast_to(np.arange(row_length, dtype=np.int32), shape),
+        segments=np.ones(shape, np.int32),
+        supervised=np.ones(shape, bool),
+    )
+
+
 def train_drafter(
     target: Target,
     target_params: Any,
@@ -114,18 +234,18 @@ def train_drafter(
     training: TrainConfig,
     directory: Path,
     should_stop: Callable[[int], bool],
+    objective: Objective = PAPERS,
+    backend: str | None = None,
+    evaluation: Evaluation | None = None,
 ) -> Trained:
     """Packs the conversations and trains a new drafter for a frozen target; see trainer.train."""
-    if not 1 <= anchors <= row_length:
-        raise ValueError(f"anchors must be within 1 … {row_length} (the row length), got {anchors}")
-    positions = target.config.max_position_embeddings
-    if row_length > positions:
-        raise ValueError(f"rows of {row_length} tokens pass the target's {positions} positions")
     rows, dropped = pack(conversations, row_length)
-    check_tokens(rows, target.config.vocab_size)
+    lesson = make_lesson(
+        target, config, rows, anchors=anchors, training=training, objective=objective,
+        backend=backend,
+    )  # fmt: skip
     describe(rows, dropped)
-    loss = partial(drafter_loss, target, Drafter(config), anchors)
     return train(
-        loss, init_drafter(config, training.seed), target_params, rows, training, directory,
-        identity=asdict(config) | {"anchors": anchors}, should_stop=should_stop, title="drafter",
+        lesson.loss, lesson.start, target_params, rows, training, directory,
+        identity=lesson.identity, should_stop=should_stop, title="drafter", evaluation=evaluation,
     )  # fmt: skip

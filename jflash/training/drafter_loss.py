@@ -2,11 +2,13 @@
 
 Every block is [anchor, mask × W-1] and sees what it would see when decoding: the context features
 strictly before its anchor, and its own rows in both directions. The target is frozen; one causal
-forward of it over the row gives the features of all blocks (arXiv 2602.06036).
-Axes besides the package's: A anchors of a row, R rows of keys before the block (the row's T).
+forward of it over the row gives the features of all blocks (arXiv 2602.06036), and its distribution
+at any place if the loss asks for it.
+Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +20,42 @@ from jflash.io.load import random_params
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.speculative import apply
+from jflash.training.attention import Backend, blocks_attend, causal_attend
+from jflash.training.chunked import chunk, sum_over_chunks, unchunk
 from jflash.training.data import Rows
-from jflash.training.losses import (
-    agreeing,
-    causal_attend,
-    cross_entropy,
-    head_logits,
-    scale_residual_outputs,
-    weighted_mean,
+from jflash.training.losses import agreeing, head_logits, scale_residual_outputs, weighted_mean
+from jflash.training.objective import (
+    PAPERS,
+    Objective,
+    counted,
+    decay_weights,
+    dpace_weights,
+    loss_decay,
+    place_losses,
 )
 
-
-class TrainAttend(NamedTuple):
-    """A row's blocks [B, A·W] against the row's context, which the cache carries, and themselves.
-
-    Keys are never laid side by side for all blocks: each anchor has T + W of them, not T + A·W.
-    """
-
-    context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees
-
-    def __call__(self, projected, cache):
-        q, k, v = projected.split()
-        B, A, _ = self.context.shape
-        N, H = q.shape[2:]
-        K = k.shape[2]
-        q = q.reshape(B, A, -1, K, N // K, H)
-        k, v = (x.reshape(B, A, -1, K, H) for x in (k, v))
-        f32 = jnp.float32
-        past = jnp.einsum("BAWKGH,BTKH->BKGAWT", q, cache.k, preferred_element_type=f32)
-        own = jnp.einsum("BAWKGH,BAUKH->BKGAWU", q, k, preferred_element_type=f32)
-        past = jnp.where(self.context[:, None, None, :, None, :], past, -jnp.inf)
-        scores = jnp.concatenate([past, own], axis=-1) * H**-0.5
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        past, own = jnp.split(weights, [past.shape[-1]], axis=-1)
-        out = jnp.einsum("BKGAWT,BTKH->BAWKGH", past, cache.v)
-        out += jnp.einsum("BKGAWU,BAUKH->BAWKGH", own, v)
-        return out.reshape(B, -1, N, H), cache
+LOGITS = 2**31  # bytes of one chunk's float32 logits on a device
 
 
-def loss_decay(block_size: int) -> float:
-    """γ of the weights exp(-(k - 1) / γ): the paper's 4, 5, 7 for W = 8, 10, 16.
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """How a drafter's blocks are trained: how many a row, for what, and with which programs."""
 
-    Between and beyond them the two straight lines through these points: W / 2 up to 10, then
-    5 + (W - 10) / 3.
-    """
-    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+    anchors: int  # of a row
+    objective: Objective = PAPERS
+    backend: Backend = "xla"  # of attention
+    chunks: int = 1  # that the anchors are shared out to when logits are made; divides them
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1 or self.chunks < 1 or self.anchors % self.chunks:
+            raise ValueError(f"{self.anchors} anchors do not divide into {self.chunks} chunks")
+
+
+def chunks_for(anchors: int, rows: int, block_size: int, vocab_size: int) -> int:
+    """The fewest equal chunks of which each one's logits, of a device's rows, stay under LOGITS."""
+    one = rows * (block_size - 1) * vocab_size * 4
+    fitting = max(1, LOGITS // one)
+    return next(n for n in range(1, anchors + 1) if anchors % n == 0 and anchors // n <= fitting)
 
 
 def init_drafter(config: DrafterConfig, seed: int) -> Any:
@@ -113,13 +106,14 @@ def block_hidden(
     target_params: Any,
     rows: Rows,
     anchors: Int[Array, "B A"],
-) -> Float[Array, "B Q D"]:
-    """The drafter's hidden states of all blocks, Q = A·W rows, W to an anchor."""
+    backend: Backend = "xla",
+) -> tuple[Float[Array, "B A W D"], Float[Array, "B T D"]]:
+    """The drafter's hidden states of all blocks, and the target's own of the rows."""
     W = drafter.config.block_size
     B, A = anchors.shape
-    _, features, _ = apply(
-        target, target_params, rows.tokens, rows.positions,
-        (None,) * target.config.num_layers, causal_attend(rows), drafter.config.target_layer_ids,
+    own, features, _ = apply(
+        target, target_params, rows.tokens, rows.positions, (None,) * target.config.num_layers,
+        causal_attend(rows, backend), drafter.config.target_layer_ids,
     )  # fmt: skip
     context = apply(drafter, params, features, rows.positions, method="context")
     caches = tuple(LayerCache(*projected.split()[1:]) for projected in context)
@@ -131,40 +125,76 @@ def block_hidden(
     positions = (start[:, :, None] + jnp.arange(W)).reshape(B, A * W)
     segment = jnp.take_along_axis(rows.segments, anchors, axis=1)
     before = jnp.arange(rows.tokens.shape[1]) < anchors[:, :, None]
-    attend = TrainAttend(before & (rows.segments[:, None, :] == segment[:, :, None]))
+    seen = before & (rows.segments[:, None, :] == segment[:, :, None])
 
     embeddings = apply(target, target_params, block, method="embed")
+    attend = blocks_attend(seen, W, backend)
     hidden, _ = apply(drafter, params, embeddings, positions, caches, attend)
-    return hidden
+    return hidden.reshape(B, A, W, -1), own
+
+
+def target_hidden(
+    own: Float[Array, "B T D"], anchors: Int[Array, "B A"], places: int
+) -> Float[Array, "B A K D"]:
+    """The target's rows that speak for places 1 … K past each anchor: row t predicts t + 1."""
+    B, A = anchors.shape
+    index = jnp.minimum(anchors[:, :, None] + jnp.arange(places), own.shape[1] - 1)
+    flat = jnp.take_along_axis(own, index.reshape(B, A * places, 1), axis=1)
+    return flat.reshape(B, A, places, -1)
 
 
 def drafter_loss(
     target: Target,
     drafter: Drafter,
-    anchors_per_row: int,
+    blocks: Blocks,
     params: Any,
     target_params: Any,
     rows: Rows,
     key: Key[Array, ""],
+    progress: Float[Array, ""],
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Σ w_k · CE / Σ w_k over the tokens that blocks predict, k = 1 … W - 1 places past the anchor.
+    """The objective's mean over the tokens that blocks predict, k = 1 … W - 1 past the anchor.
 
-    Metrics: `accuracy` [W - 1] by place, and `acceptance_length`, what a greedy step would commit
-    on average at these anchors (bonus included). Bind the first three arguments for the trainer.
+    With weights by decay it is Σ w_k · loss_k / Σ w_k; with D-PACE's, which mean tokens, it is
+    Σ w_k · loss_k by blocks and places. Metrics: `accuracy` [W - 1] by place, and
+    `acceptance_length`, what a greedy step would commit on average at these anchors (bonus
+    included). Bind the first three arguments for the trainer.
     """
-    W = drafter.config.block_size
-    anchors, exist = draw_anchors(rows, anchors_per_row, key)
-    labels, live = block_labels(rows, anchors, exist, W)
-    hidden = block_hidden(target, drafter, params, target_params, rows, anchors)
-    predicting = hidden.reshape(*anchors.shape, W, -1)[:, :, 1:]
-    logits = head_logits(
-        target, target_params, predicting.reshape(len(anchors), -1, hidden.shape[-1])
+    places, objective = drafter.config.block_size - 1, blocks.objective
+    anchors, exist = draw_anchors(rows, blocks.anchors, key)
+    labels, live = block_labels(rows, anchors, exist, places + 1)
+    hidden, own = block_hidden(
+        target, drafter, params, target_params, rows, anchors, blocks.backend
     )
-    logits = apply(drafter, params, logits, method="adjust_logits").reshape(*labels.shape, -1)
+    wanted = target_hidden(own, anchors, places) if objective.soft else None
+    counts = counted(objective, places, progress)
+    decay = decay_weights(objective.decay or loss_decay(places + 1), places) * counts
 
-    weights = jnp.exp(-jnp.arange(W - 1) / loss_decay(W)) * live
-    loss = weighted_mean(cross_entropy(logits, labels), weights)
-    correct = jnp.argmax(logits, axis=-1) == labels
+    def chunk_loss(hidden: Array, rest: Any, shared: Any) -> tuple[Array, Any]:
+        wanted, labels, live = rest
+        head, counts = shared
+
+        def logits_of(x):
+            return head_logits(target, head, x.reshape(len(x), -1, x.shape[-1]))
+
+        logits = apply(drafter, {}, logits_of(hidden), method="adjust_logits")
+        logits = logits.reshape(*labels.shape, -1)
+        soft = None if wanted is None else logits_of(wanted).reshape(logits.shape)
+        losses, cross = place_losses(objective, logits, soft, labels)
+        if objective.weights == "dpace":
+            weights = counts * dpace_weights(jnp.exp(-cross), live, objective.dpace_alpha)
+        else:
+            weights = live * counts
+        return jnp.sum(weights * losses), jnp.argmax(logits, axis=-1) == labels
+
+    by_decay = objective.weights == "decay"
+    rest = jax.tree.map(lambda x: chunk(x, blocks.chunks), (wanted, labels, live))
+    shared = (target_params, decay if by_decay else counts)
+    total, correct = sum_over_chunks(
+        chunk_loss, chunk(hidden[:, :, 1:], blocks.chunks), rest, shared
+    )
+    norm = jnp.sum(decay * live) if by_decay else jnp.sum(exist) * places
+    correct = unchunk(correct)
     hits = jnp.sum(correct & live, axis=(0, 1)) / jnp.maximum(jnp.sum(live, axis=(0, 1)), 1)
     length = weighted_mean(1.0 + agreeing(correct, live), exist.astype(jnp.float32))
-    return loss, {"accuracy": hits, "acceptance_length": length}
+    return total / jnp.maximum(norm, 1e-6), {"accuracy": hits, "acceptance_length": length}

@@ -1,4 +1,4 @@
-"""What the training losses share: who sees whom in a row, the head, and cross-entropy."""
+"""What the training losses share: the head, the embedding, and cross-entropy."""
 
 from typing import Any
 
@@ -6,20 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.layers import MaskAttend
 from jflash.models.decoder import Target
-from jflash.training.data import Rows
-
-
-def causal_attend(rows: Rows) -> MaskAttend:
-    """Every token sees itself and what came before it in its own conversation.
-
-    Padding is a conversation of its own (segment 0), so no row of scores is empty.
-    """
-    T = rows.tokens.shape[1]
-    same = rows.segments[:, :, None] == rows.segments[:, None, :]
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
-    return MaskAttend((same & causal)[:, None])
 
 
 @jax.custom_vjp

@@ -13,16 +13,17 @@ from jflash.config import TargetConfig
 from jflash.io.load import random_params
 from jflash.models.decoder import Target
 from jflash.speculative import apply
+from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
 from jflash.training.losses import (
-    causal_attend,
     cross_entropy,
     head_logits,
     lookup,
     scale_residual_outputs,
     weighted_mean,
 )
-from jflash.training.trainer import TrainConfig, Trained, train
+from jflash.training.steps import TrainConfig
+from jflash.training.trainer import Trained, train
 
 
 class TrainedTarget(Target):
@@ -44,13 +45,14 @@ def target_loss(
     frozen: None,
     rows: Rows,
     key: Key[Array, ""],
+    progress: Float[Array, ""],
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Σ w · CE / Σ w of every next token: w is 1 for answers, `prompt_weight` for prompts.
 
     The metric `accuracy` counts answer tokens only. Draws nothing: `key` is there for the trainer,
-    and so is `frozen`. Bind the first two arguments.
+    and so are `frozen` and `progress`. Bind the first two arguments.
     """
-    del frozen, key
+    del frozen, key, progress
     hidden, _, _ = apply(
         target, params, rows.tokens, rows.positions,
         (None,) * target.config.num_layers, causal_attend(rows),

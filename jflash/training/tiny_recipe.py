@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.training.drafter import drafter_config_for
+from jflash.training.steps import TrainConfig
 from jflash.training.tiny_tokenizer import MASK, SPECIAL
-from jflash.training.trainer import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,59 +1,39 @@
 """Training of any pure loss: AdamW over float32 params, checkpoints, and the same bits on resuming.
 
-Which rows a step sees and which key it draws from are functions of (seed, step) alone. The device
-runs `steps_per_call` steps for each dispatch and the host never waits for the newest of them.
-Knows no model: `loss_fn(params, frozen, batch, key) -> (loss, metrics)`.
+The device runs `steps_per_call` steps for each dispatch and the host never waits for the newest of
+them. What happens inside a call is jflash.training.steps'; this file knows files and progress.
 """
 
-import functools
 import json
+import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 from tqdm import tqdm
 
-from jflash.training.curve import write_curve, write_json
+from jflash.memory import device_memory
+from jflash.training.curve import draw_curves, write_json
+from jflash.training.steps import (
+    LossFn,
+    Plan,
+    TrainConfig,
+    TrainState,
+    call_inputs,
+    compile_steps,
+    device_mesh,
+    measure,
+    new_train_state,
+    on_all,
+)
 
-LossFn = Callable[[Any, Any, Any, Array], tuple[Array, dict[str, Array]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A run's numbers. Batches are rows; the schedule is a warm-up, then a cosine down to 0."""
-
-    steps: int
-    batch_size: int
-    learning_rate: float = 6e-4
-    warmup: float = 0.04  # of all steps
-    weight_decay: float = 0.01  # of matrices
-    clip_norm: float = 1.0
-    compute_dtype: str = "bfloat16"
-    seed: int = 0
-    steps_per_call: int = 50
-    checkpoint_every: int = 1000
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "steps_per_call", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-
-
-class TrainState(NamedTuple):
-    """What a checkpoint holds."""
-
-    params: Any
-    optimiser: Any
+SECONDS_BETWEEN_PICTURES = 20  # drawing takes half a second of a device that waits
 
 
 class Trained(NamedTuple):
@@ -64,69 +44,46 @@ class Trained(NamedTuple):
     history: list[dict[str, Any]]
 
 
-def optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip by the global norm; vectors (norm scales) do not decay."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=max(1, round(config.warmup * config.steps)),
-        decay_steps=max(2, config.steps),
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            b2=0.95,  # batches are large and runs short: an average over 20 steps, not 1000
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-        ),
-    )
+class Evaluation(NamedTuple):
+    """What is measured about every `every` steps: `run(params)` gives numbers for the curves."""
+
+    every: int
+    run: Callable[[Any], dict[str, Any]]
 
 
-def batch_indices(config: TrainConfig, num_rows: int, first: int, last: int) -> np.ndarray:
-    """Rows of steps first … last - 1, [steps, batch]; every epoch is a permutation of its own."""
-    places = np.arange(first * config.batch_size, last * config.batch_size)
-    epochs = places // num_rows
-    rows = np.empty(len(places), np.int32)
-    for epoch in range(epochs[0], epochs[-1] + 1):
-        order = np.random.default_rng((config.seed, epoch)).permutation(num_rows)
-        here = epochs == epoch
-        rows[here] = order[places[here] % num_rows]
-    return rows.reshape(-1, config.batch_size)
+def plan_training(
+    loss_fn: LossFn, params: Any, frozen: Any, data: Any, config: TrainConfig
+) -> Plan:
+    """What `train` would take with the same arguments: compiles and runs a few steps for it."""
+    mesh = device_mesh(config.batch_size)
+    frozen, data = on_all(mesh, (frozen, data))
+    state = new_train_state(params, config, mesh)
+    compiled = compile_steps(loss_fn, config, mesh, state, frozen, data)
+    del state
+    return measure(compiled, config, mesh, params, frozen, data)
 
 
-# Both static arguments are compared by value or identity, so calls with the same ones compile once.
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def run_steps(
-    loss_fn: LossFn,
-    config: TrainConfig,
-    state: TrainState,
-    frozen: Any,
-    data: Any,
-    indices: Array,
-    first: Array,
-) -> tuple[TrainState, dict[str, Array]]:
-    """As many steps as `indices` has rows, from step `first`; metrics are means over them."""
-    tx = optimiser(config)
-    root = jax.random.key(config.seed)
-
-    def one(state: TrainState, step: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
-        number, rows = step
-        batch = jax.tree.map(lambda x: x[rows], data)
-        key = jax.random.fold_in(root, number)
-
-        def loss(params):
-            compute = jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
-            return loss_fn(compute, frozen, batch, key)
-
-        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        updates, new = tx.update(grads, state.optimiser, state.params)
-        metrics = {"loss": value, "gradient_norm": optax.tree.norm(grads), **metrics}
-        return TrainState(optax.apply_updates(state.params, updates), new), metrics
-
-    numbers = first + jnp.arange(indices.shape[0])
-    state, metrics = jax.lax.scan(one, state, (numbers, indices))
-    return state, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+def plan_lines(plan: Plan, config: TrainConfig) -> list[str]:
+    """The plan in words; ValueError if it takes more memory than the device has."""
+    parts = {
+        "frozen weights": plan.frozen,
+        "trained weights and optimiser": plan.trained,
+        "data": plan.data,
+        "activations and gradients": plan.temporaries,
+    }
+    told = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
+    limit = device_memory()
+    if limit is not None and plan.total > limit:
+        raise ValueError(
+            f"a step takes {plan.total / 1e9:.1f} GB ({told}), the device has {limit / 1e9:.1f} GB:"
+            " a smaller batch, fewer anchors or shorter rows take less"
+        )
+    total = plan.step_seconds * config.steps
+    return [
+        f"memory of each of {plan.devices} device(s): {plan.total / 1e9:.2f} GB ({told})",
+        f"time: {1e3 * plan.step_seconds:.1f} ms a step, {total / 60:.1f} minutes for "
+        f"{config.steps} steps; compiling took {plan.compile_seconds:.0f} s",
+    ]
 
 
 def train(
@@ -140,60 +97,79 @@ def train(
     identity: Mapping[str, Any],
     should_stop: Callable[[int], bool] = lambda step: False,
     title: str = "training",
+    evaluation: Evaluation | None = None,
 ) -> Trained:
     """Trains to the end, or until `should_stop(step)`; goes on from the newest checkpoint if any.
 
     `data` is a pytree of arrays with rows in front, held on the device; `frozen` is what the loss
-    reads and nobody trains. Writes `checkpoints/`, `curve.json` and `curve.png` to `directory`.
-    ValueError if the checkpoints there belong to another run: other data or settings, or another
-    `identity`, which holds what the loss was made with.
+    reads and nobody trains. All local devices share the work. Prints what it will take, then writes
+    `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment goes on
+    to the same bits. ValueError if the checkpoints there belong to another run: other data or
+    settings, or another `identity`, which holds what the loss was made with.
     """
     directory = Path(directory).resolve()
+    mesh = device_mesh(config.batch_size)
     first_leaf = np.ascontiguousarray(jax.tree.leaves(data)[0])
     num_rows, checksum = len(first_leaf), zlib.crc32(first_leaf.tobytes())
     _claim(directory, {**asdict(config), **identity, "rows": num_rows, "data_crc32": checksum})
-    # Copies: the state is donated, the caller's params are not ours to delete.
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    state = TrainState(params, optimiser(config).init(params))
-    data, frozen = jax.device_put((data, frozen))
-    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    frozen, data = on_all(mesh, (frozen, data))
+    state = new_train_state(params, config, mesh)
+    # Two, so that one is whole whenever the run is killed.
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(directory / "checkpoints", options=options) as manager:
         step, history = 0, []
         newest = manager.latest_step()
         if newest is not None:
             step, state = newest, manager.restore(newest, args=ocp.args.StandardRestore(state))
             history = _history(directory, step)
+        if step >= config.steps:
+            return Trained(state.params, step, history)
+        compiled = compile_steps(loss_fn, config, mesh, state, frozen, data)
+        plan = measure(compiled, config, mesh, params, frozen, data)
+        print("\n".join(plan_lines(plan, config)), flush=True)
+        drawn = time.monotonic()
         waiting: tuple[int, dict[str, Array]] | None = None
         bar = tqdm(total=config.steps, initial=step, desc=title, unit="step", mininterval=1)
         while step < config.steps and not should_stop(step):
-            # Always the same boundaries, so that a resumed run compiles and sums the same.
+            # Always the same boundaries, so that a resumed run sums the same.
             last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
-            indices = jnp.asarray(batch_indices(config, num_rows, step, last))
-            state, metrics = run_steps(
-                loss_fn, config, state, frozen, data, indices, jnp.int32(step)
-            )
+            inputs = call_inputs(config, mesh, num_rows, step, last)
+            state, metrics = compiled.run(state, frozen, data, *inputs)
             _record(history, bar, waiting)  # of the call before: the device is busy meanwhile
             waiting = (last, metrics)
-            due = last // config.checkpoint_every > step // config.checkpoint_every
+            save = _due(config.checkpoint_every, step, last)
+            look = evaluation and (_due(evaluation.every, step, last) or last == config.steps)
             bar.update(last - step)
             step = last
-            if due:
+            if save or look:
                 _record(history, bar, waiting)
                 waiting = None
+            if look and evaluation:
+                history[-1] |= evaluation.run(state.params)
+            if save:
                 _save(manager, step, state, directory, history, title)
+            if save and time.monotonic() - drawn > SECONDS_BETWEEN_PICTURES:
+                draw_curves(directory, history, title)
+                drawn = time.monotonic()
         _record(history, bar, waiting)
         bar.close()
         if step and manager.latest_step() != step:
             _save(manager, step, state, directory, history, title)
+        draw_curves(directory, history, title)
     return Trained(state.params, step, history)
+
+
+def _due(every: int, before: int, after: int) -> bool:
+    return after // every > before // every
 
 
 def _save(manager, step: int, state: TrainState, directory: Path, history: list, title: str):
     loss = history[-1]["loss"] if history else 0.0
     if not np.isfinite(loss):
         raise ValueError(f"{title}: the loss is {loss} at step {step}; nothing was saved")
+    # Before the checkpoint: what a resumed run reads must reach at least to its step.
+    write_json(directory / "curve.json", history)
     manager.save(step, args=ocp.args.StandardSave(state))
-    write_curve(directory, history, title)
 
 
 def _record(history: list, bar: Any, waiting: tuple[int, dict[str, Array]] | None) -> None:

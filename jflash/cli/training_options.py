@@ -1,0 +1,109 @@
+"""The options of scripts/train_drafter.py, by what they are about, and their first checks."""
+
+import argparse
+from pathlib import Path
+
+from jflash.cli.command import Parser
+from jflash.io import default_dtype
+from jflash.sampling import Sampling
+from jflash.training.answers import Share
+from jflash.training.objective import LOSSES, WEIGHTS, Objective
+from jflash.training.steps import TrainConfig, device_mesh
+
+
+def training_parser(description: str) -> Parser:
+    parser = Parser("train_drafter.py", description)
+    add = parser.add_argument
+    add("--target", required=True, help="checkpoint folder or hub id; stays as it is")
+    add("--data", type=Path, required=True, metavar="FILE.jsonl", help="a prompt a line")
+    add("--output", type=Path, required=True, help="folder for the drafter; OUTPUT-work beside it")
+    add("--overwrite", action="store_true", help="replace a finished drafter, forget its training")
+    add("--dry-run", action="store_true", help="print what it takes of memory and time, and stop")
+    add("--minutes", type=float, help="stop training after as long, to be resumed by the next call")
+    _answer_options(parser.add_argument_group("answers").add_argument)
+    _drafter_options(parser.add_argument_group("drafter").add_argument)
+    _training_options(parser.add_argument_group("training").add_argument)
+    _evaluation_options(parser.add_argument_group("τ on prompts that are not learnt").add_argument)
+    return parser
+
+
+def _answer_options(add) -> None:
+    add("--keep-answers", action="store_true", help="learn the data's answers where it has any")
+    add("--max-new-tokens", type=int, default=512, help="of an answer")
+    add("--answer-batch", type=int, default=64, help="prompts answered at a time")
+    add("--answer-temperature", type=float, default=0.0, help="0 is greedy")
+    add("--answers-per-prompt", type=int, default=1)
+    add("--keep-looping", action="store_true", help="learn answers that repeat themselves too")
+    part = "make only part I of N (from 0) of the answers and stop: a process for each GPU"
+    add("--answer-part", type=share, default=Share(), metavar="I/N", help=part)
+
+
+def _drafter_options(add) -> None:
+    add("--num-layers", type=int, default=5)
+    add("--intermediate-size", type=int, help="width of the MLP; default: the target's")
+    add("--block-size", type=int, default=16)
+    add("--target-layer-ids", type=layer_ids, metavar="1,9,17", help="default: the published rule")
+    add("--mask-token-id", type=int, help="default: the tokenizer's, or an id that is not used")
+
+
+def _training_options(add) -> None:
+    paper = Objective()
+    add("--row-length", type=int, default=1024, help="tokens; longer conversations are left out")
+    add("--anchors", type=int, default=64, help="blocks drawn from a row, each time anew")
+    add("--steps", type=int, default=20_000)
+    add("--batch", type=int, default=8, help="rows a step, of all GPUs together")
+    add("--learning-rate", type=float, default=6e-4)
+    add("--weight-decay", type=float, default=0.01)
+    add("--seed", type=int, default=0)
+    add("--checkpoint-every", type=int, default=1000, metavar="STEPS")
+    losses = "cross-entropy on the target's token, KL to its distribution, or total variation"
+    add("--loss", choices=LOSSES, default=paper.loss, help=losses)
+    weights = "exp(-(k-1)/γ), or D-PACE's by the drafter's confidence"
+    add("--position-weights", choices=WEIGHTS, default=paper.weights, help=weights)
+    add("--decay", type=float, metavar="γ", help="default: the paper's for the block width")
+    add("--dpace-alpha", type=float, default=paper.dpace_alpha)
+    add("--ce-share", type=float, default=paper.ce_share, help="of --loss tv")
+    share_of_places = "of the training, over which the places of a block come in one by one"
+    add("--curriculum", type=float, default=0.0, metavar="SHARE", help=share_of_places)
+    add("--training-attention", choices=("xla", "cudnn"), help="default: the device's fastest")
+
+
+def _evaluation_options(add) -> None:
+    add("--eval-prompts", type=Path, metavar="FILE.jsonl", help="default: some of the data's")
+    add("--held-out", type=int, metavar="N", help="prompts of the data; default: 5 %%, at most 64")
+    add("--eval-every", type=int, default=1000, metavar="STEPS", help="0: never")
+    add("--eval-batch", type=int, default=32)
+
+
+def layer_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def share(text: str) -> Share:
+    index, of = (int(part) for part in text.split("/"))
+    if not 0 <= index < of:
+        raise ValueError(f"{text}: the part must be within 0 … {of - 1}")
+    return Share(index, of)
+
+
+def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, Sampling]:
+    """The records of the training and of the answers; ValueError before anything is loaded."""
+    for name in ("answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    for file in filter(None, (args.data, args.eval_prompts)):
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file")
+    training = TrainConfig(
+        steps=args.steps, batch_size=args.batch, learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay, seed=args.seed, compute_dtype=default_dtype(),
+        checkpoint_every=args.checkpoint_every, steps_per_call=min(50, args.checkpoint_every),
+    )  # fmt: skip
+    if args.answer_part.of == 1:
+        device_mesh(args.batch)
+    sampling = Sampling(temperature=args.answer_temperature)
+    objective = Objective(
+        loss=args.loss, weights=args.position_weights, decay=args.decay,
+        dpace_alpha=args.dpace_alpha, ce_share=args.ce_share, curriculum=args.curriculum,
+    )  # fmt: skip
+    return training, objective, sampling

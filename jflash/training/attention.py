@@ -1,0 +1,145 @@
+"""Attention of the trainings: whole rows, and a drafter's blocks against the row they stand in.
+
+Nothing is cached and everything is differentiable. Backend 'xla' writes the scores out; 'cudnn' is
+NVIDIA's fused attention (bfloat16, a GPU), several times faster on long rows.
+Axes besides the package's: A anchors of a row, T the row's tokens, all keys before a block.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jflash.config import DecoderConfig
+from jflash.training.data import Rows
+
+Backend = Literal["xla", "cudnn"]
+BACKENDS = ("xla", "cudnn")
+QUERIES = 256  # rows of blocks that share a copy of the context: more copy less, but skip less
+
+
+class RowAttend(NamedTuple):
+    """Whole rows by an explicit mask."""
+
+    mask: Bool[Array, "B 1 T S"]
+    backend: Backend = "xla"
+
+    def __call__(self, projected, cache):
+        q, k, v = projected.split()
+        out = jax.nn.dot_product_attention(q, k, v, mask=self.mask, implementation=self.backend)
+        return out, cache
+
+
+class BlocksAttend(NamedTuple):
+    """A row's blocks [B, A·W] against the row's context, which the cache carries, and themselves.
+
+    Keys are never laid side by side for all blocks: each anchor has T + W of them, not T + A·W.
+    """
+
+    context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees
+
+    def __call__(self, projected, cache):
+        q, k, v = projected.split()
+        B, A, _ = self.context.shape
+        N, H = q.shape[2:]
+        K = k.shape[2]
+        q = q.reshape(B, A, -1, K, N // K, H)
+        k, v = (x.reshape(B, A, -1, K, H) for x in (k, v))
+        f32 = jnp.float32
+        past = jnp.einsum("BAWKGH,BTKH->BKGAWT", q, cache.k, preferred_element_type=f32)
+        own = jnp.einsum("BAWKGH,BAUKH->BKGAWU", q, k, preferred_element_type=f32)
+        past = jnp.where(self.context[:, None, None, :, None, :], past, -jnp.inf)
+        scores = jnp.concatenate([past, own], axis=-1) * H**-0.5
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        past, own = jnp.split(weights, [past.shape[-1]], axis=-1)
+        out = jnp.einsum("BKGAWT,BTKH->BAWKGH", past, cache.v)
+        out += jnp.einsum("BKGAWU,BAUKH->BAWKGH", own, v)
+        return out.reshape(B, -1, N, H), cache
+
+
+class GroupedBlocksAttend(NamedTuple):
+    """The same for a fused backend: g blocks are one batch entry, with a copy of the context.
+
+    A query of a group has T + g·W keys, of which the mask leaves the context and its own block.
+    """
+
+    mask: Bool[Array, "C 1 Q S"]  # C = B·A/g groups, Q = g·W queries, S = T + g·W keys
+    implementation: Backend
+
+    def __call__(self, projected, cache):
+        q, k, v = projected.split()
+        B, _, N, H = q.shape
+        C, _, Q, _ = self.mask.shape
+
+        def keys(context, own):
+            K = own.shape[2]
+            copies = jnp.broadcast_to(context[:, None], (B, C // B, *context.shape[1:]))
+            copies = copies.reshape(C, -1, K, H)
+            return jnp.concatenate([copies, own.reshape(C, Q, K, H)], axis=1)
+
+        out = jax.nn.dot_product_attention(
+            q.reshape(C, Q, N, H), keys(cache.k, k), keys(cache.v, v), mask=self.mask,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return out.reshape(B, -1, N, H), cache
+
+
+def causal_attend(rows: Rows, backend: Backend = "xla") -> RowAttend:
+    """Every token sees itself and what came before it in its own conversation.
+
+    Padding is a conversation of its own (segment 0), so no row of scores is empty.
+    """
+    T = rows.tokens.shape[1]
+    same = rows.segments[:, :, None] == rows.segments[:, None, :]
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
+    return RowAttend((same & causal)[:, None], backend)
+
+
+def blocks_attend(
+    context: Bool[Array, "B A T"], block_size: int, backend: Backend
+) -> BlocksAttend | GroupedBlocksAttend:
+    """Every row of a block sees the block, and the context rows that are its anchor's."""
+    return BlocksAttend(context) if backend == "xla" else grouped(context, block_size, backend)
+
+
+def grouped(
+    context: Bool[Array, "B A T"], block_size: int, implementation: Backend
+) -> GroupedBlocksAttend:
+    """`blocks_attend` of any implementation of jax.nn.dot_product_attention."""
+    B, A, T = context.shape
+    g = max(n for n in range(1, A + 1) if A % n == 0 and (n == 1 or n * block_size <= QUERIES))
+    past = jnp.repeat(context.reshape(B * A // g, g, T), block_size, axis=1)
+    block = jnp.arange(g * block_size) // block_size
+    own = jnp.broadcast_to(block[:, None] == block, (len(past), len(block), len(block)))
+    return GroupedBlocksAttend(jnp.concatenate([past, own], axis=-1)[:, None], implementation)
+
+
+def training_backend(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> Backend:
+    """The fastest that runs: cuDNN on a GPU in bfloat16 where it takes the heads, else XLA."""
+    return "xla" if refusal(configs, dtype, platform) else "cudnn"
+
+
+def check_training_backend(
+    name: str, configs: Sequence[DecoderConfig], dtype: str, platform: str
+) -> Backend:
+    """The backend of that name; ValueError, with the reason, for one that cannot run here."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention of a training is one of {', '.join(BACKENDS)}, got {name!r}")
+    why = refusal(configs, dtype, platform) if name == "cudnn" else None
+    if why:
+        raise ValueError(f"cudnn attention {why}: take xla")
+    return cast(Backend, name)
+
+
+def refusal(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> str | None:
+    """Why cuDNN cannot, or None."""
+    if platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU, the device is a {platform}"
+    if dtype != "bfloat16":
+        return f"needs bfloat16, the training runs in {dtype}"
+    heads = {config.head_dim for config in configs}
+    if any(head % 8 or head > 128 for head in heads):
+        return f"takes heads of at most 128 and a multiple of 8, got {sorted(heads)}"
+    return None

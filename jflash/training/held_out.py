@@ -1,0 +1,66 @@
+"""τ of a drafter in training, by real speculative decoding of prompts that it does not learn from.
+
+Every look decodes with the parameters of the moment through executables that are compiled once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jflash.backends import with_backends
+from jflash.config import DrafterConfig
+from jflash.evals.acceptance import by_ending
+from jflash.generate import Generation, Pair
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.speculative import Models, Params
+from jflash.training.answers import answer_prompts
+from jflash.training.trainer import Evaluation
+
+
+def held_out_evaluation(
+    target: Target,
+    target_params: Any,
+    config: DrafterConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    every: int,
+    batch_size: int,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+) -> Evaluation:
+    """Greedy decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
+    drafter, device = Drafter(config), jax.devices()[0]
+    dtype = str(target_params["embedding"].dtype)
+    models = with_backends(Models(target, drafter, config.block_size), dtype, device)
+
+    @jax.jit
+    def ready(params):
+        return with_context_kernel(drafter, jax.tree.map(lambda x: x.astype(dtype), params))
+
+    def run(params: Any) -> dict[str, Any]:
+        # Through the host: arrays that were on a mesh remember it, and decoding knows of none.
+        decoding = ready(jax.device_put(jax.device_get(params), device))
+        answers = answer_prompts(
+            Pair(models, Params(target_params, decoding)), prompts,
+            batch_size=min(batch_size, len(prompts)), max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+        )  # fmt: skip
+        return acceptance_numbers(answers, config.block_size)
+
+    return Evaluation(every, run)
+
+
+def acceptance_numbers(answers: Sequence[Generation], width: int) -> dict[str, Any]:
+    """`tau`, pooled over all steps; `tau_ended`, of answers that a stop token ended without a loop;
+    `accepted` [W - 1], the share of steps that accepted at least 1, 2, … drafts.
+
+    A number that nothing speaks for (no such answer has a step) is left out.
+    """
+    found = by_ending(answers, width)
+    numbers = {"tau": found["all"]["tau_pooled"], "tau_ended": found["ended"]["tau_pooled"]}
+    counts, steps = found["all"]["histogram"], found["all"]["steps"]
+    if steps:
+        numbers["accepted"] = [round(sum(counts[k:]) / steps, 5) for k in range(1, width)]
+    return {name: value for name, value in numbers.items() if value is not None}

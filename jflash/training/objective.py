@@ -1,0 +1,127 @@
+"""What a drafter's loss rewards: the loss of one place, the weight of a place, a curriculum.
+
+Pure functions of logits and labels. Axes: K = W - 1 places past the anchor; lead axes are blocks.
+"""
+
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash.training.losses import cross_entropy
+
+LOSSES = ("ce", "kl", "tv")
+WEIGHTS = ("decay", "dpace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The recipe of the loss; the defaults are the paper's.
+
+    loss: 'ce' is cross-entropy on the target's own token; 'kl' is KL(p‖q) to the target's
+    distribution p at the place; 'tv' is `ce_share` · ce + (1 - ce_share) · total variation of p, q.
+    weights: 'decay' is exp(-(k-1)/γ); 'dpace' follows the drafter's own confidence.
+    """
+
+    loss: str = "ce"
+    weights: str = "decay"
+    decay: float | None = None  # γ; None is the paper's for the block width
+    dpace_alpha: float = 0.5
+    ce_share: float = 0.1
+    curriculum: float = 0.0  # share of the training after which all places count
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        if self.decay is not None and not self.decay > 0:
+            raise ValueError(f"decay must be positive, got {self.decay}")
+        for name in ("dpace_alpha", "ce_share", "curriculum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be within 0 … 1, got {getattr(self, name)}")
+
+    @property
+    def soft(self) -> bool:
+        """Whether the target's distribution is needed, not only its token."""
+        return self.loss != "ce"
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in changed) or "the paper's"
+
+
+PAPERS = Objective()
+
+
+def loss_decay(block_size: int) -> float:
+    """γ of the weights exp(-(k - 1) / γ): the paper's 4, 5, 7 for W = 8, 10, 16.
+
+    Between and beyond them the two straight lines through these points: W / 2 up to 10, then
+    5 + (W - 10) / 3.
+    """
+    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+
+
+def decay_weights(decay: float, places: int) -> Float[Array, " K"]:
+    """exp(-(k - 1) / γ) for k = 1 … K."""
+    return jnp.exp(-jnp.arange(places) / decay)
+
+
+def dpace_weights(
+    confidence: Float[Array, "*lead K"], live: Bool[Array, "*lead K"], alpha: float
+) -> Float[Array, "*lead K"]:
+    """D-PACE's weight of each place: its share of the expected accepted length (arXiv 2605.18810).
+
+    With q̃ = (1 - α)·q + α for the probability q that the drafter gives the label, the weight of
+    place j is Σ over m ≥ j of Π over i ≤ m of q̃_i: what the lengths that need j are worth. A place
+    that is not live ends the block. Constants to the gradient.
+    """
+    smooth = jnp.where(live, (1 - alpha) * confidence + alpha, 0.0)
+    reach = jnp.cumprod(smooth, axis=-1)
+    weights = jnp.flip(jnp.cumsum(jnp.flip(reach, -1), axis=-1), -1)
+    return jax.lax.stop_gradient(jnp.where(live, weights, 0.0))
+
+
+def kl_divergence(
+    target: Float[Array, "*lead V"], drafter: Float[Array, "*lead V"]
+) -> Float[Array, "*lead"]:
+    """KL(p‖q) of two rows of logits, in nats."""
+    log_p, log_q = jax.nn.log_softmax(target), jax.nn.log_softmax(drafter)
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def total_variation(
+    target: Float[Array, "*lead V"], drafter: Float[Array, "*lead V"]
+) -> Float[Array, "*lead"]:
+    """½ Σ |p - q|: 1 - it is the chance that a draft drawn from q is accepted."""
+    return 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(target) - jax.nn.softmax(drafter)), axis=-1)
+
+
+def place_losses(
+    objective: Objective,
+    logits: Float[Array, "*lead K V"],
+    target: Float[Array, "*lead K V"] | None,
+    labels: Int[Array, "*lead K"],
+) -> tuple[Float[Array, "*lead K"], Float[Array, "*lead K"]]:
+    """The loss of each place, and the label's own cross-entropy; `target` if the loss is soft."""
+    own = cross_entropy(logits, labels)
+    if target is None:
+        return own, own
+    if objective.loss == "kl":
+        return kl_divergence(target, logits), own
+    mixed = objective.ce_share * own
+    return mixed + (1 - objective.ce_share) * total_variation(target, logits), own
+
+
+def counted(objective: Objective, places: int, progress: Float[Array, ""]) -> Float[Array, " K"]:
+    """1 for the places that count yet, 0 for the rest; between them the one that is coming in.
+
+    A curriculum over block length: from the first place alone to all of them, linearly over the
+    first `curriculum` of the training.
+    """
+    if not objective.curriculum:
+        return jnp.ones(places)
+    reached = 1 + (places - 1) * progress / objective.curriculum
+    return jnp.clip(reached - jnp.arange(places), 0.0, 1.0)

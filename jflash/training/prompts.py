@@ -1,0 +1,134 @@
+"""Prompts to train a drafter on, from files at hand, each with its source; never from a test set.
+
+Asked as benchmarks ask, where they do: a drafter learns how its target answers, and that depends on
+the question's form.
+"""
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jflash.evals.datasets import BOXED
+from jflash.training.tiny_math import made_up, read_gsm8k, renumbered
+from jflash.training.word_problems import overlap
+
+TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
+SHARED_WORDS = 13  # in a row, with a test question
+
+
+class Prompt(NamedTuple):
+    """What a user asks, and where it is from."""
+
+    text: str
+    source: str
+
+
+def gsm8k_prompts(train: Path, variants: int, seed: int) -> list[Prompt]:
+    """Every question of GSM8K's training set, and as many variants of it with other numbers."""
+    questions = [question for question, _ in read_gsm8k(train)]
+    rng = random.Random(seed)
+    asked = [Prompt(boxed(question), "gsm8k-train") for question in questions]
+    for _ in range(variants):
+        asked += [Prompt(boxed(renumbered(q, rng)), "gsm8k-renumbered") for q in questions]
+    return asked
+
+
+def word_problem_prompts(count: int, seed: int) -> list[Prompt]:
+    """Made-up problems of jflash.training.word_problems' training templates."""
+    return [Prompt(boxed(question), "word-problems") for question, _ in made_up(count, seed)]
+
+
+def svamp_prompts(file: Path) -> list[Prompt]:
+    """SVAMP's stories with their questions; ValueError for a file of another kind."""
+    try:
+        records = json.loads(file.read_text(encoding="utf-8"))
+        stories = [(record["Body"].strip(), record["Question"].strip()) for record in records]
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is not SVAMP's JSON: {error!r}") from None
+    return [
+        Prompt(boxed(f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {question}"), "svamp")
+        for body, question in stories
+    ]
+
+
+def self_instruct_prompts(file: Path) -> list[Prompt]:
+    """An instruction with each of its inputs."""
+    found = []
+    for where, record in json_lines(file):
+        try:
+            instruction = record["instruction"].strip()
+            inputs = [instance["input"].strip() for instance in record["instances"]]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{where} is no self-instruct task: {error!r}") from None
+        for given in dict.fromkeys(inputs):
+            text = f"{instruction}\n\n{given}" if given else instruction
+            found.append(Prompt(text, "self-instruct"))
+    return found
+
+
+def boxed(question: str) -> str:
+    """A problem in the style of the reference's benchmark."""
+    return f"{question}\n{BOXED}"
+
+
+def questions_of_tests(files: Iterable[Path]) -> list[str]:
+    """All texts that test sets ask (JSON lines, gzipped or not); ValueError if a file has none."""
+    found = []
+    for file in files:
+        before = len(found)
+        for _, record in json_lines(file):
+            for name in TEST_FIELDS:
+                value = record.get(name)
+                found += [value] if isinstance(value, str) else value or []
+        if len(found) == before:
+            raise ValueError(f"{file} has none of the fields {', '.join(TEST_FIELDS)}")
+    return found
+
+
+def collected(prompts: Iterable[Prompt], tests: Sequence[str]) -> tuple[list[Prompt], int]:
+    """Different prompts that no test set asks, in their order, and how many were left out for that.
+
+    Left out is what equals a test question but for case, spaces and punctuation, with the style's
+    ending or without, or shares 13 words in a row with one.
+    """
+    different = list({normal(prompt.text): prompt for prompt in reversed(list(prompts))}.values())
+    different.reverse()
+    bare = {prompt.text: prompt.text.removesuffix(f"\n{BOXED}") for prompt in different}
+    known = {normal(test) for test in tests}
+    shared = set(overlap(bare.values(), tests, SHARED_WORDS))
+    kept = [
+        prompt
+        for prompt in different
+        if normal(bare[prompt.text]) not in known and bare[prompt.text] not in shared
+    ]
+    return kept, len(different) - len(kept)
+
+
+def normal(text: str) -> str:
+    """The words alone, in lower case: two texts that differ in nothing else are the same."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Records with their places; ValueError names a line that is none."""
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file")
+    opened = gzip.open if file.suffix == ".gz" else open
+    found = []
+    with opened(file, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{where} is not a JSON object")
+            found.append((where, record))
+    return found

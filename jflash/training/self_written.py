@@ -1,0 +1,65 @@
+"""Prompts that a chat model writes itself: asked for nothing, it goes on as its user would.
+
+The chat template up to where the user's text begins is all the model sees; what it samples then is
+a user's turn of the kind that it was trained on (arXiv 2406.08464).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jflash.evals.acceptance import is_looping
+from jflash.generate import Pair
+from jflash.io.text import decode
+from jflash.sampling import Sampling
+from jflash.training.answers import answer_into
+from jflash.training.prompts import Prompt
+
+MARK = "\ue000"  # where the user's text stands when the template is rendered
+SHORTEST = 12  # characters: less is a greeting or nothing
+
+
+def user_prefix(tokenizer: Any, system: str | None = None) -> list[int]:
+    """Ids of the chat template up to the user's text; ValueError without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template: the model cannot write user turns")
+    messages = [{"role": "user", "content": MARK}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before = text.split(MARK)[0]
+    ids = list(tokenizer(before, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise ValueError("the chat template puts nothing before the user's text: nothing to go on")
+    return ids
+
+
+def write_prompts(
+    pair: Pair,
+    tokenizer: Any,
+    count: int,
+    *,
+    systems: Sequence[str | None],
+    stop_token_ids: Sequence[int],
+    sampling: Sampling,
+    seed: int,
+    max_new_tokens: int,
+    batch_size: int,
+    folder: Path,
+    name: str,
+) -> list[Prompt]:
+    """`count` user turns sampled behind each system message in turn; those worth asking are kept.
+
+    Kept is what a stop token ended, without a loop and long enough. Resumes from `folder`.
+    """
+    prefixes = [user_prefix(tokenizer, system) for system in systems]
+    asked = [prefixes[i % len(prefixes)] for i in range(count)]
+    written = answer_into(
+        folder, name, pair, asked, batch_size=batch_size, max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids, sampling=sampling, seed=seed,
+    )  # fmt: skip
+    assert written is not None  # this process makes all of them
+    stops = set(stop_token_ids)
+    ended = [ids for ids in written if ids[-1] in stops and not is_looping(ids)]
+    texts = [decode(tokenizer, ids).strip() for ids in ended]
+    return [Prompt(text, "self-written") for text in texts if len(text) >= SHORTEST]

@@ -1,0 +1,227 @@
+"""The compiled inside of a training: many optimiser steps in one program, over all local devices.
+
+Rows of a batch are shared out to the devices, everything else is on each of them; with one device
+it is the same program. Which rows a step sees and which key it draws from are functions of
+(seed, step) alone.
+Knows no model: `loss_fn(params, frozen, batch, key, progress) -> (loss, metrics)`, where progress
+runs from 0 to 1 over the training.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+LossFn = Callable[[Any, Any, Any, Array, Array], tuple[Array, dict[str, Array]]]
+MEASURED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run's numbers. Batches are rows; the schedule is a warm-up, then a cosine down to 0."""
+
+    steps: int
+    batch_size: int  # of all devices together
+    learning_rate: float = 6e-4
+    warmup: float = 0.04  # of all steps
+    weight_decay: float = 0.01  # of matrices
+    clip_norm: float = 1.0
+    compute_dtype: str = "bfloat16"
+    seed: int = 0
+    steps_per_call: int = 50
+    checkpoint_every: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "steps_per_call", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds."""
+
+    params: Any
+    optimiser: Any
+
+
+class Plan(NamedTuple):
+    """What a training takes: bytes on each device, and seconds."""
+
+    devices: int
+    frozen: int  # parameters that nobody trains
+    trained: int  # float32 parameters and both moments of AdamW
+    data: int
+    temporaries: int  # what XLA allocates beside them: activations, gradients
+    compile_seconds: float
+    step_seconds: float
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.trained + self.data + self.temporaries
+
+
+def optimiser(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW behind a clip by the global norm; vectors (norm scales) do not decay."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=max(1, round(config.warmup * config.steps)),
+        decay_steps=max(2, config.steps),
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule,
+            b2=0.95,  # batches are large and runs short: an average over 20 steps, not 1000
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        ),
+    )
+
+
+def device_mesh(batch_size: int) -> Mesh:
+    """All local devices in one row; ValueError if they cannot share a batch equally."""
+    devices = jax.local_devices()
+    if batch_size % len(devices):
+        raise ValueError(
+            f"a batch of {batch_size} rows does not divide by {len(devices)} devices: "
+            f"take a multiple of {len(devices)}"
+        )
+    return Mesh(np.asarray(devices), ("data",))
+
+
+def on_all(mesh: Mesh, tree: Any) -> Any:
+    """Whole copies of the arrays on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def new_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Step 0, in float32; copies: the state is donated, the caller's params are not ours."""
+    params = jax.tree.map(lambda x: np.array(x, np.float32), params)
+    return on_all(mesh, TrainState(params, optimiser(config).init(params)))
+
+
+def batch_indices(config: TrainConfig, num_rows: int, first: int, last: int) -> np.ndarray:
+    """Rows of steps first … last - 1, [steps, batch]; every epoch is a permutation of its own."""
+    places = np.arange(first * config.batch_size, last * config.batch_size)
+    epochs = places // num_rows
+    rows = np.empty(len(places), np.int32)
+    for epoch in range(epochs[0], epochs[-1] + 1):
+        order = np.random.default_rng((config.seed, epoch)).permutation(num_rows)
+        here = epochs == epoch
+        rows[here] = order[places[here] % num_rows]
+    return rows.reshape(-1, config.batch_size)
+
+
+def call_inputs(
+    config: TrainConfig, mesh: Mesh, num_rows: int, first: int, last: int
+) -> tuple[Array, Array, Array]:
+    """Rows [steps_per_call, batch] of steps first … last - 1, the first step and how many."""
+    rows = np.zeros((config.steps_per_call, config.batch_size), np.int32)
+    rows[: last - first] = batch_indices(config, num_rows, first, last)
+    return on_all(mesh, (rows, np.int32(first), np.int32(last - first)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def run_steps(
+    loss_fn: LossFn,
+    config: TrainConfig,
+    mesh: Mesh,
+    state: TrainState,
+    frozen: Any,
+    data: Any,
+    indices: Array,
+    first: Array,
+    count: Array,
+) -> tuple[TrainState, dict[str, Array]]:
+    """`count` steps from step `first` on, on the first rows of `indices`; metrics are means.
+
+    The count is a run-time value: one executable serves the last, shorter call too.
+    """
+    tx = optimiser(config)
+    root = jax.random.key(config.seed)
+    shared = NamedSharding(mesh, PartitionSpec("data"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def one(state: TrainState, number: Array, rows: Array) -> tuple[TrainState, dict[str, Array]]:
+        rows = jax.lax.with_sharding_constraint(rows, shared)
+        batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], shared), data)
+        key = jax.random.fold_in(root, number)
+        progress = number / config.steps
+
+        def loss(params):
+            compute = jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
+            return loss_fn(compute, frozen, batch, key, progress)
+
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        updates, new = tx.update(grads, state.optimiser, state.params)
+        metrics = {"loss": value, "gradient_norm": optax.tree.norm(grads), **metrics}
+        return TrainState(optax.apply_updates(state.params, updates), new), metrics
+
+    def body(i, carry):
+        state, sums = carry
+        state, metrics = one(state, first + i, indices[i])
+        return state, jax.tree.map(jnp.add, sums, metrics)
+
+    _, shapes = jax.eval_shape(one, state, first, indices[0])
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    carry = jax.lax.fori_loop(0, count, body, (state, sums))
+    state, sums = jax.lax.with_sharding_constraint(carry, everywhere)
+    return state, jax.tree.map(lambda x: x / count, sums)
+
+
+class Compiled(NamedTuple):
+    """`run_steps` for one training: run(state, frozen, data, indices, first, count)."""
+
+    run: Any
+    seconds: float
+
+
+def compile_steps(
+    loss_fn: LossFn, config: TrainConfig, mesh: Mesh, state: TrainState, frozen: Any, data: Any
+) -> Compiled:
+    """Compiles without running anything."""
+    begin = time.perf_counter()
+    inputs = call_inputs(config, mesh, len(jax.tree.leaves(data)[0]), 0, 1)
+    run = run_steps.lower(loss_fn, config, mesh, state, frozen, data, *inputs).compile()
+    return Compiled(run, time.perf_counter() - begin)
+
+
+def measure(
+    compiled: Compiled, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
+) -> Plan:
+    """Memory by XLA's own account, and the time of a few steps on a state that is thrown away."""
+    state = new_train_state(params, config, mesh)
+    trained = tree_bytes(state)
+    num_rows = len(jax.tree.leaves(data)[0])
+    count = min(MEASURED_STEPS, config.steps_per_call, config.steps)
+    seconds = 0.0
+    for last in (1, count):  # the first call warms up
+        inputs = jax.block_until_ready(call_inputs(config, mesh, num_rows, 0, last))
+        begin = time.perf_counter()
+        state, _ = jax.block_until_ready(compiled.run(state, frozen, data, *inputs))
+        seconds = (time.perf_counter() - begin) / last
+    return Plan(
+        devices=mesh.size,
+        frozen=tree_bytes(frozen),
+        trained=trained,
+        data=tree_bytes(data),
+        temporaries=compiled.run.memory_analysis().temp_size_in_bytes,
+        compile_seconds=compiled.seconds,
+        step_seconds=seconds,
+    )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of one copy of all arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

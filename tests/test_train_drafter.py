@@ -1,0 +1,230 @@
+"""The command from prompts to a drafter: killed at any moment, dry, and given bad input."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from jflash.sampling import Sampling
+from jflash.training.answers import WHOLE, Share, answer_into, read_answers
+from jflash.training.curve import metric_names
+from jflash.training.data import Conversation
+from jflash.training.drafter import default_mask_token_id, split_held_out, without_long
+from tests.pairs import prompts
+from tests.small_checkpoints import make_pair
+from tests.test_answers import PAIR
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts/train_drafter.py"
+QUESTIONS = [f"{what} {i}?" for i in range(20) for what in ("how many", "why not", "say it")]
+SIZES = {
+    "--num-layers": 1, "--block-size": 4, "--anchors": 6, "--row-length": 96, "--batch": 2,
+    "--max-new-tokens": 40, "--answer-batch": 1, "--steps": 60, "--checkpoint-every": 4,
+    "--held-out": 2, "--eval-every": 20, "--intermediate-size": 24, "--loss": "tv",
+    "--position-weights": "dpace",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    make_pair(folder)
+    lines = [json.dumps({"prompt": question}) for question in QUESTIONS]
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def arguments(place: Path, output: str, changes: dict[str, object]) -> list[str]:
+    given = {"--target": place / "target", "--data": place / "prompts.jsonl"} | SIZES
+    given |= {"--output": place / output}
+    given |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return [str(x) for pair in given.items() for x in pair]
+
+
+def start(place: Path, output: str) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache"),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments(place, output, {})],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(run: subprocess.Popen) -> str:
+    out, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors[-3000:]
+    return out
+
+
+def kill_when(run: subprocess.Popen, ready, delay: float) -> None:
+    """SIGKILL, a moment after something was seen on the disk; a run that ended first is no kill."""
+    while not ready():
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        time.sleep(0.01)
+    time.sleep(delay)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert run.returncode == -signal.SIGKILL
+
+
+def lines(work: Path) -> int:
+    return sum(file.read_bytes().count(b"\n") for file in work.glob("answers-*.jsonl"))
+
+
+def newest(work: Path) -> int:
+    """The last step of which a whole checkpoint lies there, 0 without one."""
+    steps = [p.name for p in (work / "training/checkpoints").glob("*") if p.name.isdigit()]
+    return max(map(int, steps), default=0)
+
+
+def test_killed_at_any_moment_it_gives_the_same_bits(place):
+    whole = finish(start(place, "whole"))
+    work, rng = place / "killed-work", random.Random()
+    delays = [rng.uniform(0, 0.3) for _ in range(3)]
+    print(f"killed after {delays}")  # what a failure needs to be seen again
+
+    kill_when(start(place, "killed"), lambda: lines(work) >= 3, delays[0] / 3)
+    assert 3 <= lines(work) < len(QUESTIONS)
+    kill_when(start(place, "killed"), lambda: newest(work) > 0, delays[1])
+    assert lines(work) == len(QUESTIONS)
+    before = newest(work)
+    assert 0 < before < SIZES["--steps"]
+    kill_when(start(place, "killed"), lambda: newest(work) > before, delays[2])
+    resumed = finish(start(place, "killed"))
+
+    a, b = (load_file(place / name / "model.safetensors") for name in ("whole", "killed"))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+    curves = [
+        json.loads((place / f"{n}-work/training/curve.json").read_text())
+        for n in ("whole", "killed")
+    ]
+    assert curves[0] == curves[1]
+    assert [r["step"] for r in curves[0] if "tau" in r] == [20, 40, 60]
+    assert {"loss", "accuracy", "tau", "accepted"} <= set(metric_names(curves[0]))
+    assert all(len(r["accepted"]) == 3 and r["tau"] >= 1 for r in curves[0] if "tau" in r)
+    assert (place / "killed-work/training/curve.png").stat().st_size > 1000
+    for said in ("memory of each of", "ms a step"):
+        assert said in whole and said in resumed
+    assert "answers were made before" not in whole
+    config = json.loads((place / "whole/config.json").read_text())
+    assert config["dflash_config"]["mask_token_id"] == 259  # the first that no text has
+    assert "mask token: id 259, which the tokenizer lacks" in whole
+    assert config["intermediate_size"] == 24
+
+
+def command(place: Path, output: str, *more: object, **changes: object) -> int:
+    """The same in this process."""
+    spec = importlib.util.spec_from_file_location("train_drafter", SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.run_command(
+        script.make_parser(), script.main, arguments(place, output, changes) + list(more)
+    )
+
+
+def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
+    assert command(place, "dry", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "activations and gradients" in out and "minutes for 60 steps" in out
+    assert "attention of the training: xla; objective: loss tv, weights dpace" in out
+    assert f"answers: {len(QUESTIONS)} of at most 40 tokens" in out
+    assert not (place / "dry").exists() and not (place / "dry-work").exists()
+
+
+def test_bad_input_is_a_line(place, capsys):
+    for changes, complaint in [
+        ({"decay": -1}, "decay must be positive, got -1"),
+        ({"eval_prompts": place / "none"}, "none: no such file"),
+        ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
+        ({"row_length": 3, "anchors": 2}, "all 60 prompts are too long for 3 tokens"),
+        ({"answer_part": "2/2"}, "argument --answer-part"),
+        ({"answer_temperature": -1}, "temperature"),
+        ({"mask_token_id": 300}, "mask_token_id 300"),
+    ]:
+        assert command(place, "bad", **changes) == 2
+        assert complaint in capsys.readouterr().err.splitlines()[-1]
+    assert not (place / "bad").exists() and not (place / "bad-work").exists()
+
+
+def test_sampled_answers_are_shared_out(tmp_path):
+    """Two shares make what one process makes alone, each its own; a third call finds them all."""
+    asked = prompts(5, low=3, high=20)
+
+    def answers(folder: Path, share: Share = WHOLE) -> list[list[int]] | None:
+        folder.mkdir(exist_ok=True)
+        return answer_into(
+            folder, "a", PAIR, asked, batch_size=2, max_new_tokens=12, stop_token_ids=[0],
+            sampling=Sampling(temperature=1.0), per_prompt=2, seed=3, share=share,
+        )  # fmt: skip
+
+    alone, both = answers(tmp_path / "alone"), tmp_path / "both"
+    assert alone and len(alone) == 10
+    assert answers(both, Share(1, 2)) is None
+    assert set(read_answers(both / "a-1-of-2.jsonl", mend=False)) == {1, 3, 5, 7, 9}
+    assert answers(both, Share(0, 2)) == alone
+    assert set(read_answers(both / "a-0-of-2.jsonl", mend=False)) == {0, 2, 4, 6, 8}
+    assert answers(both) == alone and (both / "a.jsonl").read_bytes() == b""
+    assert sum(a != b for a, b in zip(alone[::2], alone[1::2], strict=True)) >= 4
+
+
+def test_half_a_line_is_taken_off(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    assert read_answers(file, mend=True) == {}
+    whole = '{"index": 3, "answer_ids": [1, 2]}\n'
+    file.write_text(whole + '{"index": 4, "answer_')
+    assert read_answers(file, mend=False) == {3: [1, 2]}
+    assert read_answers(file, mend=True) == {3: [1, 2]}
+    assert file.read_text() == whole
+
+
+class FullTokenizer:
+    """All ids in use, some of them for tokens that texts do not hold."""
+
+    mask_token_id = None
+    eos_token_id = 9
+    chat_template = "<start>{{ m }}"
+
+    def __init__(self, *special: str) -> None:
+        class Token(str):
+            special = True
+
+        self.added_tokens_decoder = {7 + i: Token(text) for i, text in enumerate(special)}
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_mask_token_of_a_full_vocabulary_is_one_without_a_part():
+    choose = default_mask_token_id
+    assert choose(FullTokenizer("<file>", "<start>", "<end>", "<empty>", "<last>"), 12) == 11
+    assert choose(FullTokenizer("<file>", "<start>", "<end>", "<reserved_0>", "<last>"), 12) == 10
+    with pytest.raises(ValueError, match="uses all 12 ids"):
+        choose(FullTokenizer(), 12)
+    with pytest.raises(ValueError, match="uses all 12 ids"):
+        choose(FullTokenizer("x<start>"[1:], "<start>", "<end>"), 12)
+
+
+def test_records_are_left_out_and_held_out():
+    records = [Conversation([i] * (1 + i % 5), [i]) for i in range(30)]
+    records += records[:3]
+    kept, dropped = without_long(records, 5)
+    assert dropped == 6 and all(len(r.prompt_ids) < 5 for r in kept)
+    learnt, held = split_held_out(kept, 4, seed=1)
+    names = {tuple(h.prompt_ids) for h in held}
+    assert len(names) == 4 and not any(tuple(r.prompt_ids) in names for r in learnt)
+    assert {tuple(r.prompt_ids) for r in learnt} | names == {tuple(r.prompt_ids) for r in kept}
+    assert split_held_out(kept, 4, seed=1) == (learnt, held)
+    assert split_held_out(kept, 4, seed=2)[1] != held
