@@ -240,7 +240,9 @@ def results(case) -> list[Result]:
         "plain": {"ms_per_step": 50.0}, "dflash": {"ms_per_step": 120.0},
         "times_as_long": {"plain": 11.1, "step": 22.2},
     }  # fmt: skip
-    rows = [dict(op="attention", shape="B1", backend="b", us=1.25, bandwidth_share=0.5, error=1e-3)]
+    rows = [dict(op="attention", shape="B1", backend="b", us=1.25, share=0.5, error=1e-3),
+            dict(op="attention", shape="B1", backend="c", us=2.5, share=0.25, error=2e-3),
+            dict(op="attention", shape="B1", backend="d", why="not here")]  # fmt: skip
     kernels = {k: v for k, v in full.items() if k not in ("cases", "reference")} | {"rows": rows}
     return [Result("a.json", full), Result("k.json", kernels)]
 
@@ -254,7 +256,7 @@ def test_every_table_shows_its_numbers(results):
         "widths": ["| ms a step at width | 4 | 8 |", "| batch 1 |"],
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "pairs": ["Not measured yet."],
-        "kernels": ["| attention | B1 | b | 1.2 | 50.0 % | 1.0e-03 |"],
+        "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
     }  # fmt: skip
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():

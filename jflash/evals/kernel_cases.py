@@ -190,5 +190,5 @@ OPS: dict[str, Op] = {
     "block_attention": Op(
         BLOCK_ATTENTION, ("mosaic_gpu", "triton", "xla", "flash-attn3"), attention_case
     ),
-    "matmul": Op(MATMUL, ("mosaic_gpu", "xla"), matmul_case),
+    "matmul": Op(MATMUL, ("tuned", "mosaic_gpu", "xla"), matmul_case),
 }
