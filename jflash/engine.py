@@ -21,8 +21,8 @@ from jflash.generate import (
     Generation,
     Pair,
     Seconds,
-    _generation,
     check_request,
+    generation_of,
     models_for,
 )
 from jflash.prefill import Request
@@ -262,4 +262,4 @@ def _answers(
     if ended:
         report = jax.device_get(report)
     for b, job in ended.items():
-        yield job, _generation(report, b, len(job.prompt_ids), stops, None, clock.take())
+        yield job, generation_of(report, b, len(job.prompt_ids), stops, None, clock.take())

@@ -165,7 +165,7 @@ def generate(
             break
     seconds = session.seconds(time.perf_counter())
     return [
-        _generation(report, b, len(prompt), stop_token_ids, cut.get(b), seconds)
+        generation_of(report, b, len(prompt), stop_token_ids, cut.get(b), seconds)
         for b, prompt in enumerate(prompts)
     ]
 
@@ -204,7 +204,7 @@ def stream(
         report = jax.device_get(report)
         if stop_when and keep is None:
             keep = stop_when(_new_ids(report, 0, len(prompt)))
-        result = _generation(
+        result = generation_of(
             report, 0, len(prompt), stop_token_ids, keep, session.seconds(time.perf_counter())
         )
         ended = keep is not None or bool(report.done[0])
@@ -283,7 +283,7 @@ def _new_ids(report: Report, b: int, prompt_tokens: int) -> list[int]:
     return report.tokens[b, prompt_tokens : report.length[b]].tolist()
 
 
-def _generation(
+def generation_of(
     report: Report, b: int, prompt_tokens: int, stops, keep: int | None, seconds: Seconds
 ) -> Generation:
     """The result of sequence b, cut to its first `keep` tokens if given."""

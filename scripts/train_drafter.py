@@ -26,6 +26,8 @@ from jflash.config import DrafterConfig
 from jflash.evals.acceptance import is_looping
 from jflash.generate import Pair
 from jflash.io import (
+    configure_target,
+    default_dtype,
     load_target,
     load_tokenizer,
     resolve,
@@ -33,6 +35,7 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.io.text import encode_prompt
+from jflash.memory import check_decoding
 from jflash.models.decoder import Target
 from jflash.sampling import Sampling
 from jflash.speculative import Models, Params
@@ -203,15 +206,18 @@ def main(args: argparse.Namespace) -> None:
     finished = args.output / "config.json"
     if finished.exists() and not (args.overwrite or args.dry_run):
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
-    target, params = load_target(args.target, progress=True)
     source = resolve(args.target)
+    target = configure_target(source)
     tokenizer = load_tokenizer(source)
     stops = stop_token_ids(source, tokenizer)
     config = drafter_for(args, target, tokenizer)
     check_sizes(target.config, args.row_length, args.anchors)
     records = read_prompts(args, tokenizer, target, stops)
-    dtype = str(params["embedding"].dtype)
+    dtype = default_dtype()
     models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
+    longest = max(len(r.prompt_ids) for r in records)
+    check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
+    _, params = load_target(args.target, dtype, progress=True)
     pair = Pair(models, Params(params, None))
     if args.dry_run:
         prompts = [r.prompt_ids for r in records]

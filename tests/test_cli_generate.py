@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jflash import memory
 from jflash.cli import generate as cli
 from jflash.cli.live_text import held_back, paint, texts
 from jflash.cli.options import make_parser
@@ -282,7 +283,7 @@ def test_all_batches_have_one_shape(run, random, tmp_path, monkeypatch):
         return [chunks([0], [0])[-1].generation for _ in prompts]
 
     monkeypatch.setattr(cli, "generate", recorded)
-    monkeypatch.setattr(cli, "PREFILL_CHUNK", 200)  # two of them pass the smallest bucket
+    monkeypatch.setattr(memory, "PREFILL_CHUNK", 200)  # two of them pass the smallest bucket
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt_ids": [1] * n} for n in (3, 3, 210, 3, 3)]
     source.write_text("\n".join(map(json.dumps, lines)))

@@ -9,7 +9,7 @@ from jflash.cli.command import run_command
 from jflash.evals import benchmark_case, lossless_cases
 from jflash.evals.benchmark_case import Task, run_task
 from jflash.io import load
-from scripts import check_lossless, evaluate_tiny_pair
+from scripts import check_lossless, evaluate_tiny_pair, train_drafter
 from tests.small_checkpoints import edit_config, make_pair
 
 TINY_MATH = lossless_cases.EMBEDDED
@@ -35,6 +35,14 @@ def test_evaluate_tiny_pair(capsys):
     parser = evaluate_tiny_pair.make_parser()
     assert run_command(parser, evaluate_tiny_pair.main, argv) == 2
     refused(capsys, "batch 7 with ")
+
+
+def test_train_drafter(capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many apples are there?"}\n')
+    argv = ["--target", str(TINY_MATH / "target"), "--data", str(tmp_path / "prompts.jsonl")]
+    argv += ["--output", str(tmp_path / "drafter"), "--answer-batch", "9"]
+    assert run_command(train_drafter.make_parser(), train_drafter.main, argv) == 2
+    refused(capsys, "batch 9 with ")
 
 
 def test_check_lossless(capsys):

@@ -12,7 +12,7 @@ from typing import Any
 from jflash.backends import AUTO
 from jflash.cli.command import gpu_notice, run_command
 from jflash.cli.evaluate_options import check_options, make_parser
-from jflash.cli.generate import _at_best_width
+from jflash.cli.generate import at_best_width
 from jflash.cli.options import drafter_choice, drafter_name, sampling
 from jflash.evals.datasets import (
     REFERENCE_COUNT,
@@ -114,7 +114,7 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
         drafter_seed=choice.seed, attention_backend=options.attention_backend,
     )  # fmt: skip
     if auto:
-        files = _at_best_width(files, options.batch)
+        files = at_best_width(files, options.batch)
     models = replace(files.models, draft_rule=options.draft_rule)
     files = replace(files, models=models_for(models, [way]))
     tokenizer = load_tokenizer(files.target)

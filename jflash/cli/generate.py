@@ -24,7 +24,6 @@ from jflash.cli.results import Setup, batch_statistics, describe, record, statis
 from jflash.evals.device import device_name
 from jflash.evals.widths import auto_block_size
 from jflash.generate import (
-    PREFILL_CHUNK,
     Generation,
     Pair,
     check_request,
@@ -40,8 +39,7 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.io.text import before_stop, decode, has_tokenizer, stop_at_text
-from jflash.memory import check_memory, device_memory
-from jflash.programs import STOP_SLOTS, Shape, capacity_for
+from jflash.memory import check_decoding
 from jflash.sampling import Sampling
 
 
@@ -88,7 +86,7 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
         drafter_seed=choice.seed, attention_backend=options.attention_backend,
     )  # fmt: skip
     if auto:
-        files = _at_best_width(files, min(options.batch_size, len(prompts)))
+        files = at_best_width(files, min(options.batch_size, len(prompts)))
     samplings = [prompt.sampling for prompt in prompts]
     # All batches of a run share one program, or a greedy prompt would meet two.
     models = replace(models_for(files.models, samplings), draft_rule=options.draft_rule)
@@ -114,7 +112,7 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     return Job(files, tokenizer, ids, samplings, decoding)
 
 
-def _at_best_width(files: PairFiles, batch: int) -> PairFiles:
+def at_best_width(files: PairFiles, batch: int) -> PairFiles:
     """The pair at the width that its measured table says is best; says why on stderr."""
     models = files.models
     assert models.drafter is not None
@@ -131,12 +129,8 @@ def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:
     notice = gpu_notice()
     if notice:
         print(notice, file=sys.stderr)
-    models = job.files.models
     longest = max(map(len, job.prompts))
-    capacity = capacity_for(longest, options.max_new_tokens, models.block_size, PREFILL_CHUNK)
-    shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, job.files.dtype)
-    check_memory(models, shape, longest + options.max_new_tokens, device_memory())
-    return capacity
+    return check_decoding(job.files.models, job.files.dtype, batch, longest, options.max_new_tokens)
 
 
 def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:

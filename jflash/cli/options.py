@@ -24,14 +24,14 @@ class DrafterChoice(NamedTuple):
 def make_parser() -> Parser:
     """generate.py's command line."""
     parser = Parser("generate.py", "Decode a prompt with DFlash, several tokens a step.")
-    _model_options(parser.add_argument_group("models (a folder in either form, or a hub id)"))
+    model_options(parser.add_argument_group("models (a folder in either form, or a hub id)"))
     _prompt_options(parser)
     _decoding_options(parser.add_argument_group("decoding"))
     _output_options(parser.add_argument_group("output"))
     return parser
 
 
-def _model_options(group: argparse._ArgumentGroup) -> None:
+def model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--target", default=DEFAULT_TARGET, help="default: the embedded one")
     group.add_argument(
         "--drafter",

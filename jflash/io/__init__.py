@@ -4,6 +4,7 @@ from jflash.io.convert import convert_checkpoint
 from jflash.io.load import (
     PairFiles,
     configure_pair,
+    configure_target,
     default_dtype,
     load_drafter,
     load_pair,
@@ -18,6 +19,7 @@ from jflash.io.text import encode_prompt, load_tokenizer, stop_token_ids
 __all__ = [
     "PairFiles",
     "configure_pair",
+    "configure_target",
     "convert_checkpoint",
     "default_dtype",
     "encode_prompt",

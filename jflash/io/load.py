@@ -68,6 +68,11 @@ def resolve(source: str | Path) -> Path:
         raise ValueError(f"{source}: no such folder, and the hub says: {error}") from None
 
 
+def configure_target(source: str | Path) -> Target:
+    """A target by its configuration alone: no weight is read. ValueError if unfit."""
+    return Target(read_config(resolve(source), hf_config.target_config))
+
+
 def load_target(
     source: str | Path, dtype: str | None = None, progress: bool = False
 ) -> tuple[Target, dict]:
