@@ -240,12 +240,11 @@ def _from_file(file: Path) -> list[tuple[str, Record]]:
 
 def _from_hub(dataset: Dataset, split: str) -> list[Record]:
     import datasets
-    import httpx
     import huggingface_hub
 
     try:  # asked once and plainly: the library would try again for half a minute
         huggingface_hub.HfApi().dataset_info(dataset.hub, timeout=10)
-    except (httpx.HTTPError, OSError):
+    except Exception:  # of whichever HTTP library it uses; what is not cached is an error below
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
