@@ -21,7 +21,7 @@ from jflash.speculative import DRAFT_RULES
 def make_parser(prog: str = "evaluate.py", dataset: str | None = None) -> Parser:
     """The command line, for one data set if it is given."""
     parser = Parser(prog, f"Evaluate a pair on {dataset or 'a data set'}: accuracy, τ, speed.")
-    model_options(parser.add_argument_group("models (a folder in either form, or a hub id)"))
+    model_options(parser.add_argument_group("models"))
     _data_options(parser.add_argument_group("problems"), dataset)
     _decoding_options(parser.add_argument_group("decoding"))
     group = parser.add_argument_group("results")

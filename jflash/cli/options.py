@@ -24,7 +24,7 @@ class DrafterChoice(NamedTuple):
 def make_parser() -> Parser:
     """generate.py's command line."""
     parser = Parser("generate.py", "Decode a prompt with DFlash, several tokens a step.")
-    model_options(parser.add_argument_group("models (a folder in either form, or a hub id)"))
+    model_options(parser.add_argument_group("models"))
     _prompt_options(parser)
     _decoding_options(parser.add_argument_group("decoding"))
     _output_options(parser.add_argument_group("output"))
@@ -32,7 +32,13 @@ def make_parser() -> Parser:
 
 
 def model_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--target", default=DEFAULT_TARGET, help="default: the embedded one")
+    group.add_argument(
+        "--target",
+        metavar="SOURCE",
+        default=DEFAULT_TARGET,
+        help="a folder in Hugging Face or Orbax form, a .gguf file or a hub id; "
+        "default: the embedded one",
+    )
     group.add_argument(
         "--drafter",
         metavar="SOURCE",

@@ -14,7 +14,7 @@ from jflash.training.steps import TrainConfig, device_mesh
 def training_parser(description: str) -> Parser:
     parser = Parser("train_drafter.py", description)
     add = parser.add_argument
-    add("--target", required=True, help="checkpoint folder or hub id; stays as it is")
+    add("--target", required=True, help="checkpoint folder, .gguf file or hub id; stays as it is")
     add("--data", type=Path, required=True, metavar="FILE.jsonl", help="a prompt a line")
     add("--output", type=Path, required=True, help="folder for the drafter; OUTPUT-work beside it")
     add("--overwrite", action="store_true", help="replace a finished drafter, forget its training")
