@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jflash import memory
 from jflash.cli import generate as cli
 from jflash.evals.compile_target import H200, compile_for
 from jflash.evals.shapes import SHAPES
@@ -235,7 +236,7 @@ def pair(tmp_path_factory):
 def test_generate_refuses_before_weights_are_read(pair, capsys, monkeypatch, tmp_path):
     models = load_pair(*pair, dtype="float32").models
     limit = memory_budget(models, sized(2, 1024, "float32")).total
-    monkeypatch.setattr(cli, "device_memory", lambda: limit)
+    monkeypatch.setattr(memory, "device_memory", lambda: limit)
     asked, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n" + '{"prompt_ids": [4]}\n')
 
