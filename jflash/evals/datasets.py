@@ -242,9 +242,11 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
     import datasets
     import huggingface_hub
 
+    unreachable = ""
     try:  # asked once and plainly: the library would try again for half a minute
         huggingface_hub.HfApi().dataset_info(dataset.hub, timeout=10)
-    except Exception:  # of whichever HTTP library it uses; what is not cached is an error below
+    except Exception as why:  # of whichever HTTP library it uses; told if nothing is cached
+        unreachable = _first_line(why)
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
@@ -253,8 +255,8 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
         fields = [names[0] for names in (*dataset.fields, dataset.turns, (dataset.tests,)) if names]
         wanted = ", ".join(name for name in fields if name)
         raise ValueError(
-            f"{dataset.hub} cannot be had from the hub ({_first_line(error)}): give the data with "
-            f"--data FILE.jsonl, an object a line with {wanted}"
+            f"{dataset.hub} cannot be had from the hub ({unreachable or _first_line(error)}): give "
+            f"the data with --data FILE.jsonl, an object a line with {wanted}"
         ) from None
     return [dict(row) for row in found]
 
