@@ -12,7 +12,7 @@ from pallas_kernels.block_attention.mosaic_gpu import Tiles, block_attention, ch
 
 
 def tiles(chunk, stages):
-    return Tiles(chunk=chunk, block=64, stages=stages, overlap=False)
+    return Tiles(chunk=chunk, block=64, stages=stages)
 
 
 def operands(B, T, S, N, K, H, seed=0):

@@ -46,7 +46,6 @@ class Tiles:
     chunk: int  # slots a CTA walks
     block: int  # slots loaded and multiplied at a time
     stages: int  # blocks of K and of V on their way or in use
-    overlap: bool  # launch the combining kernel before the first one has ended
 
     def __post_init__(self):
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -76,7 +75,7 @@ def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
     chunk = -(-S // (chunks * block)) * block
     # Two CTAs a multiprocessor must fit.
     stages = min({64: 4, 128: 2, 256: 1}[H], chunk // block)
-    return Tiles(chunk=chunk, block=block, stages=stages, overlap=False)
+    return Tiles(chunk=chunk, block=block, stages=stages)
 
 
 def block_attention(
@@ -255,9 +254,6 @@ def _each_chunk(task: _Task, interpret):
     def block_attention_chunk(
         q_ref, k_ref, v_ref, lengths_ref, widths_ref, acc_ref, top_ref, total_ref, *scratch
     ):
-        if task.tiles.overlap and not interpret:
-            plgpu.griddepcontrol_wait()  # lengths, queries and keys are being written until here
-            plgpu.griddepcontrol_launch_dependents()
         at = _place()
         b, chunk, _, tile, part = at
         length, width = lengths_ref[b], widths_ref[b]
