@@ -146,6 +146,7 @@ def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig], itemsize: int)
 
 
 def tree_bytes(tree: Any) -> int:
+    """Bytes of one copy of all arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -12,9 +12,7 @@ from tqdm import tqdm
 
 from jflash.engine import Job, serve
 from jflash.generate import Generation, Pair
-from jflash.sampling import Sampling
-
-GREEDY = Sampling()
+from jflash.sampling import GREEDY, Sampling
 
 
 def answer_prompts(

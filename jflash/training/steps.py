@@ -20,6 +20,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jflash.memory import tree_bytes
+
 LossFn = Callable[[Any, Any, Any, Array, Array], tuple[Array, dict[str, Array]]]
 MEASURED_STEPS = 3
 
@@ -220,8 +222,3 @@ def measure(
         compile_seconds=compiled.seconds,
         step_seconds=seconds,
     )
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of one copy of all arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

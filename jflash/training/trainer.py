@@ -103,9 +103,10 @@ def train(
 
     `data` is a pytree of arrays with rows in front, held on the device; `frozen` is what the loss
     reads and nobody trains. All local devices share the work. Prints what it will take, then writes
-    `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment goes on
-    to the same bits. ValueError if the checkpoints there belong to another run: other data or
-    settings, or another `identity`, which holds what the loss was made with.
+    `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment goes on,
+    on the CPU to the same bits (GPUs: not shown). ValueError if the checkpoints there belong to
+    another run: other data or settings, or another `identity`, which holds what the loss was made
+    with.
     """
     directory = Path(directory).resolve()
     mesh = device_mesh(config.batch_size)
