@@ -103,7 +103,7 @@ def answered(
     args: argparse.Namespace,
     pair: Pair,
     records: list[Conversation],
-    sampling: Sampling,
+    samplings: list[Sampling],
     stops: list[int],
     work: Path,
 ) -> list[Conversation] | None:
@@ -111,8 +111,8 @@ def answered(
 
     None while other processes have answers to make.
     """
-    seed = args.seed if args.answer_temperature else 0
-    made_with = (args.target, args.max_new_tokens, stops, sampling, args.answers_per_prompt, seed)
+    seed = args.seed if any(s.temperature for s in samplings) else 0
+    made_with = (args.target, args.max_new_tokens, stops, samplings, seed)
     digest = hashlib.blake2b(repr((records, made_with)).encode(), digest_size=6).hexdigest()
     file = work / f"answers-{digest}.npz"
     if file.exists():
@@ -120,12 +120,12 @@ def answered(
     asked = [r.prompt_ids for r in records if not r.answer_ids]
     answers = [] if not asked else answer_into(
         work, f"answers-{digest}", pair, asked, batch_size=args.answer_batch,
-        max_new_tokens=args.max_new_tokens, stop_token_ids=stops, sampling=sampling,
-        per_prompt=args.answers_per_prompt, seed=seed, share=args.answer_part,
+        max_new_tokens=args.max_new_tokens, stop_token_ids=stops, samplings=samplings,
+        seed=seed, share=args.answer_part,
     )  # fmt: skip
     if answers is None:
         return None
-    per = args.answers_per_prompt
+    per = len(samplings)
     made = iter([answers[i : i + per] for i in range(0, len(answers), per)])
     found = [
         Conversation(r.prompt_ids, answer)
@@ -167,7 +167,7 @@ def dry_run(
             pair, few, batch_size=args.answer_batch, max_new_tokens=tokens, stop_token_ids=[]
         )
         seconds = time.perf_counter() - begin
-    total = len(prompts) * args.answers_per_prompt
+    total = len(prompts) * len(args.answer_temperature) * args.answers_per_prompt
     at_most = total * args.max_new_tokens * seconds / (len(few) * tokens)
     print(
         f"answers: {total} of at most {args.max_new_tokens} tokens: at most {at_most / 60:.1f} "
@@ -201,7 +201,7 @@ def evaluation_for(
 
 def main(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    training, objective, sampling = settings(args)
+    training, objective, samplings = settings(args)
     work = args.output.with_name(args.output.name + "-work")
     finished = args.output / "config.json"
     if finished.exists() and not (args.overwrite or args.dry_run):
@@ -227,7 +227,7 @@ def main(args: argparse.Namespace) -> None:
         finished.unlink()
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
-    found = answered(args, pair, records, sampling, stops, work)
+    found = answered(args, pair, records, samplings, stops, work)
     if found is None or args.answer_part.of > 1:
         print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")
         return

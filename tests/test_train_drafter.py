@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from jflash.sampling import Sampling
+from jflash.sampling import GREEDY, Sampling
 from jflash.training.answers import WHOLE, Share, answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation
@@ -151,7 +151,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
         ({"row_length": 3, "anchors": 2}, "all 60 prompts are too long for 3 tokens"),
         ({"answer_part": "2/2"}, "argument --answer-part"),
-        ({"answer_temperature": -1}, "temperature"),
+        ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
     ]:
         assert command(place, "bad", **changes) == 2
@@ -163,20 +163,23 @@ def test_sampled_answers_are_shared_out(tmp_path):
     """Two shares make what one process makes alone, each its own; a third call finds them all."""
     asked = prompts(5, low=3, high=20)
 
-    def answers(folder: Path, share: Share = WHOLE) -> list[list[int]] | None:
+    both_ways = [GREEDY, Sampling(temperature=1.0)]
+
+    def answers(folder: Path, share: Share = WHOLE, ways=both_ways) -> list[list[int]] | None:
         folder.mkdir(exist_ok=True)
         return answer_into(
             folder, "a", PAIR, asked, batch_size=2, max_new_tokens=12, stop_token_ids=[0],
-            sampling=Sampling(temperature=1.0), per_prompt=2, seed=3, share=share,
+            samplings=ways, seed=3, share=share,
         )  # fmt: skip
 
     alone, both = answers(tmp_path / "alone"), tmp_path / "both"
     assert alone and len(alone) == 10
     assert answers(both, Share(1, 2)) is None
-    assert set(read_answers(both / "a-1-of-2.jsonl", mend=False)) == {1, 3, 5, 7, 9}
+    assert set(read_answers(both / "a-1-of-2.jsonl", mend=False)) == {2, 3, 6, 7}
     assert answers(both, Share(0, 2)) == alone
-    assert set(read_answers(both / "a-0-of-2.jsonl", mend=False)) == {0, 2, 4, 6, 8}
+    assert set(read_answers(both / "a-0-of-2.jsonl", mend=False)) == {0, 1, 4, 5, 8, 9}
     assert answers(both) == alone and (both / "a.jsonl").read_bytes() == b""
+    assert answers(tmp_path / "greedy", ways=[GREEDY]) == alone[::2]
     assert sum(a != b for a, b in zip(alone[::2], alone[1::2], strict=True)) >= 4
 
 

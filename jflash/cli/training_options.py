@@ -31,8 +31,9 @@ def _answer_options(add) -> None:
     add("--keep-answers", action="store_true", help="learn the data's answers where it has any")
     add("--max-new-tokens", type=int, default=512, help="of an answer")
     add("--answer-batch", type=int, default=64, help="prompts answered at a time")
-    add("--answer-temperature", type=float, default=0.0, help="0 is greedy")
-    add("--answers-per-prompt", type=int, default=1)
+    several = "0 is greedy; of several every prompt is answered at each"
+    add("--answer-temperature", type=numbers, default=(0.0,), metavar="T,T…", help=several)
+    add("--answers-per-prompt", type=int, default=1, metavar="N", help="at each temperature")
     add("--keep-looping", action="store_true", help="learn answers that repeat themselves too")
     part = "make only part I of N (from 0) of the answers and stop: a process for each GPU"
     add("--answer-part", type=share, default=Share(), metavar="I/N", help=part)
@@ -79,6 +80,10 @@ def layer_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
 def share(text: str) -> Share:
     index, of = (int(part) for part in text.split("/"))
     if not 0 <= index < of:
@@ -86,8 +91,8 @@ def share(text: str) -> Share:
     return Share(index, of)
 
 
-def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, Sampling]:
-    """The records of the training and of the answers; ValueError before anything is loaded."""
+def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, list[Sampling]]:
+    """The training, its loss and how each answer to a prompt is drawn; ValueError if impossible."""
     for name in ("answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
@@ -101,9 +106,10 @@ def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, Sampling
     )  # fmt: skip
     if args.answer_part.of == 1:
         device_mesh(args.batch)
-    sampling = Sampling(temperature=args.answer_temperature)
+    temperatures = [t for t in args.answer_temperature for _ in range(args.answers_per_prompt)]
+    samplings = [Sampling(temperature=t) for t in temperatures]
     objective = Objective(
         loss=args.loss, weights=args.position_weights, decay=args.decay,
         dpace_alpha=args.dpace_alpha, ce_share=args.ce_share, curriculum=args.curriculum,
     )  # fmt: skip
-    return training, objective, sampling
+    return training, objective, samplings

@@ -41,7 +41,7 @@ def answer_prompts(
 
 
 class Share(NamedTuple):
-    """Which answers a process makes: those whose index leaves `index` when divided by `of`."""
+    """Which prompts a process answers: those whose index leaves `index` when divided by `of`."""
 
     index: int = 0
     of: int = 1
@@ -59,22 +59,21 @@ def answer_into(
     batch_size: int,
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
-    sampling: Sampling = GREEDY,
-    per_prompt: int = 1,
+    samplings: Sequence[Sampling] = (GREEDY,),
     seed: int = 0,
     share: Share = WHOLE,
 ) -> list[list[int]] | None:
-    """`per_prompt` answers to each prompt, each a line of `folder`/`name`.jsonl as it comes.
+    """An answer to each prompt by each of `samplings`, a line of `folder`/`name`.jsonl as it comes.
 
     Goes on from the lines that are there, of this and of all shares. In the order of the prompts,
     one prompt's answers side by side; a stop token that ended an answer is its last. None if the
     share leaves answers to others that they have not made yet.
     """
     jobs = [
-        Job(index=i * per_prompt + k, prompt_ids=list(prompt), sampling=sampling,
+        Job(index=i * len(samplings) + k, prompt_ids=list(prompt), sampling=sampling,
             max_new_tokens=max_new_tokens)
         for i, prompt in enumerate(prompts)
-        for k in range(per_prompt)
+        for k, sampling in enumerate(samplings)
     ]  # fmt: skip
     suffix = f"-{share.index}-of-{share.of}" if share.of > 1 else ""
     own = folder / f"{name}{suffix}.jsonl"
@@ -83,7 +82,7 @@ def answer_into(
         answers |= read_answers(file, mend=file == own)
     if answers:
         print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
-    others = {job.index for job in jobs if job.index % share.of != share.index}
+    others = {j.index for j in jobs if j.index // len(samplings) % share.of != share.index}
     missing = len(jobs) - len(answers.keys() | others)
     found = serve(
         pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids, seed=seed,

@@ -56,7 +56,7 @@ def write_prompts(
     asked = [prefixes[i % len(prefixes)] for i in range(count)]
     written = answer_into(
         folder, name, pair, asked, batch_size=batch_size, max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids, sampling=sampling, seed=seed,
+        stop_token_ids=stop_token_ids, samplings=[sampling], seed=seed,
     )  # fmt: skip
     assert written is not None  # this process makes all of them
     stops = set(stop_token_ids)
