@@ -142,10 +142,34 @@ def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
         "random": ["--drafter", "random:3"],
         "oracle": ["--oracle"],
     }.items():
-        other, _, _ = run(data, tmp_path / name, *more)
+        other, out, _ = run(data, tmp_path / name, *more, "--same-as", str(tmp_path / "pair"))
         assert tokens(tmp_path / name) == want
+        assert f"as {tmp_path / 'pair'}: {COUNT} of {COUNT} outputs" in out
         tau = other["acceptance"]["all"]["tau_pooled"]
         assert tau == 1 if name != "random" else tau < 2
+
+
+def test_other_tokens_than_another_run_has_are_told(data, unbroken, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(unbroken, other)
+    found = lines(other / "answers.jsonl")
+    found[2]["token_ids"][4] += 1
+    (other / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    argv = ["--data", str(data), "--output", str(unbroken), *SAME, "--same-as", str(other)]
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(argv, dataset="gsm8k")
+    assert ended.value.code == 1
+    token = found[2]["token_ids"][4]
+    out = capsys.readouterr().out
+    assert f"as {other}: {COUNT - 1} of {COUNT} outputs" in out
+    assert f"problem {found[2]['index']}, turn 0: at token 4 {token - 1}, there {token}" in out
+    (other / "summary.json").unlink()
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert "holds no finished run" in capsys.readouterr().err
+    shorter = [*argv[:-2], "--max-new-tokens", "60", "--output", str(tmp_path / "x"), "--same-as"]
+    assert evaluate.main([*shorter, str(unbroken)], dataset="gsm8k") == 2
+    assert "with max_new_tokens 120, this one has 60" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_draws_do_not_depend_on_where_a_run_was_broken(run, data, tmp_path):

@@ -32,10 +32,16 @@ from jflash.evals.evaluation import (
     plain,
     with_results,
 )
-from jflash.evals.evaluation_folder import check_settings, open_folder, read_lines, write_whole
+from jflash.evals.evaluation_folder import (
+    check_settings,
+    finished_answers,
+    open_folder,
+    read_lines,
+    write_whole,
+)
 from jflash.evals.evaluation_plots import write_plots
 from jflash.evals.evaluation_report import table
-from jflash.evals.evaluation_summary import summarise
+from jflash.evals.evaluation_summary import differences, summarise
 from jflash.generate import PREFILL_CHUNK, models_for
 from jflash.io import (
     PairFiles,
@@ -47,6 +53,8 @@ from jflash.io import (
 )
 from jflash.memory import check_memory, device_memory
 from jflash.programs import STOP_SLOTS, Shape
+
+DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,7 @@ def _run(dataset: str | None, options: argparse.Namespace) -> None:
     folder = options.output or Path(f"evaluation-{name}")
     if not options.overwrite:
         check_settings(folder, run.settings)
+    others = finished_answers(options.same_as, run.settings) if options.same_as else []
     notice = gpu_notice()
     if notice:
         print(notice, file=sys.stderr)
@@ -79,12 +88,14 @@ def _run(dataset: str | None, options: argparse.Namespace) -> None:
     open_folder(folder, run.settings, options.overwrite)
     _announce(folder, options.baseline)
     try:
-        summary = _evaluate(run, folder, options)
+        summary = _evaluate(run, folder, options, others)
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
         raise
     print(table(summary))
     print(f"\n{folder}: summary.json, answers.jsonl and pictures")
+    if others and summary["same_as"]["identical_outputs"] < len(others):
+        raise SystemExit(DIFFERENT)
 
 
 def _problems(options: argparse.Namespace, name: str) -> list[Problem]:
@@ -193,7 +204,9 @@ def _announce(folder: Path, baseline: bool) -> None:
             print(f"resuming: {count} {what} are in {folder}", file=sys.stderr)
 
 
-def _evaluate(run: Run, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _evaluate(
+    run: Run, folder: Path, options: argparse.Namespace, others: list[dict[str, Any]]
+) -> dict[str, Any]:
     pair = load_weights(run.files, progress=sys.stderr.isatty())
     width = pair.models.block_size
     answers = answer_all(pair, run.evaluation, folder / "answers.jsonl")
@@ -211,6 +224,12 @@ def _evaluate(run: Run, folder: Path, options: argparse.Namespace) -> dict[str, 
         "environment": describe_device(),
         **summarise(answers, width, baseline),
     }
+    if others:
+        summary["same_as"] = {
+            "folder": str(options.same_as),
+            "answers": len(answers),
+            **differences(answers, others, "other_token"),
+        }
     write_whole(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     write_plots(folder, summary, f"{run.dataset}, {Path(options.target).name}, block {width}")
     return summary

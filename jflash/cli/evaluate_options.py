@@ -31,6 +31,13 @@ def make_parser(prog: str = "evaluate.py", dataset: str | None = None) -> Parser
         "--baseline", action="store_true", help="plain decoding of the same prompts as well"
     )
     group.add_argument(
+        "--same-as",
+        type=Path,
+        metavar="DIR",
+        help="a finished run of the same problems, with another drafter or --oracle: exit code 1 "
+        "unless every answer has the same tokens",
+    )
+    group.add_argument(
         "--execute",
         action="store_true",
         help="run the programs of humaneval and mbpp with their tests. Limits on time, memory and "

@@ -13,6 +13,7 @@ from typing import Any
 
 SETTINGS = "run.json"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
+ALIKE = ("dataset", "target", "prompts", "problems", "max_new_tokens", "temperature", "seed")
 RESULTS = ("summary.json", "histogram.png", "position.png", "progress.png")
 
 
@@ -51,6 +52,23 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
                 f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
                 f"{wanted.get(name)!r}: give another --output, or --overwrite"
             )
+
+
+def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers of a finished run that must have the tokens of a run with these settings.
+
+    ValueError, by name, if there is none, or one of other prompts, limits or draws.
+    """
+    if not (folder / SETTINGS).is_file() or not (folder / "summary.json").is_file():
+        raise ValueError(f"{folder} holds no finished run: there is no {SETTINGS} or summary.json")
+    found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    for name in ALIKE:
+        if found.get(name) != settings[name]:
+            raise ValueError(
+                f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
+                f"{settings[name]!r}: their answers need not be the same"
+            )
+    return read_lines(folder / "answers.jsonl")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -42,6 +42,8 @@ def table(summary: dict[str, Any]) -> str:
     lines.append(_speed("speed", speed))
     if "baseline" in summary:
         lines += _baseline(summary["baseline"])
+    if "same_as" in summary:
+        lines += _same_as(summary["same_as"])
     return "\n".join(lines)
 
 
@@ -52,12 +54,20 @@ def _baseline(baseline: dict[str, Any]) -> list[str]:
         f"{_number(baseline['speed_up_with_prefill'])} with prefill",
         f"identical        {baseline['identical_outputs']} of {baseline['answers']} outputs",
     ]
-    for d in baseline["first_differences"][:5]:
-        lines.append(
-            f"  problem {d['index']}, turn {d['turn']}: at token {d['position']} "
-            f"{d['token']}, plain decoding {d['plain_token']}"
-        )
-    return lines
+    return lines + _differences(baseline, "plain decoding", "plain_token")
+
+
+def _same_as(same: dict[str, Any]) -> list[str]:
+    line = f"as {same['folder']}: {same['identical_outputs']} of {same['answers']} outputs"
+    return [line, *_differences(same, "there", "other_token")]
+
+
+def _differences(found: dict[str, Any], other: str, token: str) -> list[str]:
+    return [
+        f"  problem {d['index']}, turn {d['turn']}: at token {d['position']} "
+        f"{d['token']}, {other} {d[token]}"
+        for d in found["first_differences"][:5]
+    ]
 
 
 def _speed(name: str, speed: dict[str, Any]) -> str:

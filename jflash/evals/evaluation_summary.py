@@ -146,17 +146,28 @@ def compare(answers: Sequence[Record], baseline: Sequence[Record]) -> dict[str, 
         speed([generation(r) for r in records])
         for records in (ours, [plain[_order(r)] for r in ours])
     )
-    differences = [d for r in ours if (d := _difference(r, plain[_order(r)])) is not None]
     return {
         "what": "plain decoding: the target alone at width 1, the same prompts and engine",
         "answers": len(ours),
         "speed": other,
         "speed_up": _ratio(own, other, "tokens_per_second"),
         "speed_up_with_prefill": _ratio(own, other, "tokens_per_second_with_prefill"),
-        "identical_outputs": len(ours) - len(differences),
         "endings": dict(sorted(Counter(ending(generation(r)) for r in baseline).items())),
-        "first_differences": differences[:SHOWN_DIFFERENCES],
+        **differences(ours, baseline, "plain_token"),
         "accuracy": accuracy([r["check"] for r in baseline if r["check"] is not None]),
+    }
+
+
+def differences(answers: Sequence[Record], others: Sequence[Record], name: str) -> Record:
+    """How many of the answers have the same tokens in `others`, which hold all their prompts.
+
+    And where the first that have not part, the token of the others under `name`.
+    """
+    theirs = {_order(record): record for record in others}
+    found = [d for r in answers if (d := _difference(r, theirs[_order(r)], name)) is not None]
+    return {
+        "identical_outputs": len(answers) - len(found),
+        "first_differences": found[:SHOWN_DIFFERENCES],
     }
 
 
@@ -168,9 +179,9 @@ def _ratio(own: Record, other: Record, name: str) -> float | None:
     return own[name] / other[name] if own[name] and other[name] else None
 
 
-def _difference(record: Record, plain: Record) -> Record | None:
+def _difference(record: Record, other: Record, name: str) -> Record | None:
     """Where two answers part: the first position, counted from 0, and both tokens there."""
-    ours, theirs = record["token_ids"], plain["token_ids"]
+    ours, theirs = record["token_ids"], other["token_ids"]
     if ours == theirs:
         return None
     same = zip(ours, theirs, strict=False)
@@ -180,5 +191,5 @@ def _difference(record: Record, plain: Record) -> Record | None:
         "turn": record["turn"],
         "position": at,
         "token": ours[at] if at < len(ours) else None,
-        "plain_token": theirs[at] if at < len(theirs) else None,
+        name: theirs[at] if at < len(theirs) else None,
     }
