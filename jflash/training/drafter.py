@@ -103,7 +103,7 @@ def read_records(
     A line without an answer gets an empty one. ValueError names the line that does not fit.
     """
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
