@@ -17,7 +17,12 @@ from jflash.sampling import GREEDY, Sampling
 from jflash.training.answers import WHOLE, Share, answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation
-from jflash.training.drafter import default_mask_token_id, split_held_out, without_long
+from jflash.training.drafter import (
+    default_mask_token_id,
+    read_records,
+    split_held_out,
+    without_long,
+)
 from tests.pairs import prompts
 from tests.small_checkpoints import make_pair
 from tests.test_answers import PAIR
@@ -218,6 +223,20 @@ def test_mask_token_of_a_full_vocabulary_is_one_without_a_part():
         choose(FullTokenizer(), 12)
     with pytest.raises(ValueError, match="uses all 12 ids"):
         choose(FullTokenizer("x<start>"[1:], "<start>", "<end>"), 12)
+
+
+def test_a_record_ends_at_a_newline_alone(tmp_path):
+    """Prompts hold what str.splitlines would break at."""
+    texts = ["one\u2028two", "a\x0bb\x0cc", "d\x85e"]
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file.write_text("\n".join([*lines[:1], "", *lines[1:]]) + "\n", encoding="utf-8")
+    asked = []
+    read_records(file, lambda text: asked.append(text) or [1], lambda text: [])
+    assert asked == texts
+    file.write_text("\n".join([*lines, "{"]), encoding="utf-8")
+    with pytest.raises(ValueError, match="jsonl:4 is not JSON"):
+        read_records(file, lambda text: [1], lambda text: [])
 
 
 def test_records_are_left_out_and_held_out():

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jflash.generate import Generation
 
 LOOP_RUN, LOOP_TIMES = 20, 3
@@ -14,7 +16,8 @@ def is_looping(token_ids: Sequence[int]) -> bool:
 
     A looping text is easy to foresee and says nothing about how well a drafter works.
     """
-    runs = (tuple(token_ids[i : i + LOOP_RUN]) for i in range(len(token_ids) - LOOP_RUN + 1))
+    raw = np.asarray(token_ids, np.int32).tobytes()  # bytes hash four times as fast as tuples
+    runs = (raw[4 * i : 4 * (i + LOOP_RUN)] for i in range(len(token_ids) - LOOP_RUN + 1))
     return max(Counter(runs).values(), default=0) >= LOOP_TIMES
 
 
