@@ -46,7 +46,7 @@ class Models:
     block_size: int
     attention_backend: str = "xla"
     sampled: bool = False
-    draft_rule: str = "greedy"
+    draft_rule: str = "sampled"
     matmul_backend: str = "xla"
     heads_backend: str = "xla"
 

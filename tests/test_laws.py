@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.generate import generate, stream
+from jflash.generate import Pair, generate, stream
 from jflash.prefill import prefill
 from jflash.programs import Shape, compile_programs, make_request, new_state
 from jflash.sampling import Sampling
@@ -135,15 +135,25 @@ def test_prefill_chunks_agree_within_float32():
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def one_hot_pair(**changes) -> Pair:
+    """Whose drafts draw nothing."""
+    pair = random_pair(**changes)
+    return replace(pair, models=replace(pair.models, draft_rule="greedy"))
+
+
 def test_sampling_depends_on_seed_and_request_not_on_drafter_or_neighbours():
     batch = prompts(3, seed=15)
     how = {"max_new_tokens": NEW, "sampling": Sampling(temperature=1.0)}
-    first, second = (generate(random_pair(drafter_seed=s), batch, seed=7, **how) for s in (1, 2))
+    first, second = (generate(one_hot_pair(drafter_seed=s), batch, seed=7, **how) for s in (1, 2))
     assert ids(first) == ids(second)
-    assert ids(first) == ids(generate(random_pair(), batch, seed=7, oracle=True, **how))
-    assert ids(first) != ids(generate(random_pair(), batch, seed=8, **how))
-    swapped = generate(random_pair(), [batch[0], batch[2], batch[1]], seed=7, **how)
+    assert ids(first) == ids(generate(one_hot_pair(), batch, seed=7, oracle=True, **how))
+    assert ids(first) != ids(generate(one_hot_pair(), batch, seed=8, **how))
+    swapped = generate(one_hot_pair(), [batch[0], batch[2], batch[1]], seed=7, **how)
     assert swapped[0].token_ids == first[0].token_ids
+    drawn = generate(random_pair(), batch, seed=7, **how)  # the default
+    assert ids(drawn) != ids(first)
+    swapped = generate(random_pair(), [batch[0], batch[2], batch[1]], seed=7, **how)
+    assert swapped[0].token_ids == drawn[0].token_ids
 
 
 def test_float32_matmuls_ask_for_full_precision():

@@ -126,8 +126,10 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
     )  # fmt: skip
     if auto:
         files = at_best_width(files, options.batch)
-    models = replace(files.models, draft_rule=options.draft_rule)
-    files = replace(files, models=models_for(models, [way]))
+    models = models_for(files.models, [way])
+    if options.draft_rule is not None:
+        models = replace(models, draft_rule=options.draft_rule)
+    files = replace(files, models=models)
     tokenizer = load_tokenizer(files.target)
     evaluation = Evaluation(
         problems=problems,
@@ -173,7 +175,6 @@ def _settings(
     same = (
         *("batch", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "oracle"),
         *("steps_per_call", "prompt_style", "few_shot", "system", "reasoning", "no_chat_template"),
-        "draft_rule",
     )
     return {
         "dataset": name,
@@ -183,6 +184,7 @@ def _settings(
         "dtype": files.dtype,
         "device": device_name(),
         "attention_backend": files.models.attention_backend,
+        "draft_rule": files.models.draft_rule,
         **{option: getattr(options, option) for option in same},
         "problems": len(evaluation.problems),
         "prompts": digest(evaluation),

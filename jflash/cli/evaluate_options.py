@@ -86,9 +86,8 @@ def _decoding_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft-rule",
         choices=DRAFT_RULES,
-        default=DRAFT_RULES[0],
-        help="above temperature 0: the drafter's likeliest token or a draw from its distribution; "
-        f"default {DRAFT_RULES[0]}",
+        help="above temperature 0: the drafter's likeliest token, or a draw from its distribution "
+        "(default)",
     )
     group.add_argument("--seed", type=int, default=0, help="of the draws, default 0")
     group.add_argument(

@@ -89,7 +89,9 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
         files = at_best_width(files, min(options.batch_size, len(prompts)))
     samplings = [prompt.sampling for prompt in prompts]
     # All batches of a run share one program, or a greedy prompt would meet two.
-    models = replace(models_for(files.models, samplings), draft_rule=options.draft_rule)
+    models = models_for(files.models, samplings)
+    if options.draft_rule is not None:
+        models = replace(models, draft_rule=options.draft_rule)
     files = replace(files, models=models)
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None

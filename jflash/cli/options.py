@@ -96,8 +96,7 @@ def _decoding_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft-rule",
         choices=DRAFT_RULES,
-        default=DRAFT_RULES[0],
-        help="at a temperature: drafts are the drafter's best tokens (default), or drawn from it",
+        help="at a temperature: drafts are the drafter's best tokens, or drawn from it (default)",
     )
     group.add_argument("--seed", type=int, default=0, help="of the draws, default 0")
     group.add_argument(
