@@ -247,6 +247,31 @@ def results(case) -> list[Result]:
     return [Result("a.json", full), Result("k.json", kernels)]
 
 
+def evaluated() -> list[Result]:
+    """Summaries of evaluations as evaluate.py writes them, what the table shows of them."""
+
+    def summary(tau: float, cut: float, more: dict, **settings) -> Result:
+        settings = {"dataset": "gsm8k", "drafter": "d", "batch": 32, "temperature": 0.0,
+                    "oracle": False, "draft_rule": "sampled"} | settings  # fmt: skip
+        ended, rest = {"tau_pooled": tau, "prompts": 8}, {"tau_pooled": cut, "prompts": 2}
+        where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+        content = {
+            "settings": settings,
+            "environment": where,
+            "acceptance": {"ended": ended, "limit_or_looping": rest},
+            "speed": {"tokens_per_second": 1234.4},
+        }
+        return Result(f"{tau}.json", content | more)
+
+    plain = {"baseline": {"speed_up": 2.0, "speed_up_with_prefill": 1.75}}
+    same = {"same_as": {"identical_outputs": 9, "answers": 10}}
+    return [
+        summary(2.0, 2.0, {}, temperature=0.5),
+        summary(1.0, 1.0, same, drafter="random:1:d"),
+        summary(4.39, 5.6, plain),
+    ]
+
+
 def test_every_table_shows_its_numbers(results):
     step = results[0].content["cases"][0]["step"]
     shown = {
@@ -257,7 +282,13 @@ def test_every_table_shows_its_numbers(results):
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "pairs": ["Not measured yet."],
         "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
+        "evaluations": [
+            "| gsm8k | greedy | 32 | 4.39 (8) | 5.60 (2) | 1,234 | 2.00 × / 1.75 × |  |",
+            "| gsm8k | random drafter | 32 | 1.00 (8) | 1.00 (2) | 1,234 |  | 9 of 10 |",
+            "| gsm8k | temperature 0.5, drafts drawn from q | 32 | 2.00 (8) |",
+        ],
     }  # fmt: skip
+    results = [*results, *evaluated()]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"

@@ -179,6 +179,50 @@ def kernels(results: list[Result]) -> str:
     return table(head, rows, cases)
 
 
+def evaluations(results: list[Result]) -> str:
+    """Data sets decoded by a real pair: acceptance, speed, and whose tokens they are."""
+    cases = [
+        r.content["environment"] | r.content | {"file": r.name}
+        for r in results
+        if "acceptance" in r.content
+    ]
+    rows = []
+    for case in sorted(cases, key=evaluation_order):
+        s, plain, same = case["settings"], case.get("baseline"), case.get("same_as")
+        ended, rest = case["acceptance"]["ended"], case["acceptance"]["limit_or_looping"]
+        ratios = (plain["speed_up"], plain["speed_up_with_prefill"]) if plain else ()
+        rows.append([
+            s["dataset"], evaluation_way(s), f"{s['batch']}",
+            f"{ended['tau_pooled']:.2f} ({ended['prompts']})",
+            f"{rest['tau_pooled']:.2f} ({rest['prompts']})",
+            f"{case['speed']['tokens_per_second']:,.0f}",
+            " / ".join(f"{ratio:.2f} ×" for ratio in ratios),
+            f"{same['identical_outputs']} of {same['answers']}" if same else "",
+        ])  # fmt: skip
+    head = [
+        *("data set", "decoding", "batch", "τ, ended (answers)", "τ, looping or cut (answers)"),
+        *("tokens/s", "speed-up / with prefill", "same tokens as the trained drafter"),
+    ]
+    return table(head, rows, cases)
+
+
+def evaluation_way(settings: dict[str, Any]) -> str:
+    """How an evaluation decoded: the drafter if it is not the trained one, and the draws."""
+    if settings["oracle"]:
+        return "oracle: no draft accepted"
+    if str(settings["drafter"]).startswith("random"):
+        return "random drafter"
+    if settings["temperature"] == 0:
+        return "greedy"
+    rule = "one-hot drafts" if settings["draft_rule"] == "greedy" else "drafts drawn from q"
+    return f"temperature {settings['temperature']:g}, {rule}"
+
+
+def evaluation_order(case: dict[str, Any]) -> tuple[Any, ...]:
+    s = case["settings"]
+    return s["dataset"], s["temperature"], evaluation_way(s) != "greedy", s["batch"], case["file"]
+
+
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     "goals": goals,
     "steps": steps,
@@ -186,6 +230,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "reference": reference,
     "pairs": pairs,
     "kernels": kernels,
+    "evaluations": evaluations,
 }
 
 
@@ -235,8 +280,9 @@ def table(head: list[str], rows: list[list[str]], cases: list[dict[str, Any]]) -
         return "Not measured yet."
     lines = [head, ["---"] * len(head), *(row + [""] * (len(head) - len(row)) for row in rows)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    where = {
-        f"{c['device']}, jax {c['versions']['jax']}, {c['date']}: `benchmarks/{c['file']}`"
-        for c in cases
-    }
-    return text if not where else text + "\n\n" + "; ".join(sorted(where)) + "."
+    where: dict[str, set[str]] = {}
+    for c in cases:
+        measured = f"{c['device']}, jax {c['versions']['jax']}, {c['date']}"
+        where.setdefault(measured, set()).add(f"`benchmarks/{c['file']}`")
+    notes = [f"{measured}: {', '.join(sorted(files))}" for measured, files in sorted(where.items())]
+    return text if not notes else text + "\n\n" + "; ".join(notes) + "."
