@@ -1,7 +1,8 @@
 """What the reference does with a pair of checkpoints on given prompts (token ids), as JSON.
 
 python tests/reference/record_pair.py --target DIR --drafter DIR --prompts FILE --out FILE
-Needs torch, transformers and dflash; FILE holds a list of {"prompt_ids": [...]}.
+Needs torch, transformers and dflash; FILE holds a list of {"prompt_ids": [...]}. A target may be a
+.gguf file.
 """
 
 import argparse
@@ -23,7 +24,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=160)
     args = parser.parse_args()
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    where: dict[str, str] = {"pretrained_model_name_or_path": str(args.target)}
+    if args.target.suffix == ".gguf":
+        where = {"pretrained_model_name_or_path": str(args.target.parent)}
+        where["gguf_file"] = args.target.name
+    target = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
     drafter = dflash.model.DFlashDraftModel.from_pretrained(args.drafter, dtype=torch.float32)
     cases = []
     for prompt in json.loads(args.prompts.read_text()):
