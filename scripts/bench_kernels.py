@@ -8,12 +8,14 @@ Beside XLA, and beside flash-attn3-jax where it is installed. Needs a GPU.
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jflash.cli.command import Parser, run_command
-from jflash.cli.output_file import whole_file
+from jflash.cli.output_file import check_whole_file, whole_file
 from jflash.evals.device import describe_device
 from jflash.evals.floors import measure_rates
 from jflash.evals.kernel_cases import OPS
@@ -28,7 +30,12 @@ def make_parser() -> Parser:
     add("--backend", metavar="A,B", help="default: what the op has for a GPU, and outside ones")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--rounds", type=int, default=9, help="of which the median is shown")
-    add("--json", type=Path, metavar="FILE", help="write the last line there too")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="the last line; kept row by row, so that a run cut off keeps its rows",
+    )
     add("--overwrite", action="store_true", help="replace an existing --json")
     return parser
 
@@ -58,33 +65,38 @@ def make_plan(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     ]
 
 
-def benchmark(args: argparse.Namespace, plan: list[tuple[str, str, str]]) -> str:
-    """Prints the table row by row, and returns everything as a line of JSON."""
+def benchmark(args: argparse.Namespace, plan: list[tuple[str, str, str]]) -> Iterator[str]:
+    """Prints the table row by row; after each row all of them as a line of JSON.
+
+    Which says how many cases are still to come, unless it is the last.
+    """
     rate = measure_rates(args.dtype)
     bandwidth = rate["bytes_per_second"]
     print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.2f} TB/s\n\n{COLUMNS}")
-    rows = []
-    for op, shape, backend in plan:
-        rows.append(measure(OPS[op].case(shape, args.dtype, backend), bandwidth, args.rounds))
-        print(row_text(rows[-1]), flush=True)
-    result = describe_device() | {
+    result: dict[str, Any] = describe_device() | {
         "bytes_per_second": bandwidth,
         "array_bytes": rate["array_bytes"],
-        "rows": rows,
+        "rows": [],
     }
-    return json.dumps(result, allow_nan=False)
+    for op, shape, backend in plan:
+        row = measure(OPS[op].case(shape, args.dtype, backend), bandwidth, args.rounds)
+        print(row_text(row), flush=True)
+        result["rows"].append(row)
+        missing = len(plan) - len(result["rows"])
+        yield json.dumps(result | ({"missing_cases": missing} if missing else {}), allow_nan=False)
 
 
 def main(args: argparse.Namespace) -> None:
     plan = make_plan(args)
     if jax.default_backend() != "gpu":
         raise ValueError("nothing to time: kernels run on a GPU, and JAX sees none here")
-    if args.json is None:
-        print(benchmark(args, plan))
-        return
-    with whole_file(args.json, args.overwrite) as write:
-        line = benchmark(args, plan)
-        write(line)
+    if args.json is not None:
+        check_whole_file(args.json, args.overwrite)
+    line = ""
+    for line in benchmark(args, plan):
+        if args.json is not None:
+            with whole_file(args.json, overwrite=True) as write:
+                write(line)
     print(line)
 
 

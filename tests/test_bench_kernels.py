@@ -139,6 +139,20 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
     assert {"device", "versions", "date", "bytes_per_second", "rows"} <= set(result)
     assert [row["backend"] for row in result["rows"]] == ["triton", "flash-attn3"]
     assert result["rows"][0]["share"] > 0 and result["rows"][1]["why"] == "not here"
+    assert "missing_cases" not in result
+
+    again = parser.parse_args([*argv, "--overwrite"])
+    monkeypatch.setattr(bench_kernels, "row_text", lambda row: row["why"])  # the first has none
+    with pytest.raises(KeyError):
+        bench_kernels.main(again)
+    assert json.loads(file.read_text()) == result  # cut off before any row was whole
+    monkeypatch.setattr(bench_kernels, "row_text", lambda row: str(1 / ("us" in row)))
+    with pytest.raises(ZeroDivisionError):
+        bench_kernels.main(again)
+    cut = json.loads(file.read_text())
+    assert (len(cut["rows"]), cut["missing_cases"]) == (1, 1)
+    with pytest.raises(ValueError, match="exists already"):
+        bench_kernels.main(parser.parse_args(argv))
 
 
 @pytest.mark.parametrize(

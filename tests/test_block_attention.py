@@ -201,14 +201,15 @@ def test_a_split_that_moves_with_the_length_is_caught():
 
     def attend(q, k, v, lengths, widths):
         """Two halves of what is visible, combined: right, but cut relative to the length."""
-        scores = jnp.einsum("btnh,bskh->btns", q, k) * shape.H**-0.5  # K is 1
+        einsum = functools.partial(jnp.einsum, precision="highest")
+        scores = einsum("btnh,bskh->btns", q, k) * shape.H**-0.5  # K is 1
         slot = jnp.arange(shape.S)[None, None, None]
         position = lengths[:, None, None, None] + jnp.arange(shape.T)[None, :, None, None]
         visible = (slot <= position) & (slot < (lengths + widths)[:, None, None, None])
         half, whole = lengths[:, None, None, None] // 2, []
         for seen in (visible & (slot < half), visible & (slot >= half)):
             weights = jnp.where(seen, jnp.exp(scores), 0)
-            sums = jnp.einsum("btns,bskh->btnh", weights, v)
+            sums = einsum("btns,bskh->btnh", weights, v)
             whole.append((sums, weights.sum(-1, keepdims=True)))
         (sums, total), (more, rest) = whole
         return (sums + more) / (total + rest)

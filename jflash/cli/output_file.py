@@ -40,6 +40,16 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
             part.unlink(missing_ok=True)
 
 
+def check_whole_file(path: Path, overwrite: bool) -> None:
+    """ValueError if `whole_file` could not write `path` now; writes and leaves nothing."""
+
+    class Enough(Exception):
+        pass
+
+    with contextlib.suppress(Enough), whole_file(path, overwrite):
+        raise Enough
+
+
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
     """Says which file could not be written."""
