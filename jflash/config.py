@@ -17,11 +17,45 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every frequency divided by `factor` (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (`rope_type: yarn`): frequencies between two bounds, in turns, are slowed in proportion.
+
+    `attention_factor` multiplies the cosines and sines; `truncate` makes the bounds whole numbers.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: base frequency and, for Llama 3.x, its scaling."""
+    """Rotary position embedding: base frequency and how long contexts scale it."""
 
     theta: float
-    scaling: Llama3Scaling | None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a row of a drafter's layer sees; by default the context and its whole block.
+
+    `window` w: what is less than w positions away, ahead too unless `causal`. Causal: nothing
+    behind its own row of the block.
+    """
+
+    window: int | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +100,10 @@ class TargetConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DecoderConfig):
-    """A DFlash drafter (version 1, full attention): trunk, block, and how it meets its target."""
+    """A DFlash drafter (version 1): trunk, block, what its layers see, and how it meets its target.
+
+    `sights` has one entry a layer, or none if every layer sees the whole context and block.
+    """
 
     block_size: int
     mask_token_id: int
@@ -75,6 +112,11 @@ class DrafterConfig(DecoderConfig):
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
+    sights: tuple[Sight, ...] = ()
+
+    def sight(self, layer: int) -> Sight:
+        """What the rows of a layer see."""
+        return self.sights[layer] if self.sights else Sight()
 
     @property
     def changes_logits(self) -> bool:
@@ -91,6 +133,10 @@ class DrafterConfig(DecoderConfig):
                 f"target_layer_ids {list(self.target_layer_ids)} must be within "
                 f"0 … {self.num_target_layers - 1} (num_target_layers {self.num_target_layers})"
             )
+        if self.sights and len(self.sights) != self.num_layers:
+            raise ValueError(f"{len(self.sights)} layer_types for {self.num_layers} layers")
+        if any(sight.window is not None and sight.window < 1 for sight in self.sights):
+            raise ValueError(f"sliding_window must be at least 1: {list(self.sights)}")
         if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
             raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} repeat a layer")
         if not 0 <= self.mask_token_id < self.vocab_size:

@@ -7,16 +7,17 @@ Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.cache import LayerCache, one_sequence, write_chunk
-from jflash.config import DecoderConfig, RopeConfig
+from jflash.cache import Cache, one_sequence, write_chunk
+from jflash.config import DecoderConfig, Sight
+from jflash.rope import rope_angles as rope_angles
+from jflash.rope import rope_frequencies as rope_frequencies
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul import gate_up, matmul, partial_products
@@ -54,17 +55,26 @@ class Projected(NamedTuple):
             raise ValueError(f"{len(self.x)} pieces of a projection: only `write` adds them up")
         return heads_op.reference.split_heads(self.x[0], *self[1:])
 
-    def write(
-        self, cache: LayerCache, slots: Int[Array, "B T"], backend: str
-    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+    def write[C: Cache](
+        self, cache: C, slots: Int[Array, "B T"], backend: str
+    ) -> tuple[Float[Array, "B T N H"], C]:
         """The queries, and the cache with the keys and values at `slots`; see the op's contract."""
         q, k, v = heads_op.heads_to_cache(
-            *self[:5], cache.k, cache.v, slots, heads=self.heads, backend=backend
-        )
-        return q, LayerCache(k, v)
+            *self[:5], cache.k, cache.v, slots,
+            heads=self.heads, backend=backend, rising=not cache.wraps,
+        )  # fmt: skip
+        return q, cache._replace(k=k, v=v)
 
 
-Attend = Callable[[Projected, LayerCache | None], tuple[Array, LayerCache | None]]
+Attend = Callable[[Projected, Cache | None], tuple[Array, Cache | None]]
+
+
+@runtime_checkable
+class DrafterAttend(Protocol):
+    """An Attend that can be told what the rows of each layer see."""
+
+    def seeing(self, sight: Sight) -> Attend: ...
+    def __call__(self, projected: Projected, cache: Cache | None) -> tuple[Array, Cache | None]: ...
 
 
 class BlockAttend(NamedTuple):
@@ -74,13 +84,18 @@ class BlockAttend(NamedTuple):
     widths: Int[Array, " B"]
     causal: bool
     kernels: Kernels
+    window: int | None = None
+
+    def seeing(self, sight: Sight) -> "BlockAttend":
+        return self._replace(causal=sight.causal, window=sight.window)
 
     def __call__(self, projected, cache):
-        slots = self.lengths[:, None] + jnp.arange(projected.cos.shape[1])
+        slots = cache.slots(self.lengths[:, None] + jnp.arange(projected.cos.shape[1]))
         q, cache = projected.write(cache, slots, self.kernels.heads)
         out = block_attention(
             q, cache.k, cache.v, self.lengths, self.widths,
             causal=self.causal, scale=q.shape[-1] ** -0.5, backend=self.kernels.attention,
+            window=self.window, ring=cache.wraps,
         )  # fmt: skip
         return out, cache
 
@@ -106,32 +121,11 @@ class MaskAttend(NamedTuple):
 
     mask: Bool[Array, "B 1 T S"]
 
+    def seeing(self, sight: Sight) -> "MaskAttend":
+        return self  # the mask says it all
+
     def __call__(self, projected, cache):
         return jax.nn.dot_product_attention(*projected.split(), mask=self.mask), cache
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Inverse frequencies [H/2] in float32, scaled as transformers' `llama3` does."""
-    inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
-    inverse = inverse.astype(np.float32)
-    if rope.scaling is None:
-        return inverse
-    s = rope.scaling
-    wavelength = 2 * np.pi / inverse
-    # Long waves are slowed by the whole factor, short ones not at all, those between in proportion.
-    smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0, 1)
-    return ((1 - smooth) * inverse / s.factor + smooth * inverse).astype(np.float32)
-
-
-def rope_angles(
-    positions: Int[Array, "B T"], rope: RopeConfig, head_dim: int
-) -> tuple[Float[Array, "B T _"], Float[Array, "B T _"]]:
-    """Cosines and sines [B, T, H/2] in float32 (Llama's layout: i is paired with i + H/2)."""
-    angle = positions[:, :, None] * rope_frequencies(rope, head_dim)
-    return jnp.cos(angle), jnp.sin(angle)
 
 
 class RMSNorm(nn.Module):

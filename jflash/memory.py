@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jflash.cache import ring_slots
 from jflash.config import DecoderConfig, DrafterConfig, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
@@ -178,10 +179,19 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
 
 def _attention_bytes(config: DecoderConfig, models: Models, shape: Shape, rows: int) -> int:
     queries = rows * config.num_heads
+    slots = _longest_cache(config, models.block_size, shape.capacity)
     if models.attention_backend in ("xla", "reference"):
-        return _einsum_bytes(config, queries, shape)
-    splits = -(-shape.capacity // SMALLEST_SPLIT)
+        return _einsum_bytes(config, queries, shape._replace(capacity=slots))
+    splits = -(-slots // SMALLEST_SPLIT)
     return queries * splits * (config.head_dim + 2) * FLOAT32
+
+
+def _longest_cache(config: DecoderConfig, block_size: int, capacity: int) -> int:
+    """Slots of a model's longest cache: less than the capacity if every layer has a window."""
+    if not isinstance(config, DrafterConfig):
+        return capacity
+    windows = [config.sight(i).window for i in range(config.num_layers)]
+    return max(capacity if w is None else ring_slots(w, block_size, capacity) for w in windows)
 
 
 def _einsum_bytes(config: DecoderConfig, queries: int, shape: Shape) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Key
 
-from jflash.cache import write_chunk
+from jflash.cache import write_context
 from jflash.layers import PrefillAttend
 from jflash.sampling import Filters, choose, greedy, through_first_stop
 from jflash.speculative import Models, Params, State, apply
@@ -73,7 +73,7 @@ def prefill(
             context = apply(models.drafter, params.drafter, features, positions, method="context")
             rows = [projected.split()[1:] for projected in context]
             drafter_cache = tuple(
-                write_chunk(cache, k, v, slot, offset)
+                write_context(cache, k, v, slot, offset, request.prompt_length)
                 for cache, (k, v) in zip(drafter_cache, rows, strict=True)
             )
         return target_cache, drafter_cache, hidden

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash.cache import empty_cache
+from jflash.cache import empty_cache, with_rings
 from jflash.prefill import Request, prefill
 from jflash.sampling import GREEDY, Sampling, filters_of
 from jflash.speculative import Models, Params, State, speculative_step
@@ -104,6 +104,11 @@ def new_state(models: Models, shape: Shape) -> State:
         sizes = (shape.batch, shape.capacity, config.num_kv_heads, config.head_dim)
         return empty_cache(config.num_layers, *sizes, shape.dtype)
 
+    drafter_cache = ()
+    if models.drafter is not None:
+        config = models.drafter.config
+        windows = [config.sight(i).window for i in range(config.num_layers)]
+        drafter_cache = with_rings(caches(config), windows, models.block_size)
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
     return State(
         tokens=ints((shape.batch, shape.capacity)),
@@ -117,7 +122,7 @@ def new_state(models: Models, shape: Shape) -> State:
         steps=ints(shape.batch),
         acceptance_lengths=ints((shape.batch, shape.capacity)),
         target_cache=caches(models.target.config),
-        drafter_cache=caches(models.drafter.config) if models.drafter else (),
+        drafter_cache=drafter_cache,
     )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jflash.cache import LayerCache
+from jflash.cache import Cache
 from jflash.layers import BlockAttend, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
@@ -94,8 +94,8 @@ class State(NamedTuple):
     filters: Filters  # leaves [B]
     steps: Int[Array, " B"]
     acceptance_lengths: Int[Array, "B S"]  # tokens committed by each step
-    target_cache: tuple[LayerCache, ...]
-    drafter_cache: tuple[LayerCache, ...]
+    target_cache: tuple[Cache, ...]
+    drafter_cache: tuple[Cache, ...]
 
 
 class Proposal(NamedTuple):
@@ -199,9 +199,8 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
             models.drafter, params.drafter, verdict.features, positions, models.kernels,
             method="context",
         )  # fmt: skip
-        slots = jnp.where(kept, positions, capacity + row)
         drafter_cache = tuple(
-            projected.write(cache, slots, models.heads_backend)[1]
+            projected.write(cache, cache.slots(positions, kept), models.heads_backend)[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )
     length = state.length + count

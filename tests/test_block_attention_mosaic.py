@@ -66,6 +66,17 @@ CASES = {
     "uneven row tiles, one chunk": ((1, 5, 128, 16, 1, 64), [60], [5], 128, 1, {}),
     "three heads a group": ((1, 5, 128, 3, 1, 64), [60], [5], 64, 1, {}),
     "wide head": ((1, 2, 128, 2, 1, 256), [64], [2], 64, 1, {}),
+    "ring": ((2, 4, 128, 8, 2, 64), [300, 101], [4, 2], 64, 1, {"window": 100, "ring": True}),
+    "ring, seam in the block": (
+        (3, 4, 128, 2, 1, 64), [126, 383, 128], [4, 3, 1], 128, 2, {"window": 125, "ring": True},
+    ),
+    "ring before it wraps": (
+        (3, 4, 192, 2, 1, 64), [0, 60, 188], [4, 3, 4], 64, 1, {"window": 70, "ring": True},
+    ),
+    "two-sided ring": (
+        (3, 4, 128, 8, 2, 64), [190, 256, 3], [4, 3, 4], 128, 1,
+        {"window": 3, "causal": False, "ring": True, "sinks": SINKS},
+    ),
     "wide head, one chunk": ((1, 2, 128, 2, 1, 256), [64], [2], 128, 1, {}),
 }  # fmt: skip
 
@@ -76,9 +87,11 @@ def test_equals_the_reference_whatever_unseen_slots_hold(name):
     q, k, v = operands(*sizes)
     for b, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         lowest = max(0, length - how.get("window", length + 1) + 1)
+        seen = np.arange(lowest, length + width)
+        dead = np.ones(k.shape[1], bool)
+        dead[seen % len(dead) if "ring" in how else seen[seen < len(dead)]] = False
         for x, poison in ((k, np.nan), (v, np.inf)):
-            x[b, length + width :] = poison
-            x[b, :lowest] = poison
+            x[b, dead] = poison
     if "sinks" in how:
         how = how | {"sinks": jnp.asarray(how["sinks"])}
     got, expected = run(q, k, v, lengths, widths, tiles=tiles(chunk, stages), **how)

@@ -71,7 +71,7 @@ def test_dflash_2(pair, refused):
 FEATURES = [
     ("target", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
     ("drafter", {"layer_types": ["sliding_attention"]}, "sliding_window"),
-    ("target", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ("target", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     ("target", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "longrope"),
     ("target", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config (fp8)"),
     ("target", {"hidden_act": "gelu"}, "gelu"),

@@ -1,5 +1,6 @@
 """The training forward of the drafter is the decoding forward, and its loss is the paper's."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from jflash.cache import LayerCache, empty_cache
+from jflash.config import Sight
 from jflash.layers import XLA, BlockAttend
+from jflash.models.dflash import Drafter
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, pack
@@ -51,17 +54,17 @@ def hidden(rows: Rows, anchors) -> np.ndarray:
     return np.asarray(out[0])
 
 
-@jax.jit
-def decoding_hidden(tokens, anchor):
+@partial(jax.jit, static_argnums=2)
+def decoding_hidden(tokens, anchor, drafter):
     """The block's hidden states as speculative.draft computes them, on a cache of one sequence."""
-    config, params = DRAFTER.config, PAIR.params
+    config, params = drafter.config, PAIR.params
     ids, positions = tokens[None], jnp.arange(T)[None]
     alone = Rows(ids, positions, jnp.ones_like(ids), jnp.ones_like(ids, bool))
     taps = config.target_layer_ids
     _, features, _ = apply(
         TARGET, params.target, ids, positions, (None,) * 3, causal_attend(alone), taps
     )
-    context = apply(DRAFTER, params.drafter, features, positions, method="context")
+    context = apply(drafter, params.drafter, features, positions, method="context")
     # What lies past the length is garbage by definition.
     garbage = [
         LayerCache(c.k + 7.0, c.v - 3.0)
@@ -74,21 +77,38 @@ def decoding_hidden(tokens, anchor):
     embeddings = apply(TARGET, params.target, block, method="embed")
     attend = BlockAttend(anchor[None], jnp.asarray([W]), False, XLA)
     place = anchor + jnp.arange(W)[None]
-    out, _ = apply(DRAFTER, params.drafter, embeddings, place, caches, attend)
+    out, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)
     return out[0]
 
 
-def test_blocks_are_those_of_decoding():
-    rows = make_rows()
+NEAR = Sight(window=5, causal=True)
+SIGHTS = {
+    "full": (),
+    "causal windows": (NEAR, Sight()),
+    "two-sided windows": (Sight(window=3), Sight(window=11)),
+    "causal": (Sight(causal=True),) * 2,
+}
+
+
+@pytest.mark.parametrize("sights", SIGHTS.values(), ids=SIGHTS)
+def test_blocks_are_those_of_decoding(sights):
+    rows, drafter = make_rows(), Drafter(replace(DRAFTER.config, sights=sights))
     segments = np.asarray(rows.segments)
     anchors = np.array([[8, 20, 37, 0], [3, 10, int(np.argmax(segments[1] == 2)) + 6, 30]])
-    trained = hidden(rows, anchors)
+    params = PAIR.params
+    trained = np.asarray(
+        jax.jit(partial(block_hidden, TARGET, drafter))(
+            params.drafter, params.target, rows, jnp.asarray(anchors)
+        )[0]
+    )
+    if sights:
+        assert np.abs(trained - hidden(rows, anchors)).max() > 1e-2
     for b, row in enumerate(anchors):
         for a, anchor in enumerate(row):
             own = np.flatnonzero(segments[b] == segments[b, anchor])
             tokens = np.zeros(T, np.int32)  # alone in its row, whatever follows
             tokens[: len(own)] = np.asarray(rows.tokens)[b, own]
-            decoded = decoding_hidden(tokens, jnp.int32(anchor - own[0]))
+            decoded = decoding_hidden(tokens, jnp.int32(anchor - own[0]), drafter)
             np.testing.assert_allclose(trained[b, a], decoded, atol=1e-5)
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
+from jflash.config import Sight
 from jflash.evals.compile_target import A100, H200, L4, Part, compile_for, device_mesh, inspect
 from jflash.evals.gates import (
     Program,
@@ -40,6 +41,7 @@ from jflash.evals.step_program import (
     plain_models,
     step_program,
 )
+from jflash.models.dflash import Drafter
 from jflash.speculative import Models, draft, speculative_step, verify
 from pallas_kernels.block_attention import block_attention, default_backend
 from pallas_kernels.shapes import BLOCK_ATTENTION
@@ -81,14 +83,27 @@ def looped(body):
     return run
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("pair", 1), ("pair", 8), ("pair", 32), ("plain", 1)])
+def windowed_models(shape) -> Models:
+    """The pair with a window in the drafter's first layer, in a ring that wraps."""
+    models = pair_models(shape)
+    assert models.drafter is not None
+    sights = (Sight(window=700, causal=True), Sight())
+    return replace(models, drafter=Drafter(replace(models.drafter.config, sights=sights)))
+
+
+KINDS = {"pair": pair_models, "windowed": windowed_models, "plain": plain_models}
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch"), [("pair", 1), ("pair", 8), ("pair", 32), ("windowed", 8), ("plain", 1)]
+)
 def test_the_step_passes_every_gate(kind: str, batch: int):
-    models = {"pair": pair_models, "plain": plain_models}[kind](SHAPE)
+    models = KINDS[kind](SHAPE)
     step = step_program(on_h200(models), batch, CAPACITY, DTYPE)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     # What was looked at is the step: all layers of attention, in one loop.
-    layers = 6 if kind == "pair" else 4
+    layers = 4 if kind == "plain" else 6
     assert program.hlo.count('custom_call_target="mosaic_gpu') >= layers
     launches = [t.inside for t in read_thunks(program.thunks)]
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 50

@@ -165,11 +165,15 @@ def test_where_a_drafter_keeps_its_own_keys():
 
 REFUSED_DRAFTERS = [
     ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-    ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "sliding_window"),
-    ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
-    ({"rope_scaling": {"type": "yarn", "factor": 64.0}}, "'yarn'"),
+    ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "use_sliding_window"),
+    ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}, "sliding_window must"),
+    ({"layer_types": ["full_attention"] * 4}, "layer_types must be 5"),
+    ({"layer_types": ["chunked_attention"] * 5}, "layer_types .*chunked_attention"),
+    ({"rope_scaling": {"type": "longrope", "factor": 64.0}}, "'longrope'"),
+    ({"rope_scaling": {"type": "linear"}}, "number factor"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of full_attention"),
     ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
-    ({"is_causal": True}, "is_causal"),
+    ({"is_causal": "yes"}, "is_causal must be true or false"),
     ({"num_target_layers": None}, "num_target_layers"),
 ]
 

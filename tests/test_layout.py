@@ -21,7 +21,7 @@ ROOMS = [
     ("jflash.sampling",),
     ("jflash.models",),
     ("jflash.layers",),
-    ("jflash.cache",),
+    ("jflash.cache", "jflash.rope"),
     ("jflash.config", "jflash.platform"),
     ("pallas_kernels",),
 ]

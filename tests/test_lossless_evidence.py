@@ -108,7 +108,7 @@ def test_one_bit_of_any_compared_thing_is_found(case, decoded):
 
     def found(state=None, evidence=None, own_drafter=True):
         other = run._replace(state=state or run.state, evidence=evidence or run.evidence)
-        result = compare(run, other, lengths, own_drafter)
+        result = compare(run, other, lengths, own_drafter, 8)
         count, first = np.asarray(result.count), np.asarray(result.first)
         return [(things[i], int(n), int(first[i, 1])) for i, n in enumerate(count) if n]
 
@@ -120,7 +120,7 @@ def test_one_bit_of_any_compared_thing_is_found(case, decoded):
     assert found(evidence=evidence._replace(checksums=sums)) == [("logits", 1, end - 1)]
     longer = state._replace(length=state.length + jnp.asarray([0, 1]))
     assert found(longer) == [("tokens", 1, end)]
-    assert int(compare(run, run._replace(state=longer), lengths, True).unrecorded) == 1
+    assert int(compare(run, run._replace(state=longer), lengths, True, 8).unrecorded) == 1
     target = state._replace(target_cache=flipped(state.target_cache, 2, end - 2))
     assert found(target) == [("target K/V of layer 2", 1, end - 2)]
     drafter = state._replace(drafter_cache=flipped(state.drafter_cache, 1, 0))

@@ -11,6 +11,7 @@ import pytest
 
 from jflash import memory
 from jflash.cli import generate as cli
+from jflash.config import Sight
 from jflash.evals.compile_target import H200, compile_for
 from jflash.evals.shapes import SHAPES
 from jflash.io import load_pair
@@ -83,6 +84,36 @@ def test_caches_of_a_published_pair(batch, capacity):
     got = memory_budget(published("qwen3-8b"), sized(batch, capacity)).caches
     slots = batch * capacity * (36 + 5) * 2 * 8 * 128 * 2
     assert slots < got < 1.001 * slots + 1000  # and the tokens
+
+
+def windowed(models: Models, *windows: int | None) -> Models:
+    """The same pair with these windows in the drafter's layers."""
+    assert models.drafter is not None
+    sights = tuple(Sight(window=w, causal=w is not None) for w in windows)
+    return replace(models, drafter=Drafter(replace(models.drafter.config, sights=sights)))
+
+
+def test_a_window_takes_a_ring_however_long_the_context():
+    full, slot = published("qwen3-8b"), 2 * 8 * 128 * 2  # bytes of a layer's slot
+    mixed = windowed(full, 2048, 2048, 2048, 2048, None)
+    for batch, capacity in [(1, 4096), (2, 40960)]:
+        shape = sized(batch, capacity)
+        saved = memory_budget(full, shape).caches - memory_budget(mixed, shape).caches
+        ring = 2112  # 2048 + 15, rounded up to 64
+        assert saved == batch * 4 * (capacity - ring) * slot
+    short = sized(1, 2048)  # of which nothing is ever outside the window
+    assert memory_budget(mixed, short) == memory_budget(full, short)
+
+
+def test_rings_alone_keep_the_drafters_part_as_it_is():
+    models = windowed(published("qwen3-8b", backend="mosaic_gpu"), *[2048] * 5)
+    plain = alone(models)
+    taken = [
+        memory_budget(models, sized(1, capacity)).caches
+        - memory_budget(plain, sized(1, capacity)).caches
+        for capacity in (4096, 40960)
+    ]
+    assert taken[0] == taken[1] == 5 * 2112 * 2 * 8 * 128 * 2
 
 
 def test_the_budget_is_what_a_loaded_pair_takes(tmp_path):

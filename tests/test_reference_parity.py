@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jflash import generate, load_pair, stream
+from jflash import cache, generate, load_pair, stream
 from jflash.cache import empty_cache
 from jflash.layers import XLA, BlockAttend, MaskAttend
+from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 
 COMMITTED = Path(__file__).parent / "reference" / "cases"
 FRESH = os.environ.get("JFLASH_FRESH_CASES")
+WINDOWS = COMMITTED.with_name("window_cases")
 SETS = [COMMITTED, *([Path(FRESH)] if FRESH else [])]
-FOLDERS = [folder for cases in SETS for folder in sorted(cases.glob("pair*"))]
+FOLDERS = [folder for cases in (*SETS, WINDOWS) for folder in sorted(cases.glob("pair*"))]
 
 
 def record(folder: Path) -> dict:
@@ -95,6 +97,53 @@ def test_whole_generations(folder: Path):
         assert got.token_ids == case["output_ids"], case["name"]
         assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]
         assert got.finish_reason == {"stop": "stop", "limit": "length"}[case["ended_by"]]
+
+
+def drafter_json(folder: Path) -> dict:
+    return json.loads((folder / "drafter" / "config.json").read_text())
+
+
+WINDOWED = [f for f in FOLDERS if drafter_json(f).get("use_sliding_window")]
+
+
+@pytest.mark.parametrize("folder", WINDOWED, ids=lambda f: f"{f.parent.name}-{f.name}")
+def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
+    """window + W - 1 slots and no more, and prompts in chunks longer than that."""
+    monkeypatch.setattr(cache, "RING_BLOCK", 1)
+    both, window = pair(folder), drafter_json(folder)["sliding_window"]
+    width, wrapped = both.models.block_size, 0
+    # A chunk that no other test takes: what is compiled does not know of the patched constant.
+    chunk = 48 + width
+    shape = Shape(1, 256, chunk, 16, "float32")
+    sizes = {c.k.shape[1] for c in new_state(both.models, shape).drafter_cache if c.wraps}
+    assert sizes == {window + width - 1} and window + width - 1 < chunk
+    for case in record(folder)["cases"]:
+        if case["block_size"] != width:
+            continue
+        got = generate(
+            both, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
+            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=chunk,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"], case["name"]
+        assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]
+        wrapped += len(case["prompt_ids"]) > 2 * (window + width)
+    assert wrapped >= 1
+
+
+def test_the_window_cases_are_worth_their_name():
+    """Both kinds of windows, full layers beside them, causality said and unsaid, RoPE scaled."""
+    folders = sorted(WINDOWS.glob("pair*"))
+    configs = [drafter_json(folder) for folder in folders]
+    runs = [case for folder in folders for case in record(folder)["cases"]]
+    assert {c.get("is_causal") for c in configs} == {None, True, False}
+    assert any(len(set(c["layer_types"])) == 2 for c in configs)
+    assert any(c["sliding_window"] < 8 for c in configs)  # narrower than a block
+    scaling = [c.get("rope_parameters") or c["rope_scaling"] for c in configs]
+    assert {s["rope_type"] for s in scaling} == {"yarn", "linear"}
+    assert any("mscale_all_dim" in s for s in scaling)
+    assert any("final_logit_softcapping" in c.get("dflash_config", {}) for c in configs)
+    assert len(runs) >= 25 and max(len(case["prompt_ids"]) for case in runs) > 120
+    assert np.mean([n for case in runs for n in case["acceptance_lengths"]]) > 1.5
 
 
 @pytest.mark.parametrize("cases", SETS, ids=lambda p: p.name)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jflash.cache import LayerCache
+from jflash.config import Sight
 from jflash.speculative import apply
 from jflash.training import attention
 from jflash.training.attention import (
@@ -169,7 +170,8 @@ class Heads:
         return self.heads
 
 
-def test_grouped_attention_is_the_plain_one(monkeypatch):
+@pytest.mark.parametrize("sight", [Sight(), Sight(window=5, causal=True), Sight(window=6)])
+def test_grouped_attention_is_the_plain_one(sight, monkeypatch):
     """What cuDNN is asked for, done by XLA, against the scores of all blocks written out."""
     B, A, T, N, K, H, width = 2, 6, 40, 4, 2, 8, 8
     monkeypatch.setattr(attention, "QUERIES", 3 * width - 1)  # so that 2 blocks make a group
@@ -180,7 +182,8 @@ def test_grouped_attention_is_the_plain_one(monkeypatch):
 
     q, k, v = normal(B, A * width, N, H), normal(B, A * width, K, H), normal(B, A * width, K, H)
     cache = LayerCache(normal(B, T, K, H), normal(B, T, K, H))
-    context = jnp.arange(T) < jnp.asarray(RNG.integers(0, T, (B, A)))[..., None]
+    anchors = jnp.asarray(RNG.integers(0, T, (B, A)))
+    context = jnp.arange(T) < anchors[..., None]
     context = context.at[0, 0].set(False)  # the first token of a conversation
     pull = normal(B, A * width, N, H)
 
@@ -188,9 +191,9 @@ def test_grouped_attention_is_the_plain_one(monkeypatch):
         out, _ = attend(Heads(*heads), cache)
         return jnp.sum(pull * out)
 
-    fused = grouped(context, width, "xla")
+    fused = grouped(context, anchors, width, "xla").seeing(sight)
     assert fused.mask.shape == (B * A // 2, 1, 2 * width, T + 2 * width)
-    plain = blocks_attend(context, width, "xla")
+    plain = blocks_attend(context, anchors, width, "xla").seeing(sight)
     first, second = (
         jax.jit(jax.value_and_grad(partial(value, a), (0, 1)))((q, k, v), cache)
         for a in (plain, fused)

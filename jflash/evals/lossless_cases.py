@@ -153,7 +153,7 @@ class SplitByLength(NamedTuple):
     block: BlockAttend
 
     def __call__(self, projected, cache):
-        lengths, widths, _, kernels = self.block
+        lengths, widths, kernels = self.block.lengths, self.block.widths, self.block.kernels
         slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
         q, cache = projected.write(cache, slots, kernels.heads)
         return attend_by_length(q, cache.k, cache.v, lengths, widths), cache

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash.cache import LayerCache
+from jflash.cache import Cache
 from jflash.evals.lossless import Executable, Mode, Run, Task, decode
 from jflash.speculative import Models
 
@@ -37,13 +37,14 @@ def compared_things(models: Models, own_drafter: bool) -> list[str]:
     return things
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def compare(
-    one: Run, other: Run, prompt_lengths: Int[Array, " B"], own_drafter: bool
+    one: Run, other: Run, prompt_lengths: Int[Array, " B"], own_drafter: bool, block_size: int
 ) -> Differences:
     """Tokens to the end, logits of committed rows, and K/V of all tokens but the newest, as bits.
 
-    `own_drafter`: both ran with one drafter's weights, so that its context is compared as well.
+    `own_drafter`: both ran with one drafter's weights, so that its context is compared as well; of
+    a ring what the last blocks, `block_size` wide, have not overwritten.
     """
     index = jnp.arange(one.state.tokens.shape[1])
     short = jnp.minimum(one.state.length, other.state.length)[:, None]
@@ -55,7 +56,12 @@ def compare(
     pairs = list(zip(one.state.target_cache, other.state.target_cache, strict=True))
     if own_drafter:
         pairs += zip(one.state.drafter_cache, other.state.drafter_cache, strict=True)
-    masks = [tokens, logits, *(filled & _rows_differ(x, y) for x, y in pairs)]
+
+    def differ(x: Cache, y: Cache) -> Bool[Array, "B S"]:
+        rows, slots = _rows_differ(x, y), x.k.shape[1]
+        return rows[:, index % slots] & (index > long + block_size - 2 - slots) if x.wraps else rows
+
+    masks = [tokens, logits, *(filled & differ(x, y) for x, y in pairs)]
     capacity = index.shape[0]
     first = [jnp.where(jnp.any(m, axis=1), jnp.argmax(m, axis=1), capacity) for m in masks]
     unrecorded = [
@@ -70,7 +76,7 @@ def compare(
     )
 
 
-def _rows_differ(one: LayerCache, other: LayerCache) -> Bool[Array, "B S"]:
+def _rows_differ(one: Cache, other: Cache) -> Bool[Array, "B _"]:
     return jnp.any(_bits(one.k) != _bits(other.k), axis=(2, 3)) | jnp.any(
         _bits(one.v) != _bits(other.v), axis=(2, 3)
     )
@@ -95,7 +101,13 @@ class Found(NamedTuple):
 
 def differences(executable: Executable, oracle: Run, mode: Mode, run: Run, task: Task) -> Found:
     """Everything in which a mode's run differs from the oracle's."""
-    found = compare(oracle, run, jnp.asarray(task.prompt_lengths), mode.own_drafter)
+    found = compare(
+        oracle,
+        run,
+        jnp.asarray(task.prompt_lengths),
+        mode.own_drafter,
+        executable.models.block_size,
+    )
     unrecorded = int(found.unrecorded)
     assert unrecorded == 0, f"{unrecorded} committed rows left no evidence"
     things = compared_things(executable.models, mode.own_drafter)

@@ -10,11 +10,12 @@ from typing import Any
 
 from jflash.config import (
     DrafterConfig,
-    Llama3Scaling,
-    RopeConfig,
+    Sight,
     TargetConfig,
     default_target_layer_ids,
 )
+from jflash.io.hf_rope import DEFAULT_ROPE_THETA as DEFAULT_ROPE_THETA
+from jflash.io.hf_rope import rope_config
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -35,7 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
 _SIZES += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-DEFAULT_ROPE_THETA = 10000.0
+LAYER_TYPES = ("full_attention", "sliding_attention")
 TARGETS = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2ForCausalLM": "qwen2",
@@ -75,6 +76,9 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
         raise ValueError(f"unsupported target {name}{hint}; supported: {', '.join(TARGETS)}")
     family = TARGETS[name]
     trunk, value = _trunk(raw, family)
+    windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
+    if value.get("use_sliding_window") or windowed:
+        raise ValueError("sliding_window: targets with sliding-window layers are not supported")
     return TargetConfig(
         **trunk,
         qk_norm=family == "qwen3",
@@ -99,8 +103,6 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
         raise ValueError("the drafter's config.json lacks num_target_layers")
     if value("mask_token_id") is None:
         raise ValueError("the drafter's config.json lacks mask_token_id")
-    if value("is_causal"):
-        raise ValueError("is_causal: true: causal drafters are not supported")
     trunk, defaults = _trunk(raw, "qwen3")
     bias = bool(defaults["attention_bias"])
     targets = int(raw["num_target_layers"])
@@ -121,7 +123,46 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
         input_embedding_scale=float(value("input_embedding_scale", 1.0)),
         output_multiplier=float(value("output_multiplier", 1.0)),
         final_logit_softcapping=float(cap) if cap else None,
+        sights=_sights(raw, trunk["num_layers"], value("is_causal")),
     )
+
+
+def _sights(raw: dict[str, Any], num_layers: int, is_causal: Any) -> tuple[Sight, ...]:
+    """What a drafter's layers see, () if all of them see everything.
+
+    Qwen3Config's rules for windows; unless `is_causal` says so for all, those layers are causal
+    that have a window (dflash 0.1.0).
+    """
+    if is_causal not in (None, True, False):
+        raise ValueError(f"is_causal must be true or false, got {is_causal!r}")
+    windowed = _windowed_layers(raw, num_layers)
+    window = raw.get("sliding_window", 4096)
+    if any(windowed) and (type(window) is not int or window < 1):
+        raise ValueError(f"sliding_window must be a whole number of at least 1, got {window!r}")
+    sights = tuple(
+        Sight(window=window if own else None, causal=own if is_causal is None else is_causal)
+        for own in windowed
+    )
+    return () if set(sights) == {Sight()} else sights
+
+
+def _windowed_layers(raw: dict[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have a sliding window."""
+    on, types = bool(raw.get("use_sliding_window")), raw.get("layer_types")
+    if types is None:
+        on &= raw.get("sliding_window", 4096) is not None
+        first = raw.get("max_window_layers", 28)
+        return [on and i >= first for i in range(num_layers)]
+    unknown = [t for t in types if t not in LAYER_TYPES]
+    if unknown or len(types) != num_layers:
+        raise ValueError(
+            f"layer_types must be {num_layers} of {' or '.join(LAYER_TYPES)}, got {types}"
+        )
+    if "sliding_attention" in types and not on:
+        raise ValueError(
+            "sliding_window: layer_types has sliding_attention but use_sliding_window is not true"
+        )
+    return [t == "sliding_attention" for t in types]
 
 
 def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -132,9 +173,6 @@ def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, 
         raise ValueError(f"quantization_config ({method}): quantised weights are not supported")
     if value["hidden_act"] != "silu":
         raise ValueError(f"hidden_act {value['hidden_act']!r} is not supported, only 'silu'")
-    windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
-    if value.get("use_sliding_window") or windowed:
-        raise ValueError("sliding_window: sliding-window attention layers are not supported")
     for name in _SIZES:
         if value[name] is not None and (type(value[name]) is not int or value[name] < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value[name]!r}")
@@ -149,33 +187,9 @@ def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, 
         num_kv_heads=value["num_key_value_heads"] or heads,
         head_dim=head_dim,
         rms_norm_eps=value["rms_norm_eps"],
-        rope=_rope(raw),
+        rope=rope_config(raw, value["max_position_embeddings"]),
         max_position_embeddings=value["max_position_embeddings"],
     ), value
-
-
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older files)."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = given.get("rope_theta", raw.get("rope_theta", DEFAULT_ROPE_THETA))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
-    if kind == "default":
-        return RopeConfig(theta=float(theta), scaling=None)
-    if kind != "llama3":
-        raise ValueError(f"rope_type {kind!r} is not supported, only 'default' and 'llama3'")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in names if name not in given]
-    if missing:
-        raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)}")
-    scaling = Llama3Scaling(
-        factor=float(given["factor"]),
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
-        original_max_position_embeddings=int(given["original_max_position_embeddings"]),
-    )
-    return RopeConfig(theta=float(theta), scaling=scaling)
 
 
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
@@ -216,6 +230,8 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
         own["output_multiplier"] = config.output_multiplier
     if config.final_logit_softcapping:
         own["final_logit_softcapping"] = config.final_logit_softcapping
+    if config.sights:
+        common |= _written_sights(config.sights)
     return {
         "architectures": [DRAFTER],
         **common,
@@ -224,3 +240,18 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
         "block_size": config.block_size,
         "dflash_config": own,
     }
+
+
+def _written_sights(sights: tuple[Sight, ...]) -> dict[str, Any]:
+    """The keys of config.json that say what a drafter's layers see."""
+    windows = {s.window for s in sights if s.window is not None}
+    causal = {s.causal for s in sights}
+    usual = all(s.causal == (s.window is not None) for s in sights)
+    if len(windows) > 1 or (len(causal) > 1 and not usual):
+        raise ValueError(f"config.json has one sliding_window and one is_causal: {list(sights)}")
+    keys: dict[str, Any] = dict(
+        layer_types=[LAYER_TYPES[s.window is not None] for s in sights],
+        use_sliding_window=bool(windows),
+        sliding_window=max(windows, default=None),
+    )
+    return keys if usual else keys | {"is_causal": causal.pop()}

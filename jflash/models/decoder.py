@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jflash.cache import LayerCache
+from jflash.cache import Cache
 from jflash.config import TargetConfig
 from jflash.layers import XLA, Attend, DecoderLayer, Kernels, RMSNorm, head_argmax
 
-Caches = tuple[LayerCache | None, ...]
+Caches = tuple[Cache | None, ...]
 
 
 class Target(nn.Module):

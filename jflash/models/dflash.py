@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from jflash.config import DrafterConfig
 from jflash.layers import (
     XLA,
-    Attend,
     DecoderLayer,
+    DrafterAttend,
     Kernels,
     Projected,
     Projection,
@@ -49,14 +49,15 @@ class Drafter(nn.Module):
         embeddings: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         caches: Caches,
-        attend: Attend,
+        attend: DrafterAttend,
         kernels: Kernels = XLA,
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Final-normed hidden states of a block: row i speaks for the token at its own position."""
         x = embeddings * jnp.asarray(self.config.input_embedding_scale, embeddings.dtype)
         new = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, positions, cache, attend, kernels)
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            own = attend.seeing(self.config.sight(i))
+            x, cache = layer(x, positions, cache, own, kernels)
             new.append(cache)
         return self.norm(x), tuple(new)
 

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
-from jflash.config import DecoderConfig
+from jflash.config import DecoderConfig, Sight
 from jflash.training.data import Rows
 
 Backend = Literal["xla", "cudnn"]
@@ -38,7 +38,20 @@ class BlocksAttend(NamedTuple):
     Keys are never laid side by side for all blocks: each anchor has T + W of them, not T + A·W.
     """
 
-    context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees
+    context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees at most
+    anchors: Int[Array, "B A"]
+    sight: Sight = Sight()
+
+    def seeing(self, sight: Sight) -> "BlocksAttend":
+        return self._replace(sight=sight)
+
+    def _masks(self, W: int) -> tuple[Bool[Array, "B 1 1 A _ T"], Bool[Array, "W W"]]:
+        """The context rows that each row of a block sees, and the rows of its own block."""
+        context, row = self.context[:, :, None], jnp.arange(W)
+        if self.sight.window is not None:
+            key = jnp.arange(context.shape[-1])
+            context &= within(self.sight, self.anchors[:, :, None] + row, key)
+        return context[:, None, None], within(self.sight, row, row)
 
     def __call__(self, projected, cache):
         q, k, v = projected.split()
@@ -50,7 +63,10 @@ class BlocksAttend(NamedTuple):
         f32 = jnp.float32
         past = jnp.einsum("BAWKGH,BTKH->BKGAWT", q, cache.k, preferred_element_type=f32)
         own = jnp.einsum("BAWKGH,BAUKH->BKGAWU", q, k, preferred_element_type=f32)
-        past = jnp.where(self.context[:, None, None, :, None, :], past, -jnp.inf)
+        seen, own_seen = self._masks(q.shape[2])
+        past = jnp.where(seen, past, -jnp.inf)
+        if self.sight != Sight():
+            own = jnp.where(own_seen, own, -jnp.inf)
         scores = jnp.concatenate([past, own], axis=-1) * H**-0.5
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         past, own = jnp.split(weights, [past.shape[-1]], axis=-1)
@@ -67,6 +83,15 @@ class GroupedBlocksAttend(NamedTuple):
 
     mask: Bool[Array, "C 1 Q S"]  # C = B·A/g groups, Q = g·W queries, S = T + g·W keys
     implementation: Backend
+    places: Int[Array, "C Q"]  # of the queries
+
+    def seeing(self, sight: Sight) -> "GroupedBlocksAttend":
+        if sight == Sight():
+            return self
+        context = jnp.arange(self.mask.shape[-1] - self.places.shape[1])
+        context = jnp.broadcast_to(context, (len(self.places), len(context)))
+        keys = jnp.concatenate([context, self.places], axis=1)
+        return self._replace(mask=self.mask & within(sight, self.places, keys)[:, None])
 
     def __call__(self, projected, cache):
         q, k, v = projected.split()
@@ -97,15 +122,30 @@ def causal_attend(rows: Rows, backend: Backend = "xla") -> RowAttend:
     return RowAttend((same & causal)[:, None], backend)
 
 
+def within(
+    sight: Sight, query: Int[Array, "*lead Q"], key: Int[Array, "*_ S"]
+) -> Bool[Array, "*lead Q S"]:
+    """Which keys a layer's windows and causality leave to each query, by their places in a row."""
+    ahead = key[..., None, :] - query[..., :, None]
+    seen = (ahead <= 0) if sight.causal else jnp.ones_like(ahead, bool)
+    return seen if sight.window is None else seen & (jnp.abs(ahead) < sight.window)
+
+
 def blocks_attend(
-    context: Bool[Array, "B A T"], block_size: int, backend: Backend
+    context: Bool[Array, "B A T"], anchors: Int[Array, "B A"], block_size: int, backend: Backend
 ) -> BlocksAttend | GroupedBlocksAttend:
-    """Every row of a block sees the block, and the context rows that are its anchor's."""
-    return BlocksAttend(context) if backend == "xla" else grouped(context, block_size, backend)
+    """Every row of a block sees the block, and the context rows that are its anchor's, or what a
+    layer's window and causality leave of them."""
+    if backend == "xla":
+        return BlocksAttend(context, anchors)
+    return grouped(context, anchors, block_size, backend)
 
 
 def grouped(
-    context: Bool[Array, "B A T"], block_size: int, implementation: Backend
+    context: Bool[Array, "B A T"],
+    anchors: Int[Array, "B A"],
+    block_size: int,
+    implementation: Backend,
 ) -> GroupedBlocksAttend:
     """`blocks_attend` of any implementation of jax.nn.dot_product_attention."""
     B, A, T = context.shape
@@ -113,7 +153,9 @@ def grouped(
     past = jnp.repeat(context.reshape(B * A // g, g, T), block_size, axis=1)
     block = jnp.arange(g * block_size) // block_size
     own = jnp.broadcast_to(block[:, None] == block, (len(past), len(block), len(block)))
-    return GroupedBlocksAttend(jnp.concatenate([past, own], axis=-1)[:, None], implementation)
+    places = (anchors[:, :, None] + jnp.arange(block_size)).reshape(len(past), len(block))
+    mask = jnp.concatenate([past, own], axis=-1)[:, None]
+    return GroupedBlocksAttend(mask, implementation, places)
 
 
 def training_backend(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> Backend:

@@ -1,9 +1,10 @@
 """DFlash's training loss: blocks at random anchors of a row, all drafted in one forward.
 
 Every block is [anchor, mask × W-1] and sees what it would see when decoding: the context features
-strictly before its anchor, and its own rows in both directions. The target is frozen; one causal
-forward of it over the row gives the features of all blocks (arXiv 2602.06036), and its distribution
-at any place if the loss asks for it.
+strictly before its anchor, and its own rows in both directions, of both what the windows and
+causality of the drafter's layers leave. The target is frozen; one causal forward of it over the row
+gives the features of all blocks (arXiv 2602.06036), and its distribution at any place if the loss
+asks for it.
 Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.
 """
 
@@ -128,7 +129,7 @@ def block_hidden(
     seen = before & (rows.segments[:, None, :] == segment[:, :, None])
 
     embeddings = apply(target, target_params, block, method="embed")
-    attend = blocks_attend(seen, W, backend)
+    attend = blocks_attend(seen, anchors, W, backend)
     hidden, _ = apply(drafter, params, embeddings, positions, caches, attend)
     return hidden.reshape(B, A, W, -1), own
 

@@ -2,12 +2,17 @@
 
 Axes: B batch, T query tokens, S cache slots, N query heads, K KV heads, G = N / K, H head dim.
 The block's own keys and values already lie in the cache, at slots lengths[b] … lengths[b] + T - 1;
-slot and position are one. Query i of sequence b, at position p = lengths[b] + i, sees
+slot and position are one, but for a `ring`. Query i of sequence b, at position p = lengths[b] + i,
+sees
 - every slot below lengths[b] (its context), and
 - slot lengths[b] + j of the block when j < widths[b] and, if causal, also j <= i;
 - of these, with a window, only slots s with p - s < window and, if not causal, s - p < window.
 A causal window is transformers' sliding window; the two-sided one is dflash's, whose far ends are
 window - 1 away (transformers' own bidirectional mask reaches one further).
+
+With `ring` (and a window) a cache may hold fewer slots than positions: position p lies at slot
+p % S, so slot s holds the last position of its kind below lengths[b] + T, or none yet. S must be
+window + T - 1 at least, unless no position reaches S.
 
 A slot that no query of the block can see (at or above lengths + widths, or at or below
 lengths - window) may hold anything, NaN included, without effect; the others must be finite. Rows
@@ -52,6 +57,7 @@ def block_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    ring: bool = False,
 ) -> Float[Array, "B T N H"]:
     """See the module's contract.
 
@@ -67,13 +73,15 @@ def block_attention(
         )
     if window is not None and window < 1:
         raise ValueError(f"block attention's window is {window}: it must be at least 1, or None")
+    if ring and window is None:
+        raise ValueError("a ring of block attention needs a window: it holds no other positions")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"block attention's softcap is {softcap}: it must be above 0, or None")
     # Imported when asked for: users of one backend do not need the compiler of another.
     attend = import_module(f"{__name__}.{backend}").block_attention
     return attend(
         q, k, v, lengths, widths,
-        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap,
+        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
     )  # fmt: skip
 
 

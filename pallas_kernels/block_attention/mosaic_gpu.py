@@ -90,6 +90,7 @@ def block_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    ring: bool = False,
     interpret: Any = False,
     tiles: Tiles | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -118,7 +119,7 @@ def block_attention(
         interpret = plgpu.InterpretGPUParams()
     task = _Task(
         B=B, T=T, S=S, K=K, G=N // K, H=H, tiles=tiles,
-        causal=causal, scale=float(scale), window=window, softcap=softcap,
+        causal=causal, scale=float(scale), window=window, softcap=softcap, ring=ring,
     )  # fmt: skip
     return _attend(q, k, v, lengths, widths, sinks, task, interpret or None)
 
@@ -138,6 +139,7 @@ class _Task:
     scale: float
     window: int | None
     softcap: float | None
+    ring: bool
 
     @property
     def row_tiles(self) -> int:
@@ -174,12 +176,25 @@ class _Task:
             first = jnp.maximum(length + query - self.window + 1, 0)
             if not self.causal:
                 last = jnp.minimum(last, length + query + self.window)
-        return first, jnp.minimum(last, self.S)
+        return first, last if self.ring else jnp.minimum(last, self.S)
 
     def seen_by_tile(self, length, width, tile):
-        """[first, last) slot that some query of a row tile sees."""
+        """[first, last) slot that some query of a row tile sees; of a ring, positions."""
         top = tile * self.queries
         return self.seen(length, width, top)[0], self.seen(length, width, top + self.queries - 1)[1]
+
+    def read_by_tile(self, length, width, tile):
+        """[first, last) slot to read: all, once a ring's last positions have come around."""
+        first, last = self.seen_by_tile(length, width, tile)
+        if self.ring:
+            around = last > self.S
+            first, last = jnp.where(around, 0, first), jnp.where(around, self.S, last)
+        return first, last
+
+    def behind(self, place, first):
+        """How many slots of a ring `place` comes after `first`; both may be positions."""
+        steps = lax.rem(place, self.S) - lax.rem(first, self.S)
+        return steps + jnp.where(steps < 0, self.S, 0)
 
 
 # One jit for all call sites: a model of 36 layers compiles the kernels once.
@@ -202,7 +217,7 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: _Task, interpret):
     accs, tops, totals = _each_chunk(task, interpret)(rows, k, v, lengths, widths)
     return combine(
         accs, tops, totals, lengths, widths, sinks, _out_type(task),
-        chunk=task.tiles.chunk, queries=task.queries, seen=task.seen_by_tile,
+        chunk=task.tiles.chunk, queries=task.queries, seen=task.read_by_tile,
         interpret=interpret is not None,
     )  # fmt: skip
 
@@ -257,7 +272,7 @@ def _each_chunk(task: _Task, interpret):
         at = _place()
         b, chunk, _, tile, part = at
         length, width = lengths_ref[b], widths_ref[b]
-        first, last = task.seen_by_tile(length, width, tile)
+        first, last = task.read_by_tile(length, width, tile)
         begin = chunk * task.tiles.chunk
 
         @pl.when((begin < last) & (begin + task.tiles.chunk > first))
@@ -326,8 +341,9 @@ def _walk(
     b, chunk, head, tile, part = at
     block, stages, steps = task.tiles.block, task.tiles.stages, task.tiles.chunk // task.tiles.block
     first, last = task.seen_by_tile(length, width, tile)
-    begin = jnp.maximum(chunk * steps, lax.div(first, block))
-    end = jnp.minimum((chunk + 1) * steps, lax.div(last + block - 1, block))
+    first_read, last_read = task.read_by_tile(length, width, tile)
+    begin = jnp.maximum(chunk * steps, lax.div(first_read, block))
+    end = jnp.minimum((chunk + 1) * steps, lax.div(last_read + block - 1, block))
 
     def fetch(i):
         slot = lax.rem(i - begin, stages)
@@ -342,6 +358,7 @@ def _walk(
         pl.when(begin + i < end)(partial(fetch, begin + i))
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
     row_first, row_last = task.seen(length, width, tile * task.queries + lax.div(row, task.G))
+    row_begin = lax.rem(row_first, task.S)  # of a ring: the slot
     plgpu.barrier_wait(q_bar)
 
     def step(i, carry):
@@ -357,9 +374,14 @@ def _walk(
             task, pl.run_scoped(qk, plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.float32))
         )
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=LAYOUT)
-        visible = column < _across(row_last - i * block, column)
-        if task.window is not None:
-            visible &= column >= _across(row_first - i * block, column)
+        if task.ring:
+            behind = column - _across(row_begin - i * block, column)
+            behind += jnp.where(behind < 0, task.S, 0)
+            visible = behind < _across(row_last - row_first, column)
+        else:
+            visible = column < _across(row_last - i * block, column)
+            if task.window is not None:
+                visible &= column >= _across(row_first - i * block, column)
         logits = jnp.where(visible, logits, -jnp.inf)
         new_top = jnp.maximum(top, logits.max(axis=1))
         weights = jnp.exp2(logits - _across(new_top, logits))
@@ -369,10 +391,16 @@ def _walk(
         p_s[...] = weights.astype(jnp.bfloat16)
         plgpu.barrier_wait(v_bar.at[slot])
         # 0 * NaN is NaN, and slots that no row sees may hold one. At most two blocks have any.
-        outside = (i + 1) * block > last
-        if task.window is not None:
-            outside |= i * block < first
-        pl.when(outside)(lambda: _clear(v_s.at[slot], first - i * block, last - i * block))
+        if task.ring:
+            dead = task.S - (last - first)
+            outside = task.behind(i * block, last) < dead
+            outside |= (task.behind(last, i * block) < block) & (dead > 0)
+            pl.when(outside)(lambda: _clear_ring(task, v_s.at[slot], i * block, first, last))
+        else:
+            outside = (i + 1) * block > last
+            if task.window is not None:
+                outside |= i * block < first
+            pl.when(outside)(lambda: _clear(v_s.at[slot], first - i * block, last - i * block))
         plgpu.commit_smem()
 
         def pv(acc_ref):
@@ -410,6 +438,14 @@ def _clear(v_s, first, last):
     row = plgpu.broadcasted_iota(jnp.int32, v_s.shape, 0, layout=LAYOUT)
     values = plgpu.load(v_s, layout=LAYOUT)
     v_s[...] = jnp.where((row >= first) & (row < last), values, jnp.zeros_like(values))
+
+
+def _clear_ring(task: _Task, v_s, begin, first, last):
+    """Zeroes rows of v_s, a ring's slots from begin, whose position is not in [first, last)."""
+    row = plgpu.broadcasted_iota(jnp.int32, v_s.shape, 0, layout=LAYOUT)
+    values = plgpu.load(v_s, layout=LAYOUT)
+    seen = task.behind(row + begin, first) < last - first
+    v_s[...] = jnp.where(seen, values, jnp.zeros_like(values))
 
 
 def _sink_rows(task: _Task, sinks_ref, head):

@@ -17,16 +17,22 @@ def block_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    ring: bool = False,
 ) -> Float[Array, "B T N H"]:
     groups = q.shape[2] // k.shape[2]
 
     def one_head(q, k, v, sink, length, width):  # [T, H], [S, H], [S, H], scalars
         query = jnp.arange(q.shape[0])[:, None]
-        in_block = jnp.arange(k.shape[0])[None, :] - length
+        position = jnp.arange(k.shape[0])
+        if ring:  # the last one below the block's end that lies at this slot
+            newest = length + q.shape[0] - 1
+            position = newest - (newest - position) % k.shape[0]
+        in_block = position[None, :] - length
         visible = (in_block < 0) | ((in_block < width) & ((in_block <= query) | (not causal)))
         if window is not None:
             visible &= query - in_block < window
             visible &= (in_block - query < window) | causal
+        visible &= position[None, :] >= 0
         scores = jnp.matmul(q, k.T, precision="highest") * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)

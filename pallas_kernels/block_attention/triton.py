@@ -56,6 +56,7 @@ class Maths(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    ring: bool
 
 
 def default_tiling(
@@ -93,13 +94,14 @@ def block_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    ring: bool = False,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     tiling = tiling or default_tiling(B, T, S, N, K, H, k.dtype, window)
-    maths = Maths(causal, scale, window, softcap)
+    maths = Maths(causal, scale, window, softcap, ring)
     return _attend(q, k, v, lengths, widths, sinks, maths, tiling, interpret)
 
 
@@ -147,7 +149,7 @@ def _attend(q, k, v, lengths, widths, sinks, maths: Maths, tiling: Tiling, inter
     return combine(
         totals, tops, weights, lengths, widths, sinks, jax.ShapeDtypeStruct(q.shape, q.dtype),
         chunk=tiling.chunk, queries=queries, interpret=interpret,
-        seen=lambda length, width, tile: _seen_by_any(length, width, S, maths.window),
+        seen=lambda length, width, tile: _to_read(maths, length, width, T, S),
     )  # fmt: skip
 
 
@@ -167,7 +169,8 @@ def _chunk_kernel(
     """One chunk of one tile of rows: an online softmax over its sub-blocks, in base 2."""
     (T, G, H), rows, slots = q_ref.shape, tiling.rows, tiling.slots
     length = length_ref[...]
-    first, end = _seen_by_any(length, width_ref[...], k_ref.shape[0], maths.window)
+    width, S = width_ref[...], k_ref.shape[0]
+    first, end = _to_read(maths, length, width, T, S)
     begin = pl.program_id(1) * tiling.chunk
     from_block = lax.div(jnp.maximum(first, begin), slots)
     to_block = lax.div(jnp.minimum(end, begin + tiling.chunk) + slots - 1, slots)
@@ -189,7 +192,12 @@ def _chunk_kernel(
             total, top, weight = carry
             slot = i * slots + jnp.arange(slots)
             # What no row sees may be NaN: it is not read, and counts as zeros.
-            live = jnp.broadcast_to(((slot >= first) & (slot < end))[:, None], (slots, H))
+            alive, position, last = (slot >= first) & (slot < end), slot, end
+            if maths.ring:
+                position, last = _position(slot, length + T, S), length + width
+                low = jnp.maximum(length - maths.window + 1, 0)
+                alive &= (position >= low) & (position < last)
+            live = jnp.broadcast_to(alive[:, None], (slots, H))
             keys = plt.load(k_ref.at[pl.ds(i * slots, slots), :], mask=live, other=0.0)
             scores = _dot(block, keys, trans_b=True)
             if maths.softcap is None:
@@ -197,7 +205,9 @@ def _chunk_kernel(
             else:
                 capped = jnp.tanh(scores * maths.scale / maths.softcap)
                 scores = capped * (maths.softcap * LOG2E)
-            seen = _visible(maths, slot[None, :], length + query[:, None], end)
+            seen = _visible(maths, position[None, :], length + query[:, None], last)
+            if maths.ring:
+                seen &= alive[None, :]
             scores = jnp.where(seen, scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             base = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # nothing seen yet
@@ -244,10 +254,25 @@ def _finish(total, top, weight, sink):
     return total * share[:, None]
 
 
+def _to_read(maths: Maths, length, width, T: int, slots: int):
+    """First and end of the slots to read: all, once a ring's last positions have come around."""
+    first, end = _seen_by_any(length, width, slots, maths.window)
+    if maths.ring:
+        around = length + T > slots
+        first, end = jnp.where(around, 0, first), jnp.where(around, slots, end)
+    return first, end
+
+
 def _seen_by_any(length, width, slots: int, window: int | None):
     """First and end of the slots that some row of the block may see: no other is read."""
     first = 0 if window is None else jnp.maximum(length - window + 1, 0)
     return first, jnp.minimum(length + width, slots)
+
+
+def _position(slot, end, slots: int):
+    """The last position before `end` that lies at a slot of a ring; below 0 if none does yet."""
+    newest = lax.rem(end - 1, jnp.int32(slots))
+    return slot + (end - 1 - newest) - jnp.where(slot > newest, slots, 0)
 
 
 def _visible(maths: Maths, slot, position, end):

@@ -17,10 +17,11 @@ def block_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    ring: bool = False,
 ) -> Float[Array, "B T N H"]:
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    used, visible = masks(lengths, widths, T, S, causal, window)
+    used, visible = masks(lengths, widths, T, S, causal, window, ring)
     grouped = q.reshape(B, T, K, N // K, H)
     # Every slot is summed over, dead ones with weight exactly 0: so the order of the sum, and with
     # it a row's bits, depends neither on the length nor on the row's place in the block.
@@ -47,10 +48,15 @@ def masks(
     S: int,
     causal: bool,
     window: int | None,
+    ring: bool = False,
 ) -> tuple[Bool[Array, "B S"], Bool[Array, "B T S"]]:
     """The slots that some query may see, and those that each does."""
     in_block = jnp.arange(S)[None, :] - lengths[:, None]  # [B, S]
+    if ring:  # the last position below the block's end that lies at each slot
+        in_block = T - 1 - (T - 1 - in_block) % S
     used = in_block < widths[:, None]
+    if ring:
+        used &= in_block >= -lengths[:, None]  # none lies there yet
     ahead = in_block[:, None, :] - jnp.arange(T)[None, :, None]  # slot minus query
     if window is not None:
         used &= in_block > -window

@@ -7,8 +7,9 @@ query heads, K key heads and K value heads side by side. Queries and keys are no
 scales are given (x / rms in float32, rounded to that dtype, times scale), then rotated (halves of a
 head, i with i + H/2, in float32 by the given cosines and sines).
 Row t of sequence b goes to slots[b, t] of the caches; a slot at or past S is dropped. Slots must be
-distinct and rising within a sequence, the dropped ones too. Returns q [B, T, N, H] and the caches,
-which are updated in place where the caller no longer uses the old ones.
+distinct within a sequence, the dropped ones too, and rising unless `rising` is false. Returns
+q [B, T, N, H] and the caches, which are updated in place where the caller no longer uses the old
+ones.
 
 "xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80.
 """
@@ -48,6 +49,7 @@ def heads_to_cache(
     *,
     heads: Heads,
     backend: str,
+    rising: bool = True,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """See the module's contract. cos and sin are float32 [B, T, H / 2].
 
@@ -55,4 +57,5 @@ def heads_to_cache(
     """
     if backend not in BACKENDS:
         raise ValueError(f"heads_to_cache has no backend {backend!r}: use {sorted(BACKENDS)}")
-    return BACKENDS[backend](x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads)
+    op = BACKENDS[backend]
+    return op(x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads, rising=rising)

@@ -32,13 +32,13 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads):
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads):
+def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True):
     x = x[:, :, : slots.shape[1]]
     x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(k.dtype)
     q, new_k, new_v = split_heads(x, q_scale, k_scale, cos, sin, heads)
     index = (jnp.arange(x.shape[0])[:, None], slots)
 
     def put(rows, new):
-        return rows.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+        return rows.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=rising)
 
     return q, put(k, new_k), put(v, new_v)

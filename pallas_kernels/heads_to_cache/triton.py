@@ -14,8 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 
-def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, interpret=False):
-    """See the folder's contract. Without `interpret` it compiles for a GPU only."""
+def heads_to_cache(
+    x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True, interpret=False
+):
+    """See the folder's contract; rising or not is all one here.
+
+    Without `interpret` it compiles for a GPU only.
+    """
     (B, T), (N, K, H) = slots.shape, heads[:3]
     G = max(1, N // K)
     scales = [s for s in (q_scale, k_scale) if s is not None]

@@ -1,6 +1,7 @@
 """Make random checkpoint pairs and record what the DFlash reference does with them.
 
-Needs torch, transformers and dflash, not JAX: `python make_cases.py --seed N --out DIR [--small]`.
+Needs torch, transformers and dflash, not JAX:
+`python make_cases.py --seed N --out DIR [--small | --windows]`.
 README.md beside this file describes what is written.
 """
 
@@ -31,11 +32,14 @@ from reference_cases import (
 from reference_pairs import (
     FULL_SHAPES,
     SMALL_SHAPES,
+    WINDOW_SHAPES,
     Pair,
     Shape,
     Unusable,
+    embedding_scale,
     load,
     random_target,
+    round_weights,
     save,
     untrained_drafter,
 )
@@ -68,6 +72,20 @@ PLAN = [
     ("stops", "own", "known"),
 ]
 FULL_PLAN = 12
+SETS = {"full": FULL_SHAPES, "small": SMALL_SHAPES, "windows": WINDOW_SHAPES}
+# Long texts, in which a window's end and a ring's seam pass.
+WINDOW_PLAN = [
+    ("long", "own", "lengthy"),
+    ("stop", "own", "known"),
+    ("limit", "own", "lengthy"),
+    ("stops", "less", "known"),
+    ("narrow", "own", "known"),
+    ("limit", "less", "lengthy"),
+    ("stop", "own", "lengthy"),
+    ("long", "own", "known"),
+    ("stop", "own", "known"),
+    ("limit", "own", "known"),
+]
 
 
 @torch.inference_mode()
@@ -79,7 +97,7 @@ def tensors(pair: Pair, prompt: list[int], split: int = 12) -> dict[str, torch.T
     block = torch.tensor([[prompt[split]] + [drafter.mask_token_id] * (width - 1)])
     hidden = drafter(
         target_hidden=features[:, :split],
-        noise_embedding=target.get_input_embeddings().weight[block],
+        noise_embedding=target.get_input_embeddings().weight[block] * embedding_scale(drafter),
         position_ids=torch.arange(split + width)[None],
     )
     return {
@@ -91,16 +109,25 @@ def tensors(pair: Pair, prompt: list[int], split: int = 12) -> dict[str, torch.T
     }
 
 
+def learnable(shape: Shape) -> float:
+    """The share of drafts that a drafter learns by heart; less if it sees but a window of text."""
+    return 0.4 if shape.windows else 0.6
+
+
 def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bool) -> dict:
     """One pair, trained, saved and recorded; raises Unusable when the draw does not serve."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     target = random_target(shape, draw)
+    if shape.small_files:
+        round_weights(target)
     drafter = untrained_drafter(shape, target, draw)
     mask, vocab = drafter.mask_token_id, target.config.vocab_size
     pool = [random_prompt(vocab, mask, length, draw) for length in 3 * LENGTHS + 2 * longs]
     texts = greedy_texts(target, pool, LONGEST_RUN + WIDEST)
-    train(Lessons(drafter, target, texts, pool), goal=1 + 0.6 * (shape.block - 1))
+    train(Lessons(drafter, target, texts, pool), goal=1 + learnable(shape) * (shape.block - 1))
+    if shape.small_files:
+        round_weights(drafter)
     save(shape, target, drafter, folder)
     pair = load(shape, folder)
     probe = random_prompt(vocab, mask, 20, draw)
@@ -113,9 +140,11 @@ def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bo
     if noise > MIN_GAP / 4:
         raise Unusable(f"too chaotic: rounding moves logits by {noise:.1e}")
     writer = Writer(pair, pool, draw)
-    for ending, size, kind in PLAN if small else PLAN[:FULL_PLAN]:
+    plan = WINDOW_PLAN if shape.windows else PLAN if small else PLAN[:FULL_PLAN]
+    for ending, size, kind in plan:
         writer.make(ending, size, kind)
-    check_pair(writer.cases, small, longs, floor=min(2.2, 1 + 0.15 * shape.block))
+    floor = 1.4 if shape.windows else min(2.2, 1 + 0.15 * shape.block)
+    check_pair(writer.cases, small, longs, floor)
     print(
         f"  {folder.name}: {shape.family} block {shape.block}, {len(writer.cases)} cases, "
         f"{writer.refused} refused, mean acceptance {tau(writer.cases):.2f}, noise {noise:.1e}",
@@ -168,11 +197,11 @@ def write_record(record: dict, path: Path) -> None:
     path.write_text(json.dumps(head)[:-1] + ', "cases": [\n' + lines + "\n]}\n")
 
 
-def make_pair_somehow(index: int, seed: str, out: Path, small: bool) -> dict:
+def make_pair_somehow(index: int, seed: str, out: Path, kind: str) -> dict:
     """A worker's task: draw pairs until one serves."""
     torch.set_num_threads(1)
     disable_progress_bar()
-    shape = (SMALL_SHAPES if small else FULL_SHAPES)[index]
+    shape, small = SETS[kind][index], kind == "small"
     longs = [LONG_LENGTHS[(index + 3 * k) % 6] for k in range(2 if small else 1)]
     folder = out / f"pair{index:02d}"
     for attempt in range(ATTEMPTS):
@@ -184,25 +213,28 @@ def make_pair_somehow(index: int, seed: str, out: Path, small: bool) -> dict:
     raise SystemExit(f"{folder.name}: {ATTEMPTS} draws, none usable (seed {seed})")
 
 
-def make_set(seed: str, out: Path, small: bool) -> list[dict]:
+def make_set(seed: str, out: Path, kind: str) -> list[dict]:
     """All pairs, two at a time: one thread each wastes less than two threads on small matrices."""
-    shapes = SMALL_SHAPES if small else FULL_SHAPES
+    shapes = SETS[kind]
     slowest_first = sorted(range(len(shapes)), key=lambda i: -shapes[i].block)
     with ProcessPoolExecutor(2, get_context("spawn")) as workers:
-        tasks = {i: workers.submit(make_pair_somehow, i, seed, out, small) for i in slowest_first}
+        tasks = {i: workers.submit(make_pair_somehow, i, seed, out, kind) for i in slowest_first}
         records = [tasks[i].result() for i in range(len(shapes))]
     for index, shape in enumerate(shapes):
         cases = [case for record in records for case in record["cases"]]
         missing = set(range(1, WIDEST + 1)) - {n for c in cases for n in c["acceptance_lengths"]}
-        if missing and shape.block == WIDEST:
+        if missing and shape.block == WIDEST and kind != "windows":
             fill_gaps(shape, out / f"pair{index:02d}", records[index], missing)
     for index, record in enumerate(records):
         write_record(record, out / f"pair{index:02d}" / "record.json")
     return [case for record in records for case in record["cases"]]
 
 
-def check_set(cases: list[dict], small: bool) -> str:
+def check_set(cases: list[dict], kind: str) -> str:
     """What the tests rely on; raises AssertionError with the reason, else gives a summary."""
+    if kind == "windows":
+        return f"{len(cases)} generations, mean acceptance {tau(cases):.2f}"
+    small = kind == "small"
     lengths = [n for case in cases for n in case["acceptance_lengths"]]
     widths = {case["block_size"] for case in cases}
     prompts = {len(case["prompt_ids"]) for case in cases}
@@ -227,17 +259,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--small", action="store_true", help="the three pairs that are committed")
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--small", action="store_true", help="the pairs of cases/")
+    sets.add_argument("--windows", action="store_true", help="the pairs of window_cases/")
     options = parser.parse_args()
+    kind = "small" if options.small else "windows" if options.windows else "full"
     torch.set_num_threads(1)
     disable_progress_bar()
     began = time.perf_counter()
     for attempt in range(SET_ATTEMPTS):
         for old in options.out.glob("pair[0-9][0-9]"):
             shutil.rmtree(old)
-        cases = make_set(f"{options.seed}/{attempt}", options.out, options.small)
+        cases = make_set(f"{options.seed}/{attempt}", options.out, kind)
         try:
-            summary = check_set(cases, options.small)
+            summary = check_set(cases, kind)
             break
         except AssertionError as reason:
             print(f"  set {attempt} dropped: {reason}", flush=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import dflash.model
 import torch
 from dflash.model import dflash_generate
-from reference_pairs import Pair
+from reference_pairs import Pair, embedding_scale
 
 dflash.model._cuda_time = time.perf_counter  # return_stats asks for CUDA's clock
 
@@ -108,6 +108,7 @@ def visible_padding(pair: Pair, block: int) -> Iterator[None]:
     """Break the drafter as an engine would that pads a narrow last block and forgets to mask."""
     drafter, plain = pair.drafter, type(pair.drafter).forward
     embedding = pair.target.get_input_embeddings().weight[drafter.mask_token_id]
+    embedding = embedding * embedding_scale(drafter)
 
     def forward(*, noise_embedding: torch.Tensor, position_ids: torch.Tensor, **rest: object):
         width = noise_embedding.shape[1]

@@ -57,6 +57,12 @@ class Shape:
     old_rope: bool  # rope_theta + rope_scaling instead of rope_parameters
     sharded: bool = False
     bare_head_dim: bool = False  # target's config.json without head_dim
+    windows: tuple[bool, ...] = ()  # which of the drafter's layers have one; (): none
+    window: int = 0
+    is_causal: bool | None = None  # None: left out
+    draft_rope: str = ""  # of the drafter, a key of _SCALED; "": as the target's plan says
+    scaled: bool = False  # embeddings and logits of the drafter, and a soft cap
+    small_files: bool = False  # weights rounded to bfloat16 and stored as such
 
 
 SMALL_SHAPES = [
@@ -68,13 +74,31 @@ SMALL_SHAPES = [
     ),
     Shape("qwen3", 40, 4, (4, 1, 24), 64, True, 16, (0, 2), 2, (2, 1, 32), 56, "top", True),
 ]  # fmt: skip
-# The last pair of either set must be 40 wide or so and have 16-token blocks: it fills the gaps.
+# Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
+# by decree.
+WINDOW_SHAPES = [
+    Shape(
+        "qwen3", 32, 3, (2, 1, 16), 40, True, 8, (0, 1), 3, (2, 1, 16), 40, "inner", False,
+        windows=(True, True, False), window=20, draft_rope="yarn", small_files=True,
+    ),
+    Shape(
+        "llama", 32, 3, (2, 1, 16), 40, False, 8, (0, 2), 2, (2, 2, 16), 40, "top", True,
+        windows=(True, True), window=6, is_causal=False, draft_rope="deepseek", scaled=True,
+        small_files=True,
+    ),
+    Shape(
+        "qwen3", 32, 3, (2, 1, 16), 40, False, 5, (1, 2), 2, (2, 1, 16), 40, "flat", False,
+        windows=(False, True), window=33, is_causal=True, draft_rope="linear", small_files=True,
+    ),
+]  # fmt: skip
+# The last pair of the other sets must be 40 wide or so and have 16-token blocks: it fills the gaps.
 FULL_SHAPES = [
     Shape("qwen3", 64, 4, (4, 4, 32), 96, False, 8, (0, 3), 2, (2, 1, 24), 64, "inner", False),
     Shape("qwen2", 48, 3, (2, 1, 24), 64, True, 5, (2,), 1, (4, 1, 16), 96, "inner", True, True),
     Shape("llama", 64, 6, (4, 1, 16), 96, False, 16, (1, 3, 5), 3, (2, 2, 32), 80, "inner", True),
     Shape("qwen3", 32, 5, (8, 2, 16), 80, True, 3, (0, 2, 4), 1, (4, 2, 16), 64, "top", False),
     Shape("llama", 48, 4, (4, 2, 16), 64, True, 7, (0, 1), 2, (6, 3, 16), 72, "top", False),
+    *WINDOW_SHAPES[:2],
     *SMALL_SHAPES,
 ]
 
@@ -101,6 +125,14 @@ def _llama3(theta: float) -> dict:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,  # small: short texts must feel the scaling
     }
+
+
+_YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+_SCALED = {
+    "yarn": _YARN,
+    "deepseek": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8.0, "beta_slow": 2.0},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+}
 
 
 def _common(draw: random.Random, heads: tuple[int, int, int], rope: dict) -> dict:
@@ -155,21 +187,37 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
     return model
 
 
+def embedding_scale(drafter: DFlashDraftModel) -> float:
+    """By which the drafter multiplies the target's embeddings."""
+    return getattr(drafter.config, "dflash_config", {}).get("input_embedding_scale", 1.0)
+
+
 def untrained_drafter(shape: Shape, target: PreTrainedModel, draw: random.Random) -> nn.Module:
     mask = draw.randrange(target.config.vocab_size)
     inner: dict = {"mask_token_id": mask}
     if shape.layer_ids is not None:
         inner["target_layer_ids"] = list(shape.layer_ids)
+    if shape.scaled:
+        inner |= {"input_embedding_scale": 1.7, "output_multiplier": 0.6}
+        inner |= {"final_logit_softcapping": 25.0}
     outer: dict = {"num_target_layers": shape.layers}
     (inner if shape.form == "inner" else outer)["block_size"] = shape.block
     outer |= inner if shape.form == "flat" else {"dflash_config": inner}
+    if shape.windows:
+        outer |= {"use_sliding_window": True, "sliding_window": shape.window}
+    if shape.is_causal is not None:
+        outer["is_causal"] = shape.is_causal
+    rope = _rope(draw, shape.bare_head_dim)
+    if shape.draft_rope:
+        rope = {"rope_theta": rope["rope_theta"], **_SCALED[shape.draft_rope]}
+    windows = shape.windows or (False,) * shape.draft_layers
     config = Qwen3Config(
         vocab_size=target.config.vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=shape.draft_ffn,
         num_hidden_layers=shape.draft_layers,
-        layer_types=["full_attention"] * shape.draft_layers,
-        **_common(draw, shape.draft_heads, _rope(draw, shape.bare_head_dim)),
+        layer_types=["sliding_attention" if own else "full_attention" for own in windows],
+        **_common(draw, shape.draft_heads, rope),
         **outer,
     )
     drafter = DFlashDraftModel(config)
@@ -194,11 +242,25 @@ def _rewrite_config(folder: Path, old_rope: bool, bare_head_dim: bool) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def round_weights(model: nn.Module) -> None:
+    """To what bfloat16 holds, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def _stored(shape: Shape, model: nn.Module) -> dict:
+    """What save_pretrained is told: tensors half as long, where they lose nothing by it."""
+    if not shape.small_files:
+        return {}
+    return {"state_dict": {name: x.bfloat16() for name, x in model.state_dict().items()}}
+
+
 def save(shape: Shape, target: nn.Module, drafter: nn.Module, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shards = {"max_shard_size": "64KB"} if shape.sharded else {}
-    target.save_pretrained(folder / "target", **shards)
-    drafter.save_pretrained(folder / "drafter")
+    target.save_pretrained(folder / "target", **shards, **_stored(shape, target))
+    drafter.save_pretrained(folder / "drafter", **_stored(shape, drafter))
     for extra in folder.glob("*/generation_config.json"):
         extra.unlink()
     _rewrite_config(folder / "target", shape.old_rope, shape.bare_head_dim)

@@ -6,9 +6,12 @@ block width turns up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from dflash.model import DFlashDraftModel, extract_context_feature
-from reference_pairs import Unusable
+from reference_pairs import Unusable, embedding_scale
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -45,7 +48,7 @@ class Lessons:
         with torch.no_grad():
             states = target(self.ids, output_hidden_states=True).hidden_states
             self.features = extract_context_feature(states, drafter.target_layer_ids)
-        self.embedding = target.get_input_embeddings().weight
+        self.embedding = target.get_input_embeddings().weight * embedding_scale(drafter)
 
     def loss(self, rows: torch.Tensor, blocks: int) -> tuple[torch.Tensor, float]:
         """DFlash's loss on random anchors, and the mean acceptance length these blocks had."""
@@ -60,12 +63,13 @@ class Lessons:
         block = torch.arange(blocks).repeat_interleave(width)
         context = torch.arange(length) < anchor.repeat_interleave(width, 1)[:, :, None]
         own = (block[:, None] == block).expand(size, -1, -1)
-        hidden = self.drafter(
-            position_ids=torch.cat([torch.arange(length).expand(size, -1), at], 1),
-            attention_mask=torch.cat([context, own], 2)[:, None],
-            noise_embedding=self.embedding[noise.view(size, -1)],
-            target_hidden=self.features[rows, :length],
-        )
+        places = torch.cat([torch.arange(length).expand(size, -1), at], 1)
+        with own_masks(self.drafter, torch.cat([context, own], 2), at, places):
+            hidden = self.drafter(
+                position_ids=places,
+                noise_embedding=self.embedding[noise.view(size, -1)],
+                target_hidden=self.features[rows, :length],
+            )
         logits = self.target.lm_head(hidden).view(size, blocks, width, -1)[:, :, 1:]
         labels = ids.gather(1, at).view(size, blocks, width)[:, :, 1:]
         nll = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none")
@@ -73,6 +77,35 @@ class Lessons:
         hits = (logits.argmax(-1) == labels).cumprod(-1).sum(-1)
         loss = (nll.view_as(labels) * weight).sum() / (weight.sum() * size * blocks)
         return loss, 1 + hits.float().mean().item()
+
+
+@contextmanager
+def own_masks(
+    drafter: DFlashDraftModel, seen: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> Iterator[None]:
+    """Gives every layer `seen`, cut as its window and causality say for rows at these positions."""
+    ahead = key[:, None, :] - query[:, :, None]
+
+    def mask_of(attention: nn.Module) -> torch.Tensor:
+        mask, window = seen, attention.sliding_window
+        if attention.is_causal:
+            mask = mask & (ahead <= 0)
+        if window is not None:
+            mask = mask & (ahead.abs() < window)
+        return mask[:, None]
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given: (args, given | {"attention_mask": mask_of(module)}),
+            with_kwargs=True,
+        )
+        for layer in drafter.layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def train(lessons: Lessons, goal: float, most: int = 600, batch: int = 12) -> None:

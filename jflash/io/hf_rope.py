@@ -1,0 +1,89 @@
+"""RoPE of a Hugging Face config: `rope_parameters` (transformers 5) or `rope_theta` and
+`rope_scaling` (older files), read as transformers' rope utilities do.
+
+A kind that is not implemented is a ValueError that names it.
+"""
+
+import math
+from typing import Any
+
+from jflash.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+
+DEFAULT_ROPE_THETA = 10000.0
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def rope_config(raw: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """The RoPE of a config.json; ValueError for what is not supported or makes no sense."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    nested = [name for name, value in given.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"rope_parameters of {', '.join(nested)}: RoPE of its own for a kind of layers "
+            "is not supported"
+        )
+    theta = given.get("rope_theta", raw.get("rope_theta"))
+    theta = _number({"rope_theta": theta}, "rope_theta", DEFAULT_ROPE_THETA)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
+    if kind not in KINDS:
+        raise ValueError(f"rope_type {kind!r} is not supported, only {', '.join(KINDS)}")
+    if kind == "default":
+        return RopeConfig(theta=theta, scaling=None)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling=LinearScaling(factor=_number(given, "factor")))
+    read = _llama3 if kind == "llama3" else _yarn
+    # Some families keep it beside the RoPE parameters: that one counts.
+    name = "original_max_position_embeddings"
+    given = given | ({name: raw[name]} if raw.get(name) is not None else {})
+    return RopeConfig(theta=theta, scaling=read(given, max_position_embeddings))
+
+
+def _llama3(given: dict[str, Any], max_position_embeddings: int) -> Llama3Scaling:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in names if given.get(name) is None]
+    if missing:
+        raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)}")
+    return Llama3Scaling(
+        factor=float(given["factor"]),
+        low_freq_factor=float(given["low_freq_factor"]),
+        high_freq_factor=float(given["high_freq_factor"]),
+        original_max_position_embeddings=int(given["original_max_position_embeddings"]),
+    )
+
+
+def _yarn(given: dict[str, Any], max_position_embeddings: int) -> YarnScaling:
+    name = "original_max_position_embeddings"
+    original = int(_number(given, name, float(max_position_embeddings)))
+    factor = _number(given, "factor", max_position_embeddings / original)
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_number(given, "beta_fast", 32.0),
+        beta_slow=_number(given, "beta_slow", 1.0),
+        attention_factor=_attention_factor(given, factor),
+        truncate=bool(given.get("truncate", True)),
+    )
+
+
+def _attention_factor(given: dict[str, Any], factor: float) -> float:
+    """YaRN's: as given, or by the factor; DeepSeek's (and Kimi's) is a ratio of two such."""
+
+    def by_factor(scale: float = 1.0) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if given.get("attention_factor") is not None:
+        return _number(given, "attention_factor")
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        above, below = _number(given, "mscale"), _number(given, "mscale_all_dim")
+        return by_factor(above) / by_factor(below)
+    return by_factor()
+
+
+def _number(given: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A number above 0; 0 and nothing mean the default."""
+    value = given.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"RoPE needs the number {name}, above 0, got {given.get(name)!r}")
+    return float(value)
