@@ -92,10 +92,33 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Experts in place of the MLP of some layers; `intermediate_size` is that of one expert."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool  # the weights of a token's experts add up to 1
+    sparse_layers: tuple[int, ...]  # layers with experts; the others keep the dense MLP
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.experts_per_token} must be within "
+                f"1 … {self.num_experts} (num_experts)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A dense decoder: Qwen3, Qwen2/2.5 and Llama 3.x differ only in these fields."""
+    """A decoder: Qwen3, Qwen3-MoE, Qwen2/2.5 and Llama 3.x differ only in these fields."""
 
     tie_embeddings: bool
+    moe: MoeConfig | None = None  # a dense decoder's
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """The experts of a layer; None if its MLP is dense."""
+        return self.moe if self.moe and layer in self.moe.sparse_layers else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.cache import Cache, one_sequence, write_chunk
-from jflash.config import DecoderConfig, Sight
+from jflash.config import DecoderConfig, MoeConfig, Sight
+from jflash.experts import Experts
 from jflash.rope import rope_angles as rope_angles
 from jflash.rope import rope_frequencies as rope_frequencies
 from pallas_kernels import heads_to_cache as heads_op
@@ -29,11 +30,13 @@ class Kernels(NamedTuple):
     """Backends of the step's operations, by the names of their folders in pallas_kernels.
 
     matmul 'tuned' takes the Mosaic GPU kernel for the shapes in its table and XLA for others.
+    experts are the grouped products of a mixture of experts: by default as matmul.
     """
 
     attention: str = "xla"
     matmul: str = "xla"
     heads: str = "xla"
+    experts: str | None = None
 
 
 XLA = Kernels()
@@ -243,16 +246,17 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each with its residual."""
+    """Pre-norm attention and MLP, or the experts of `moe`, each with its residual."""
 
     config: DecoderConfig
+    moe: MoeConfig | None = None
 
     def setup(self) -> None:
         c = self.config
         self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.attention = Attention(c)
         self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c) if self.moe is None else Experts(c.hidden_size, self.moe)
 
     def keys_values(self, x, positions, first):
         """Keys and values of context features: no input norm, no residual."""

@@ -174,7 +174,8 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     attention = max(_attention_bytes(config, models, shape, rows) for config in _configs(models))
     if models.attention_backend == "xla" and shape.batch > 1:
         attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
-    return live * logits + rows * _row_bytes(models) + attention + reports
+    experts = _expert_bytes(models, rows, shape.dtype)
+    return live * logits + rows * _row_bytes(models) + experts + attention + reports
 
 
 def _attention_bytes(config: DecoderConfig, models: Models, shape: Shape, rows: int) -> int:
@@ -208,7 +209,26 @@ def _prefill_bytes(models: Models, shape: Shape) -> int:
         for config in _configs(models)
     )
     logits = models.target.config.vocab_size * FLOAT32
-    return shape.chunk * _row_bytes(models) + attention + 2 * logits
+    experts = _expert_bytes(models, shape.chunk, shape.dtype)
+    return shape.chunk * _row_bytes(models) + experts + attention + 2 * logits
+
+
+def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:
+    """One layer's rows, each token once for each of its experts; XLA's product is dense.
+
+    It spreads every row over all experts, mostly zeros, and lays a layer's weights out anew.
+    """
+    c = models.target.config
+    if c.moe is None:
+        return 0
+    moe, size = c.moe, jnp.dtype(dtype).itemsize
+    rows = tokens * moe.experts_per_token
+    count = rows * (3 * c.hidden_size + 3 * moe.intermediate_size) * FLOAT32
+    if models.matmul_backend == "xla":
+        widest = max(c.hidden_size, moe.intermediate_size)
+        stack = 2 * c.hidden_size * moe.intermediate_size
+        count += moe.num_experts * (rows * widest + stack) * size
+    return count
 
 
 def _row_bytes(models: Models) -> int:

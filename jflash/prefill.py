@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int, Key
 
 from jflash.cache import write_context
-from jflash.layers import PrefillAttend
+from jflash.layers import XLA, PrefillAttend
 from jflash.sampling import Filters, choose, greedy, through_first_stop
 from jflash.speculative import Models, Params, State, apply
 
@@ -67,8 +67,9 @@ def prefill(
         positions = (offset + jnp.arange(chunk))[None]
         attend = PrefillAttend(slot, offset, "xla")
         hidden, features, target_cache = apply(
-            models.target, params.target, tokens, positions, target_cache, attend, models.taps
-        )
+            models.target, params.target, tokens, positions, target_cache, attend, models.taps,
+            XLA._replace(experts=models.matmul_backend),
+        )  # fmt: skip
         if models.drafter is not None:
             context = apply(models.drafter, params.drafter, features, positions, method="context")
             rows = [projected.split()[1:] for projected in context]

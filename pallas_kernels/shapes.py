@@ -32,6 +32,17 @@ class MatmulShape(NamedTuple):
     N: int
 
 
+class GroupedShape(NamedTuple):
+    """One call of an op of `pallas_kernels.grouped_matmul`: M tokens, each to k of E experts."""
+
+    op: str
+    M: int
+    k: int
+    E: int
+    K: int
+    N: int
+
+
 def _qwen3(B: int, S: int, context: int, T: int = 16, causal: bool = True) -> BlockShape:
     """Qwen3-4B and -8B; their 5-layer drafters have the same heads."""
     return BlockShape(B=B, T=T, S=S, N=32, K=8, H=128, context=context, causal=causal)
@@ -78,5 +89,15 @@ MATMUL: dict[str, MatmulShape] = {
         ("down", "matmul", 12288, 4096),
         ("gate-up", "gate_up", 4096, 24576),
         ("head", "head_argmax", 4096, 151936),
+    )
+}
+
+# Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: plain decoding, and 1, 8 and 32 sequences of 16 tokens.
+GROUPED_MATMUL: dict[str, GroupedShape] = {
+    f"qwen3-30b-a3b-{name}-m{M}": GroupedShape(op, M, 8, 128, K, N)
+    for M in (1, 16, 128, 512)
+    for name, op, K, N in (
+        ("gate-up", "grouped_gate_up", 2048, 1536),
+        ("down", "grouped_matmul", 768, 2048),
     )
 }

@@ -13,7 +13,7 @@ from jflash.evals import kernel_cases
 from jflash.evals.kernel_cases import OPS, Op, make_attention_case
 from jflash.evals.kernel_times import COLUMNS, Case, Missing, measure, seconds_per_call, table
 from pallas_kernels.block_attention import triton
-from pallas_kernels.shapes import MATMUL, BlockShape, MatmulShape
+from pallas_kernels.shapes import GROUPED_MATMUL, MATMUL, BlockShape, GroupedShape, MatmulShape
 from scripts import bench_kernels
 
 TINY = BlockShape(B=2, T=4, S=64, N=2, K=1, H=64, context=37)
@@ -118,6 +118,22 @@ def test_matrix_products_have_cases(op, N, monkeypatch, few_copies):
     assert case.bytes == 4 * (3 * 64 + 64 * N + out)
     assert measure(case, **QUICK)["error"] <= 1e-5
     assert case.calls["xla"](case.x, (), *case.make_inputs(0)).shape == case.x.shape
+
+
+@pytest.mark.parametrize("op,columns", [("grouped_matmul", 32), ("grouped_gate_up", 16)])
+def test_grouped_products_have_cases(op, columns, monkeypatch, few_copies):
+    """Only experts that have rows are counted as read."""
+    monkeypatch.setitem(GROUPED_MATMUL, "tiny", GroupedShape(op, 3, 2, 40, 64, 32))
+    case = OPS["grouped_matmul"].case("tiny", "float32", "xla")
+    assert isinstance(case, Case)
+    (sizes,) = case.numbers
+    used = int((sizes > 0).sum())
+    assert int(sizes.sum()) == 6 and 2 <= used <= 6
+    assert case.bytes == 4 * (6 * 64 + used * 64 * 32 + 6 * columns)
+    assert measure(case, **QUICK)["error"] <= 1e-5
+    if jax.default_backend() == "cpu":
+        kernel = OPS["grouped_matmul"].case("tiny", "bfloat16", "triton")
+        assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
 
 
 def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_path, few_copies):

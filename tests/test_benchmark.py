@@ -14,7 +14,7 @@ from jflash.cli.command import run_command
 from jflash.evals import benchmark_case, widths
 from jflash.evals.benchmark_case import Task, run_task, save_pair
 from jflash.evals.benchmark_report import collect
-from jflash.evals.benchmark_tables import TABLES, Result, read_results, with_tables
+from jflash.evals.benchmark_tables import CELLS, TABLES, Result, read_results, with_tables
 from jflash.evals.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.evals.shapes import SHAPES, model_shape
 from jflash.evals.step_time import busy_state, compile_run, random_weights, time_run, window_around
@@ -57,12 +57,17 @@ def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
     target, drafter = model_shape(name)
     leaves = jax.tree.leaves(abstract_params(target))
     matrices = sum(x.size for x in leaves if x.ndim == 2)
-    embedding = 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
+    matrices -= 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
+    experts = sum(x.size for x in leaves if x.ndim == 3)
+    chosen = target.moe.experts_per_token / target.moe.num_experts if target.moe else 0
     work = verify_work(target, 2, 4, 100.0, 2)
-    assert work.weight_bytes == 2 * (matrices - embedding)
-    assert work.weight_operations == 2 * 8 * (matrices - embedding)
+    read = 1 - (1 - chosen) ** 8  # by one of 8 rows or more
+    assert work.weight_bytes == pytest.approx(2 * (matrices + read * experts), rel=1e-12)
+    assert work.weight_operations == pytest.approx(2 * 8 * (matrices + chosen * experts), rel=1e-12)
 
-    matrices = sum(x.size for x in jax.tree.leaves(abstract_params(drafter)) if x.ndim == 2)
+    leaves = jax.tree.leaves(abstract_params(drafter))
+    codebooks = drafter.vocab_size, getattr(drafter, "selector_rank", 0)  # looked up, not applied
+    matrices = sum(x.size for x in leaves if x.ndim == 2 and x.shape != codebooks)
     head = target.vocab_size * target.hidden_size
     twice = drafter.num_layers * drafter.hidden_size * 2 * drafter.num_kv_heads * drafter.head_dim
     assert draft_work(drafter, 1, 8, 100.0, 2).weight_bytes == 2 * (matrices + head + twice)
@@ -244,7 +249,9 @@ def results(case) -> list[Result]:
             dict(op="attention", shape="B1", backend="c", us=2.5, share=0.25, error=2e-3),
             dict(op="attention", shape="B1", backend="d", why="not here")]  # fmt: skip
     kernels = {k: v for k, v in full.items() if k not in ("cases", "reference")} | {"rows": rows}
-    return [Result("a.json", full), Result("k.json", kernels)]
+    cells = dict.fromkeys(CELLS) | {"target": "tests/test_x.py::test_it[cases-pair00]"}
+    family = {"families": [{"family": "Qwen9"} | cells]}
+    return [Result("a.json", full), Result("f.json", family), Result("k.json", kernels)]
 
 
 def evaluated() -> list[Result]:
@@ -281,6 +288,7 @@ def test_every_table_shows_its_numbers(results):
         "widths": ["| ms a step at width | 4 | 8 |", "| batch 1 |"],
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "pairs": ["Not measured yet."],
+        "families": ["| Qwen9 | [yes](tests/test_x.py) | no | no |"],
         "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
         "evaluations": [
             "| gsm8k | greedy | 32 | 4.39 (8) | 5.60 (2) | 1,234 | 2.00 × / 1.75 × |  |",

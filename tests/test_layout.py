@@ -21,6 +21,7 @@ ROOMS = [
     ("jflash.sampling",),
     ("jflash.models",),
     ("jflash.layers",),
+    ("jflash.experts",),
     ("jflash.cache", "jflash.rope"),
     ("jflash.config", "jflash.platform"),
     ("pallas_kernels",),

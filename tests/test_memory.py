@@ -62,6 +62,7 @@ PUBLISHED = [  # parameters as their model cards give them
     ("qwen3-8b", 8_190_735_360),
     ("qwen3-4b", 4_022_468_096),
     ("llama-3.1-8b", 8_030_261_248),
+    ("qwen3-coder-30b", 30_532_122_624),
 ]
 
 
@@ -163,6 +164,7 @@ COMPILED = [
     ("qwen3-8b", 8, 1024, "bfloat16", for_an_h200),
     ("tiny", 1, 4096, "float32", for_the_cpu),
     ("tiny", 16, 1024, "float32", for_the_cpu),
+    ("tiny-moe", 16, 1024, "float32", for_the_cpu),
 ]
 
 

@@ -153,7 +153,7 @@ def test_the_set_is_worth_its_name(cases: Path):
     runs = [case for r in records for case in r["cases"]]
     lengths = [n for case in runs for n in case["acceptance_lengths"]]
     inside = [case["ended_by"] for case in runs if case["end_inside_block"]]
-    assert {r["family"] for r in records} == {"qwen3", "qwen2", "llama"}
+    assert {r["family"] for r in records} == {"qwen3", "qwen3_moe", "qwen2", "llama"}
     assert len(runs) >= 40
     assert np.mean(lengths) > 2
     assert set(lengths) == set(range(1, 17))

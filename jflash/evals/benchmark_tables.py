@@ -1,4 +1,4 @@
-"""README's performance tables from the results in benchmarks/: every number has a file.
+"""README's tables from the files in benchmarks/: every number has a result, every family a test.
 
 Text stands between `<!-- table: NAME -->` and `<!-- end table -->`; nothing else is touched.
 Measures nothing. A case that two files hold is an error: which of them should be shown?
@@ -21,6 +21,7 @@ GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
     ("DFlash step, batch 1, context 32k of 32k", 6.8, 1, 32768, "step"),
 )
 GOAL_SHAPE, NEAR = "qwen3-8b", 0.03  # by which a timed context may miss the round number
+CELLS = ("target", "drafter v1", "window", "DFlash 2", "parity tested", "run on a GPU")
 TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
 
 
@@ -223,6 +224,19 @@ def evaluation_order(case: dict[str, Any]) -> tuple[Any, ...]:
     return s["dataset"], s["temperature"], evaluation_way(s) != "greedy", s["batch"], case["file"]
 
 
+def families(results: list[Result]) -> str:
+    """What is supported of each family of targets; every "yes" links to the test or result."""
+    found = [row for r in results for row in r.content.get("families", [])]
+    rows = [
+        [
+            row["family"],
+            *(f"[yes]({row[name].split('::')[0]})" if row[name] else "no" for name in CELLS),
+        ]
+        for row in found
+    ]
+    return table(["family", *CELLS], rows, [])
+
+
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     "goals": goals,
     "steps": steps,
@@ -231,6 +245,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "pairs": pairs,
     "kernels": kernels,
     "evaluations": evaluations,
+    "families": families,
 }
 
 

@@ -63,8 +63,12 @@ def verify_work(
     `itemsize` is the bytes of a weight and of a cache entry.
     """
     head = target.vocab_size * target.hidden_size
-    weights = target.num_layers * layer_weights(target) + head
-    return _products(weights, batch * width, itemsize, _attention(target, batch, width, context))
+    sparse = target.moe.sparse_layers if target.moe else ()
+    dense_mlps = (target.num_layers - len(sparse)) * mlp_weights(target)
+    weights = target.num_layers * attention_weights(target) + dense_mlps + head
+    attention = _attention(target, batch, width, context)
+    work = _products(weights, batch * width, itemsize, attention)
+    return add(work, _experts(target, batch * width, itemsize)) if sparse else work
 
 
 def draft_work(
@@ -89,9 +93,35 @@ def add(*works: Work) -> Work:
 
 
 def layer_weights(c: DecoderConfig) -> int:
-    """Entries of one layer's matrices."""
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return attention + 3 * c.hidden_size * c.intermediate_size
+    """Entries of one layer's matrices, its MLP dense."""
+    return attention_weights(c) + mlp_weights(c)
+
+
+def attention_weights(c: DecoderConfig) -> int:
+    return c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+
+
+def mlp_weights(c: DecoderConfig) -> int:
+    return 3 * c.hidden_size * c.intermediate_size
+
+
+def _experts(c: TargetConfig, rows: int, itemsize: int) -> Work:
+    """Routers and experts: read are the experts that some row goes to, computed those of each row.
+
+    How many are read is what to expect if every row drew its experts evenly and alone. Rows that
+    resemble each other, as those of a text do, share experts and read less.
+    """
+    assert c.moe is not None
+    moe, layers = c.moe, len(c.moe.sparse_layers)
+    read = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** rows)
+    expert = 3 * c.hidden_size * moe.intermediate_size
+    router = c.hidden_size * moe.num_experts
+    return Work(
+        layers * (router + read * expert) * itemsize,
+        2.0 * layers * (router + moe.experts_per_token * expert) * rows,
+        0.0,
+        0.0,
+    )
 
 
 def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tuple[float, float]:

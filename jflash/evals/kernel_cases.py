@@ -15,9 +15,16 @@ import numpy as np
 from jaxtyping import Array
 
 from jflash.evals.kernel_times import Case, Missing
-from pallas_kernels import matmul
+from pallas_kernels import grouped_matmul, matmul
 from pallas_kernels.block_attention import Sizes, block_attention, check_backend
-from pallas_kernels.shapes import BLOCK_ATTENTION, MATMUL, BlockShape, MatmulShape
+from pallas_kernels.shapes import (
+    BLOCK_ATTENTION,
+    GROUPED_MATMUL,
+    MATMUL,
+    BlockShape,
+    GroupedShape,
+    MatmulShape,
+)
 
 SPLITS = (1, 4, 8, 16, 32)  # of the KV axis, that flash-attn3 leaves to its caller
 
@@ -157,6 +164,67 @@ def matmul_case(name: str, dtype: str, backend: str) -> Case | Missing:
     )
 
 
+def grouped_case(name: str, dtype: str, backend: str) -> Case | Missing:
+    """Products by expert, every token at experts of its own; read are those that have rows."""
+    shape = GROUPED_MATMUL[name]
+    try:
+        _check_grouped(shape, dtype, backend)
+    except ValueError as why:
+        return Missing("grouped_matmul", name, dtype, backend, str(why))
+    return make_grouped_case(name, shape, dtype, backend)
+
+
+def make_grouped_case(name: str, shape: GroupedShape, dtype: str, backend: str) -> Case:
+    """The case of a shape; a small kernel of ours passes each result on to the next call."""
+    op, M, k, E, K, N = shape
+    odds = np.random.default_rng(0).random((M, E))
+    sizes = np.bincount(np.argsort(odds)[:, :k].ravel(), minlength=E)
+    x = _normal(0, (M * k, K), dtype)
+    run = functools.partial(getattr(grouped_matmul, op), backend=backend)
+    reference = functools.partial(getattr(grouped_matmul, op), backend="reference")
+
+    def call(x: Array, sizes: tuple[Array], w: Array) -> Array:
+        first = run(x, w, *sizes).ravel()[0]
+        return x.at[0, 0].set(jnp.clip(first.astype(jnp.float32), -1, 1).astype(x.dtype))
+
+    def error(inputs: tuple[Array]) -> float:
+        numbers = jnp.asarray(sizes)
+        got, want = (
+            np.asarray(jax.jit(f)(x, *inputs, numbers), np.float32) for f in (run, reference)
+        )
+        return float(np.abs(got - want).max() / np.abs(want).max())
+
+    results = M * k * (N // 2 if op == "grouped_gate_up" else N)
+    entries = M * k * K + int((sizes > 0).sum()) * K * N + results
+    return Case(
+        op="grouped_matmul",
+        shape=name,
+        dtype=dtype,
+        backend=backend,
+        calls={backend: call},
+        x=x,
+        numbers=(jnp.asarray(sizes, jnp.int32),),
+        make_inputs=lambda i: (_normal(i + 1, (E, K, N), dtype, K**-0.5),),
+        bytes=entries * jnp.dtype(dtype).itemsize,
+        error=error,
+    )
+
+
+def _check_grouped(shape: GroupedShape, dtype: str, backend: str) -> None:
+    """ValueError for what the op would refuse later, or compile for another device."""
+    if backend in ("triton", "tuned") and jax.default_backend() != "gpu":
+        raise ValueError("needs an NVIDIA GPU")
+    if backend not in grouped_matmul.BACKENDS:
+        names = sorted(grouped_matmul.BACKENDS)
+        raise ValueError(f"grouped matmul has no backend {backend!r}: use {names}")
+    jax.eval_shape(
+        functools.partial(getattr(grouped_matmul, shape.op), backend=backend),
+        jax.ShapeDtypeStruct((shape.M * shape.k, shape.K), dtype),
+        jax.ShapeDtypeStruct((shape.E, shape.K, shape.N), dtype),
+        jax.ShapeDtypeStruct((shape.E,), jnp.int32),
+    )
+
+
 def _check_matmul(shape: MatmulShape, dtype: str, backend: str) -> None:
     """ValueError for what the op would refuse later, or compile for another GPU."""
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
@@ -191,4 +259,5 @@ OPS: dict[str, Op] = {
         BLOCK_ATTENTION, ("mosaic_gpu", "triton", "xla", "flash-attn3"), attention_case
     ),
     "matmul": Op(MATMUL, ("tuned", "mosaic_gpu", "xla"), matmul_case),
+    "grouped_matmul": Op(GROUPED_MATMUL, ("triton", "xla"), grouped_case),
 }

@@ -3,9 +3,10 @@
 Numbers from the models' public config.json. Knows no weights: a shape decodes nothing of meaning.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jflash.config import DrafterConfig, Llama3Scaling, RopeConfig, TargetConfig
+from jflash.config import DrafterConfig, Llama3Scaling, MoeConfig, RopeConfig, TargetConfig
 
 
 class ModelShape(NamedTuple):
@@ -69,6 +70,51 @@ def _llama_8b() -> ModelShape:
     )
 
 
+def _qwen3_coder_30b() -> ModelShape:
+    """Qwen3-Coder-30B-A3B-Instruct, 128 experts of which 8 a token, with its 8-layer drafter."""
+    trunk: dict[str, Any] = dict(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1e7, scaling=None),
+        max_position_embeddings=262144,
+        qk_norm=True,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
+    moe = MoeConfig(
+        num_experts=128,
+        experts_per_token=8,
+        intermediate_size=768,
+        renormalise=True,
+        sparse_layers=tuple(range(48)),
+    )
+    return ModelShape(
+        TargetConfig(**trunk, num_layers=48, tie_embeddings=False, moe=moe),
+        _drafter(
+            trunk, layers=8, block=16, mask=151669, taps=(1, 12, 23, 34, 45), target_layers=48
+        ),
+    )
+
+
+def _tiny_moe() -> ModelShape:
+    """The tiny shape with experts in all layers but one."""
+    target, drafter = _tiny()
+    moe = MoeConfig(
+        num_experts=8,
+        experts_per_token=2,
+        intermediate_size=64,
+        renormalise=True,
+        sparse_layers=(0, 2),
+    )
+    return ModelShape(replace(target, moe=moe), drafter)
+
+
 def _tiny() -> ModelShape:
     """Small enough for a CPU: for trying the command, not for numbers."""
     trunk: dict[str, Any] = dict(
@@ -112,7 +158,9 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(4096, 12288, tie_embeddings=False),
     "qwen3-4b": _qwen3(2560, 9728, tie_embeddings=True),
     "llama-3.1-8b": _llama_8b(),
+    "qwen3-coder-30b": _qwen3_coder_30b(),
     "tiny": _tiny(),
+    "tiny-moe": _tiny_moe(),
 }
 
 

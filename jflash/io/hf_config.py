@@ -10,6 +10,7 @@ from typing import Any
 
 from jflash.config import (
     DrafterConfig,
+    MoeConfig,
     Sight,
     TargetConfig,
     default_target_layer_ids,
@@ -24,6 +25,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
     | {"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False},
+    "qwen3_moe": _COMMON
+    | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
+    | {"num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4}
+    | {"head_dim": None, "max_position_embeddings": 32768, "attention_bias": False}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen2": _COMMON
     | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
@@ -39,6 +46,7 @@ _SIZES += ("num_attention_heads", "num_key_value_heads", "max_position_embedding
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TARGETS = {
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen2ForCausalLM": "qwen2",
     "LlamaForCausalLM": "llama",
 }
@@ -69,7 +77,7 @@ def architecture(raw: dict[str, Any]) -> str:
 
 
 def target_config(raw: dict[str, Any]) -> TargetConfig:
-    """A dense decoder's config; ValueError for another architecture or an unsupported feature."""
+    """A decoder's config; ValueError for another architecture or an unsupported feature."""
     name = architecture(raw)
     if name not in TARGETS:
         hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
@@ -81,11 +89,12 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
         raise ValueError("sliding_window: targets with sliding-window layers are not supported")
     return TargetConfig(
         **trunk,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2" or bool(value["attention_bias"]),
         out_bias=family != "qwen2" and bool(value["attention_bias"]),
         mlp_bias=bool(value.get("mlp_bias", False)),
         tie_embeddings=bool(value["tie_word_embeddings"]),
+        moe=_moe(value) if family == "qwen3_moe" else None,
     )
 
 
@@ -192,6 +201,28 @@ def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, 
     ), value
 
 
+def _moe(value: dict[str, Any]) -> MoeConfig | None:
+    """The experts of a Qwen3-MoE config, its keys filled up; None if no layer has any."""
+    experts = value.get("num_local_experts", value["num_experts"])
+    step, dense = value["decoder_sparse_step"], value["mlp_only_layers"]
+    for name in ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
+        if type(value[name]) is not int or value[name] < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value[name]!r}")
+    if type(experts) is not int or experts < 0:
+        raise ValueError(f"num_experts must be a whole number of at least 0, got {experts!r}")
+    layers = range(value["num_hidden_layers"])
+    sparse = tuple(i for i in layers if experts and i not in dense and (i + 1) % step == 0)
+    if not sparse:
+        return None
+    return MoeConfig(
+        num_experts=experts,
+        experts_per_token=value["num_experts_per_tok"],
+        intermediate_size=value["moe_intermediate_size"],
+        renormalise=bool(value["norm_topk_prob"]),
+        sparse_layers=sparse,
+    )
+
+
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
     """config.json of a Qwen3-shaped model of ours, in the form that published files have."""
     if (
@@ -219,8 +250,10 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
         torch_dtype=dtype,
     )
     if isinstance(config, TargetConfig):
-        name = "Qwen3ForCausalLM"
-        return {"architectures": [name], **common, "tie_word_embeddings": config.tie_embeddings}
+        common["tie_word_embeddings"] = config.tie_embeddings
+        if config.moe is not None:
+            return common | _moe_keys(config.moe, config.num_layers)
+        return {"architectures": ["Qwen3ForCausalLM"], **common}
     own: dict[str, Any] = dict(
         mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
     )
@@ -255,3 +288,17 @@ def _written_sights(sights: tuple[Sight, ...]) -> dict[str, Any]:
         sliding_window=max(windows, default=None),
     )
     return keys if usual else keys | {"is_causal": causal.pop()}
+
+
+def _moe_keys(moe: MoeConfig, num_layers: int) -> dict[str, Any]:
+    """What config.json of a Qwen3-MoE says beside the keys of a dense model."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.renormalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(num_layers) if i not in moe.sparse_layers],
+    }

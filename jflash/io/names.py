@@ -1,11 +1,13 @@
 """Which Hugging Face tensors make up each leaf of our parameters: one rule per name, both ways.
 
 A kernel leaf [in, out] is the transposes of its tensors [out, in] side by side; every other leaf is
-its tensors one after the other.
+its tensors one after the other. Kernels of all experts [E, in, out] hold those of each expert so;
+files give a tensor for each of an expert's projections, or one for all experts ("stacked").
 """
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -41,6 +43,16 @@ _DRAFTER = {
     "hidden_norm/scale": ["hidden_norm.weight"],
     "norm/scale": ["norm.weight"],
 }
+# In place of a dense layer's leaves of the same names; each expert's tensors after the last one's.
+_EXPERTS = {
+    "mlp/router/kernel": ["mlp.gate.weight"],
+    "mlp/gate_up/kernel": ["mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"],
+    "mlp/down/kernel": ["mlp.experts.{e}.down_proj.weight"],
+}
+_STACKED = {  # [E, out, in]
+    "mlp/gate_up/kernel": "mlp.experts.gate_up_proj",
+    "mlp/down/kernel": "mlp.experts.down_proj",
+}
 # Present in some files and of no use: RoPE tables, and the head of a model that ties it.
 _DROPPED = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -72,13 +84,21 @@ def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
     return variables["params"]
 
 
-def leaf_sources(config: TargetConfig | DrafterConfig) -> dict[str, tuple[Source, ...]]:
-    """For every leaf, by its path, the tensors that fill it and their shapes in the file."""
+def leaf_sources(
+    config: TargetConfig | DrafterConfig, stacked: bool = False
+) -> dict[str, tuple[Source, ...]]:
+    """For every leaf, by its path, the tensors that fill it and their shapes in the file.
+
+    `stacked`: the file holds one tensor for all experts of a layer.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
     sources = {}
     for path, leaf in leaves:
         key = "/".join(entry.key for entry in path)
         names = _names(config, key)
+        if leaf.ndim == 3:
+            sources[key] = _expert_sources(key, leaf.shape, names, stacked)
+            continue
         total = leaf.shape[-1] if key.endswith("/kernel") else leaf.shape[0]
         rest = leaf.shape[:-1] if key.endswith("/kernel") else leaf.shape[1:]
         sources[key] = tuple(
@@ -86,6 +106,11 @@ def leaf_sources(config: TargetConfig | DrafterConfig) -> dict[str, tuple[Source
             for name, rows in zip(names, _rows(config, names, total), strict=True)
         )
     return sources
+
+
+def is_stacked(names: Iterable[str]) -> bool:
+    """Whether a file that has tensors of these names holds one for all experts of a layer."""
+    return any(name.endswith(tuple(_STACKED.values())) for name in names)
 
 
 def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
@@ -99,8 +124,23 @@ def _names(config: TargetConfig | DrafterConfig, leaf: str) -> list[str]:
     match = re.fullmatch(r"layers_(\d+)/(.+)", leaf)
     if match:
         prefix = f"{'model.' if target else ''}layers.{match[1]}."
-        return [prefix + name for name in _LAYER[match[2]]]
+        sparse = target and config.moe_of(int(match[1])) is not None
+        table = _LAYER | _EXPERTS if sparse else _LAYER
+        return [prefix + name for name in table[match[2]]]
     return (_TARGET if target else _DRAFTER)[leaf]
+
+
+def _expert_sources(
+    leaf: str, shape: tuple[int, ...], names: list[str], stacked: bool
+) -> tuple[Source, ...]:
+    """The tensors of a leaf [E, in, out], expert by expert; `names` leave {e} open."""
+    experts, inputs, outputs = shape
+    if stacked:
+        layer, own = leaf.split("/", 1)
+        prefix = f"model.layers.{layer.removeprefix('layers_')}."
+        return (Source(prefix + _STACKED[own], (experts, outputs, inputs)),)
+    rows = outputs // len(names)
+    return tuple(Source(name.format(e=e), (rows, inputs)) for e in range(experts) for name in names)
 
 
 def _rows(config: TargetConfig | DrafterConfig, names: list[str], total: int) -> list[int]:

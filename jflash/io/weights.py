@@ -3,7 +3,9 @@
 import collections
 import contextlib
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,11 +17,12 @@ from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.hf_config import read_json
-from jflash.io.names import is_dropped, leaf_sources
+from jflash.io.names import is_dropped, is_stacked, leaf_sources
 from jflash.io.read_ahead import Piece, find_tensors, read_ahead, split_rows
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 sources_of = functools.cache(leaf_sources)  # traces the model
+_STACKS = ("gate_up", "down")  # an expert's matrices, [E, in, out] in a leaf
 SHOWN = 20  # problems printed of a checkpoint that does not fit
 
 
@@ -32,19 +35,29 @@ def load_safetensors(
     host some pieces of a file. ValueError with every unknown, missing, twice-given or wrongly
     shaped tensor.
     """
-    sources = sources_of(config)
-    plan = _plan(sources, _open_checked(folder, config, sources)[0])
-    return fill_leaves(plan, dtype, folder.name, progress)
+    sources, owners = _open_checked(folder, config)
+    plan, experts = _plan(sources, owners), _experts_of(config)
+    return fill_leaves(plan, dtype, folder.name, progress, experts)
 
 
-def fill_leaves(plan: dict[str, list[Piece]], dtype: str | None, name: str, progress: bool) -> dict:
+def fill_leaves(
+    plan: dict[str, list[Piece]],
+    dtype: str | None,
+    name: str,
+    progress: bool,
+    experts: Mapping[str, int] = MappingProxyType({}),
+) -> dict:
     """Parameters of the pieces that make up each leaf, read ahead; `name` is for the progress bar.
 
-    Kernels are stored [out, in]. `dtype` None keeps what the pieces give.
+    Kernels are stored [out, in], those of `experts` (how many, by leaf) one expert after the other.
+    `dtype` None keeps what the pieces give.
     """
     turning = _device_turns()
     plan = {
-        leaf: [piece._replace(transposed=_is_kernel(leaf) and not turning) for piece in pieces]
+        leaf: [
+            piece._replace(transposed=_is_kernel(leaf) and not turning and leaf not in experts)
+            for piece in pieces
+        ]
         for leaf, pieces in plan.items()
     }
     # The largest first: while the last leaves are put together, little is missing and less is held
@@ -63,13 +76,16 @@ def fill_leaves(plan: dict[str, list[Piece]], dtype: str | None, name: str, prog
                 piece, rows = next(arrivals)
                 bar.update(piece.nbytes)
                 parts.append(rows)
-            leaves[leaf] = _assemble(parts, _is_kernel(leaf), turning, dtype)
+            if leaf in experts:
+                leaves[leaf] = jax.block_until_ready(_join_experts(parts, experts[leaf], dtype))
+            else:
+                leaves[leaf] = _assemble(parts, _is_kernel(leaf), turning, dtype)
     return _nest({leaf: leaves[leaf] for leaf in plan})
 
 
 def check_safetensors(folder: Path, config: TargetConfig | DrafterConfig) -> None:
     """The errors of load_safetensors, by the files' headers alone."""
-    _open_checked(folder, config, sources_of(config))
+    _open_checked(folder, config)
 
 
 def save_safetensors(
@@ -82,7 +98,10 @@ def save_safetensors(
         for key in leaf.split("/"):
             value = value[key]
         value = np.asarray(value).astype(jnp.dtype(dtype))
-        rows = value.T if leaf.endswith("/kernel") else value
+        if leaf.endswith("/kernel"):  # [in, out], or [E, in, out] with an expert after the other
+            rows = value.swapaxes(-1, -2).reshape(-1, value.shape[-2])
+        else:
+            rows = value
         edges = np.cumsum([part.shape[0] for part in parts])[:-1]
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
@@ -94,15 +113,16 @@ def _canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
     return name.removeprefix("model.") if isinstance(config, DrafterConfig) else name
 
 
-def _open_checked(folder: Path, config, sources) -> tuple[dict, dict]:
-    """Where each tensor lies, by its canonical name, and the open files; ValueError if unfit."""
+def _open_checked(folder: Path, config) -> tuple[dict, dict]:
+    """Each leaf's tensors, and where those lie by their canonical names; ValueError if unfit."""
     owners = collections.defaultdict(list)
     handles = {file: _open(file) for file in _files(folder)}
     for file, handle in handles.items():
         for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             owners[_canonical(config, name)].append((file, name))
+    sources = sources_of(config, is_stacked(owners))
     _check(folder, config, sources, owners, handles)
-    return owners, handles
+    return sources, owners
 
 
 def _files(folder: Path) -> list[Path]:
@@ -172,6 +192,14 @@ def _is_kernel(leaf: str) -> bool:
     return leaf.endswith("/kernel")
 
 
+def _experts_of(config: TargetConfig | DrafterConfig) -> dict[str, int]:
+    """How many experts a leaf holds, by its path; leaves of one matrix are left out."""
+    if not isinstance(config, TargetConfig) or config.moe is None:
+        return {}
+    names = [f"layers_{i}/mlp/{x}/kernel" for i in config.moe.sparse_layers for x in _STACKS]
+    return dict.fromkeys(names, config.moe.num_experts)
+
+
 def _device_turns() -> bool:
     """Whether kernels are transposed by the device, from [out, in] to [in, out].
 
@@ -192,6 +220,14 @@ def _assemble(parts: list[jax.Array], kernel: bool, turning: bool, dtype: str | 
 def _join(parts: list[jax.Array], kernel: bool, turning: bool, dtype: str) -> jax.Array:
     joined = jnp.concatenate(parts, axis=1 if kernel and not turning else 0)
     return (joined.T if kernel and turning else joined).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _join_experts(parts: list[jax.Array], experts: int, dtype: str | None) -> jax.Array:
+    """[E, in, out] of rows [.., in] or [.., out, in] that lie expert after expert."""
+    rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+    stack = rows.reshape(experts, -1, rows.shape[-1]).swapaxes(1, 2)
+    return stack.astype(dtype or stack.dtype)
 
 
 def _nest(leaves: dict[str, jax.Array]) -> dict:

@@ -1,4 +1,4 @@
-"""The dense decoder target: Qwen3, Qwen2/2.5 and Llama 3.x, told apart by `TargetConfig` alone.
+"""The decoder target: Qwen3, Qwen3-MoE, Qwen2/2.5 and Llama 3.x, told apart by their config alone.
 
 Knows nothing of drafting but its taps: outputs of chosen layers, which are a drafter's features.
 """
@@ -23,7 +23,7 @@ class Target(nn.Module):
         c = self.config
         init = nn.initializers.normal(0.02)
         self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size))
-        self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
+        self.layers = [DecoderLayer(c, c.moe_of(i)) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_embeddings:
             self.head = self.param("head", init, (c.vocab_size, c.hidden_size))

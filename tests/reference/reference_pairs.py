@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from dflash.model import DFlashDraftModel
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -24,11 +25,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 MAX_POSITIONS = 1024
 FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
@@ -36,6 +40,29 @@ FAMILIES = {
 
 class Unusable(Exception):
     """This draw does not serve; the caller draws again from a derived seed."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What is fixed about the experts of a target."""
+
+    number: int
+    a_token: int
+    ffn: int
+    renormalise: bool
+    sparse_step: int  # every so many layers has experts
+    dense_layers: tuple[int, ...]
+    stacked: bool  # one tensor for all experts of a layer, not one for each
+
+    def config(self) -> dict:
+        return {
+            "num_experts": self.number,
+            "num_experts_per_tok": self.a_token,
+            "moe_intermediate_size": self.ffn,
+            "norm_topk_prob": self.renormalise,
+            "decoder_sparse_step": self.sparse_step,
+            "mlp_only_layers": list(self.dense_layers),
+        }
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,7 @@ class Shape:
     draft_rope: str = ""  # of the drafter, a key of _SCALED; "": as the target's plan says
     scaled: bool = False  # embeddings and logits of the drafter, and a soft cap
     small_files: bool = False  # weights rounded to bfloat16 and stored as such
+    experts: Experts | None = None
 
 
 SMALL_SHAPES = [
@@ -73,6 +101,10 @@ SMALL_SHAPES = [
         True,
     ),
     Shape("qwen3", 40, 4, (4, 1, 24), 64, True, 16, (0, 2), 2, (2, 1, 32), 56, "top", True),
+    Shape(
+        "qwen3_moe", 40, 4, (4, 2, 16), 56, False, 16, (0, 2), 2, (4, 2, 16), 64, "inner", False,
+        experts=Experts(8, 3, 24, True, 1, (1,), False),
+    ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
 # by decree.
@@ -99,8 +131,12 @@ FULL_SHAPES = [
     Shape("qwen3", 32, 5, (8, 2, 16), 80, True, 3, (0, 2, 4), 1, (4, 2, 16), 64, "top", False),
     Shape("llama", 48, 4, (4, 2, 16), 64, True, 7, (0, 1), 2, (6, 3, 16), 72, "top", False),
     *WINDOW_SHAPES[:2],
+    Shape(
+        "qwen3_moe", 32, 4, (2, 2, 16), 48, False, 8, (1, 3), 2, (2, 1, 24), 64, "top", True,
+        experts=Experts(6, 2, 32, False, 2, (), True),
+    ),
     *SMALL_SHAPES,
-]
+]  # fmt: skip
 
 
 @dataclass
@@ -174,6 +210,7 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
         tie_word_embeddings=shape.tied,
         initializer_range=0.2,
         **_common(draw, shape.heads, _rope(draw, shape.family == "llama")),
+        **(shape.experts.config() if shape.experts else {}),
     )
     model = model_class(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -182,7 +219,7 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
         elif "embed" in name or "lm_head" in name:
             parameter.normal_(0, 3.0 / math.sqrt(shape.hidden))
         elif "norm" not in name:
-            parameter.normal_(0, gain / math.sqrt(parameter.shape[1]))
+            parameter.normal_(0, gain / math.sqrt(parameter.shape[-1]))
     _randomise_norms(model)
     return model
 
@@ -260,6 +297,10 @@ def save(shape: Shape, target: nn.Module, drafter: nn.Module, folder: Path) -> N
     shutil.rmtree(folder, ignore_errors=True)
     shards = {"max_shard_size": "64KB"} if shape.sharded else {}
     target.save_pretrained(folder / "target", **shards, **_stored(shape, target))
+    if shape.experts and shape.experts.stacked:
+        # transformers 5 holds them so, but saves them in the older form.
+        tensors = {k: v.contiguous() for k, v in target.state_dict().items()}
+        save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
     drafter.save_pretrained(folder / "drafter", **_stored(shape, drafter))
     for extra in folder.glob("*/generation_config.json"):
         extra.unlink()

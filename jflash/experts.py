@@ -1,0 +1,87 @@
+"""A mixture-of-experts MLP: each token goes to k of E SwiGLU experts, chosen by a router.
+
+Shapes are fixed: M tokens make M·k rows whatever the routing, sorted by expert on the device. A
+token's bits depend on that token alone: its k outputs are added in its own ranking, never by a
+scatter, so neither its neighbours nor where its rows were sorted to can be told from the sum.
+Axes: B batch, T tokens, D width, M = B·T, k experts a token, E experts, F an expert's width.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jflash.config import MoeConfig
+from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul
+
+
+class Kernel(nn.Module):
+    """A matrix, or one for every expert, as a parameter of its own."""
+
+    shape: tuple[int, ...]
+
+    def setup(self) -> None:
+        self.kernel = self.param("kernel", nn.initializers.normal(0.02), self.shape)
+
+
+class Experts(nn.Module):
+    """Parameters: router [D, E], gate_up [E, D, 2F] (the gate's columns first), down [E, F, D]."""
+
+    hidden_size: int
+    config: MoeConfig
+
+    def setup(self) -> None:
+        c, width = self.config, self.hidden_size
+        self.router = Kernel((width, c.num_experts))
+        self.gate_up = Kernel((c.num_experts, width, 2 * c.intermediate_size))
+        self.down = Kernel((c.num_experts, c.intermediate_size, width))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"], kernels: Any
+    ) -> Float[Array, "B T D"]:
+        """The experts' weighted sum, on top of `residual`; `kernels` are jflash.layers' Kernels.
+
+        A token's outputs are weighted and added in float32 and rounded once.
+        """
+        flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
+        logits = jnp.matmul(flat, self.router.kernel, precision="highest")
+        weights, ids = route(logits, k, self.config.renormalise)
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
+        rows, backend = flat[order // k], kernels.experts or kernels.matmul
+        inner = grouped_gate_up(rows, self.gate_up.kernel, sizes, backend=backend)
+        outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
+        # Back to the tokens' own order: where each row was sorted to.
+        outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
+        out = weighted_sum(outputs, weights).astype(x.dtype)
+        return residual + out.reshape(x.shape)
+
+
+def route(
+    logits: Float[Array, "M E"], k: int, renormalise: bool
+) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
+    """The k most probable experts of each token, the best first, and their float32 weights.
+
+    Equal probabilities go to the lowest expert id. Without `renormalise` weights are the
+    probabilities over all experts, with it they add up to 1.
+    """
+    weights, ids = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
+    if renormalise:
+        weights /= _in_order(weights[:, i] for i in range(k))[:, None]
+    return weights, ids
+
+
+def weighted_sum(
+    outputs: Float[Array, "M k D"], weights: Float[Array, "M k"]
+) -> Float[Array, "M D"]:
+    """Σ weights · outputs over k in float32, from the first to the last."""
+    wide = outputs.astype(jnp.float32)
+    return _in_order(weights[:, i, None] * wide[:, i] for i in range(outputs.shape[1]))
+
+
+def _in_order(terms) -> Array:
+    return functools.reduce(jnp.add, terms)

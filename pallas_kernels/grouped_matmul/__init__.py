@@ -1,0 +1,42 @@
+"""GEMMs over rows grouped by expert: the contract and its entry points.
+
+Axes: R rows (each token once for every expert it goes to), E experts, K summed over, N columns,
+F an expert's MLP width. Rows are sorted by expert: the first sizes[0] belong to expert 0, and so
+on; the sizes add up to R. Products are summed in float32; results have x's dtype.
+- grouped_matmul: every row times its own expert's w, rounded once.
+- grouped_gate_up: w holds the gate's F columns, then the up projection's F. Both products are
+  rounded to x's dtype, as a projection's output is; silu(gate) * up is rounded once more.
+A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
+rows its expert has, or on the other rows. (At another R they may: see the step's fixed shapes.)
+
+"reference" and "xla" take any shape and dtype. "triton" needs bfloat16 and an NVIDIA GPU of compute
+capability 8.0 or more, and reads the weights of no expert without rows; it refuses with a
+ValueError what its tiles do not divide. "tuned" is for Hopper: "triton" where that runs, else
+"xla", told by shape and dtype alone.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_matmul import reference, triton, tuned, xla
+
+BACKENDS = {"reference": reference, "xla": xla, "triton": triton, "tuned": tuned}
+
+
+def grouped_matmul(
+    x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"], *, backend: str
+) -> Float[Array, "R N"]:
+    """Every row times its expert's w; see the contract. ValueError: no such backend, shape."""
+    return _backend(backend).grouped_matmul(x, w, sizes)
+
+
+def grouped_gate_up(
+    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"], *, backend: str
+) -> Float[Array, "R F"]:
+    """silu(x @ gate) * (x @ up) by expert; see the contract. ValueError as `grouped_matmul`."""
+    return _backend(backend).grouped_gate_up(x, w, sizes)
+
+
+def _backend(name: str):
+    if name not in BACKENDS:
+        raise ValueError(f"grouped matmul has no backend {name!r}: use {sorted(BACKENDS)}")
+    return BACKENDS[name]

@@ -1,0 +1,19 @@
+"""The grouped GEMMs as XLA compiles `ragged_dot` for any device."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def grouped_matmul(
+    x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"]
+) -> Float[Array, "R N"]:
+    return lax.ragged_dot(x, w, sizes, precision="highest")
+
+
+def grouped_gate_up(
+    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"]
+) -> Float[Array, "R F"]:
+    gate, up = jnp.split(grouped_matmul(x, w, sizes), 2, axis=-1)
+    return jax.nn.silu(gate) * up

@@ -1,0 +1,66 @@
+"""README's table of families: what it says yes to has a test or a result, of that family."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jflash.evals.benchmark_tables import CELLS
+from jflash.io.hf_config import TARGETS
+
+ROOT = Path(__file__).parents[1]
+FAMILIES = json.loads((ROOT / "benchmarks" / "families.json").read_text())["families"]
+BACKED = [(row, cell, row[cell]) for row in FAMILIES for cell in CELLS if row[cell]]
+
+
+def functions(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def problem_of(row: dict, cell: str, backing: str) -> str:
+    """What is wrong with what backs a cell; nothing if it is there and of this family."""
+    if cell == "run on a GPU":
+        result = ROOT / backing
+        cases = json.loads(result.read_text())["cases"] if result.exists() else []
+        shapes = {case["shape"] for case in cases}
+        return "" if shapes & set(row["shapes"]) else f"{backing} holds no case of it"
+    found = re.fullmatch(r"(tests/\w+\.py)::(test_\w+)(?:\[cases-(pair\d\d)\])?", backing)
+    if not found:
+        return f"{backing} is no test"
+    file = ROOT / found[1]
+    if not file.exists() or found[2] not in functions(file):
+        return f"{backing} is not there"
+    if found[3]:
+        record = ROOT / "tests" / "reference" / "cases" / found[3] / "record.json"
+        if not record.exists() or json.loads(record.read_text())["family"] != row["model_type"]:
+            return f"{found[3]} is not of this family"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("row", "cell", "backing"), BACKED, ids=[f"{r['family']}, {c}" for r, c, _ in BACKED]
+)
+def test_every_yes_is_backed(row, cell, backing):
+    assert not problem_of(row, cell, backing)
+
+
+def test_every_supported_family_has_a_row_with_a_tested_target():
+    assert [row["model_type"] for row in FAMILIES] == list(TARGETS.values())
+    for row in FAMILIES:
+        assert row["target"] and row["parity tested"]
+        assert row.keys() == {"family", "model_type", "shapes", *CELLS}
+
+
+def test_what_backs_nothing_is_noticed():
+    row = FAMILIES[0]
+    test = "tests/test_reference_parity.py::test_whole_generations"
+    assert not problem_of(row, "target", test)
+    assert "is not there" in problem_of(row, "target", test + "_of_nothing")
+    assert "is not there" in problem_of(row, "target", "tests/test_nothing.py::test_it")
+    assert "is no test" in problem_of(row, "target", "README.md")
+    assert "not of this family" in problem_of(row, "target", test + "[cases-pair00]")
+    for file in ("h200-nothing.json", "h200-qwen3-8b-b1.json"):
+        assert "no case" in problem_of(FAMILIES[1], "run on a GPU", f"benchmarks/{file}")
