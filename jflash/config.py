@@ -3,7 +3,7 @@
 Knows no file format and no array. A value that decodes wrongly if guessed has no default here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +142,11 @@ class DrafterConfig(DecoderConfig):
         return self.sights[layer] if self.sights else Sight()
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None of one that sees the whole context."""
+        return tuple(self.sight(i).window for i in range(self.num_layers))
+
+    @property
     def changes_logits(self) -> bool:
         """Whether the drafter's logits differ from the head's own."""
         return self.output_multiplier != 1 or bool(self.final_logit_softcapping)
@@ -167,6 +172,50 @@ class DrafterConfig(DecoderConfig):
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary "
                 f"of {self.vocab_size} tokens"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafter2Config(DrafterConfig):
+    """A DFlash 2 drafter: version 1 with convolutions and a selector among candidates."""
+
+    conv_kernel_size: int  # taps of a convolution: a row itself and those before it
+    conv_group_size: int  # channels that share a dynamic kernel
+    selector_rank: int
+    selector_top_k: int  # candidates of a place
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of conv_group_size "
+                f"{self.conv_group_size}"
+            )
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(
+                f"selector_top_k {self.selector_top_k} is more than the vocabulary "
+                f"of {self.vocab_size} tokens"
+            )
+
+
+def second_version(
+    config: DrafterConfig,
+    *,
+    conv_kernel_size: int = 2,
+    conv_group_size: int = 16,
+    selector_rank: int = 256,
+    selector_top_k: int = 16,
+) -> Drafter2Config:
+    """The DFlash 2 drafter of the same sizes; the defaults are the published drafters'."""
+    return Drafter2Config(
+        **{field.name: getattr(config, field.name) for field in fields(config)},
+        conv_kernel_size=conv_kernel_size,
+        conv_group_size=conv_group_size,
+        selector_rank=selector_rank,
+        selector_top_k=selector_top_k,
+    )
 
 
 def default_target_layer_ids(num_target_layers: int, num_drafter_layers: int) -> tuple[int, ...]:

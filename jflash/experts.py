@@ -41,9 +41,11 @@ class Experts(nn.Module):
         self.down = Kernel((c.num_experts, c.intermediate_size, width))
 
     def __call__(
-        self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"], kernels: Any
+        self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Any
     ) -> Float[Array, "B T D"]:
-        """The experts' weighted sum, on top of `residual`; `kernels` are jflash.layers' Kernels.
+        """The experts' weighted sum, on top of `residual` if given.
+
+        `kernels` are jflash.layers' Kernels.
 
         A token's outputs are weighted and added in float32 and rounded once.
         """
@@ -57,8 +59,8 @@ class Experts(nn.Module):
         outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
         # Back to the tokens' own order: where each row was sorted to.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
-        out = weighted_sum(outputs, weights).astype(x.dtype)
-        return residual + out.reshape(x.shape)
+        out = weighted_sum(outputs, weights).astype(x.dtype).reshape(x.shape)
+        return out if residual is None else residual + out
 
 
 def route(

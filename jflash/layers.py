@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding, attention and MLP of a decoder layer: the one door to pallas_kernels.
+"""RMSNorm, attention and MLP of a decoder layer: the one door to pallas_kernels.
 
 A layer knows no cache layout: it hands its projection, with what it takes to make heads of it, and
 its cache to an `attend`, which writes, attends and returns the cache. `BlockAttend` serves the
@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash.cache import Cache, one_sequence, write_chunk
 from jflash.config import DecoderConfig, MoeConfig, Sight
 from jflash.experts import Experts
-from jflash.rope import rope_angles as rope_angles
-from jflash.rope import rope_frequencies as rope_frequencies
+from jflash.rope import rope_angles
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul import gate_up, matmul, partial_products

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash.cache import ring_slots
-from jflash.config import DecoderConfig, DrafterConfig, TargetConfig
+from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
 from jflash.programs import STOP_SLOTS, Shape, capacity_for, new_state
@@ -191,8 +191,10 @@ def _longest_cache(config: DecoderConfig, block_size: int, capacity: int) -> int
     """Slots of a model's longest cache: less than the capacity if every layer has a window."""
     if not isinstance(config, DrafterConfig):
         return capacity
-    windows = [config.sight(i).window for i in range(config.num_layers)]
-    return max(capacity if w is None else ring_slots(w, block_size, capacity) for w in windows)
+    return max(
+        capacity if window is None else ring_slots(window, block_size, capacity)
+        for window in config.windows
+    )
 
 
 def _einsum_bytes(config: DecoderConfig, queries: int, shape: Shape) -> int:
@@ -242,6 +244,9 @@ def _row_bytes(models: Models) -> int:
     if models.drafter is not None:
         c = models.drafter.config
         context = c.num_layers * 2 * c.num_kv_heads * c.head_dim
+        if isinstance(c, Drafter2Config):  # rows of the codebooks, their product, and kernels
+            context += 3 * c.selector_top_k * c.selector_rank
+            context += 2 * c.conv_kernel_size * c.hidden_size
     return (max(widths) + features + context) * FLOAT32
 
 

@@ -107,8 +107,7 @@ def new_state(models: Models, shape: Shape) -> State:
     drafter_cache = ()
     if models.drafter is not None:
         config = models.drafter.config
-        windows = [config.sight(i).window for i in range(config.num_layers)]
-        drafter_cache = with_rings(caches(config), windows, models.block_size)
+        drafter_cache = with_rings(caches(config), config.windows, models.block_size)
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
     return State(
         tokens=ints((shape.batch, shape.capacity)),

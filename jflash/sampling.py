@@ -16,7 +16,8 @@ for (DRAFT, ACCEPT, TARGET), so no two decisions share any. A rejected block's i
 again with the same noise, which is exact: whether and what a step commits at an index depends on
 the noise of that index and those before it alone, and a step ends with the first rejection. So
 given all that is committed, nothing has been decided yet by the noise of later indices, and it is
-as good as new. (The drafter sees committed tokens only, and draws each index by its own noise.)
+as good as new. (The drafter sees committed tokens, and of its own drafts at most those before the
+one it draws, and draws each index by its own noise; q is that of a draft after those before it.)
 """
 
 import math
@@ -85,6 +86,13 @@ def filters_of(sampling: Sampling) -> Filters:
         jnp.float32(sampling.top_p),
         jnp.float32(sampling.min_p),
     )
+
+
+def temperature_only(filters: Filters) -> Filters:
+    """The same temperatures, nothing filtered."""
+    off = filters_of(GREEDY)
+    rest = [jnp.full_like(x, value) for x, value in zip(filters[1:], off[1:], strict=True)]
+    return Filters(filters.temperature, *rest)
 
 
 def greedy(logits: Float[Array, "B T V"]) -> Int[Array, "B T"]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jflash.cache import Cache
 from jflash.layers import BlockAttend, Kernels
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter
+from jflash.models.dflash import Drafter, Tools
 from jflash.sampling import (
     DRAFT,
     Filters,
@@ -27,6 +27,7 @@ from jflash.sampling import (
     greedy,
     judged,
     probabilities,
+    temperature_only,
     through_first_stop,
 )
 
@@ -135,16 +136,32 @@ def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend,
         models.kernels,
     )  # fmt: skip
-    state, hidden = state._replace(drafter_cache=cache), hidden[:, 1:]
-    if not (models.draws_drafts or models.drafter.config.changes_logits):
-        best = apply(models.target, params.target, hidden, models.matmul_backend, method="best")
-        return Proposal(best), state
-    logits = apply(models.target, params.target, hidden, method="logits")
-    logits = apply(models.drafter, params.drafter, logits, method="adjust_logits")
-    if not models.draws_drafts:
-        return Proposal(greedy(logits)), state
-    q = probabilities(logits, state.filters)
-    return Proposal(draw(q, positions[:, 1:], state.keys, DRAFT), q), state
+    tools = drafting_tools(models, params, state, positions[:, 1:])
+    tokens, q = apply(
+        models.drafter, params.drafter, hidden[:, 1:], anchor[:, 0], tools, method="propose"
+    )
+    return Proposal(tokens, q), state._replace(drafter_cache=cache)
+
+
+def drafting_tools(
+    models: Models, params: Params, state: State, indices: Int[Array, "B D"]
+) -> Tools:
+    """The target's head and the draft rule, for drafts of the tokens at `indices`."""
+
+    def best(hidden: Array) -> Array:
+        return apply(models.target, params.target, hidden, models.matmul_backend, method="best")
+
+    def logits(hidden: Array) -> Array:
+        return apply(models.target, params.target, hidden, method="logits")
+
+    def choose(scores: Array, filtered: bool) -> tuple[Array, Array | None]:
+        if not models.draws_drafts:
+            return greedy(scores), None
+        filters = state.filters if filtered else temperature_only(state.filters)
+        q = probabilities(scores, filters)
+        return draw(q, indices, state.keys, DRAFT), q
+
+    return Tools(best, logits, choose, models.draws_drafts)
 
 
 def verify(

@@ -22,7 +22,7 @@ import jax
 from jflash.backends import with_backends
 from jflash.cli.command import Parser, run_command
 from jflash.cli.training_options import settings, training_parser
-from jflash.config import DrafterConfig
+from jflash.config import DrafterConfig, second_version
 from jflash.evals.acceptance import is_looping
 from jflash.generate import Pair
 from jflash.io import (
@@ -70,13 +70,22 @@ def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> Dra
         mask = default_mask_token_id(tokenizer, target.config.vocab_size)
         name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
         print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
-    return drafter_config_for(
+    config = drafter_config_for(
         target.config,
         num_layers=args.num_layers,
         block_size=args.block_size,
         mask_token_id=mask,
         target_layer_ids=args.target_layer_ids,
         intermediate_size=args.intermediate_size,
+    )
+    if args.drafter == "dflash":
+        return config
+    return second_version(
+        config,
+        conv_kernel_size=args.conv_kernel_size,
+        conv_group_size=args.conv_group_size,
+        selector_rank=args.selector_rank,
+        selector_top_k=args.selector_top_k,
     )
 
 

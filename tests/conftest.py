@@ -1,5 +1,6 @@
 """The tests leave the user's caches alone, and what they do does not depend on them."""
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -45,6 +46,16 @@ def refused(capsys, caplog, tmp_path):
     from tests.refusals import refuser
 
     return refuser(capsys, caplog, tmp_path)
+
+
+@pytest.fixture
+def compiled_hastily(monkeypatch):
+    """Programs are compiled soon and badly: for tests that compile many and run each briefly."""
+    from tests.attention_checks import HASTY
+
+    full = jax.stages.Lowered.compile
+    hasty = functools.partialmethod(full, compiler_options=HASTY)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", hasty)
 
 
 def pytest_sessionstart() -> None:

@@ -10,9 +10,10 @@ from flax import linen as nn
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.io.names import abstract_params
-from jflash.layers import XLA, Projected, rope_angles
+from jflash.layers import XLA, Projected
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.rope import rope_angles
 from jflash.speculative import Models, Params
 from pallas_kernels.heads_to_cache import Heads
 

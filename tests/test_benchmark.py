@@ -88,6 +88,15 @@ def test_the_floors_of_the_goals():
     assert plain == pytest.approx(3.66, abs=0.03)
 
 
+def test_behind_a_window_nothing_is_read():
+    full, near = (model_shape(name).drafter for name in ("qwen3-8b", "qwen3-8b-window"))
+    for context, read in ((1000.0, 5 * 1000), (32768.0, 4 * 2047 + 32768)):
+        work = draft_work(near, 2, 16, context, 2)
+        written = draft_work(full, 2, 16, 0.0, 2).attention_bytes
+        assert work.attention_bytes - written == 2 * read * 2 * 8 * 128 * 2
+        assert work.weight_bytes == draft_work(full, 2, 16, context, 2).weight_bytes
+
+
 def test_operations_agree_with_the_compilers_count():
     """XLA's einsum attends to every slot, so the context counted here is the whole capacity."""
     models, params = tiny()

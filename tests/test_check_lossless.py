@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.config import Sight
 from jflash.evals import lossless_cases, lossless_check
 from jflash.evals.lossless import CORRUPTION
+from jflash.evals.shapes import SHAPES, ModelShape
+from jflash.models.dflash2 import Drafter2
+from jflash.programs import new_state
 from tests.lossless_case import small_case
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check_lossless.py"
@@ -135,11 +140,27 @@ def test_too_little_shown_fails(script):
     assert worse == ["not lossless at capacity 4096: 5 differences from the oracle"]
 
 
+def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_passed(monkeypatch):
+    assert set(lossless_cases.PAIRS) - {"tiny-math"} < SHAPES.keys()
+    target, drafter = SHAPES["tiny-dflash2"]
+    sights = (Sight(window=2048), *[Sight()] * (drafter.num_layers - 1))
+    shape = ModelShape(target, replace(drafter, sights=sights))
+    monkeypatch.setitem(SHAPES, "tiny-window", shape)
+    case = lossless_cases.load_case("tiny-window", "float32", 0, {}, 1)
+    made = case.models.drafter
+    assert isinstance(made, Drafter2)
+    assert made.config.windows == (lossless_cases.LONGEST_PROMPT, *[None] * (len(sights) - 1))
+    state = new_state(case.models, lossless_cases.case_shape(case, 1, "float32"))
+    assert [cache.wraps for cache in state.drafter_cache] == [True] + [False] * (len(sights) - 1)
+    one, other = (p.drafter["fc"]["kernel"] for p in (case.params, case.other_drafter))
+    assert not np.array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     "argv,words",
     [
         (["--pairs", "tiny-math,gpt"], "no pair is called 'gpt'"),
-        (["--pairs", "qwen3-8b"], "use --pairs tiny-math"),
+        (["--pairs", "qwen3-coder-30b"], "qwen3-coder-30b takes days on a CPU: use --pairs tiny"),
         (["--pairs", "tiny-math", "--batches", "0,2"], "--batches 0: at least 1"),
         (["--pairs", "tiny-math", "--batches", "two"], "'two' is no list"),
         (["--pairs", "tiny-math", "--tokens", "0"], "--tokens 0: at least 1"),

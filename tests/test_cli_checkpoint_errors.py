@@ -51,7 +51,7 @@ def test_config_that_is_no_json(pair, refused):
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "Gemma4ForConditionalGeneration"]
+    "name", ["Qwen3NextForCausalLM", "GptOssForCausalLM", "Gemma4ForConditionalGeneration"]
 )
 def test_unsupported_architecture(pair, refused, name):
     edit_config(pair.target, architectures=[name])
@@ -63,9 +63,9 @@ def test_target_and_drafter_exchanged(pair, refused):
     refused(decode(Folders(pair.target, pair.target)), "unsupported drafter Qwen3ForCausalLM")
 
 
-def test_dflash_2(pair, refused):
-    edit_config(pair.drafter, architectures=["DFlash2DraftModel"])
-    refused(decode(pair), "DFlash2DraftModel")
+def test_a_drafter_of_an_unknown_version(pair, refused):
+    edit_config(pair.drafter, architectures=["DFlash3DraftModel"])
+    refused(decode(pair), "DFlash3DraftModel")
 
 
 FEATURES = [

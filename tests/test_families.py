@@ -15,6 +15,10 @@ FAMILIES = json.loads((ROOT / "benchmarks" / "families.json").read_text())["fami
 BACKED = [(row, cell, row[cell]) for row in FAMILIES for cell in CELLS if row[cell]]
 
 
+def read(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def functions(file: Path) -> set[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -24,20 +28,25 @@ def problem_of(row: dict, cell: str, backing: str) -> str:
     """What is wrong with what backs a cell; nothing if it is there and of this family."""
     if cell == "run on a GPU":
         result = ROOT / backing
-        cases = json.loads(result.read_text())["cases"] if result.exists() else []
+        cases = read(result)["cases"] if result.exists() else []
         shapes = {case["shape"] for case in cases}
         return "" if shapes & set(row["shapes"]) else f"{backing} holds no case of it"
-    found = re.fullmatch(r"(tests/\w+\.py)::(test_\w+)(?:\[cases-(pair\d\d)\])?", backing)
+    found = re.fullmatch(r"(tests/\w+\.py)::(test_\w+)\[(\w+)-(pair\d\d)\]", backing)
     if not found:
         return f"{backing} is no test"
     file = ROOT / found[1]
     if not file.exists() or found[2] not in functions(file):
         return f"{backing} is not there"
-    if found[3]:
-        record = ROOT / "tests" / "reference" / "cases" / found[3] / "record.json"
-        if not record.exists() or json.loads(record.read_text())["family"] != row["model_type"]:
-            return f"{found[3]} is not of this family"
-    return ""
+    folder = ROOT / "tests" / "reference" / found[3] / found[4]
+    if not folder.exists() or read(folder / "record.json")["family"] != row["model_type"]:
+        return f"{found[4]} is not of this family"
+    drafter = read(folder / "drafter" / "config.json")
+    if cell == "window" and not drafter["use_sliding_window"]:
+        return f"{found[4]} has no window"
+    version = {"drafter v1": "DFlashDraftModel", "DFlash 2": "DFlash2DraftModel"}.get(cell)
+    return (
+        f"{found[4]} is not {version}" if version not in (None, *drafter["architectures"]) else ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,12 +64,16 @@ def test_every_supported_family_has_a_row_with_a_tested_target():
 
 
 def test_what_backs_nothing_is_noticed():
-    row = FAMILIES[0]
-    test = "tests/test_reference_parity.py::test_whole_generations"
-    assert not problem_of(row, "target", test)
-    assert "is not there" in problem_of(row, "target", test + "_of_nothing")
-    assert "is not there" in problem_of(row, "target", "tests/test_nothing.py::test_it")
-    assert "is no test" in problem_of(row, "target", "README.md")
-    assert "not of this family" in problem_of(row, "target", test + "[cases-pair00]")
-    for file in ("h200-nothing.json", "h200-qwen3-8b-b1.json"):
+    row, test = FAMILIES[0], "tests/test_reference_parity.py::test_whole_generations"
+    own = "[cases-pair02]"
+    assert not problem_of(row, "target", test + own)
+    assert "is not there" in problem_of(row, "target", test + "_of_nothing" + own)
+    assert "is not there" in problem_of(row, "target", "tests/test_nothing.py::test_it" + own)
+    for text in ("README.md", test):
+        assert "is no test" in problem_of(row, "target", text)
+    for pair in ("[cases-pair00]", "[cases-pair99]"):
+        assert "not of this family" in problem_of(row, "target", test + pair)
+    assert "has no window" in problem_of(row, "window", test + own)
+    assert "is not DFlash2DraftModel" in problem_of(row, "DFlash 2", test + own)
+    for file in ("h200-nothing.json", "h200-qwen3-8b.json"):
         assert "no case" in problem_of(FAMILIES[1], "run on a GPU", f"benchmarks/{file}")

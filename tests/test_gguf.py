@@ -21,7 +21,7 @@ from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io import configure_pair, load_target, load_tokenizer, read_ahead, stop_token_ids
 from jflash.io.hf_config import target_config
 from jflash.io.load import check_params, read_config
-from jflash.layers import rope_frequencies
+from jflash.rope import rope_frequencies
 from tests.gguf_files import (
     EOS,
     HEADS,

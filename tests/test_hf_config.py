@@ -4,7 +4,8 @@ import pytest
 import transformers
 
 from jflash.config import Llama3Scaling
-from jflash.io.hf_config import DEFAULT_ROPE_THETA, DEFAULTS, drafter_config, target_config
+from jflash.io.hf_config import DEFAULTS, drafter_config, target_config
+from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.load import read_config
 from jflash.io.names import leaf_sources
 
@@ -166,7 +167,8 @@ def test_where_a_drafter_keeps_its_own_keys():
 
 
 REFUSED_DRAFTERS = [
-    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ({"architectures": ["DFlash3DraftModel"]}, "DFlash3DraftModel"),
+    ({"architectures": ["DFlash2DraftModel"]}, "lacks conv_kernel_size, conv_group_size"),
     ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "use_sliding_window"),
     ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}, "sliding_window must"),
     ({"layer_types": ["full_attention"] * 4}, "layer_types must be 5"),
@@ -176,6 +178,7 @@ REFUSED_DRAFTERS = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of full_attention"),
     ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
     ({"is_causal": "yes"}, "is_causal must be true or false"),
+    ({"dflash_config": {"is_causal": False, "mask_token_id": 3}}, "says is_causal: put it at the"),
     ({"num_target_layers": None}, "num_target_layers"),
 ]
 
@@ -190,7 +193,8 @@ def test_drafters_refused_by_name(change, named):
     "name",
     [
         *("GptOssForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"),
-        *("Qwen3NextForCausalLM", "MistralForCausalLM", "DFlashDraftModel"),
+        *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "DeepseekV3ForCausalLM"),
+        *("MistralForCausalLM", "DFlashDraftModel"),
     ],
 )
 def test_targets_refused_by_name(name):

@@ -25,7 +25,8 @@ from jflash.memory import (
     memory_budget,
 )
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, make_request, new_state, run
 from jflash.speculative import Models, Params
@@ -43,7 +44,7 @@ def published(name: str, layers: int | None = None, backend: str = "xla") -> Mod
         drafter = replace(
             drafter, num_layers=layers, num_target_layers=layers, target_layer_ids=ids
         )
-    return Models(Target(target), Drafter(drafter), drafter.block_size, backend)
+    return Models(Target(target), drafter_of(drafter), drafter.block_size, backend)
 
 
 def alone(models: Models) -> Models:
@@ -91,7 +92,7 @@ def windowed(models: Models, *windows: int | None) -> Models:
     """The same pair with these windows in the drafter's layers."""
     assert models.drafter is not None
     sights = tuple(Sight(window=w, causal=w is not None) for w in windows)
-    return replace(models, drafter=Drafter(replace(models.drafter.config, sights=sights)))
+    return replace(models, drafter=drafter_of(replace(models.drafter.config, sights=sights)))
 
 
 def test_a_window_takes_a_ring_however_long_the_context():
@@ -165,6 +166,7 @@ COMPILED = [
     ("tiny", 1, 4096, "float32", for_the_cpu),
     ("tiny", 16, 1024, "float32", for_the_cpu),
     ("tiny-moe", 16, 1024, "float32", for_the_cpu),
+    ("tiny-dflash2", 16, 1024, "float32", for_the_cpu),
 ]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,12 +19,16 @@ from jflash.cache import empty_cache
 from jflash.layers import XLA, BlockAttend, MaskAttend
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
+from tests.attention_checks import HASTY
 
+pytestmark = pytest.mark.usefixtures("compiled_hastily")
 COMMITTED = Path(__file__).parent / "reference" / "cases"
 FRESH = os.environ.get("JFLASH_FRESH_CASES")
 WINDOWS = COMMITTED.with_name("window_cases")
 SETS = [COMMITTED, *([Path(FRESH)] if FRESH else [])]
 FOLDERS = [folder for cases in (*SETS, WINDOWS) for folder in sorted(cases.glob("pair*"))]
+CONTEXT = 12  # tokens before the recorded block
+CAPACITY = 512  # of all cases: each width of a pair is compiled once
 
 
 def record(folder: Path) -> dict:
@@ -40,44 +45,48 @@ def close(got, want) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
-def test_logits_features_and_drafter_states(folder: Path):
-    both, want = pair(folder), load_file(folder / "tensors.safetensors")
+def recorded_forward(both, tokens):
+    """Logits and features of the tokens; hidden states and logits of a block behind CONTEXT."""
     models, params = both.models, both.params
-    tokens = jnp.asarray(want["prompt_ids"], jnp.int32).reshape(1, -1)
-    positions = jnp.arange(tokens.shape[1])[None]
+    drafter = models.drafter
+    assert drafter is not None
+    c, width = drafter.config, models.block_size
+    positions = jnp.arange(tokens.shape[1] + width)[None]
     causal = MaskAttend(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None, None])
     caches = (None,) * models.target.config.num_layers
     hidden, features, _ = apply(
-        models.target, params.target, tokens, positions, caches, causal, models.taps
-    )
-    close(apply(models.target, params.target, hidden, method="logits")[0], want["logits"])
-    close(features[0], want["features"])
-
-    context, width = 12, models.block_size
-    c = models.drafter.config
-    caches = empty_cache(c.num_layers, 1, 64, c.num_kv_heads, c.head_dim, "float32")
-    rows = apply(
-        models.drafter, params.drafter, features[:, :context], positions[:, :context],
-        method="context",
+        models.target, params.target, tokens, positions[:, : tokens.shape[1]], caches, causal,
+        models.taps,
     )  # fmt: skip
+    context = jnp.arange(CONTEXT)[None]
+    rows = apply(drafter, params.drafter, features[:, :CONTEXT], context, method="context")
     caches = tuple(
-        projected.write(cache, jnp.arange(context)[None], "xla")[1]
-        for cache, projected in zip(caches, rows, strict=True)
-    )
-    block = jnp.full((1, width), c.mask_token_id).at[0, 0].set(tokens[0, context])
-    attend = BlockAttend(jnp.full(1, context), jnp.full(1, width), False, XLA)
-    states, _ = apply(
-        models.drafter, params.drafter,
-        apply(models.target, params.target, block, method="embed"),
-        context + jnp.arange(width)[None], caches, attend,
+        projected.write(cache, context, "xla")[1]
+        for cache, projected in zip(
+            empty_cache(c.num_layers, 1, 64, c.num_kv_heads, c.head_dim, "float32"),
+            rows, strict=True,
+        )
     )  # fmt: skip
-    close(states[0], want["draft_hidden"])
-    logits = apply(models.target, params.target, states, method="logits")
-    close(
-        apply(models.drafter, params.drafter, logits, method="adjust_logits")[0],
-        want["draft_logits"],
+    block = jnp.full((1, width), c.mask_token_id).at[0, 0].set(tokens[0, CONTEXT])
+    attend = BlockAttend(jnp.full(1, CONTEXT), jnp.full(1, width), False, XLA)
+    embeddings = apply(models.target, params.target, block, method="embed")
+    place = positions[:, CONTEXT : CONTEXT + width]
+    states, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)
+    logits, drafts = (
+        apply(models.target, params.target, x, method="logits") for x in (hidden, states)
     )
+    drafts = apply(drafter, params.drafter, drafts, method="adjust_logits")
+    return logits, features, states, drafts
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+def test_logits_features_and_drafter_states(folder: Path):
+    both, want = pair(folder), load_file(folder / "tensors.safetensors")
+    tokens = jnp.asarray(want["prompt_ids"], jnp.int32).reshape(1, -1)
+    found = jax.jit(lambda t: recorded_forward(both, t), compiler_options=HASTY)(tokens)
+    names = ("logits", "features", "draft_hidden", "draft_logits")
+    for name, got in zip(names, found, strict=True):
+        close(got[0], want[name])
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
@@ -89,6 +98,7 @@ def test_whole_generations(folder: Path):
             "max_new_tokens": case["max_new_tokens"],
             "stop_token_ids": case["stop_token_ids"] or [],
             "prefill_chunk": 32,
+            "capacity": CAPACITY,
         }
         if number % 4:
             got = generate(both, [case["prompt_ids"]], **how)[0]
@@ -103,10 +113,7 @@ def drafter_json(folder: Path) -> dict:
     return json.loads((folder / "drafter" / "config.json").read_text())
 
 
-WINDOWED = [f for f in FOLDERS if drafter_json(f).get("use_sliding_window")]
-
-
-@pytest.mark.parametrize("folder", WINDOWED, ids=lambda f: f"{f.parent.name}-{f.name}")
+@pytest.mark.parametrize("folder", sorted(WINDOWS.glob("pair*")), ids=lambda f: f.name)
 def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
     """window + W - 1 slots and no more, and prompts in chunks longer than that."""
     monkeypatch.setattr(cache, "RING_BLOCK", 1)
@@ -114,7 +121,7 @@ def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
     width, wrapped = both.models.block_size, 0
     # A chunk that no other test takes: what is compiled does not know of the patched constant.
     chunk = 48 + width
-    shape = Shape(1, 256, chunk, 16, "float32")
+    shape = Shape(1, CAPACITY, chunk, 16, "float32")
     sizes = {c.k.shape[1] for c in new_state(both.models, shape).drafter_cache if c.wraps}
     assert sizes == {window + width - 1} and window + width - 1 < chunk
     for case in record(folder)["cases"]:
@@ -122,7 +129,7 @@ def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
             continue
         got = generate(
             both, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
-            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=chunk,
+            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=chunk, capacity=CAPACITY,
         )[0]  # fmt: skip
         assert got.token_ids == case["output_ids"], case["name"]
         assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]

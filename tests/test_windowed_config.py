@@ -10,7 +10,8 @@ import pytest
 import transformers
 
 from jflash.config import DrafterConfig, Sight
-from jflash.io.hf_config import drafter_config, target_config, to_hf_config
+from jflash.io.hf_config import drafter_config, target_config
+from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
 from jflash.rope import rope_angles, rope_frequencies
 from tests.test_hf_config import published

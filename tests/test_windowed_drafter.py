@@ -3,6 +3,7 @@
 That they draft as the reference does is in test_reference_parity.py.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,9 +13,10 @@ import pytest
 
 from jflash import cache
 from jflash.cache import RingCache, empty_cache, ring_slots, with_rings, write_context
-from jflash.config import Sight
+from jflash.config import Sight, second_version
 from jflash.evals import lossless_check
-from jflash.generate import generate
+from jflash.generate import Pair, generate
+from jflash.models.dflash2 import drafter_of
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state
 from jflash.speculative import Params, speculative_step
@@ -27,11 +29,22 @@ SIGHTS = {
 }
 
 
-@pytest.mark.parametrize("sights", SIGHTS.values(), ids=SIGHTS)
-def test_any_windowed_drafter_gives_the_oracles_tokens(sights):
+def as_version_2(pair: Pair) -> Pair:
+    """The pair with a random DFlash 2 drafter of the same sizes and windows."""
+    assert pair.models.drafter is not None
+    config = second_version(
+        pair.models.drafter.config, conv_group_size=4, selector_rank=6, selector_top_k=5
+    )
+    params = Params(pair.params.target, random_params(config, 1))
+    return Pair(replace(pair.models, drafter=drafter_of(config)), params)
+
+
+@pytest.mark.parametrize(("sights", "version"), [("mixed", 1), ("two-sided", 2)])
+def test_any_windowed_drafter_gives_the_oracles_tokens(sights, version):
     """In batches, where neighbours and slots change nothing, with prompts longer than a ring."""
     batch = [*prompts(1, seed=3, low=150, high=180), *prompts(3, seed=4, low=1, high=90)]
-    pair = random_pair(sights=sights)
+    pair = random_pair(sights=SIGHTS[sights])
+    pair = pair if version == 1 else as_version_2(pair)
     how = {"max_new_tokens": 60, "capacity": 512, "prefill_chunk": 128}
     oracle = generate(pair, batch, oracle=True, **how)
     got = generate(pair, batch, **how)

@@ -40,11 +40,17 @@ def _answer_options(add) -> None:
 
 
 def _drafter_options(add) -> None:
+    add("--drafter", choices=("dflash", "dflash2"), default="dflash", help="version 1 or 2")
     add("--num-layers", type=int, default=5)
     add("--intermediate-size", type=int, help="width of the MLP; default: the target's")
     add("--block-size", type=int, default=16)
     add("--target-layer-ids", type=layer_ids, metavar="1,9,17", help="default: the published rule")
     add("--mask-token-id", type=int, help="default: the tokenizer's, or an id that is not used")
+    second = "of --drafter dflash2"
+    add("--conv-kernel-size", type=int, default=2, help=f"rows that a convolution spans, {second}")
+    add("--conv-group-size", type=int, default=16, help=f"channels that share a kernel, {second}")
+    add("--selector-rank", type=int, default=256, help=f"width of the codebooks, {second}")
+    add("--selector-top-k", type=int, default=16, help=f"candidates of a place, {second}")
 
 
 def _training_options(add) -> None:
@@ -66,6 +72,7 @@ def _training_options(add) -> None:
     add("--ce-share", type=float, default=paper.ce_share, help="of --loss tv")
     share_of_places = "of the training, over which the places of a block come in one by one"
     add("--curriculum", type=float, default=0.0, metavar="SHARE", help=share_of_places)
+    add("--selector-weight", type=float, default=paper.selector_weight, help="of its loss, dflash2")
     add("--training-attention", choices=("xla", "cudnn"), help="default: the device's fastest")
 
 
@@ -111,5 +118,6 @@ def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, list[Sam
     objective = Objective(
         loss=args.loss, weights=args.position_weights, decay=args.decay,
         dpace_alpha=args.dpace_alpha, ce_share=args.ce_share, curriculum=args.curriculum,
+        selector_weight=args.selector_weight,
     )  # fmt: skip
     return training, objective, samplings

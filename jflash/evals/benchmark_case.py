@@ -42,7 +42,8 @@ from jflash.memory import (
     weight_bytes,
 )
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
 from jflash.programs import STOP_SLOTS, Shape, compile_programs
 from jflash.speculative import Models, Params, State
 
@@ -151,7 +152,7 @@ def task_models(task: Task) -> Models:
     """The pair that a task names, at the drafter's own width."""
     if task.shape is not None:
         target, drafter = model_shape(task.shape)
-        models = Models(Target(target), Drafter(drafter), drafter.block_size)
+        models = Models(Target(target), drafter_of(drafter), drafter.block_size)
         models = with_backends(models, task.dtype or default_dtype(), jax.devices()[0])
     else:
         assert task.target is not None and task.drafter is not None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.config import DecoderConfig, DrafterConfig, TargetConfig
+from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, TargetConfig
 
 
 class Work(NamedTuple):
@@ -74,16 +74,27 @@ def verify_work(
 def draft_work(
     drafter: DrafterConfig, batch: int, width: int, context: float, itemsize: int
 ) -> Work:
-    """The drafter over the block, the head over all rows but the anchor's, and the context K/V."""
+    """The drafter over the block, the head over all rows but the anchor's, and the context K/V.
+
+    Of a DFlash 2 drafter's codebooks it reads the rows of its candidates alone.
+    """
     c = drafter
     layers = c.num_layers * layer_weights(c)
     head = c.vocab_size * c.hidden_size
     fc = len(c.target_layer_ids) * c.hidden_size**2
     context_kv = c.num_layers * c.hidden_size * 2 * c.num_kv_heads * c.head_dim
     context_rows = c.num_layers * batch * width * 2 * c.num_kv_heads * c.head_dim
+    places = batch * (width - 1)
+    drafts = _products(head, places, itemsize, (0.0, 0.0))
+    if isinstance(c, Drafter2Config):
+        kernels = 2 * 2 * c.conv_kernel_size * c.hidden_size // c.conv_group_size
+        layers += c.num_layers * kernels * c.hidden_size
+        rows = 2.0 * places * c.selector_top_k * c.selector_rank
+        scores = (rows, rows * c.selector_top_k)
+        drafts = add(drafts, _products(c.hidden_size * c.selector_rank, places, itemsize, scores))
     return add(
         _products(layers, batch * width, itemsize, _attention(c, batch, width, context)),
-        _products(head, batch * (width - 1), itemsize, (0.0, 0.0)),
+        drafts,
         _products(fc + context_kv, batch * width, itemsize, (float(context_rows), 0.0)),
     )
 
@@ -125,8 +136,13 @@ def _experts(c: TargetConfig, rows: int, itemsize: int) -> Work:
 
 
 def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tuple[float, float]:
-    """Entries of keys and values read or written, and operations of scores and sums."""
-    rows = c.num_layers * batch * (context + width)
+    """Entries of keys and values read or written, and operations of scores and sums.
+
+    Behind a drafter's window nothing is read.
+    """
+    windows = c.windows if isinstance(c, DrafterConfig) else (None,) * c.num_layers
+    seen = sum(context if w is None else min(context, w - 1) for w in windows)
+    rows = batch * (seen + c.num_layers * width)
     return (
         rows * 2.0 * c.num_kv_heads * c.head_dim,
         rows * width * 4.0 * c.num_heads * c.head_dim,

@@ -1,12 +1,21 @@
 """Published model shapes as configs, so that a step can be timed without a checkpoint.
 
-Numbers from the models' public config.json. Knows no weights: a shape decodes nothing of meaning.
+Numbers from the models' public config.json; `-window` and `-dflash2` give a published target
+another kind of drafter. Knows no weights: a shape decodes nothing of meaning.
 """
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jflash.config import DrafterConfig, Llama3Scaling, MoeConfig, RopeConfig, TargetConfig
+from jflash.config import (
+    DrafterConfig,
+    Llama3Scaling,
+    MoeConfig,
+    RopeConfig,
+    Sight,
+    TargetConfig,
+    second_version,
+)
 
 
 class ModelShape(NamedTuple):
@@ -154,6 +163,16 @@ def _drafter(
     )
 
 
+def _windowed(shape: ModelShape) -> ModelShape:
+    """All layers of the drafter but the last with a window, as Qwen3.6-27B's drafter has them."""
+    near = (Sight(window=2048, causal=True),) * (shape.drafter.num_layers - 1)
+    return shape._replace(drafter=replace(shape.drafter, sights=(*near, Sight())))
+
+
+def _dflash2(shape: ModelShape) -> ModelShape:
+    return shape._replace(drafter=second_version(shape.drafter))
+
+
 SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(4096, 12288, tie_embeddings=False),
     "qwen3-4b": _qwen3(2560, 9728, tie_embeddings=True),
@@ -162,6 +181,9 @@ SHAPES: dict[str, ModelShape] = {
     "tiny": _tiny(),
     "tiny-moe": _tiny_moe(),
 }
+SHAPES["qwen3-8b-window"] = _windowed(SHAPES["qwen3-8b"])
+SHAPES["qwen3-8b-dflash2"] = _dflash2(SHAPES["qwen3-8b"])
+SHAPES["tiny-dflash2"] = _dflash2(SHAPES["tiny"])
 
 
 def model_shape(name: str) -> ModelShape:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jflash.config import Drafter2Config
 from jflash.evals.shapes import ModelShape
 from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
 from jflash.programs import STOP_SLOTS, Shape, new_state, run
 from jflash.speculative import Models, Params
 from pallas_kernels.matmul.tuning import winner
@@ -43,13 +45,18 @@ def cut(shape: ModelShape, target_layers: int, drafter_layers: int) -> ModelShap
         num_layers=drafter_layers,
         target_layer_ids=taps,
         num_target_layers=target_layers,
+        sights=shape.drafter.sights[-drafter_layers:],
     )
-    return ModelShape(replace(shape.target, num_layers=target_layers), drafter)
+    moe = shape.target.moe
+    if moe is not None:
+        kept = tuple(i for i in moe.sparse_layers if i < target_layers)
+        moe = replace(moe, sparse_layers=kept)
+    return ModelShape(replace(shape.target, num_layers=target_layers, moe=moe), drafter)
 
 
 def pair_models(shape: ModelShape) -> Models:
     """The pair at the drafter's own width, by XLA alone."""
-    return Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
+    return Models(Target(shape.target), drafter_of(shape.drafter), shape.drafter.block_size)
 
 
 def plain_models(shape: ModelShape) -> Models:
@@ -81,19 +88,27 @@ def temporary_bound(models: Models, batch: int, dtype: str) -> int:
     """Bytes that a step may take beside weights and state.
 
     One array of float32 logits, [B, W, V], where they are written at all: draft and verify take
-    turns. Twice the widest activation, a layer's gate and up, [B, W, 2 F]: one being read, one
-    being written. And ROOM.
+    turns. Twice the widest activation, a layer's gate and up, [B, W, 2 F], or the rows of all its
+    experts: one being read, one being written. And ROOM.
     """
     rows, size = batch * models.block_size, jnp.dtype(dtype).itemsize
     configs = [m.config for m in (models.target, models.drafter) if m is not None]
-    widest = 2 * max(c.intermediate_size for c in configs) * size
+    widths = [2 * c.intermediate_size for c in configs]
+    moe = models.target.config.moe
+    if moe is not None:
+        widths.append(
+            moe.experts_per_token * max(2 * moe.intermediate_size, configs[0].hidden_size)
+        )
+    widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch, dtype) else 0
     return rows * (logits + 2 * widest) + ROOM
 
 
 def writes_logits(models: Models, batch: int, dtype: str) -> bool:
     """False if a kernel keeps every logit on chip and gives the best token alone."""
-    if models.sampled or (models.drafter is not None and models.drafter.config.changes_logits):
+    drafter = models.drafter and models.drafter.config
+    chosen = isinstance(drafter, Drafter2Config)  # from the best logits
+    if models.sampled or chosen or (drafter is not None and drafter.changes_logits):
         return True
     if models.matmul_backend == "mosaic_gpu":
         return False

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType
 
 from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io.gguf_file import GgufFile
-from jflash.io.hf_config import DEFAULT_ROPE_THETA
-from jflash.layers import rope_frequencies
+from jflash.io.hf_rope import DEFAULT_ROPE_THETA
+from jflash.rope import rope_frequencies
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jflash.config import (
+    Drafter2Config,
     DrafterConfig,
     MoeConfig,
     Sight,
     TargetConfig,
     default_target_layer_ids,
 )
-from jflash.io.hf_rope import DEFAULT_ROPE_THETA as DEFAULT_ROPE_THETA
 from jflash.io.hf_rope import rope_config
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
@@ -51,6 +51,9 @@ TARGETS = {
     "LlamaForCausalLM": "llama",
 }
 DRAFTER = "DFlashDraftModel"
+DRAFTER_2 = "DFlash2DraftModel"
+_SIGHT_KEYS = ("is_causal", "layer_types", "sliding_window", "use_sliding_window")
+OF_DRAFTER_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -99,10 +102,10 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
 
 
 def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
-    """A DFlash v1 drafter's config, its own keys in `dflash_config` or at the top level."""
+    """A drafter's config, version 1 or 2, its own keys in `dflash_config` or at the top level."""
     name = architecture(raw)
-    if name != DRAFTER:
-        raise ValueError(f"unsupported drafter {name}; supported: {DRAFTER}")
+    if name not in (DRAFTER, DRAFTER_2):
+        raise ValueError(f"unsupported drafter {name}; supported: {DRAFTER}, {DRAFTER_2}")
     own = raw.get("dflash_config") or {}
 
     def value(key: str, default: Any = None) -> Any:
@@ -119,7 +122,7 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     if ids is None:
         ids = default_target_layer_ids(targets, trunk["num_layers"])
     cap = value("final_logit_softcapping")
-    return DrafterConfig(
+    shared = dict(
         **trunk,
         qk_norm=True,
         qkv_bias=bias,
@@ -132,16 +135,27 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
         input_embedding_scale=float(value("input_embedding_scale", 1.0)),
         output_multiplier=float(value("output_multiplier", 1.0)),
         final_logit_softcapping=float(cap) if cap else None,
-        sights=_sights(raw, trunk["num_layers"], value("is_causal")),
+        sights=_sights(raw, own, trunk["num_layers"]),
     )
+    if name == DRAFTER:
+        return DrafterConfig(**shared)
+    missing = [key for key in OF_DRAFTER_2 if value(key) is None]
+    if missing:
+        raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
+    second: dict[str, Any] = {key: int(value(key)) for key in OF_DRAFTER_2}
+    return Drafter2Config(**shared, **second)
 
 
-def _sights(raw: dict[str, Any], num_layers: int, is_causal: Any) -> tuple[Sight, ...]:
+def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[Sight, ...]:
     """What a drafter's layers see, () if all of them see everything.
 
     Qwen3Config's rules for windows; unless `is_causal` says so for all, those layers are causal
-    that have a window (dflash 0.1.0).
+    that have a window. dflash 0.1.0 reads the keys at the top level alone, not in its `own`.
     """
+    misplaced = [key for key in _SIGHT_KEYS if key in own and own[key] != raw.get(key)]
+    if misplaced:
+        raise ValueError(f"dflash_config says {', '.join(misplaced)}: put it at the top level")
+    is_causal = raw.get("is_causal")
     if is_causal not in (None, True, False):
         raise ValueError(f"is_causal must be true or false, got {is_causal!r}")
     windowed = _windowed_layers(raw, num_layers)
@@ -221,84 +235,3 @@ def _moe(value: dict[str, Any]) -> MoeConfig | None:
         renormalise=bool(value["norm_topk_prob"]),
         sparse_layers=sparse,
     )
-
-
-def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a Qwen3-shaped model of ours, in the form that published files have."""
-    if (
-        not config.qk_norm
-        or config.mlp_bias
-        or config.rope.scaling
-        or (config.qkv_bias != config.out_bias)
-    ):
-        raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
-    common = dict(
-        model_type="qwen3",
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_act="silu",
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope.theta,
-        rope_scaling=None,
-        max_position_embeddings=config.max_position_embeddings,
-        attention_bias=config.qkv_bias,
-        torch_dtype=dtype,
-    )
-    if isinstance(config, TargetConfig):
-        common["tie_word_embeddings"] = config.tie_embeddings
-        if config.moe is not None:
-            return common | _moe_keys(config.moe, config.num_layers)
-        return {"architectures": ["Qwen3ForCausalLM"], **common}
-    own: dict[str, Any] = dict(
-        mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
-    )
-    if config.input_embedding_scale != 1.0:
-        own["input_embedding_scale"] = config.input_embedding_scale
-    if config.output_multiplier != 1.0:
-        own["output_multiplier"] = config.output_multiplier
-    if config.final_logit_softcapping:
-        own["final_logit_softcapping"] = config.final_logit_softcapping
-    if config.sights:
-        common |= _written_sights(config.sights)
-    return {
-        "architectures": [DRAFTER],
-        **common,
-        "tie_word_embeddings": False,
-        "num_target_layers": config.num_target_layers,
-        "block_size": config.block_size,
-        "dflash_config": own,
-    }
-
-
-def _written_sights(sights: tuple[Sight, ...]) -> dict[str, Any]:
-    """The keys of config.json that say what a drafter's layers see."""
-    windows = {s.window for s in sights if s.window is not None}
-    causal = {s.causal for s in sights}
-    usual = all(s.causal == (s.window is not None) for s in sights)
-    if len(windows) > 1 or (len(causal) > 1 and not usual):
-        raise ValueError(f"config.json has one sliding_window and one is_causal: {list(sights)}")
-    keys: dict[str, Any] = dict(
-        layer_types=[LAYER_TYPES[s.window is not None] for s in sights],
-        use_sliding_window=bool(windows),
-        sliding_window=max(windows, default=None),
-    )
-    return keys if usual else keys | {"is_causal": causal.pop()}
-
-
-def _moe_keys(moe: MoeConfig, num_layers: int) -> dict[str, Any]:
-    """What config.json of a Qwen3-MoE says beside the keys of a dense model."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.experts_per_token,
-        "moe_intermediate_size": moe.intermediate_size,
-        "norm_topk_prob": moe.renormalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(num_layers) if i not in moe.sparse_layers],
-    }

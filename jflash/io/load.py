@@ -19,11 +19,13 @@ from jflash.io import hf_config
 from jflash.io.gguf import check_gguf, load_gguf
 from jflash.io.gguf_config import hf_config_of
 from jflash.io.gguf_file import is_gguf, open_gguf
+from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
 from jflash.io.orbax_checkpoint import PARAMS, check_orbax, load_orbax
 from jflash.io.weights import check_safetensors, load_safetensors, save_safetensors
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash2 import drafter_of
 from jflash.speculative import Models, Params
 
 DTYPES = ("float32", "bfloat16")
@@ -88,13 +90,13 @@ def load_drafter(
     """A drafter and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
     folder = resolve(source)
     config = read_config(folder, hf_config.drafter_config)
-    return Drafter(config), load_params(folder, config, _known(dtype), progress)
+    return drafter_of(config), load_params(folder, config, _known(dtype), progress)
 
 
 def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> tuple[Drafter, dict]:
     """The drafter that `source` configures, with random weights: normal(0, 0.02), norms 1."""
     config = read_config(resolve(source), hf_config.drafter_config)
-    return Drafter(config), random_params(config, seed, _known(dtype))
+    return drafter_of(config), random_params(config, seed, _known(dtype))
 
 
 def random_params(config: TargetConfig | DrafterConfig, seed: int, dtype: str) -> dict:
@@ -158,7 +160,7 @@ def configure_pair(
     check_fit(target_config, drafter_config)
     width = drafter_config.block_size if block_size is None else block_size
     return PairFiles(
-        models=suited(Drafter(drafter_config), width),
+        models=suited(drafter_of(drafter_config), width),
         dtype=dtype,
         target=target_folder,
         drafter=drafter_folder,
@@ -239,7 +241,7 @@ def save_checkpoint(
     Qwen3's shape only. `extra_config` adds keys to config.json (eos_token_id and the like).
     """
     folder = Path(path)
-    raw = hf_config.to_hf_config(config, dtype) | (extra_config or {})
+    raw = to_hf_config(config, dtype) | (extra_config or {})
     if not overwrite and (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a checkpoint already")
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.layers import MaskAttend
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter
+from jflash.models.dflash2 import drafter_of
 
 # leaf (a layer's number as {i}) -> tensors, in the order in which a fused leaf holds them
 _LAYER = {
@@ -32,6 +32,10 @@ _LAYER = {
     "mlp/gate_up/bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
     "mlp/down/kernel": ["mlp.down_proj.weight"],
     "mlp/down/bias": ["mlp.down_proj.bias"],
+    "attention_conv/base_kernel": ["attention_conv.base_kernel"],
+    "attention_conv/kernel_projection/kernel": ["attention_conv.kernel_projection.weight"],
+    "mlp_conv/base_kernel": ["mlp_conv.base_kernel"],
+    "mlp_conv/kernel_projection/kernel": ["mlp_conv.kernel_projection.weight"],
 }
 _TARGET = {
     "embedding": ["model.embed_tokens.weight"],
@@ -42,6 +46,9 @@ _DRAFTER = {
     "fc/kernel": ["fc.weight"],
     "hidden_norm/scale": ["hidden_norm.weight"],
     "norm/scale": ["norm.weight"],
+    "candidate_selector/predecessor_codebook": ["candidate_selector.predecessor_codebook"],
+    "candidate_selector/successor_codebook": ["candidate_selector.successor_codebook"],
+    "candidate_selector/hidden_projection/kernel": ["candidate_selector.hidden_projection.weight"],
 }
 # In place of a dense layer's leaves of the same names; each expert's tensors after the last one's.
 _EXPERTS = {
@@ -77,7 +84,7 @@ def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
         width = len(config.target_layer_ids) * config.hidden_size
         features, x = jnp.zeros((1, 1, width)), jnp.zeros((1, 1, config.hidden_size))
         variables = jax.eval_shape(
-            lambda: Drafter(config).init(
+            lambda: drafter_of(config).init(
                 key, features, x, tokens, caches, attend, method="init_all"
             )
         )
@@ -96,11 +103,12 @@ def leaf_sources(
     for path, leaf in leaves:
         key = "/".join(entry.key for entry in path)
         names = _names(config, key)
-        if leaf.ndim == 3:
+        kernel = key.endswith("/kernel")
+        if kernel and leaf.ndim == 3:
             sources[key] = _expert_sources(key, leaf.shape, names, stacked)
             continue
-        total = leaf.shape[-1] if key.endswith("/kernel") else leaf.shape[0]
-        rest = leaf.shape[:-1] if key.endswith("/kernel") else leaf.shape[1:]
+        total = leaf.shape[-1] if kernel else leaf.shape[0]
+        rest = leaf.shape[:-1] if kernel else leaf.shape[1:]
         sources[key] = tuple(
             Source(name, (rows, *rest))
             for name, rows in zip(names, _rows(config, names, total), strict=True)

@@ -6,7 +6,8 @@ every committed token but the newest (arXiv 2602.06036; dflash 0.1.0, `DFlashDra
 Embedding and head are the target's: this module takes embeddings and returns hidden states.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,20 @@ from jflash.layers import (
 from jflash.models.decoder import Caches
 
 
+class Tools(NamedTuple):
+    """What the step lends a drafter for its drafts: the target's head, and the rule of choosing.
+
+    `choose` takes scores of C tokens a place, and whether all of a request's filters apply or its
+    temperature alone: it gives the index of the token chosen, and the probabilities q that it was
+    drawn with, or None where the best is taken.
+    """
+
+    best: Callable[[Array], Array]  # hidden states [B, T, D] to the ids of their largest logits
+    logits: Callable[[Array], Array]  # hidden states [B, T, D] to logits [B, T, V]
+    choose: Callable[[Array, bool], tuple[Array, Array | None]]  # [B, T, C] to [B, T], [B, T, C]
+    draws: bool  # whether `choose` draws
+
+
 class Drafter(nn.Module):
     """Parameters: fc [P·D, D], hidden_norm, one subtree a layer, norm.
 
@@ -36,12 +51,13 @@ class Drafter(nn.Module):
     """
 
     config: DrafterConfig
+    layer_class = DecoderLayer  # no annotation: not a field
 
     def setup(self) -> None:
         c = self.config
         self.fc = Projection(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.layers = [DecoderLayer(c) for _ in range(c.num_layers)]
+        self.layers = [self.layer_class(c) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def __call__(
@@ -95,6 +111,20 @@ class Drafter(nn.Module):
         biases = [bias for _, bias in parts if bias is not None]
         kernel = jnp.concatenate([kernel for kernel, _ in parts], axis=1)
         return kernel, jnp.concatenate(biases) if biases else None
+
+    def propose(
+        self,
+        hidden: Float[Array, "B T D"],
+        anchor: Int[Array, " B"],
+        tools: Tools,
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+        """Drafts of a block's masked rows, and what they were drawn from: None if from nothing.
+
+        Every place by itself; the anchor, the token before the first, plays no part.
+        """
+        if not (tools.draws or self.config.changes_logits):
+            return tools.best(hidden), None
+        return tools.choose(self.adjust_logits(tools.logits(hidden)), True)
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The head's logits with the drafter's multiplier and soft cap (never the target's)."""

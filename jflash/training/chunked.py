@@ -12,37 +12,48 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# fn(hidden_i, rest_i, shared) -> (sum_i, extras_i)
-ChunkFn = Callable[[Array, Any, Any], tuple[Array, Any]]
+# fn(hidden_i, rest_i, shared, *learnt) -> (sum_i, extras_i)
+ChunkFn = Callable[..., tuple[Array, Any]]
 
 
-def sum_over_chunks(fn: ChunkFn, hidden: Array, rest: Any, shared: Any) -> tuple[Array, Any]:
-    """Σ_i fn(hidden[i], rest[i], shared) and the extras, stacked: axis 0 is that of the chunks.
+def sum_over_chunks(
+    fn: ChunkFn, hidden: Array, rest: Any, shared: Any, *learnt: Any
+) -> tuple[Array, Any]:
+    """Σ_i fn(hidden[i], rest[i], shared, …) and the extras, stacked: axis 0 is that of the chunks.
 
-    Differentiable in `hidden` alone; its gradient, as large as itself, is what is kept between the
-    two passes, so no chunk is computed twice.
+    Differentiable in `hidden` and `learnt` alone; their gradients, as large as themselves, are what
+    is kept between the two passes, so no chunk is computed twice. Those of `learnt`, parameters
+    that all chunks share, are summed in float32.
     """
-    return cast(tuple[Array, Any], _summed(fn, hidden, rest, shared))
+    return cast(tuple[Array, Any], _summed(fn, hidden, rest, shared, learnt))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(fn: ChunkFn, hidden: Array, rest: Any, shared: Any):
-    values, extras = jax.lax.map(lambda x: fn(x[0], x[1], shared), (hidden, rest))
+def _summed(fn: ChunkFn, hidden: Array, rest: Any, shared: Any, learnt: tuple):
+    values, extras = jax.lax.map(lambda x: fn(x[0], x[1], shared, *learnt), (hidden, rest))
     return jnp.sum(values), extras
 
 
-def _forward(fn: ChunkFn, hidden: Array, rest: Any, shared: Any):
-    def one(chunk):
-        (value, extras), gradient = jax.value_and_grad(fn, has_aux=True)(*chunk, shared)
-        return value, extras, gradient
+def _forward(fn: ChunkFn, hidden: Array, rest: Any, shared: Any, learnt: tuple):
+    of = (0, *range(3, 3 + len(learnt)))
 
-    values, extras, gradients = jax.lax.map(one, (hidden, rest))
-    return (jnp.sum(values), extras), gradients
+    def one(sums, chunk):
+        (value, extras), gradient = jax.value_and_grad(fn, of, has_aux=True)(
+            *chunk, shared, *learnt
+        )
+        return jax.tree.map(jnp.add, sums, gradient[1:]), (value, extras, gradient[0])
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), learnt)
+    sums, (values, extras, gradients) = jax.lax.scan(one, zeros, (hidden, rest))
+    sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, learnt)
+    return (jnp.sum(values), extras), (gradients, sums)
 
 
-def _backward(fn: ChunkFn, gradients: Array, cotangents: tuple[Array, Any]):
-    scaled = gradients.astype(jnp.float32) * cotangents[0]
-    return scaled.astype(gradients.dtype), None, None
+def _backward(fn: ChunkFn, gradients: tuple[Array, tuple], cotangents: tuple[Array, Any]):
+    hidden, learnt = jax.tree.map(
+        lambda x: (x.astype(jnp.float32) * cotangents[0]).astype(x.dtype), gradients
+    )
+    return hidden, None, None, learnt
 
 
 _summed.defvjp(_forward, _backward)

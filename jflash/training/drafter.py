@@ -12,7 +12,7 @@ import numpy as np
 
 from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter
+from jflash.models.dflash2 import drafter_of
 from jflash.training.attention import check_training_backend, training_backend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
@@ -208,7 +208,7 @@ def make_lesson(
         chunks=chunks_for(anchors, own_rows, config.block_size, config.vocab_size),
     )
     identity = asdict(config) | asdict(objective) | {"anchors": anchors, "attention": attention}
-    loss = partial(drafter_loss, target, Drafter(config), blocks)
+    loss = partial(drafter_loss, target, drafter_of(config), blocks)
     return Lesson(loss, init_drafter(config, training.seed), rows, identity)
 
 

@@ -9,6 +9,7 @@ Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jflash.cache import LayerCache
-from jflash.config import DrafterConfig
+from jflash.config import Drafter2Config, DrafterConfig
 from jflash.io.load import random_params
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
@@ -34,6 +35,7 @@ from jflash.training.objective import (
     loss_decay,
     place_losses,
 )
+from jflash.training.selector_loss import selector_losses
 
 LOGITS = 2**31  # bytes of one chunk's float32 logits on a device
 
@@ -60,8 +62,17 @@ def chunks_for(anchors: int, rows: int, block_size: int, vocab_size: int) -> int
 
 
 def init_drafter(config: DrafterConfig, seed: int) -> Any:
-    """Float32 params of an untrained drafter: normal(0, 0.02), residual outputs scaled down."""
-    return scale_residual_outputs(random_params(config, seed, "float32"), config.num_layers)
+    """Float32 params of an untrained drafter: normal(0, 0.02), residual outputs scaled down.
+
+    Convolutions begin as nearly nothing: each row as it is.
+    """
+    params = scale_residual_outputs(random_params(config, seed, "float32"), config.num_layers)
+
+    def begin(path: Any, leaf: Array) -> Array:
+        convolution = path[-1].key == "base_kernel"
+        return jnp.zeros_like(leaf).at[:, 0].set(1.0) if convolution else leaf
+
+    return jax.tree_util.tree_map_with_path(begin, params)
 
 
 def draw_anchors(
@@ -160,6 +171,7 @@ def drafter_loss(
     Σ w_k · loss_k by blocks and places. Metrics: `accuracy` [W - 1] by place, and
     `acceptance_length`, what a greedy step would commit on average at these anchors (bonus
     included). Bind the first three arguments for the trainer.
+    A DFlash 2 drafter adds its selector's loss at every place, and is judged by what that chooses.
     """
     places, objective = drafter.config.block_size - 1, blocks.objective
     anchors, exist = draw_anchors(rows, blocks.anchors, key)
@@ -170,32 +182,50 @@ def drafter_loss(
     wanted = target_hidden(own, anchors, places) if objective.soft else None
     counts = counted(objective, places, progress)
     decay = decay_weights(objective.decay or loss_decay(places + 1), places) * counts
-
-    def chunk_loss(hidden: Array, rest: Any, shared: Any) -> tuple[Array, Any]:
-        wanted, labels, live = rest
-        head, counts = shared
-
-        def logits_of(x):
-            return head_logits(target, head, x.reshape(len(x), -1, x.shape[-1]))
-
-        logits = apply(drafter, {}, logits_of(hidden), method="adjust_logits")
-        logits = logits.reshape(*labels.shape, -1)
-        soft = None if wanted is None else logits_of(wanted).reshape(logits.shape)
-        losses, cross = place_losses(objective, logits, soft, labels)
-        if objective.weights == "dpace":
-            weights = counts * dpace_weights(jnp.exp(-cross), live, objective.dpace_alpha)
-        else:
-            weights = live * counts
-        return jnp.sum(weights * losses), jnp.argmax(logits, axis=-1) == labels
-
+    second = isinstance(drafter.config, Drafter2Config)
+    learnt = (params["candidate_selector"],) if second else ()
+    newest = jnp.take_along_axis(rows.tokens, anchors, axis=1)
+    previous = jnp.concatenate([newest[:, :, None], labels[:, :, :-1]], axis=2)
     by_decay = objective.weights == "decay"
-    rest = jax.tree.map(lambda x: chunk(x, blocks.chunks), (wanted, labels, live))
+    rest = jax.tree.map(lambda x: chunk(x, blocks.chunks), (wanted, labels, live, previous))
     shared = (target_params, decay if by_decay else counts)
     total, correct = sum_over_chunks(
-        chunk_loss, chunk(hidden[:, :, 1:], blocks.chunks), rest, shared
-    )
+        partial(chunk_loss, target, drafter, objective),
+        chunk(hidden[:, :, 1:], blocks.chunks), rest, shared, *learnt,
+    )  # fmt: skip
     norm = jnp.sum(decay * live) if by_decay else jnp.sum(exist) * places
     correct = unchunk(correct)
     hits = jnp.sum(correct & live, axis=(0, 1)) / jnp.maximum(jnp.sum(live, axis=(0, 1)), 1)
     length = weighted_mean(1.0 + agreeing(correct, live), exist.astype(jnp.float32))
     return total / jnp.maximum(norm, 1e-6), {"accuracy": hits, "acceptance_length": length}
+
+
+def chunk_loss(
+    target: Target,
+    drafter: Drafter,
+    objective: Objective,
+    hidden: Float[Array, "B C K D"],
+    rest: Any,
+    shared: Any,
+    *selector: Any,
+) -> tuple[Float[Array, ""], Bool[Array, "B C K"]]:
+    """The weighted sum over C anchors a row, and the places where the target's token is drafted."""
+    wanted, labels, live, previous = rest
+    head, counts = shared
+
+    def logits_of(x):
+        return head_logits(target, head, x.reshape(len(x), -1, x.shape[-1]))
+
+    logits = apply(drafter, {}, logits_of(hidden), method="adjust_logits")
+    logits = logits.reshape(*labels.shape, -1)
+    soft = None if wanted is None else logits_of(wanted).reshape(logits.shape)
+    losses, cross = place_losses(objective, logits, soft, labels)
+    best = jnp.argmax(logits, axis=-1)
+    if isinstance(drafter.config, Drafter2Config):
+        cross, best = selector_losses(drafter.config, selector[0], hidden, logits, previous, labels)
+        losses += objective.selector_weight * cross
+    if objective.weights == "dpace":
+        weights = counts * dpace_weights(jnp.exp(-cross), live, objective.dpace_alpha)
+    else:
+        weights = live * counts
+    return jnp.sum(weights * losses), best == labels

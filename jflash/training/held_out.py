@@ -13,7 +13,8 @@ from jflash.config import DrafterConfig
 from jflash.evals.acceptance import by_ending
 from jflash.generate import Generation, Pair
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
 from jflash.speculative import Models, Params
 from jflash.training.answers import answer_prompts
 from jflash.training.trainer import Evaluation
@@ -31,7 +32,7 @@ def held_out_evaluation(
     stop_token_ids: Sequence[int],
 ) -> Evaluation:
     """Greedy decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
-    drafter, device = Drafter(config), jax.devices()[0]
+    drafter, device = drafter_of(config), jax.devices()[0]
     dtype = str(target_params["embedding"].dtype)
     models = with_backends(Models(target, drafter, config.block_size), dtype, device)
 

@@ -10,14 +10,15 @@ from jflash.models.decoder import Target
 
 
 @jax.custom_vjp
-def _head_logits(hidden, head):
+def products(hidden, head):
+    """hidden [B, T, D] against all rows of head [V, D], in float32."""
     return jnp.einsum(
         "BTD,VD->BTV", hidden, head, precision="highest", preferred_element_type=jnp.float32
     )
 
 
 def _forward(hidden, head):
-    return _head_logits(hidden, head), (hidden, head)
+    return products(hidden, head), (hidden, head)
 
 
 def _backward(kept, cotangent):
@@ -31,14 +32,14 @@ def _backward(kept, cotangent):
     )
 
 
-_head_logits.defvjp(_forward, _backward)
+products.defvjp(_forward, _backward)
 
 
 def head_logits(
     target: Target, params: Any, hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
     """`Target.logits` (raw head, float32) with a backward pass in hidden's own dtype."""
-    return _head_logits(hidden, params["embedding" if target.config.tie_embeddings else "head"])
+    return products(hidden, params["embedding" if target.config.tie_embeddings else "head"])
 
 
 @jax.custom_vjp

@@ -30,6 +30,7 @@ class Objective:
     dpace_alpha: float = 0.5
     ce_share: float = 0.1
     curriculum: float = 0.0  # share of the training after which all places count
+    selector_weight: float = 1.0  # of the selector's loss beside this one; DFlash 2 alone
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -38,6 +39,8 @@ class Objective:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
         if self.decay is not None and not self.decay > 0:
             raise ValueError(f"decay must be positive, got {self.decay}")
+        if not self.selector_weight >= 0:
+            raise ValueError(f"selector_weight must be at least 0, got {self.selector_weight}")
         for name in ("dpace_alpha", "ce_share", "curriculum"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be within 0 … 1, got {getattr(self, name)}")

@@ -133,7 +133,9 @@ def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bo
     probe = random_prompt(vocab, mask, 20, draw)
     saved = tensors(pair, probe)
     for name, tensor in tensors(Pair(shape, target, drafter), probe).items():
-        assert torch.equal(tensor, saved[name]), f"{name} changed in saving"
+        # Experts read back lie elsewhere in memory, and are summed in another order.
+        moved = (tensor - saved[name]).abs().max().item()
+        assert moved < MIN_GAP / 40, f"saving moves {name} by {moved:.1e}"
     save_file(saved, folder / "tensors.safetensors")
     off = tensors(twin(pair), probe)
     noise = max((off[n] - saved[n]).abs().max().item() for n in ("logits", "draft_logits"))

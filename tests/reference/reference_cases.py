@@ -135,6 +135,8 @@ class Writer:
         self.pair, self.twin, self.pool, self.draw = pair, twin(pair), pool, draw
         self.cases: list[dict] = []
         self.refused = 0
+        own = pair.shape.block
+        self.less = draw.choice([width for width in WIDTHS if width < own] or [own])
 
     def prompts(self, kind: str) -> Iterator[list[int]]:
         """Candidate prompts, the wanted kind first; `known` ones are in the drafter's lessons."""
@@ -182,10 +184,8 @@ class Writer:
         return True
 
     def make(self, ending: str, size: str, kind: str) -> None:
-        own = self.pair.shape.block
-        less = [width for width in WIDTHS if width < own] or [own]
+        block = self.pair.shape.block if size == "own" else self.less
         for attempt, prompt in enumerate(self.prompts(kind)):
-            block = own if size == "own" else self.draw.choice(less)
             shrink = 0.9**attempt  # a shorter run has fewer close calls
             new = {
                 "tiny": self.draw.choice([1, 2, 3]),

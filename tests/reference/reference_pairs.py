@@ -103,7 +103,7 @@ SMALL_SHAPES = [
     Shape("qwen3", 40, 4, (4, 1, 24), 64, True, 16, (0, 2), 2, (2, 1, 32), 56, "top", True),
     Shape(
         "qwen3_moe", 40, 4, (4, 2, 16), 56, False, 16, (0, 2), 2, (4, 2, 16), 64, "inner", False,
-        experts=Experts(8, 3, 24, True, 1, (1,), False),
+        experts=Experts(8, 3, 24, True, 1, (1,), False), small_files=True,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
@@ -286,22 +286,21 @@ def round_weights(model: nn.Module) -> None:
             parameter.copy_(parameter.bfloat16())
 
 
-def _stored(shape: Shape, model: nn.Module) -> dict:
-    """What save_pretrained is told: tensors half as long, where they lose nothing by it."""
-    if not shape.small_files:
-        return {}
+def halved(model: nn.Module) -> dict:
+    """What save_pretrained is told to store tensors half as long, of rounded weights."""
     return {"state_dict": {name: x.bfloat16() for name, x in model.state_dict().items()}}
 
 
 def save(shape: Shape, target: nn.Module, drafter: nn.Module, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shards = {"max_shard_size": "64KB"} if shape.sharded else {}
-    target.save_pretrained(folder / "target", **shards, **_stored(shape, target))
+    stored = halved if shape.small_files else lambda model: {}
+    target.save_pretrained(folder / "target", **shards, **stored(target))
     if shape.experts and shape.experts.stacked:
         # transformers 5 holds them so, but saves them in the older form.
         tensors = {k: v.contiguous() for k, v in target.state_dict().items()}
         save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
-    drafter.save_pretrained(folder / "drafter", **_stored(shape, drafter))
+    drafter.save_pretrained(folder / "drafter", **stored(drafter))
     for extra in folder.glob("*/generation_config.json"):
         extra.unlink()
     _rewrite_config(folder / "target", shape.old_rope, shape.bare_head_dim)

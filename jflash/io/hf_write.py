@@ -1,0 +1,100 @@
+"""jflash's records to config.json, in the form that published files have; hf_config reads it back.
+
+Only Qwen3's shape, dense or with experts: the shape of the drafters and of the models made here.
+"""
+
+from typing import Any
+
+from jflash.config import Drafter2Config, DrafterConfig, MoeConfig, Sight, TargetConfig
+from jflash.io.hf_config import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
+
+
+def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
+    """config.json of a Qwen3-shaped model of ours; ValueError for any other."""
+    if (
+        not config.qk_norm
+        or config.mlp_bias
+        or config.rope.scaling
+        or (config.qkv_bias != config.out_bias)
+    ):
+        raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
+    common: dict[str, Any] = dict(
+        architectures=[_architecture(config)],
+        model_type="qwen3",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_act="silu",
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope.theta,
+        rope_scaling=None,
+        max_position_embeddings=config.max_position_embeddings,
+        attention_bias=config.qkv_bias,
+        torch_dtype=dtype,
+    )
+    if isinstance(config, DrafterConfig):
+        return common | _drafter_keys(config)
+    common["tie_word_embeddings"] = config.tie_embeddings
+    if config.moe is not None:
+        common |= _moe_keys(config.moe, config.num_layers)
+    return common
+
+
+def _architecture(config: TargetConfig | DrafterConfig) -> str:
+    if isinstance(config, TargetConfig):
+        return "Qwen3ForCausalLM" if config.moe is None else "Qwen3MoeForCausalLM"
+    return DRAFTER_2 if isinstance(config, Drafter2Config) else DRAFTER
+
+
+def _drafter_keys(config: DrafterConfig) -> dict[str, Any]:
+    """What config.json of a drafter says beside the keys of its trunk."""
+    own: dict[str, Any] = dict(
+        mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
+    )
+    if config.input_embedding_scale != 1.0:
+        own["input_embedding_scale"] = config.input_embedding_scale
+    if config.output_multiplier != 1.0:
+        own["output_multiplier"] = config.output_multiplier
+    if config.final_logit_softcapping:
+        own["final_logit_softcapping"] = config.final_logit_softcapping
+    if isinstance(config, Drafter2Config):
+        own |= {key: getattr(config, key) for key in OF_DRAFTER_2}
+    return {
+        "tie_word_embeddings": False,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dflash_config": own,
+        **(_window_keys(config.sights) if config.sights else {}),
+    }
+
+
+def _window_keys(sights: tuple[Sight, ...]) -> dict[str, Any]:
+    """The keys of config.json that say what a drafter's layers see."""
+    windows = {s.window for s in sights if s.window is not None}
+    causal = {s.causal for s in sights}
+    usual = all(s.causal == (s.window is not None) for s in sights)
+    if len(windows) > 1 or (len(causal) > 1 and not usual):
+        raise ValueError(f"config.json has one sliding_window and one is_causal: {list(sights)}")
+    keys: dict[str, Any] = dict(
+        layer_types=[LAYER_TYPES[s.window is not None] for s in sights],
+        use_sliding_window=bool(windows),
+        sliding_window=max(windows, default=None),
+    )
+    return keys if usual else keys | {"is_causal": causal.pop()}
+
+
+def _moe_keys(moe: MoeConfig, num_layers: int) -> dict[str, Any]:
+    """What config.json of a Qwen3-MoE says beside the keys of a dense model."""
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.renormalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(num_layers) if i not in moe.sparse_layers],
+    }

@@ -1,0 +1,225 @@
+"""The DFlash drafter, version 2: version 1 with convolutions in its layers and a choice of drafts.
+
+Around attention and around the MLP stand causal convolutions over the block's rows, whose kernels
+are made from the rows (dflash 0.1.0, `DFlash2DraftModel`). Drafts are chosen from left to right:
+each place has k candidates, scored by the head and by how well they follow the token chosen before.
+Axes besides the package's: C candidates of a place, A those of the place before it, R rank, G
+groups of channels, U taps.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jflash.config import Drafter2Config, DrafterConfig
+from jflash.layers import Attend, DecoderLayer, Kernels, Projection
+from jflash.models.dflash import Drafter, Tools
+
+GROUP = 128  # tokens of which the best is found first
+
+
+class DynamicConvolution(nn.Module):
+    """Two causal convolutions of a block's rows, one before and one after a sub-layer.
+
+    A tap's kernel is `base_kernel` [2, U, D] plus a number for each group of channels, which comes
+    from the row that goes into the first of the two, for both.
+    """
+
+    config: Drafter2Config
+
+    def setup(self) -> None:
+        c = self.config
+        groups = c.hidden_size // c.conv_group_size
+        init = nn.initializers.normal(0.02)
+        self.base_kernel = self.param("base_kernel", init, (2, c.conv_kernel_size, c.hidden_size))
+        self.kernel_projection = Projection(c.hidden_size, 2 * c.conv_kernel_size * groups)
+
+    def kernels(self, x: Float[Array, "B T D"], backend: str) -> Float[Array, "2 B T U D"]:
+        """Kernels of both convolutions, in float32."""
+        c = self.config
+        dynamic = self.kernel_projection(x, backend).astype(jnp.float32)
+        dynamic = dynamic.reshape(*x.shape[:2], 2, c.conv_kernel_size, -1)
+        dynamic = jnp.moveaxis(jnp.repeat(dynamic, c.conv_group_size, axis=-1), 2, 0)
+        return dynamic + self.base_kernel.astype(jnp.float32)[:, None, None]
+
+    def __call__(
+        self, x: Float[Array, "B T D"], kernel: Float[Array, "B T U D"]
+    ) -> Float[Array, "B T D"]:
+        """Row i from rows i, i - 1, … of its own block; what would lie before the block is 0.
+
+        Training lays blocks of the full width side by side; decoding has one a sequence, at most
+        that wide.
+        """
+        place = jnp.arange(x.shape[1]) % self.config.block_size
+        out = kernel[:, :, 0] * x
+        for tap in range(1, self.config.conv_kernel_size):
+            shifted = jnp.roll(x, tap, axis=1)
+            out += kernel[:, :, tap] * jnp.where((place >= tap)[:, None], shifted, 0)
+        return out.astype(x.dtype)
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer with its attention and its MLP each between two convolutions."""
+
+    config: Drafter2Config
+
+    def setup(self) -> None:
+        super().setup()
+        self.attention_conv = DynamicConvolution(self.config)
+        self.mlp_conv = DynamicConvolution(self.config)
+
+    def __call__(self, x, positions, cache, attend: Attend, kernels: Kernels):
+        normed = self.input_norm(x)
+        before, after = self.attention_conv.kernels(normed, kernels.matmul)
+        inner = self.attention_conv(normed, before)
+        inner, cache = self.attention(inner, positions, cache, attend, None, kernels)
+        x = x + self.attention_conv(inner, after)
+        normed = self.post_norm(x)
+        before, after = self.mlp_conv.kernels(normed, kernels.matmul)
+        inner = self.mlp(self.mlp_conv(normed, before), None, kernels)
+        return x + self.mlp_conv(inner, after), cache
+
+
+class CandidateSelector(nn.Module):
+    """Scores what may follow a token: Σ over R of predecessor · projected hidden · successor."""
+
+    config: Drafter2Config
+
+    def setup(self) -> None:
+        c = self.config
+        init = nn.initializers.normal(0.02)
+        self.predecessor_codebook = self.param(
+            "predecessor_codebook", init, (c.vocab_size, c.selector_rank)
+        )
+        self.successor_codebook = self.param(
+            "successor_codebook", init, (c.vocab_size, c.selector_rank)
+        )
+        self.hidden_projection = Projection(c.hidden_size, c.selector_rank)
+
+    def __call__(
+        self,
+        hidden: Float[Array, "B T D"],
+        previous: Int[Array, "B T A"],
+        candidates: Int[Array, "B T C"],
+    ) -> Float[Array, "B T A C"]:
+        """What each candidate gains behind each token that may be before it, in float32."""
+        projected = self.hidden_projection(hidden)[:, :, None]
+        return jnp.einsum(
+            "BTAR,BTCR->BTAC",
+            self.predecessor_codebook[previous] * projected, self.successor_codebook[candidates],
+            precision="highest", preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+
+class Drafter2(Drafter):
+    """Parameters: version 1's, two convolutions a layer, candidate_selector."""
+
+    config: Drafter2Config
+    layer_class = ConvolvedLayer
+
+    def setup(self) -> None:
+        super().setup()
+        self.candidate_selector = CandidateSelector(self.config)
+
+    def propose(
+        self,
+        hidden: Float[Array, "B T D"],
+        anchor: Int[Array, " B"],
+        tools: Tools,
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+        """Drafts from left to right; q of a place is conditional on the drafts before it.
+
+        q knows the request's temperature and no other filter.
+        """
+        logits = self.adjust_logits(tools.logits(hidden))
+        candidates, scores = self.candidate_scores(hidden, anchor, logits)
+        # Each place chooses for every token that may be before it, all places at once.
+        choose = jax.vmap(lambda x: tools.choose(x, False), in_axes=2, out_axes=2)
+        choices, q = choose(scores)
+        path = follow(choices)
+        tokens = _at(candidates, path)
+        if q is None:
+            return tokens, None
+        before = jnp.pad(path, ((0, 0), (1, 0)))[:, :-1]  # behind the anchor all rows are equal
+        own = jnp.take_along_axis(q, before[:, :, None, None], axis=2)[:, :, 0]
+        return tokens, _spread(own, candidates, logits.shape[-1])
+
+    def candidate_scores(
+        self,
+        hidden: Float[Array, "B T D"],
+        anchor: Int[Array, " B"],
+        logits: Float[Array, "B T V"],
+    ) -> tuple[Int[Array, "B T C"], Float[Array, "B T A C"]]:
+        """Candidates of each place, and their scores behind each candidate of the place before.
+
+        Before the first place stands the anchor, as often as there are candidates.
+        """
+        unary, candidates = best_candidates(logits, self.config.selector_top_k)
+        first = jnp.broadcast_to(anchor[:, None, None], candidates[:, :1].shape)
+        previous = jnp.concatenate([first, candidates[:, :-1]], axis=1)
+        gains = self.candidate_selector(hidden, previous, candidates)
+        return candidates, unary[:, :, None] + gains
+
+    def init_all(self, features, embeddings, positions, caches, attend):
+        places = positions[:, :, None]
+        made = super().init_all(features, embeddings, positions, caches, attend)
+        return made, self.candidate_selector(embeddings, places, places)
+
+
+def drafter_of(config: DrafterConfig) -> Drafter:
+    """The module of a drafter's config, of either version."""
+    return Drafter2(config) if isinstance(config, Drafter2Config) else Drafter(config)
+
+
+def follow(choices: Int[Array, "B T A"]) -> Int[Array, "B T"]:
+    """The path through the choices: which candidate is taken, given the one taken before."""
+
+    def one(before, choice):
+        taken = jnp.take_along_axis(choice, before[:, None], axis=1)[:, 0]
+        return taken, taken
+
+    start = jnp.zeros_like(choices[:, 0, 0])
+    return jnp.moveaxis(lax.scan(one, start, jnp.moveaxis(choices, 1, 0), unroll=True)[1], 0, 1)
+
+
+def best_candidates(
+    logits: Float[Array, "B T V"], count: int
+) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
+    """The largest logits and their ids, in falling order.
+
+    They lie in the `count` groups of the largest best ones, so all but those need only a maximum:
+    sorting a whole vocabulary would cost more than the drafter does.
+    """
+    vocab = logits.shape[-1]
+    if vocab <= 2 * count * GROUP:
+        values, ids = lax.top_k(logits, count)
+        return values, ids
+    groups = -(-vocab // GROUP)
+    beyond = (0, 0), (0, 0), (0, groups * GROUP - vocab)
+    padded = jnp.pad(logits, beyond, constant_values=-jnp.inf)
+    best = jnp.max(padded.reshape(*logits.shape[:2], groups, GROUP), axis=-1)
+    chosen = lax.top_k(best, count)[1]
+    ids = (chosen[..., None] * GROUP + jnp.arange(GROUP)).reshape(*logits.shape[:2], -1)
+    inside = jnp.where(ids < vocab, _at(logits, jnp.minimum(ids, vocab - 1)), -jnp.inf)
+    values, index = lax.top_k(inside, count)
+    return values, _at(ids, index)
+
+
+def _at(x: Array, index: Int[Array, "B T *I"]) -> Array:
+    """Entries of the last axis, one or several a place."""
+    single = index.ndim == 2
+    found = jnp.take_along_axis(x, index[..., None] if single else index, axis=-1)
+    return found[..., 0] if single else found
+
+
+def _spread(
+    q: Float[Array, "B T C"], candidates: Int[Array, "B T C"], vocab: int
+) -> Float[Array, "B T V"]:
+    """Probabilities of all tokens, 0 for those that are no candidates."""
+    B, T, _ = q.shape
+    rows, places = jnp.arange(B)[:, None, None], jnp.arange(T)[:, None]
+    return (
+        jnp.zeros((B, T, vocab), q.dtype).at[rows, places, candidates].set(q, unique_indices=True)
+    )

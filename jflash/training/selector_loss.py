@@ -1,0 +1,51 @@
+"""What a DFlash 2 drafter's selector learns: to choose the target's token among its candidates.
+
+The authors' loss is not public. This one is cross-entropy over the scores of a place's candidates,
+behind the token that the target did have before it; where the candidates lack the target's token,
+it is one more of them. The scores hold the head's logits, so the layers learn from it too.
+Axes besides the package's: A anchors of a row, K places past an anchor, R rank.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jflash.config import Drafter2Config
+from jflash.models.dflash2 import best_candidates
+from jflash.training.losses import cross_entropy, lookup, products
+
+
+def selector_losses(
+    config: Drafter2Config,
+    selector: Any,
+    hidden: Float[Array, "B A K D"],
+    logits: Float[Array, "B A K V"],
+    previous: Int[Array, "B A K"],
+    labels: Int[Array, "B A K"],
+) -> tuple[Float[Array, "B A K"], Int[Array, "B A K"]]:
+    """The loss of each place, and the token that decoding chooses there behind `previous`.
+
+    All tokens are scored, and those that are no candidates left out: a matrix product of rank R
+    costs little beside the head's, and its gradients are sums in a fixed order.
+    """
+    shape, vocab = labels.shape, logits.shape[-1]
+    flat = hidden.reshape(shape[0], -1, hidden.shape[-1]), previous.reshape(shape[0], -1)
+    scores = logits + gains(selector, *flat).reshape(logits.shape)
+    fixed = jax.lax.stop_gradient(logits).reshape(shape[0], -1, vocab)
+    least = best_candidates(fixed, config.selector_top_k)[0][..., -1].reshape(shape)
+    candidate = logits >= least[..., None]
+    own = jnp.arange(vocab) == labels[..., None]
+    losses = cross_entropy(jnp.where(candidate | own, scores, -jnp.inf), labels)
+    return losses, jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
+
+
+def gains(
+    selector: Any, hidden: Float[Array, "B T D"], previous: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+    """`CandidateSelector` for every token behind one that is known."""
+    kernel = selector["hidden_projection"]["kernel"]
+    projected = jnp.einsum("BTD,DR->BTR", hidden, kernel, precision="highest")
+    left = lookup(selector["predecessor_codebook"], previous) * projected
+    return products(left, selector["successor_codebook"])
