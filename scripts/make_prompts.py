@@ -19,6 +19,7 @@ import jax
 
 from jflash.backends import with_backends
 from jflash.cli.command import Parser, run_command
+from jflash.files import replacing
 from jflash.generate import Pair
 from jflash.io import load_target, load_tokenizer, resolve, stop_token_ids
 from jflash.sampling import Sampling
@@ -116,12 +117,10 @@ def main(args: argparse.Namespace) -> None:
     if not prompts:
         raise ValueError(f"all {len(found)} prompts are test questions: nothing is left")
     random.Random(args.seed).shuffle(prompts)
-    part = args.output.with_name(args.output.name + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    with part.open("w", encoding="utf-8") as out:
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(args.output) as part, part.open("w", encoding="utf-8") as out:
         for text, source in prompts:
             out.write(json.dumps({"prompt": text, "source": source}, ensure_ascii=False) + "\n")
-    part.rename(args.output)
     counts = ", ".join(f"{n} {source}" for source, n in Counter(p.source for p in prompts).items())
     print(f"{args.output}: {len(prompts)} prompts ({counts})")
     print(f"{asked} left out as questions of {len(args.exclude_test)} test set(s)")

@@ -23,7 +23,7 @@ ROOMS = [
     ("jflash.layers",),
     ("jflash.experts",),
     ("jflash.cache", "jflash.rope"),
-    ("jflash.config", "jflash.platform"),
+    ("jflash.config", "jflash.files", "jflash.platform"),
     ("pallas_kernels",),
 ]
 FILES = sorted(

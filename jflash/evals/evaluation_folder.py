@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jflash.files import replacing
+
 SETTINGS = "run.json"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
 ALIKE = ("dataset", "target", "prompts", "problems", "max_new_tokens", "temperature", "seed")
@@ -105,6 +107,5 @@ def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def write_whole(file: Path, text: str) -> None:
     """The file appears whole or not at all."""
-    part = file.with_name(file.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.rename(file)
+    with replacing(file) as part:
+        part.write_text(text, encoding="utf-8")

@@ -6,6 +6,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jflash.files import replacing
+
 
 def write_plots(folder: Path, summary: dict[str, Any], title: str) -> None:
     """histogram.png, position.png and progress.png, each of all answers."""
@@ -60,6 +62,5 @@ def _write(file: Path, draw: Any, title: str) -> None:
     draw(axes)
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    part = file.with_name(file.name + ".part")
-    figure.savefig(part, format="png", dpi=120)
-    part.rename(file)
+    with replacing(file) as part:
+        figure.savefig(part, format="png", dpi=120)

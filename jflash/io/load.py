@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jflash.backends import AUTO, with_backends
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.files import replacing
 from jflash.generate import Pair
 from jflash.io import hf_config
 from jflash.io.gguf import check_gguf, load_gguf
@@ -245,9 +246,8 @@ def save_checkpoint(
     if not overwrite and (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a checkpoint already")
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "model.safetensors.part"
-    save_safetensors(part, config, params, dtype)
-    part.rename(folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as part:
+        save_safetensors(part, config, params, dtype)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jflash.files import replacing
+
 
 def write_json(path: Path, value: Any) -> None:
-    """Through a file beside it and a rename, so that a reader never sees half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    part.rename(path)
+    """A reader never sees half of it."""
+    with replacing(path) as part:
+        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> None:
@@ -40,9 +41,8 @@ def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> N
             _colour_by_place(axis)
     axes[0].set_title(title)
     axes[-1].set_xlabel("step")
-    part = directory / "curve.png.part"
-    figure.savefig(part, format="png", dpi=120)
-    part.rename(directory / "curve.png")
+    with replacing(directory / "curve.png") as part:
+        figure.savefig(part, format="png", dpi=120)
 
 
 def metric_names(history: list[dict[str, Any]]) -> list[str]:

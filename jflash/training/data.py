@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jflash.files import replacing
+
 RowArray = Array | np.ndarray
 
 
@@ -101,22 +103,20 @@ def describe(rows: Rows, dropped: int) -> None:
 
 
 def save_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
-    """One .npz of all tokens in a line and their lengths, through a rename.
+    """One .npz of all tokens in a line and their lengths, whole or not there.
 
     In the smallest type that holds them and not compressed: that took half a minute for 90,000
     answers and saved a third.
     """
     tokens = np.asarray([i for c in conversations for ids in c for i in ids], np.int32)
     tokens = tokens.astype(np.min_scalar_type(tokens.max(initial=0)))
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    with replacing(path) as part, part.open("wb") as file:
         np.savez(
             file,
             tokens=tokens,
             prompt_lengths=np.asarray([len(c.prompt_ids) for c in conversations], np.int32),
             answer_lengths=np.asarray([len(c.answer_ids) for c in conversations], np.int32),
         )
-    part.rename(path)
 
 
 def load_conversations(path: Path) -> list[Conversation]:
