@@ -171,9 +171,7 @@ def _by_rule(op: str, M: int, K: int, N: int) -> Tuning:
 
 # (op, K, N): what beat XLA on an H200 (jax 0.11.2), for rows in the range. Whole DFlash steps at
 # Qwen3-8B shapes, ms: 7.40 -> 7.07 at 128 rows, 17.9 -> 17.6 at 512 by the fused gate_up and
-# the head; alone, µs: qkv 20.4 -> 17.8, out 14.2 -> 12.5, head 370 -> 330 and 1044 -> 967. Down at
-# 128 rows, by a trace of the step: 30.1 and a sum of 2.8 -> 23.5, the step 7.03 -> 6.96 ms; at 512
-# rows XLA's products run at the device's arithmetic.
+# the head; alone, µs: qkv 20.4 -> 17.8, out 14.2 -> 12.5, head 370 -> 330 and 1044 -> 967.
 _QKV_128, _OUT_128, _HEAD_128 = (
     _t(128, 64, 64, 8, 1, 1, 4),
     _t(64, 64, 128, 6, 1, 2, 1),
@@ -183,7 +181,6 @@ _HEAD_512, _GATE_UP_512 = _t(128, 256, 64, 4, 1, 2, 1), _t(128, 256, 64, 4)
 WINS: dict[tuple[str, int, int], tuple[tuple[range, Tuning], ...]] = {
     ("matmul", 4096, 6144): ((range(65, 129), _QKV_128),),
     ("matmul", 4096, 4096): ((range(65, 129), _OUT_128),),
-    ("matmul", 12288, 4096): ((range(65, 129), _OUT_128),),
     ("gate_up", 4096, 24576): ((range(257, 513), _GATE_UP_512),),
     ("head_argmax", 4096, 151936): ((range(65, 129), _HEAD_128), (range(257, 513), _HEAD_512)),
 }
