@@ -8,8 +8,6 @@ from jflash.speculative import Models, Params
 from jflash.training.answers import answer_prompts
 from tests.pairs import prompts, random_params, target_config
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 CONFIG = target_config(num_layers=1)
 PAIR = Pair(Models(Target(CONFIG), None, 1), Params(random_params(CONFIG, 0), None))
 STOPS = list(range(0, 67, 9))

@@ -13,8 +13,6 @@ from jflash.generate import generate
 from jflash.sampling import GREEDY, Sampling
 from tests.pairs import prompts, random_pair, replay_pair, unit_head
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 STOPS = [3, 9]
 
 

@@ -33,8 +33,6 @@ from tests.pairs import (
     unit_head,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 E, K, D, F = 6, 3, 32, 24
 MOE = MoeConfig(
     num_experts=E, experts_per_token=K, intermediate_size=F, renormalise=True, sparse_layers=(0, 2)

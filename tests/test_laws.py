@@ -15,8 +15,6 @@ from jflash.sampling import Sampling
 from jflash.speculative import speculative_step
 from tests.pairs import prompts, random_pair, replay_pair, unit_head
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 NEW = 40
 
 

@@ -33,8 +33,6 @@ from pallas_kernels.block_attention import block_attention
 from tests.lossless_case import small_case
 from tests.pairs import random_pair
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 BATCH = 2
 
 

@@ -28,8 +28,6 @@ from jflash.sampling import (
 from tests.numpy_filters import filtered
 from tests.pairs import prompts, random_pair
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 SAMPLINGS = [
     Sampling(temperature=0.6, top_k=20, top_p=0.95),
     Sampling(temperature=1.0, top_p=0.5),

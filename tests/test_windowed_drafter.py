@@ -23,8 +23,6 @@ from jflash.speculative import Params, speculative_step
 from tests.lossless_case import small_case
 from tests.pairs import drafter_config, prompts, random_pair, random_params
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 SIGHTS = {
     "mixed": (Sight(window=20, causal=True), Sight()),
     "two-sided": (Sight(window=3), Sight(window=57)),
