@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 from jax._src import xla_bridge  # JAX has no public way to ask whether a backend has started
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 
 class Flag(NamedTuple):
@@ -67,8 +68,18 @@ def configure(
     if compilation_cache:
         notices += _use_compilation_cache()
     else:
-        jax.config.update("jax_enable_compilation_cache", False)
+        leave_compilation_cache()
     return notices
+
+
+def leave_compilation_cache() -> None:
+    """From here on everything is compiled, even what an earlier process left.
+
+    JAX asks its configuration once, before it compiles its first program, and has to be made to ask
+    again.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax_cache.reset_cache()
 
 
 def cache_folder() -> Path:

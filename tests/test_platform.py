@@ -198,3 +198,26 @@ def test_an_unusable_folder_is_one_line(decode, tmp_path):
     (tmp_path / "jflash").write_text("not a folder")
     _, err = decode(tmp_path)
     assert err.count("\n") == 1 and str(tmp_path / "jflash") in err and "not kept" in err
+
+
+LEAVES_THE_CACHE = """
+import jax, jax.numpy as jnp
+from jflash.platform import configure, leave_compilation_cache
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
+def compile_again():
+    jax.clear_caches()
+    before = sum(hits)
+    jax.jit(lambda x: jnp.sin(x) * 3).lower(jnp.ones(8)).compile()
+    return sum(hits) - before
+configure()
+compile_again()
+kept = compile_again()
+leave_compilation_cache()
+print(kept > 0, compile_again())
+"""
+
+
+def test_the_cache_can_be_left_after_it_was_used(tmp_path):
+    done = python(LEAVES_THE_CACHE, XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.split() == ["True", "0"], done.stderr
