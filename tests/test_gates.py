@@ -20,7 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
 from jflash.config import Sight
-from jflash.evals.compile_target import A100, H200, L4, Part, compile_for, device_mesh, inspect
+from jflash.evals.compile_target import (
+    A100,
+    H200,
+    L4,
+    Part,
+    compile_for,
+    device_mesh,
+    inspect,
+    lower_for,
+)
 from jflash.evals.gates import (
     Program,
     bounded_temporaries,
@@ -94,6 +103,23 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
     assert program.hlo.count('custom_call_target="mosaic_gpu') >= layers
     launches = [t.inside for t in read_thunks(program.thunks)]
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 50
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (6, 16), (9, 9), (20, 16), (31, 11)])
+def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
+    """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
+    models = on_h200(replace(pair_models(SMALL), block_size=width))
+    step = step_program(models, batch, CAPACITY, DTYPE)
+    lowered = lower_for(H200, step.run, *step.arguments, donate=(1,))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 5), (3, 16), (5, 6), (7, 10), (9, 7), (16, 31)])
+def test_attention_of_any_group_and_width_can_be_made(heads: int, width: int):
+    q = jax.ShapeDtypeStruct((1, width, heads, 64), DTYPE)
+    cache, at = jax.ShapeDtypeStruct((1, 128, 1, 64), DTYPE), jax.ShapeDtypeStruct((1,), jnp.int32)
+    attend = functools.partial(block_attention, causal=True, scale=0.1, backend="mosaic_gpu")
+    assert "mosaic_gpu" in lower_for(H200, attend, q, cache, cache, at, at).as_text()
 
 
 def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():

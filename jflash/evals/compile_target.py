@@ -135,17 +135,12 @@ def device_mesh(part: Part) -> Mesh:
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
-def compile_for(
-    part: Part,
-    fn: Callable,
-    *args: Any,
-    donate: Sequence[int] = (),
-    options: Options | None = None,
-) -> jax.stages.Compiled:
-    """`fn` compiled for `part` at the shapes and dtypes of `args` (pytrees, arrays or abstract).
+def lower_for(
+    part: Part, fn: Callable, *args: Any, donate: Sequence[int] = ()
+) -> jax.stages.Lowered:
+    """`fn` lowered for `part` at the shapes and dtypes of `args` (pytrees, arrays or abstract).
 
-    A function that is jitted already keeps its own options, and `donate` must stay empty. `options`
-    hold for this program alone.
+    A function that is jitted already keeps its own options, and `donate` must stay empty.
     """
     mesh = device_mesh(part)
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -156,7 +151,20 @@ def compile_for(
         raise ValueError("fn is jitted already: donate its arguments there")
     # Kernels ask the mesh which GPU they are lowered for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return fn.lower(*placed).compile(compiler_options=dict(options or {}))
+        return fn.lower(*placed)
+
+
+def compile_for(
+    part: Part,
+    fn: Callable,
+    *args: Any,
+    donate: Sequence[int] = (),
+    options: Options | None = None,
+) -> jax.stages.Compiled:
+    """`lower_for`'s program compiled; `options` hold for this program alone."""
+    lowered = lower_for(part, fn, *args, donate=donate)
+    with jax.sharding.use_abstract_mesh(device_mesh(part).abstract_mesh):
+        return lowered.compile(compiler_options=dict(options or {}))
 
 
 def inspect(compile: Callable[[Options], jax.stages.Compiled]) -> Program:

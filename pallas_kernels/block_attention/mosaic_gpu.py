@@ -36,7 +36,8 @@ LOWEST = -1e30
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = LAYOUT.reduce(1)
 # pyright: reportAbstractUsage=false
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+SWIZZLED_ROWS = 8
+SWIZZLED = (plgpu.TilingTransform((SWIZZLED_ROWS, 64)), plgpu.SwizzleTransform(128))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,8 @@ def _attend(q, k, v, lengths, widths, sinks, task: _Task, interpret):
     rows = jnp.pad(q, ((0, 0), (0, n * queries - T), (0, 0), (0, 0)))
     rows = rows.reshape(B, n, queries, K, G, H).transpose(0, 3, 1, 2, 4, 5)
     rows = rows.reshape(B, K, n, queries * G, H)
+    if queries * G > SWIZZLED_ROWS:  # TMA takes whole tiles, or one that is not full
+        rows = jnp.pad(rows, ((0, 0),) * 3 + ((0, -queries * G % SWIZZLED_ROWS), (0, 0)))
     return _attend_rows(rows, k, v, lengths, widths, sinks, task, interpret)
 
 

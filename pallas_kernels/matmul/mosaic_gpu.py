@@ -24,6 +24,7 @@ from pallas_kernels.matmul.tuning import WARPGROUP_ROWS, Plan, Tuning, make_plan
 
 PRODUCER_REGISTERS = 40
 WGMMA = plgpu.Layout.WGMMA
+SWIZZLED_ROWS = 8  # of a tile of shared memory's layout, see `_tiled`
 
 
 def matmul(
@@ -118,6 +119,12 @@ def plan_for(op: str, x, w, tuning: Tuning) -> Plan:
 
 def _launch(op, x, w, residual, tuning, interpret):
     """Runs the kernel: [M, N], or [S, M, N] float32 partial sums, or the argmax's two [C, M']."""
+    M = len(x)
+    if M > SWIZZLED_ROWS and M % SWIZZLED_ROWS:  # TMA takes whole tiles, or one that is not full
+        missing = ((0, -M % SWIZZLED_ROWS), (0, 0))
+        x, residual = (None if a is None else jnp.pad(a, missing) for a in (x, residual))
+        out = _launch(op, x, w, residual, tuning, interpret)
+        return out if op == "head_argmax" else out[..., :M, :]
     plan, t = plan_for(op, x, w, tuning), tuning
     padded = pl.cdiv(plan.M, t.block_m) * t.block_m
     if op == "head_argmax":
@@ -171,7 +178,7 @@ def _out_dtype(plan: Plan):
 
 
 def _tiled(swizzle: int, item: int):
-    tiling = plgpu.TilingTransform((8, swizzle // item))  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, swizzle // item))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
