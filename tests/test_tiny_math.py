@@ -73,13 +73,22 @@ def gsm8k(tmp_path_factory) -> Gsm8k:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, gsm8k) -> Workplace:
-    folder = tmp_path_factory.mktemp("tiny")
-    made = Workplace(folder / "pair", folder / "work")
-    with pytest.raises(ValueError, match="stage drafter needs the result of stage answers"):
-        make_stage("drafter", small_recipe(), made, None, lambda step: False)
-    for stage in STAGES:
-        assert make_stage(stage, small_recipe(), made, gsm8k, lambda step: False)
+    """The whole recipe from nothing, as its command: generator to drafter."""
+    made = Workplace(*(tmp_path_factory.mktemp("tiny") / name for name in ("pair", "work")))
+    given = ["--smoke", "--output", made.output, "--work", made.work]
+    given += ["--gsm8k-train", gsm8k.train, "--gsm8k-test", gsm8k.test]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "make_tiny_pair.py", *map(str, given)],
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     return made
+
+
+def test_a_stage_needs_the_one_before(tmp_path):
+    empty = Workplace(tmp_path / "pair", tmp_path / "work")
+    with pytest.raises(ValueError, match="stage drafter needs the result of stage answers"):
+        make_stage("drafter", small_recipe(), empty, None, lambda step: False)
 
 
 def test_the_pair_loads_and_decodes_losslessly(place, capsys):
@@ -92,7 +101,7 @@ def test_the_pair_loads_and_decodes_losslessly(place, capsys):
     drafted = generate(pair, [prompt], **args)[0]
     assert drafted.token_ids == generate(pair, [prompt], **args, oracle=True)[0].token_ids
     for stage in STAGES:  # nothing runs again
-        assert make_stage(stage, small_recipe(), place, None, lambda step: False)
+        assert make_stage(stage, smoke_recipe(), place, None, lambda step: False)
     assert capsys.readouterr().out.count("already made") == len(STAGES)
 
 
@@ -243,18 +252,3 @@ def test_renumbered_keeps_words_and_digits_and_changes_numbers():
     assert re.sub(r"\d", "#", changed) == re.sub(r"\d", "#", question)
     assert changed != question
     assert renumbered(question, random.Random(0)) == changed
-
-
-def test_smoke_makes_a_pair_that_decodes(tmp_path):
-    """The whole recipe from nothing, as its command: generator to drafter."""
-    output = tmp_path / "pair"
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "make_tiny_pair.py", "--smoke", "--output", output],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    pair = load_pair(output / "target", output / "drafter", dtype="float32")
-    prompt = encode_prompt(load_tokenizer(output / "target"), "How many are 2 apples and 3 apples?")
-    drafted = generate(pair, [prompt], max_new_tokens=20)[0]
-    oracle = generate(pair, [prompt], max_new_tokens=20, oracle=True)[0]
-    assert drafted.token_ids == oracle.token_ids

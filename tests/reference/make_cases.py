@@ -109,11 +109,6 @@ def tensors(pair: Pair, prompt: list[int], split: int = 12) -> dict[str, torch.T
     }
 
 
-def learnable(shape: Shape) -> float:
-    """The share of drafts that a drafter learns by heart; less if it sees but a window of text."""
-    return 0.4 if shape.windows else 0.6
-
-
 def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bool) -> dict:
     """One pair, trained, saved and recorded; raises Unusable when the draw does not serve."""
     torch.manual_seed(seed)
@@ -125,7 +120,7 @@ def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bo
     mask, vocab = drafter.mask_token_id, target.config.vocab_size
     pool = [random_prompt(vocab, mask, length, draw) for length in 3 * LENGTHS + 2 * longs]
     texts = greedy_texts(target, pool, LONGEST_RUN + WIDEST)
-    train(Lessons(drafter, target, texts, pool), goal=1 + learnable(shape) * (shape.block - 1))
+    train(Lessons(drafter, target, texts, pool), goal=1 + shape.learnable * (shape.block - 1))
     if shape.small_files:
         round_weights(drafter)
     save(shape, target, drafter, folder)

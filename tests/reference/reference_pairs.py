@@ -10,7 +10,7 @@ import json
 import math
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -91,6 +91,7 @@ class Shape:
     scaled: bool = False  # embeddings and logits of the drafter, and a soft cap
     small_files: bool = False  # weights rounded to bfloat16 and stored as such
     experts: Experts | None = None
+    learnable: float = 0.6  # the share of drafts that the drafter is to learn by heart
 
 
 SMALL_SHAPES = [
@@ -112,15 +113,17 @@ WINDOW_SHAPES = [
     Shape(
         "qwen3", 32, 3, (2, 1, 16), 40, True, 8, (0, 1), 3, (2, 1, 16), 40, "inner", False,
         windows=(True, True, False), window=20, draft_rope="yarn", small_files=True,
+        learnable=0.4,
     ),
     Shape(
         "llama", 32, 3, (2, 1, 16), 40, False, 8, (0, 2), 2, (2, 2, 16), 40, "top", True,
         windows=(True, True), window=6, is_causal=False, draft_rope="deepseek", scaled=True,
-        small_files=True,
+        small_files=True, learnable=0.4,
     ),
     Shape(
         "qwen3", 32, 3, (2, 1, 16), 40, False, 5, (1, 2), 2, (2, 1, 16), 40, "flat", False,
         windows=(False, True), window=33, is_causal=True, draft_rope="linear", small_files=True,
+        learnable=0.4,
     ),
 ]  # fmt: skip
 # The last pair of the other sets must be 40 wide or so and have 16-token blocks: it fills the gaps.
@@ -130,7 +133,8 @@ FULL_SHAPES = [
     Shape("llama", 64, 6, (4, 1, 16), 96, False, 16, (1, 3, 5), 3, (2, 2, 32), 80, "inner", True),
     Shape("qwen3", 32, 5, (8, 2, 16), 80, True, 3, (0, 2, 4), 1, (4, 2, 16), 64, "top", False),
     Shape("llama", 48, 4, (4, 2, 16), 64, True, 7, (0, 1), 2, (6, 3, 16), 72, "top", False),
-    *WINDOW_SHAPES[:2],
+    WINDOW_SHAPES[0],
+    replace(WINDOW_SHAPES[1], learnable=0.2),  # it sees six tokens, so few seeds reach more
     Shape(
         "qwen3_moe", 32, 4, (2, 2, 16), 48, False, 8, (1, 3), 2, (2, 1, 24), 64, "top", True,
         experts=Experts(6, 2, 32, False, 2, (), True),
