@@ -16,6 +16,9 @@ from jflash.evals import evaluation
 from jflash.io import encode_prompt, load_tokenizer
 from jflash.training.word_problems import problems
 
+# What is asked here is how answers are counted and kept; bit laws are tests/test_engine.py's.
+pytestmark = pytest.mark.usefixtures("compiled_hastily")
+
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "checkpoints" / "tiny-math" / "target"
 COUNT = 10
@@ -138,7 +141,7 @@ def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
     want = tokens(tmp_path / "pair")
     assert tokens(tmp_path / "pair", "baseline.jsonl") == want
     for name, more in {
-        "none": ["--drafter", "none"],
+        "none": ["--drafter", "none", "--block-size", "16"],
         "random": ["--drafter", "random:3"],
         "oracle": ["--oracle"],
     }.items():
@@ -163,13 +166,42 @@ def test_other_tokens_than_another_run_has_are_told(data, unbroken, tmp_path, ca
     out = capsys.readouterr().out
     assert f"as {other}: {COUNT - 1} of {COUNT} outputs" in out
     assert f"problem {found[2]['index']}, turn 0: at token 4 {token - 1}, there {token}" in out
+    (other / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found[:-1]))
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert f"has {COUNT - 1} answers, its summary {COUNT}" in capsys.readouterr().err
     (other / "summary.json").unlink()
     assert evaluate.main(argv, dataset="gsm8k") == 2
     assert "holds no finished run" in capsys.readouterr().err
-    shorter = [*argv[:-2], "--max-new-tokens", "60", "--output", str(tmp_path / "x"), "--same-as"]
-    assert evaluate.main([*shorter, str(unbroken)], dataset="gsm8k") == 2
-    assert "with max_new_tokens 120, this one has 60" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--max-new-tokens", "60"), "with max_new_tokens 120, this one has 60"),
+        (("--batch", "5"), "with batch 2, this one has 5"),
+        (("--block-size", "8"), "with block_size 16, this one has 8"),
+        (("--top-k", "5", "--temperature", "0.5"), "with temperature 0.0, this one has 0.5"),
+    ],
+)
+def test_runs_of_other_programs_are_not_compared(
+    data, unbroken, tmp_path, capsys, options, complaint
+):
+    out = tmp_path / "x"
+    argv = ["--data", str(data), "--output", str(out), *SAME, *options, "--same-as", str(unbroken)]
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert complaint in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_draws_are_compared_where_the_drafter_does_not_decide_them(data, run, tmp_path, capsys):
+    drawn = ("--temperature", "0.8", "--limit", "3")
+    run(data, tmp_path / "greedy", *drawn, "--draft-rule", "greedy")
+    same = ("--same-as", str(tmp_path / "greedy"))
+    other = ("--draft-rule", "greedy", "--drafter", "random:3")
+    assert "as " in run(data, tmp_path / "random", *drawn, *other, *same)[1]
+    argv = ["--data", str(data), "--output", str(tmp_path / "x"), *SAME, *drawn, *same]
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert "--draft-rule greedy alone" in capsys.readouterr().err
 
 
 def test_draws_do_not_depend_on_where_a_run_was_broken(run, data, tmp_path):

@@ -15,7 +15,10 @@ from jflash.files import replacing
 
 SETTINGS = "run.json"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
-ALIKE = ("dataset", "target", "prompts", "problems", "max_new_tokens", "temperature", "seed")
+ALIKE = (  # what tokens may depend on; the drafter is not among them
+    *("dataset", "target", "prompts", "problems", "max_new_tokens", "temperature", "top_k"),
+    *("top_p", "min_p", "seed", "batch", "block_size", "dtype", "device", "attention_backend"),
+)
 RESULTS = ("summary.json", "histogram.png", "position.png", "progress.png")
 
 
@@ -59,7 +62,8 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
 def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of a finished run that must have the tokens of a run with these settings.
 
-    ValueError, by name, if there is none, or one of other prompts, limits or draws.
+    ValueError, by name, if there is none, or one of other prompts, limits, draws or programs, or
+    one whose draws depend on its drafter.
     """
     if not (folder / SETTINGS).is_file() or not (folder / "summary.json").is_file():
         raise ValueError(f"{folder} holds no finished run: there is no {SETTINGS} or summary.json")
@@ -70,7 +74,23 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
                 f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
                 f"{settings[name]!r}: their answers need not be the same"
             )
-    return read_lines(folder / "answers.jsonl")
+    rules = {found["draft_rule"], settings["draft_rule"]}
+    if settings["temperature"] and rules != {"greedy"}:
+        raise ValueError(
+            "drafts drawn from q decide which tokens are drawn: above temperature 0 runs compare "
+            "under --draft-rule greedy alone"
+        )
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    answers, expected = (
+        read_lines(folder / "answers.jsonl"),
+        summary["acceptance"]["all"]["prompts"],
+    )
+    if len(answers) != expected:
+        raise ValueError(
+            f"{folder / 'answers.jsonl'} has {len(answers)} answers, its summary {expected}: "
+            "run that command again"
+        )
+    return answers
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
