@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 from jflash.config import MoeConfig
 from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul
 
+ROUTING = "routing"  # of Flax's collections
+
 
 class Kernel(nn.Module):
     """A matrix, or one for every expert, as a parameter of its own."""
@@ -52,6 +54,7 @@ class Experts(nn.Module):
         flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
         logits = jnp.matmul(flat, self.router.kernel, precision="highest")
         weights, ids = route(logits, k, self.config.renormalise)
+        self.sow(ROUTING, "ids", ids)  # nothing, unless somebody asks for it
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
         rows, backend = flat[order // k], kernels.experts or kernels.matmul

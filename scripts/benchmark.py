@@ -13,18 +13,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 from jflash.backends import BACKENDS
 from jflash.cli.command import BAD_INPUT, Parser, run_command
-from jflash.cli.output_file import whole_file
+from jflash.cli.output_file import check_whole_file, whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.evals import benchmark_case
 from jflash.evals.benchmark_case import Task, run_task, save_pair
 from jflash.evals.benchmark_report import (
+    add_beside,
     add_peak,
     add_ratios,
     add_speed,
@@ -64,12 +65,13 @@ def make_parser() -> Parser:
     add("--acceptance", type=float, metavar="TAU", help="tokens a step to assume, for tokens/s")
     add("--prompts", type=Path, metavar="FILE.jsonl", help="for a real pair; a few are built in")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    add("--beside", metavar="SHAPE", help="the step of another shape, timed right after each case")
     add("--against", choices=("reference",), help="the PyTorch code on the same weights, batch 1")
     add("--reference-python", default=sys.executable, metavar="PATH", help="that has dflash 0.1.0")
     add("--steps", type=int, default=64, help="of one repeat, default 64")
     add("--repeats", type=int, default=5, help="default 5")
     add("--no-memory", action="store_true", help="no second process: no warm compile, no peak")
-    add("--json", type=Path, metavar="FILE", help="write the results there too")
+    add("--json", type=Path, metavar="FILE", help="the last line; kept case by case")
     add("--overwrite", action="store_true", help="replace an existing --json")
     # One stage of one case, in a process of its own: TASK and RESULT are files.
     add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)
@@ -90,6 +92,10 @@ def make_task(args: argparse.Namespace) -> Task:
         raise ValueError("give either --shape NAME or --target DIR and --drafter DIR")
     if args.shape is not None and args.prompts is not None:
         raise ValueError("--prompts needs a real pair: random weights decode nothing of meaning")
+    if args.beside is not None:
+        if args.shape is None:
+            raise ValueError("--beside compares random weights: give --shape")
+        model_shape(args.beside)
     target, drafter = model_shape(args.shape) if args.shape else pair_configs(args)
     for name in ("batch", "widths", "steps", "repeats", "context", "max_new_tokens"):
         value = getattr(args, name)
@@ -235,27 +241,37 @@ def benchmark(args: argparse.Namespace) -> None:
     task = make_task(args)
     if args.against:
         call([args.reference_python, "-P", str(REFERENCE), "check"])
-    if args.json is None:
-        write_results(args, task, lambda line: None)
-        return
-    with whole_file(args.json, args.overwrite) as write:
-        write_results(args, task, write)
+    if args.json is not None:
+        check_whole_file(args.json, args.overwrite)
+    line = ""
+    for line in results(args, task):
+        if args.json is not None:
+            with whole_file(args.json, overwrite=True) as write:
+                write(line)
+    print(line)
 
 
-def write_results(args: argparse.Namespace, task: Task, write: Callable[[str], None]) -> None:
+def results(args: argparse.Namespace, task: Task) -> Iterator[str]:
+    """Prints a case as soon as it is measured; after each, all of them as a line of JSON.
+
+    Which says how many cases are still to come, unless it is the last.
+    """
     cases, reference = [], None
-    for batch in sorted(set(args.batch)):
+    batches = sorted(set(args.batch))
+    for batch in batches:
         own = replace(task, batch=batch)
         case = measure(own, not args.no_memory)
+        if args.beside:
+            add_beside(case, measure(replace(own, shape=args.beside, only_step=True), False))
         add_speed(case, args.acceptance)
         print(*([] if cases else [device_line(case)]), case_text(case), sep="\n", flush=True)
         cases.append(case)
         if args.against and batch == 1:
             reference = measure_reference(args, own, case)
             print(reference_text(reference), flush=True)
-    line = json.dumps(collect(cases, reference), allow_nan=False)
-    print(line)
-    write(line)
+        missing = len(batches) - len(cases)
+        result = collect(cases, reference) | ({"missing_cases": missing} if missing else {})
+        yield json.dumps(result, allow_nan=False)
 
 
 if __name__ == "__main__":

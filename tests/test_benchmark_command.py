@@ -28,6 +28,7 @@ def test_the_command(tmp_path):
     done = run_cli(
         *("--shape", "tiny", "--context", "200", "--capacity", "512", "--only-step"),
         *("--steps", "4", "--repeats", "1", "--acceptance", "3", "--json", str(out)),
+        *("--beside", "tiny-dflash2"),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -43,6 +44,30 @@ def test_the_command(tmp_path):
     assert [k for k in assumed if "tokens_per_second" in k] == ["assumed_tokens_per_second"]
     assert "at an assumed acceptance of 3 tokens a step, not measured" in done.stdout
     assert "speed_up" not in out.read_text()
+    other = case["beside"]
+    assert other["shape"] == "tiny-dflash2" and other["step"]["ms"] != case["step"]["ms"]
+    assert other["times_as_long"] == pytest.approx(case["step"]["ms"] / other["step"]["ms"])
+    assert "beside tiny-dflash2" in done.stdout
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
+    """Case by case: a run that ends early says how many cases it lacks."""
+    out, made = tmp_path / "result.json", []
+
+    def measure(task, with_memory):
+        if made:
+            raise ValueError("the device is gone")
+        made.append(task)
+        shared = dict.fromkeys((*BACKENDS, "device", "versions", "xla_flags", "date"), "x")
+        return shared | {"batch": task.batch}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "case_text", lambda case: "")
+    monkeypatch.setattr(benchmark, "device_line", lambda case: "")
+    argv = ["--shape", "tiny", "--batch", "1,2,4", "--json", str(out)]
+    assert run_command(benchmark.make_parser(), benchmark.benchmark, argv) == 2
+    left = json.loads(out.read_text())
+    assert [case["batch"] for case in left["cases"]] == [1] and left["missing_cases"] == 2
 
 
 @pytest.mark.parametrize(
@@ -63,6 +88,8 @@ def test_the_command(tmp_path):
         ("--shape tiny --batch 8 --against reference", "--batch 1"),
         ("--shape tiny --no-compilation-cache", "--no-compilation-cache"),
         ("--shape tiny --overwrite", "--overwrite without --json"),
+        ("--shape tiny --beside huge", "no shape is called 'huge'"),
+        ("--target x --drafter y --beside tiny", "--beside compares random weights"),
         ("--target /nowhere --drafter /nowhere", "/nowhere"),
     ],
 )

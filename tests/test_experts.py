@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jflash import experts
 from jflash.config import MoeConfig
 from jflash.evals.floors import verify_work
 from jflash.evals.shapes import model_shape
+from jflash.evals.step_time import Window, busy_state, experts_read, random_weights
 from jflash.experts import Experts, route, weighted_sum
 from jflash.generate import Pair, generate
 from jflash.io import load_target, save_checkpoint
@@ -23,6 +25,7 @@ from jflash.layers import XLA
 from jflash.memory import weight_bytes
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.programs import Shape
 from jflash.speculative import Models, Params
 from tests.pairs import (
     drafter_config,
@@ -308,6 +311,49 @@ def test_floors_count_the_experts_that_are_read():
     dense = replace(target, moe=replace(target.moe, sparse_layers=()))
     whole = replace(target, moe=None)
     assert verify_work(dense, 1, 16, 100.0, 2) == verify_work(whole, 1, 16, 100.0, 2)
+
+
+def test_the_experts_of_a_step_are_counted(monkeypatch):
+    """By the very choices of the target's routers; and what was counted is what the floor reads."""
+    shape = model_shape("tiny-moe")
+    moe = shape.target.moe
+    assert moe is not None
+    # Without a drafter a block is its anchor over and over; the rows differ by place and by text.
+    models = Models(Target(shape.target), None, 4)
+    params = Params(random_weights([shape.target], "float32")[0], None)
+    state = busy_state(models, Shape(2, 128, 64, 16, "float32"), Window(60, 4, 1))
+    chosen, choose = [], experts.route
+
+    def listening(*args):
+        weights, ids = choose(*args)
+        chosen.append(np.asarray(ids))
+        return weights, ids
+
+    monkeypatch.setattr(experts, "route", listening)
+    read = experts_read(models, params, state)
+    assert [ids.shape for ids in chosen] == [(8, moe.experts_per_token)] * len(moe.sparse_layers)
+    assert read == np.mean([len({*ids.flat}) for ids in chosen])
+    assert moe.experts_per_token < read <= moe.num_experts
+    expert = 4 * 3 * shape.target.hidden_size * moe.intermediate_size * len(moe.sparse_layers)
+    few, more = (verify_work(shape.target, 2, 4, 60.0, 4, n).weight_bytes for n in (2.0, 2.5))
+    assert more - few == pytest.approx(expert / 2)
+
+
+def test_random_experts_do_not_make_all_tokens_one():
+    """What the lossless check and the benchmark decode: text that wanders."""
+    shape = model_shape("qwen3-coder-30b").target
+    assert shape.moe is not None
+    few = replace(shape.moe, num_experts=16, intermediate_size=192, sparse_layers=tuple(range(6)))
+    small = replace(
+        shape, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64,
+        vocab_size=512, moe=few,
+    )  # fmt: skip
+    weights = random_weights([small], "float32")[0]
+    # A quarter of the width: twice the weights give the same sums.
+    doubled = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, weights)
+    pair = Pair(Models(Target(small), None, 1), Params(doubled, None))
+    texts = [r.token_ids for r in generate(pair, prompts(2), max_new_tokens=24)]
+    assert all(len(set(text)) > 18 for text in texts)
 
 
 def test_the_table_of_a_saved_config_names_the_dense_layers(saved):

@@ -26,7 +26,9 @@ from jflash.evals.step_time import (
     Window,
     busy_state,
     compile_run,
+    experts_read,
     random_weights,
+    rewound,
     time_draft,
     time_run,
     window_around,
@@ -98,6 +100,7 @@ def time_case(task: Task) -> dict[str, Any]:
     programs = compile_programs(models, params, shape)
     compiled_peak = peak_memory()
     seconds, state = time_run(programs.run, params, state, window)
+    experts = experts_read(models, params, rewound(state, window))
     result = {
         **where,
         "floors": measured,
@@ -111,7 +114,7 @@ def time_case(task: Task) -> dict[str, Any]:
         **{name: getattr(models, name) for name in BACKENDS},
         "timed_steps": window.steps,
         "repeats": window.repeats,
-        "step": clock.part(seconds, clock.step_work(models.block_size)),
+        "step": clock.part(seconds, clock.step_work(models.block_size, experts), experts),
         "compile_seconds": {"from_nothing": programs.seconds},
         "memory": memory(models, shape, state, programs.run)
         | {"peak_bytes_while_compiling": compiled_peak},
@@ -207,7 +210,9 @@ def time_parts(
         alone = replace(models, drafter=None, block_size=width)
         compiled, took = compile_run(alone, drafterless, bare)
         seconds, bare = time_run(compiled, drafterless, bare, clock.window)
-        parts[name] = clock.part(seconds, clock.verify_work(width)) | {"compile_seconds": took}
+        experts = experts_read(alone, drafterless, rewound(bare, clock.window))
+        work = clock.verify_work(width, experts)
+        parts[name] = clock.part(seconds, work, experts) | {"compile_seconds": took}
         log(f"batch {batch}: {name} {parts[name]['ms']:.3f} ms")
     state = bare._replace(drafter_cache=drafter_cache)
     seconds, state = time_draft(models, params, state, clock.window)
@@ -228,9 +233,12 @@ def time_widths(
     rows = [{"block_size": full} | step]
     for width in sorted(set(task.widths) - {full}):
         begin = time.perf_counter()
-        compiled, _ = compile_run(replace(clock.models, block_size=width), params, state)
+        narrow = replace(clock.models, block_size=width)
+        compiled, _ = compile_run(narrow, params, state)
         seconds, state = time_run(compiled, params, state, clock.window)
-        rows.append({"block_size": width} | clock.part(seconds, clock.step_work(width)))
+        experts = experts_read(narrow, params, rewound(state, clock.window))
+        work = clock.step_work(width, experts)
+        rows.append({"block_size": width} | clock.part(seconds, work, experts))
         log(
             f"batch {task.batch}: width {width} {rows[-1]['ms']:.3f} ms "
             f"({time.perf_counter() - begin:.0f} s)"

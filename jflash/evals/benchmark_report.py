@@ -20,6 +20,12 @@ def add_speed(case: dict[str, Any], acceptance: float | None) -> None:
     }
 
 
+def add_beside(case: dict[str, Any], other: dict[str, Any]) -> None:
+    """Puts in the step of another shape, timed right after this one, and the ratio to it."""
+    step = {"shape": other["shape"], "step": other["step"]}
+    case["beside"] = step | {"times_as_long": case["step"]["ms"] / other["step"]["ms"]}
+
+
 def add_peak(memory: dict[str, Any]) -> None:
     """Puts the peak in relation to the weights and caches, where a device reports one."""
     if memory.get("peak_bytes"):
@@ -79,6 +85,17 @@ def case_text(case: dict[str, Any]) -> str:
             f"  draft takes {draft['share_of_step']:.1%} of the step "
             f"(alone, without the context K/V, {draft['alone_ms']:.3f} ms)"
         )
+    if "beside" in case:
+        other = case["beside"]
+        lines.append(
+            f"  beside {other['shape']}, {other['step']['ms']:.3f} ms a step: "
+            f"{other['times_as_long']:.3f} × as long"
+        )
+    read = [
+        f"{label} {part['experts_read']:.1f}" for label, part in parts if "experts_read" in part
+    ]
+    if read:
+        lines.append(f"  experts read, the mean of the layers: {', '.join(read)}")
     compiled = case["compile_seconds"]
     warm = f", with a warm cache {compiled['warm_cache']:.1f} s" if "warm_cache" in compiled else ""
     lines.append("  " + _memory_line(case["memory"]))

@@ -147,6 +147,19 @@ def reference(results: list[Result]) -> str:
     return table(head, rows, [case for _, case in found])
 
 
+def beside(results: list[Result]) -> str:
+    """Steps of shapes that were timed in turns with another one."""
+    cases = [c for c in all_cases(results) if "beside" in c]
+    rows = [
+        [
+            c["shape"], f"{c['batch']}", ms(c["step"]), c["beside"]["shape"],
+            ms(c["beside"]["step"]), f"{c['beside']['times_as_long']:.3f} ×",
+        ]
+        for c in cases
+    ]  # fmt: skip
+    return table(["shape", "batch", "step", "beside", "its step", "as long"], rows, cases)
+
+
 def pairs(results: list[Result]) -> str:
     """Tokens a second of real pairs, measured."""
     cases = [c for c in all_cases(results) if "measured_speed" in c]
@@ -242,6 +255,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "steps": steps,
     "widths": widths,
     "reference": reference,
+    "beside": beside,
     "pairs": pairs,
     "kernels": kernels,
     "evaluations": evaluations,

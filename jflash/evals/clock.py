@@ -25,10 +25,10 @@ class Clock:
     window: Window
     rates: Rates
 
-    def verify_work(self, width: int) -> Work:
+    def verify_work(self, width: int, experts: float | None = None) -> Work:
         size = jnp.dtype(self.shape.dtype).itemsize
         target = self.models.target.config
-        return verify_work(target, self.shape.batch, width, self.window.context, size)
+        return verify_work(target, self.shape.batch, width, self.window.context, size, experts)
 
     def draft_work(self, width: int) -> Work:
         assert self.models.drafter is not None
@@ -36,11 +36,13 @@ class Clock:
         drafter = self.models.drafter.config
         return draft_work(drafter, self.shape.batch, width, self.window.context, size)
 
-    def step_work(self, width: int) -> Work:
-        return add(self.verify_work(width), self.draft_work(width))
+    def step_work(self, width: int, experts: float | None = None) -> Work:
+        return add(self.verify_work(width, experts), self.draft_work(width))
 
-    def part(self, seconds: Sequence[float], work: Work) -> dict[str, Any]:
-        """ms (the median), every repeat, and the floor."""
+    def part(
+        self, seconds: Sequence[float], work: Work, experts: float | None = None
+    ) -> dict[str, Any]:
+        """ms (the median), every repeat, the floor, and the experts of a layer that were read."""
         median, floor = statistics.median(seconds), floor_seconds(work, self.rates)
         return {
             "ms": 1e3 * median,
@@ -49,4 +51,5 @@ class Clock:
             "operations": work.operations,
             "floor_ms": 1e3 * floor,
             "share_of_floor": floor / median,
+            **({} if experts is None else {"experts_read": experts}),
         }

@@ -56,11 +56,17 @@ def floor_seconds(work: Work, rates: Rates) -> float:
 
 
 def verify_work(
-    target: TargetConfig, batch: int, width: int, context: float, itemsize: int
+    target: TargetConfig,
+    batch: int,
+    width: int,
+    context: float,
+    itemsize: int,
+    experts_read: float | None = None,
 ) -> Work:
     """The target over [batch, width] rows behind `context` tokens each; width 1 is plain decoding.
 
-    `itemsize` is the bytes of a weight and of a cache entry.
+    `itemsize` is the bytes of a weight and of a cache entry. `experts_read` of a layer is what was
+    counted; without it, what to expect if every row drew its experts evenly and alone.
     """
     head = target.vocab_size * target.hidden_size
     sparse = target.moe.sparse_layers if target.moe else ()
@@ -68,7 +74,7 @@ def verify_work(
     weights = target.num_layers * attention_weights(target) + dense_mlps + head
     attention = _attention(target, batch, width, context)
     work = _products(weights, batch * width, itemsize, attention)
-    return add(work, _experts(target, batch * width, itemsize)) if sparse else work
+    return add(work, _experts(target, batch * width, itemsize, experts_read)) if sparse else work
 
 
 def draft_work(
@@ -116,15 +122,20 @@ def mlp_weights(c: DecoderConfig) -> int:
     return 3 * c.hidden_size * c.intermediate_size
 
 
-def _experts(c: TargetConfig, rows: int, itemsize: int) -> Work:
-    """Routers and experts: read are the experts that some row goes to, computed those of each row.
+def expected_experts(c: TargetConfig, rows: int) -> float:
+    """Experts that `rows` tokens go to if each draws its own evenly and alone.
 
-    How many are read is what to expect if every row drew its experts evenly and alone. Rows that
-    resemble each other, as those of a text do, share experts and read less.
+    Rows that resemble each other, as those of a text do, share experts and read less.
     """
     assert c.moe is not None
+    return c.moe.num_experts * (1 - (1 - c.moe.experts_per_token / c.moe.num_experts) ** rows)
+
+
+def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> Work:
+    """Routers and experts: `read` are those that some row goes to, computed those of each row."""
+    assert c.moe is not None
     moe, layers = c.moe, len(c.moe.sparse_layers)
-    read = moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** rows)
+    read = expected_experts(c, rows) if read is None else read
     expert = 3 * c.hidden_size * moe.intermediate_size
     router = c.hidden_size * moe.num_experts
     return Work(

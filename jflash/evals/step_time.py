@@ -15,9 +15,13 @@ from jax import lax
 from jaxtyping import Array
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.experts import ROUTING
 from jflash.io.names import abstract_params
+from jflash.layers import BlockAttend
 from jflash.programs import Shape, new_state, run
-from jflash.speculative import Models, Params, State, draft
+from jflash.speculative import Models, Params, State, block_positions, draft
+
+SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
 
 
 class Window(NamedTuple):
@@ -48,20 +52,29 @@ def random_weights(configs: list[TargetConfig | DrafterConfig], dtype: str) -> l
     """Parameters of each config, normal(0, 0.02) with norms 1, made on the device leaf by leaf.
 
     The largest first: what it takes to draw a leaf is gone before memory fills up.
+
+    Experts' down projections are 16 times as large. With less, what k narrow experts add is lost
+    beside attention's mean: all tokens become one, go to the same experts, and the text is the same
+    word over and over (at 24 layers of Qwen3-Coder-30B-A3B's proportions 5 different ones of 400
+    tokens; so 380).
     """
-    leaves, tree = jax.tree.flatten([abstract_params(config) for config in configs])
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    paths, tree = jax.tree.flatten_with_path([abstract_params(config) for config in configs])
+    keys = jax.random.split(jax.random.key(0), len(paths))
     made: dict[int, Array] = {}
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
-        shape = leaves[i].shape
-        made[i] = jnp.ones(shape, dtype) if len(shape) == 1 else _normal(keys[i], shape, dtype)
+    for i in sorted(range(len(paths)), key=lambda i: -paths[i][1].size):
+        name, shape = jax.tree_util.keystr(paths[i][0]), paths[i][1].shape
+        if len(shape) == 1:
+            made[i] = jnp.ones(shape, dtype)
+        else:
+            scale = EXPERTS_SCALE if "down" in name and len(shape) == 3 else SCALE
+            made[i] = _normal(keys[i], shape, dtype, scale)
         made[i].block_until_ready()
-    return jax.tree.unflatten(tree, [made[i] for i in range(len(leaves))])
+    return jax.tree.unflatten(tree, [made[i] for i in range(len(paths))])
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: Array, shape: tuple[int, ...], dtype: str, scale: float) -> Array:
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def busy_state(models: Models, shape: Shape, window: Window) -> State:
@@ -95,6 +108,26 @@ def rewound(state: State, window: Window) -> State:
         max_accept=jnp.zeros(batch, jnp.int32),
         steps=jnp.zeros(batch, jnp.int32),
     )
+
+
+def experts_read(models: Models, params: Params, state: State) -> float | None:
+    """How many experts some row of the next step's block goes to, the mean over the target's sparse
+    layers: their weights are what the step reads. None without experts.
+
+    Runs operation by operation: compiling a large model once more would take a minute.
+    """
+    if models.target.config.moe is None:
+        return None
+    proposal, _ = draft(models, params, state)
+    positions, widths = block_positions(models, state)
+    anchor = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
+    _, found = models.target.apply(
+        {"params": params.target}, jnp.concatenate([anchor, proposal.tokens], axis=1), positions,
+        state.target_cache, BlockAttend(positions[:, 0], widths, True, models.kernels),
+        models.taps, models.kernels, mutable=[ROUTING],
+    )  # fmt: skip
+    layers = jax.tree.leaves(found[ROUTING])
+    return sum(len(jnp.unique(ids)) for ids in layers) / len(layers)
 
 
 def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
