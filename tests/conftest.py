@@ -1,6 +1,7 @@
 """The tests leave the user's caches alone, and what they do does not depend on them."""
 
 import functools
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -9,7 +10,21 @@ import jax
 import pytest
 
 ON_GPU = Path("/dev/nvidia0").exists()
-MOST_PROCESSES = 4  # each takes a core and about a GB
+MOST_PROCESSES = 4  # each takes a core and up to 4 GB
+# The longest files, which begin first: no process is to wait for another at the end.
+LONGEST = (
+    *("reference_parity", "check_lossless", "gguf_reference", "gates", "train_drafter", "engine"),
+    *(
+        "laws",
+        "evaluate",
+        "smollm2_pair",
+        "benchmark_command",
+        "tiny_math",
+        "sampling_distribution",
+    ),
+    *("experts", "train_parallel", "memory", "embedded_pair", "dflash2_training", "dflash2_parity"),
+)
+gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
 _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name  # of the processes that tests start
 jax.config.update("jax_enable_compilation_cache", False)  # in this one all is compiled
@@ -36,8 +51,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if ON_GPU or own or not whole or not config.pluginmanager.hasplugin("xdist"):
         return
     if config.option.numprocesses is None:
-        config.option.numprocesses = min(MOST_PROCESSES, os.cpu_count() or 1)
+        # One more than cores: tests also wait, for other processes and for files.
+        config.option.numprocesses = min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
         config.option.dist = "loadfile"
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ tests/reference/make_dflash2_cases.py writes such sets. A small one is committed
 of 10 configurations with a new seed and names it in JFLASH_FRESH_DFLASH2_CASES.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -35,6 +36,7 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "record.json").read_text())
 
 
+@functools.lru_cache(8)
 def pair(folder: Path, block_size: int | None = None):
     return load_pair(folder / "target", folder / "drafter", dtype="float32", block_size=block_size)
 

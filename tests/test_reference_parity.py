@@ -4,6 +4,7 @@ tests/reference/make_cases.py writes such sets. A small one is committed; .ci/ru
 with a new seed in an environment of its own and names it in JFLASH_FRESH_CASES.
 """
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -35,6 +36,7 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "record.json").read_text())
 
 
+@functools.lru_cache(8)
 def pair(folder: Path, block_size: int | None = None):
     return load_pair(folder / "target", folder / "drafter", dtype="float32", block_size=block_size)
 
