@@ -79,7 +79,9 @@ def test_the_embedded_pair_is_lossless_here(script, capsys, tmp_path):
     assert [w["pair"] for w in found["width_1"]] == ["tiny-math"]
 
 
-def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatch):
+def test_a_real_difference_is_printed_and_fails(
+    script, case, capsys, monkeypatch, compiled_hastily
+):
     """One mode's target differs a little: exit code 1, and both tokens with both logits."""
     faithful = lossless_check.modes_of
     norm = case.params.target["norm"]["scale"]
@@ -111,7 +113,7 @@ def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatc
     assert not any(count for mode in clean for kind, count in mode.items() if "differing" in kind)
 
 
-def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch):
+def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch, compiled_hastily):
     """With the right attention in the fault's place the check refuses to vouch for itself."""
     for module in (lossless_cases, lossless_check):  # the command above runs the real one
         monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
