@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jflash.cli.command import Parser, run_command
-from jflash.cli.output_file import check_whole_file, whole_file
+from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.evals.device import describe_device
 from jflash.evals.floors import measure_rates
 from jflash.evals.kernel_cases import OPS
@@ -92,12 +92,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("nothing to time: kernels run on a GPU, and JAX sees none here")
     if args.json is not None:
         check_whole_file(args.json, args.overwrite)
-    line = ""
-    for line in benchmark(args, plan):
-        if args.json is not None:
-            with whole_file(args.json, overwrite=True) as write:
-                write(line)
-    print(line)
+    print(keep_newest(args.json, benchmark(args, plan)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from jflash.backends import BACKENDS
 from jflash.cli.command import BAD_INPUT, Parser, run_command
-from jflash.cli.output_file import check_whole_file, whole_file
+from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.evals import benchmark_case
 from jflash.evals.benchmark_case import Task, run_task, save_pair
@@ -243,12 +243,7 @@ def benchmark(args: argparse.Namespace) -> None:
         call([args.reference_python, "-P", str(REFERENCE), "check"])
     if args.json is not None:
         check_whole_file(args.json, args.overwrite)
-    line = ""
-    for line in results(args, task):
-        if args.json is not None:
-            with whole_file(args.json, overwrite=True) as write:
-                write(line)
-    print(line)
+    print(keep_newest(args.json, results(args, task)))
 
 
 def results(args: argparse.Namespace, task: Task) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A file of results that is there whole or not at all."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 
@@ -38,6 +38,19 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def keep_newest(path: Path | None, lines: Iterable[str]) -> str:
+    """The last of `lines`; each as it comes takes the place of `path`'s content, if there is one.
+
+    A run that is cut off so leaves what it had.
+    """
+    line = ""
+    for line in lines:
+        if path is not None:
+            with whole_file(path, overwrite=True) as write:
+                write(line)
+    return line
 
 
 def check_whole_file(path: Path, overwrite: bool) -> None:
