@@ -55,8 +55,8 @@ def random_weights(configs: list[TargetConfig | DrafterConfig], dtype: str) -> l
 
     Experts' down projections are 16 times as large. With less, what k narrow experts add is lost
     beside attention's mean: all tokens become one, go to the same experts, and the text is the same
-    word over and over (at 24 layers of Qwen3-Coder-30B-A3B's proportions 5 different ones of 400
-    tokens; so 380).
+    word over and over (at a quarter of Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts, 5
+    different ones of 400 tokens; so 380).
     """
     paths, tree = jax.tree.flatten_with_path([abstract_params(config) for config in configs])
     keys = jax.random.split(jax.random.key(0), len(paths))
