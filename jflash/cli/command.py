@@ -126,8 +126,9 @@ def _quiet_libraries() -> None:
     # gpu_notice says it better; and without a GPU a CUDA plugin that cannot start is no news.
     silent = logging.ERROR if _gpu_present() else logging.CRITICAL
     logging.getLogger("jax._src.xla_bridge").setLevel(silent)
-    # When a write fails, Orbax's other tasks fail too, after the error that it raises.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # When a write fails, Orbax's other tasks and threads fail too, after the error that it raises.
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot write τ still works
             stream.reconfigure(errors="replace")

@@ -40,8 +40,10 @@ def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]
             for folder in made:  # the innermost first; one that others use by now stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-    except (OSError, ValueError) as error:  # tensorstore says "no space left" by a ValueError
-        raise ValueError(f"cannot write {destination}: {error}") from error
+    except (OSError, ValueError) as error:
+        # tensorstore says "no space left" by a ValueError, and appends all its settings.
+        said = str(error).split(" [tensorstore_spec=")[0]
+        raise ValueError(f"cannot write {destination}: {said}") from error
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
