@@ -180,6 +180,22 @@ REFUSED_DRAFTERS = [
     ({"is_causal": "yes"}, "is_causal must be true or false"),
     ({"dflash_config": {"is_causal": False, "mask_token_id": 3}}, "says is_causal: put it at the"),
     ({"num_target_layers": None}, "num_target_layers"),
+    ({"dflash_config": {"num_target_layers": 36}, "num_target_layers": None}, "num_target_layers"),
+    ({"num_target_layers": "36"}, "num_target_layers must be a whole number, got '36'"),
+    ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
+    ({"dflash_config": {"block_size": 8.5}}, "block_size must be a whole number, got 8.5"),
+    ({"target_layer_ids": 5}, "target_layer_ids must be a list of whole numbers, got 5"),
+    ({"dflash_config": {"target_layer_ids": [1, "9"]}}, "target_layer_ids must be a list of"),
+    ({"input_embedding_scale": float("nan")}, "input_embedding_scale must be a number, got nan"),
+    ({"output_multiplier": "2"}, "output_multiplier must be a number, got '2'"),
+    ({"layer_types": 5}, "layer_types must be a list of names, got 5"),
+    ({"max_window_layers": "2"}, "max_window_layers must be a whole number"),
+    ({"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'"),
+    ({"rope_parameters": [1e6]}, "rope_parameters must be an object"),
+    ({"quantization_config": "awq"}, "quantization_config must be an object, got 'awq'"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number above 0, got '1e-6'"),
+    ({"attention_bias": "false"}, "attention_bias must be true or false, got 'false'"),
+    ({"architectures": 5}, "architectures must be a list of names, got 5"),
 ]
 
 
@@ -187,6 +203,24 @@ REFUSED_DRAFTERS = [
 def test_drafters_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
         drafter_config(published("Qwen3-4B") | change)
+
+
+OPTIONAL = ("block_size", "input_embedding_scale", "output_multiplier", "rms_norm_eps")
+OPTIONAL += ("final_logit_softcapping", "target_layer_ids", "dflash_config", "attention_bias")
+OPTIONAL += ("layer_types", "max_window_layers", "use_sliding_window", "is_causal", "head_dim")
+
+
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_null_is_as_good_as_absent(key):
+    raw = published("Qwen3-4B") | published("Qwen3-4B")["dflash_config"]
+    raw |= {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    for place in (raw, raw["dflash_config"]):
+        place.pop(key, None)
+    want = drafter_config(raw)
+    assert drafter_config(raw | {key: None}) == want
+    if key != "dflash_config":
+        own = raw.get("dflash_config", {}) | {key: None}
+        assert drafter_config(raw | {"dflash_config": own}) == want
 
 
 @pytest.mark.parametrize(
@@ -203,6 +237,8 @@ def test_targets_refused_by_name(name):
 
 
 def test_a_config_names_one_architecture():
+    with pytest.raises(ValueError, match=r"a list of names, got \[5\]"):
+        target_config({"architectures": [5]})
     for names in ([], None, ["Qwen3ForCausalLM", "LlamaForCausalLM"]):
         with pytest.raises(ValueError, match="one architecture"):
             target_config({"architectures": names})

@@ -17,6 +17,7 @@ from jflash.config import (
     default_target_layer_ids,
 )
 from jflash.io.hf_rope import rope_config
+from jflash.io.hf_values import said
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -41,8 +42,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"head_dim": None, "max_position_embeddings": 2048, "attention_bias": False}
     | {"mlp_bias": False},
 }
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
-_SIZES += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+# Keys without a default there.
+_OF_TRUNK = ("layer_types", "quantization_config", "rope_parameters", "rope_scaling")
+_OF_TRUNK += ("use_sliding_window", "num_local_experts", "mlp_bias")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TARGETS = {
     "Qwen3ForCausalLM": "qwen3",
@@ -54,6 +56,8 @@ DRAFTER = "DFlashDraftModel"
 DRAFTER_2 = "DFlash2DraftModel"
 _SIGHT_KEYS = ("is_causal", "layer_types", "sliding_window", "use_sliding_window")
 OF_DRAFTER_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OF_DRAFTER = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
+_OF_DRAFTER += ("output_multiplier", "final_logit_softcapping", *OF_DRAFTER_2)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def architecture(raw: dict[str, Any]) -> str:
     """The one architecture that a config names."""
-    names = raw.get("architectures") or []
+    names = said(raw, ["architectures"]).get("architectures", [])
     if len(names) != 1:
         raise ValueError(f"config.json must name one architecture, found {names}")
     return names[0]
@@ -93,10 +97,10 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     return TargetConfig(
         **trunk,
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        qkv_bias=family == "qwen2" or bool(value["attention_bias"]),
-        out_bias=family != "qwen2" and bool(value["attention_bias"]),
-        mlp_bias=bool(value.get("mlp_bias", False)),
-        tie_embeddings=bool(value["tie_word_embeddings"]),
+        qkv_bias=family == "qwen2" or value["attention_bias"],
+        out_bias=family != "qwen2" and value["attention_bias"],
+        mlp_bias=value.get("mlp_bias", False),
+        tie_embeddings=value["tie_word_embeddings"],
         moe=_moe(value) if family == "qwen3_moe" else None,
     )
 
@@ -106,44 +110,35 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     name = architecture(raw)
     if name not in (DRAFTER, DRAFTER_2):
         raise ValueError(f"unsupported drafter {name}; supported: {DRAFTER}, {DRAFTER_2}")
-    own = raw.get("dflash_config") or {}
-
-    def value(key: str, default: Any = None) -> Any:
-        return own.get(key, raw.get(key, default))
-
-    if raw.get("num_target_layers") is None:
-        raise ValueError("the drafter's config.json lacks num_target_layers")
-    if value("mask_token_id") is None:
-        raise ValueError("the drafter's config.json lacks mask_token_id")
+    given = said(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
+    own = given.get("dflash_config", {})
+    value = given | {k: v for k, v in said(own, _OF_DRAFTER).items() if k in _OF_DRAFTER}
+    needed = ("num_target_layers", "mask_token_id", *(OF_DRAFTER_2 if name == DRAFTER_2 else ()))
+    missing = [key for key in needed if key not in value]
+    if missing:
+        raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
     trunk, defaults = _trunk(raw, "qwen3")
-    bias = bool(defaults["attention_bias"])
-    targets = int(raw["num_target_layers"])
-    ids = value("target_layer_ids")
-    if ids is None:
-        ids = default_target_layer_ids(targets, trunk["num_layers"])
-    cap = value("final_logit_softcapping")
+    bias, targets = defaults["attention_bias"], value["num_target_layers"]
+    ids = value.get("target_layer_ids", default_target_layer_ids(targets, trunk["num_layers"]))
+    cap = value.get("final_logit_softcapping", 0)
     shared = dict(
         **trunk,
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=False,
-        block_size=int(value("block_size", 16)),
-        mask_token_id=int(value("mask_token_id")),
-        target_layer_ids=tuple(int(i) for i in ids),
+        block_size=value.get("block_size", 16),
+        mask_token_id=value["mask_token_id"],
+        target_layer_ids=tuple(ids),
         num_target_layers=targets,
-        input_embedding_scale=float(value("input_embedding_scale", 1.0)),
-        output_multiplier=float(value("output_multiplier", 1.0)),
+        input_embedding_scale=float(value.get("input_embedding_scale", 1)),
+        output_multiplier=float(value.get("output_multiplier", 1)),
         final_logit_softcapping=float(cap) if cap else None,
         sights=_sights(raw, own, trunk["num_layers"]),
     )
     if name == DRAFTER:
         return DrafterConfig(**shared)
-    missing = [key for key in OF_DRAFTER_2 if value(key) is None]
-    if missing:
-        raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
-    second: dict[str, Any] = {key: int(value(key)) for key in OF_DRAFTER_2}
-    return Drafter2Config(**shared, **second)
+    return Drafter2Config(**shared, **{key: value[key] for key in OF_DRAFTER_2})
 
 
 def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[Sight, ...]:
@@ -155,11 +150,9 @@ def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[
     misplaced = [key for key in _SIGHT_KEYS if key in own and own[key] != raw.get(key)]
     if misplaced:
         raise ValueError(f"dflash_config says {', '.join(misplaced)}: put it at the top level")
-    is_causal = raw.get("is_causal")
-    if is_causal not in (None, True, False):
-        raise ValueError(f"is_causal must be true or false, got {is_causal!r}")
-    windowed = _windowed_layers(raw, num_layers)
-    window = raw.get("sliding_window", 4096)
+    value = said(raw, (*_SIGHT_KEYS, "max_window_layers"))
+    window, is_causal = raw.get("sliding_window", 4096), value.get("is_causal")
+    windowed = _windowed_layers(value, num_layers, window)
     if any(windowed) and (type(window) is not int or window < 1):
         raise ValueError(f"sliding_window must be a whole number of at least 1, got {window!r}")
     sights = tuple(
@@ -169,12 +162,12 @@ def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[
     return () if set(sights) == {Sight()} else sights
 
 
-def _windowed_layers(raw: dict[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have a sliding window."""
-    on, types = bool(raw.get("use_sliding_window")), raw.get("layer_types")
+def _windowed_layers(value: dict[str, Any], num_layers: int, window: Any) -> list[bool]:
+    """Which layers have a sliding window; a `window` of null is none."""
+    on, types = value.get("use_sliding_window", False), value.get("layer_types")
     if types is None:
-        on &= raw.get("sliding_window", 4096) is not None
-        first = raw.get("max_window_layers", 28)
+        on &= window is not None
+        first = value.get("max_window_layers", 28)
         return [on and i >= first for i in range(num_layers)]
     unknown = [t for t in types if t not in LAYER_TYPES]
     if unknown or len(types) != num_layers:
@@ -190,15 +183,12 @@ def _windowed_layers(raw: dict[str, Any], num_layers: int) -> list[bool]:
 
 def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """DecoderConfig's common fields, and the family's keys with defaults filled in."""
-    value = DEFAULTS[family] | {k: v for k, v in raw.items() if v is not None}
+    value = DEFAULTS[family] | said(raw, (*DEFAULTS[family], *_OF_TRUNK))
     if "quantization_config" in value:
         method = value["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"quantization_config ({method}): quantised weights are not supported")
     if value["hidden_act"] != "silu":
         raise ValueError(f"hidden_act {value['hidden_act']!r} is not supported, only 'silu'")
-    for name in _SIZES:
-        if value[name] is not None and (type(value[name]) is not int or value[name] < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value[name]!r}")
     heads = value["num_attention_heads"]
     head_dim = value["head_dim"] or value["hidden_size"] // heads
     return dict(
@@ -219,11 +209,6 @@ def _moe(value: dict[str, Any]) -> MoeConfig | None:
     """The experts of a Qwen3-MoE config, its keys filled up; None if no layer has any."""
     experts = value.get("num_local_experts", value["num_experts"])
     step, dense = value["decoder_sparse_step"], value["mlp_only_layers"]
-    for name in ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
-        if type(value[name]) is not int or value[name] < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value[name]!r}")
-    if type(experts) is not int or experts < 0:
-        raise ValueError(f"num_experts must be a whole number of at least 0, got {experts!r}")
     layers = range(value["num_hidden_layers"])
     sparse = tuple(i for i in layers if experts and i not in dense and (i + 1) % step == 0)
     if not sparse:
@@ -232,6 +217,6 @@ def _moe(value: dict[str, Any]) -> MoeConfig | None:
         num_experts=experts,
         experts_per_token=value["num_experts_per_tok"],
         intermediate_size=value["moe_intermediate_size"],
-        renormalise=bool(value["norm_topk_prob"]),
+        renormalise=value["norm_topk_prob"],
         sparse_layers=sparse,
     )
