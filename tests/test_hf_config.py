@@ -1,5 +1,7 @@
 """Hugging Face configs: transformers' defaults, published drafters, and refusals by name."""
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
@@ -70,9 +72,44 @@ def test_llama_3_scaling_in_both_spellings():
     for form in (old, new):
         got = target_config(name | form).rope
         assert (got.theta, got.scaling) == (5e5, scaling)
-    del numbers["factor"]
-    with pytest.raises(ValueError, match="lacks factor"):
-        target_config(name | {"rope_scaling": {"rope_type": "llama3", **numbers}})
+        beside = name | form | {"original_max_position_embeddings": 4096}  # that one counts
+        want = replace(scaling, original_max_position_embeddings=4096)
+        assert target_config(beside).rope.scaling == want
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": {"rope_type": None, "type": "yarn", "factor": 2.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "partial_rotary_factor": None}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": None}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "partial_rotary_factor": None},
+    ],
+)
+def test_null_in_rope_is_as_good_as_absent(given):
+    name = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
+    want = target_config(name | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    assert target_config(name | given) == want
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"factor": None}, "lacks factor"),
+        ({"factor": 0}, "number factor, above 0, got 0"),
+        ({"factor": "8"}, "number factor, above 0, got '8'"),
+        ({"factor": float("inf")}, "number factor, above 0, got inf"),
+        ({"high_freq_factor": 1.0}, "low_freq_factor 1.0 must be below high_freq_factor 1.0"),
+        ({"original_max_position_embeddings": 0.5}, "whole number original_max_position_emb"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embedding is not supported"),
+        ({"rope_theta": "5e5"}, "number rope_theta, above 0, got '5e5'"),
+        ({"rope_theta": 1}, "rope_theta must be above 1, got 1.0"),
+        ({"truncate": "no"}, "truncate must be true or false, got 'no'"),
+    ],
+)
+def test_rope_that_makes_no_sense(change, named):
+    with pytest.raises(ValueError, match=named):
+        target_config({"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3 | change})
 
 
 LLAMA3 = {

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from jflash.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jflash.io.hf_values import is_number, said
 
 DEFAULT_ROPE_THETA = 10000.0
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -22,17 +23,20 @@ def rope_config(raw: dict[str, Any], max_position_embeddings: int) -> RopeConfig
             f"rope_parameters of {', '.join(nested)}: RoPE of its own for a kind of layers "
             "is not supported"
         )
-    theta = given.get("rope_theta", raw.get("rope_theta"))
+    theta = given.get("rope_theta") or raw.get("rope_theta")
     theta = _number({"rope_theta": theta}, "rope_theta", DEFAULT_ROPE_THETA)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if any(place.get("partial_rotary_factor") not in (None, 1) for place in (given, raw)):
         raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
     if kind not in KINDS:
         raise ValueError(f"rope_type {kind!r} is not supported, only {', '.join(KINDS)}")
+    if theta <= 1:
+        raise ValueError(f"rope_theta must be above 1, got {theta}")
     if kind == "default":
         return RopeConfig(theta=theta, scaling=None)
     if kind == "linear":
         return RopeConfig(theta=theta, scaling=LinearScaling(factor=_number(given, "factor")))
+    said(given, ["truncate"])
     read = _llama3 if kind == "llama3" else _yarn
     # Some families keep it beside the RoPE parameters: that one counts.
     name = "original_max_position_embeddings"
@@ -45,17 +49,20 @@ def _llama3(given: dict[str, Any], max_position_embeddings: int) -> Llama3Scalin
     missing = [name for name in names if given.get(name) is None]
     if missing:
         raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)}")
+    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
     return Llama3Scaling(
-        factor=float(given["factor"]),
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
-        original_max_position_embeddings=int(given["original_max_position_embeddings"]),
+        factor=_number(given, "factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=_whole(given, "original_max_position_embeddings"),
     )
 
 
 def _yarn(given: dict[str, Any], max_position_embeddings: int) -> YarnScaling:
     name = "original_max_position_embeddings"
-    original = int(_number(given, name, float(max_position_embeddings)))
+    original = _whole(given, name, max_position_embeddings)
     factor = _number(given, "factor", max_position_embeddings / original)
     return YarnScaling(
         factor=factor,
@@ -63,7 +70,7 @@ def _yarn(given: dict[str, Any], max_position_embeddings: int) -> YarnScaling:
         beta_fast=_number(given, "beta_fast", 32.0),
         beta_slow=_number(given, "beta_slow", 1.0),
         attention_factor=_attention_factor(given, factor),
-        truncate=bool(given.get("truncate", True)),
+        truncate=bool(given.get("truncate", True)),  # null is false to transformers
     )
 
 
@@ -81,9 +88,17 @@ def _attention_factor(given: dict[str, Any], factor: float) -> float:
     return by_factor()
 
 
-def _number(given: dict[str, Any], name: str, default: float | None = None) -> float:
+def _number(given: dict[str, Any], name: str, default: int | float | None = None) -> float:
     """A number above 0; 0 and nothing mean the default."""
     value = given.get(name) or default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not is_number(value) or value <= 0:
         raise ValueError(f"RoPE needs the number {name}, above 0, got {given.get(name)!r}")
     return float(value)
+
+
+def _whole(given: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A number above 0 without a fraction."""
+    value = _number(given, name, default)
+    if value % 1:
+        raise ValueError(f"RoPE needs the whole number {name}, got {value}")
+    return int(value)

@@ -38,7 +38,7 @@ _KEYS = {
     _NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
     _POSITIVE: "rms_norm_eps",
     _SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
-    " is_causal",
+    " is_causal truncate",
     _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling",
     _IDS: "target_layer_ids mlp_only_layers",
     _NAMES: "architectures layer_types",
