@@ -201,6 +201,9 @@ def test_where_a_drafter_keeps_its_own_keys():
     got = drafter_config(raw | {"dflash_config": own | scales})
     assert (got.input_embedding_scale, got.output_multiplier) == (2.0, 0.5)
     assert got.final_logit_softcapping == 20.0
+    for cap in (0, -20.0):  # dflash 0.1.0 caps above 0 only
+        got = drafter_config(raw | {"dflash_config": own | {"final_logit_softcapping": cap}})
+        assert got.final_logit_softcapping is None
 
 
 REFUSED_DRAFTERS = [

@@ -133,7 +133,7 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
         num_target_layers=targets,
         input_embedding_scale=float(value.get("input_embedding_scale", 1)),
         output_multiplier=float(value.get("output_multiplier", 1)),
-        final_logit_softcapping=float(cap) if cap else None,
+        final_logit_softcapping=float(cap) if cap > 0 else None,
         sights=_sights(raw, own, trunk["num_layers"]),
     )
     if name == DRAFTER:
