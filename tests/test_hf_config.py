@@ -6,10 +6,12 @@ import pytest
 import transformers
 
 from jflash.config import Llama3Scaling
+from jflash.evals.shapes import model_shape
 from jflash.io.hf_config import DEFAULTS, drafter_config, target_config
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.load import read_config
 from jflash.io.names import leaf_sources
+from jflash.memory import weight_bytes
 
 CLASSES = {
     "qwen3": transformers.Qwen3Config,
@@ -119,17 +121,25 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Layers, D, FFN, heads, KV heads, block, layer ids, L
+# Layers, D, FFN, heads, KV heads, block, layer ids, L, RoPE's theta, positions
 PUBLISHED = {
-    "Qwen3-4B": (5, 2560, 9728, 32, 8, 16, [1, 9, 17, 25, 33], 36),
-    "Qwen3-8B": (5, 4096, 12288, 32, 8, 16, [1, 9, 17, 25, 33], 36),
-    "Qwen3-Coder-30B-A3B": (8, 2048, 6144, 32, 4, 16, [1, 12, 23, 34, 45], 48),
-    "Llama-3.1-8B": (5, 4096, 12288, 32, 8, 10, [1, 8, 15, 22, 29], 32),
+    "Qwen3-4B": (5, 2560, 9728, 32, 8, 16, [1, 9, 17, 25, 33], 36, 1000000, 40960),
+    "Qwen3-8B": (5, 4096, 12288, 32, 8, 16, [1, 9, 17, 25, 33], 36, 1000000, 40960),
+    "Qwen3-Coder-30B-A3B": (8, 2048, 6144, 32, 4, 16, [1, 12, 23, 34, 45], 48, 10000000, 262144),
+    "Llama-3.1-8B": (5, 4096, 12288, 32, 8, 10, [1, 8, 15, 22, 29], 32, 500000, 131072),
+}
+# The shape that is timed, the parameters, and the id that masks. Coder's theta and positions are
+# taken from its target; Llama's mask, with its theta, positions and vocabulary, likewise.
+MEANT = {
+    "Qwen3-4B": ("qwen3-4b", 537_427_200, 151669),
+    "Qwen3-8B": ("qwen3-8b", 1_048_626_432, 151669),
+    "Qwen3-Coder-30B-A3B": ("qwen3-coder-30b", 473_995_264, 151669),
+    "Llama-3.1-8B": ("llama-3.1-8b", 1_048_626_432, 128002),
 }
 
 
 def published(name: str) -> dict:
-    layers, width, ffn, heads, kv_heads, block, ids, targets = PUBLISHED[name]
+    layers, width, ffn, heads, kv_heads, block, ids, targets, theta, positions = PUBLISHED[name]
     llama = name.startswith("Llama")
     return {
         "architectures": ["DFlashDraftModel"],
@@ -137,14 +147,14 @@ def published(name: str) -> dict:
         "attention_dropout": 0.0,
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "block_size": block,
-        "dflash_config": {"mask_token_id": 128002 if llama else 151669, "target_layer_ids": ids},
+        "dflash_config": {"mask_token_id": MEANT[name][2], "target_layer_ids": ids},
         "dtype": "bfloat16",
         "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": ffn,
         "layer_types": ["full_attention"] * layers,
-        "max_position_embeddings": 131072 if llama else 40960,
+        "max_position_embeddings": positions,
         "max_window_layers": layers,
         "model_type": "qwen3",
         "num_attention_heads": heads,
@@ -153,7 +163,7 @@ def published(name: str) -> dict:
         "num_target_layers": targets,
         "rms_norm_eps": 1e-6,
         "rope_scaling": LLAMA3 if llama else None,
-        "rope_theta": 500000 if llama else 1000000,
+        "rope_theta": theta,
         "sliding_window": None,
         "tie_word_embeddings": not llama,
         "use_cache": True,
@@ -164,13 +174,16 @@ def published(name: str) -> dict:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_drafters(name):
-    layers, width, ffn, heads, kv_heads, block, ids, targets = PUBLISHED[name]
+    layers, width, ffn, heads, kv_heads, block, ids, targets, theta, _ = PUBLISHED[name]
+    shape, parameters, mask = MEANT[name]
     got = drafter_config(published(name))
     assert (got.num_layers, got.hidden_size, got.intermediate_size) == (layers, width, ffn)
     assert (got.num_heads, got.num_kv_heads, got.head_dim) == (heads, kv_heads, 128)
     assert (got.block_size, got.num_target_layers) == (block, targets)
     assert got.target_layer_ids == tuple(ids) and got.qk_norm and not got.qkv_bias
-    assert (got.rope.scaling is not None) == name.startswith("Llama")
+    assert (got.mask_token_id, got.rope.theta) == (mask, theta)
+    assert got == replace(model_shape(shape).drafter, mask_token_id=mask)
+    assert weight_bytes([got], 1) == parameters
     shapes = {s.name: s.shape for parts in leaf_sources(got).values() for s in parts}
     assert shapes["fc.weight"] == (width, len(ids) * width)
     assert shapes["layers.0.self_attn.k_proj.weight"] == (kv_heads * 128, width)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import transformers
 
-from jflash.config import DrafterConfig, Sight
+from jflash.config import DrafterConfig, Sight, YarnScaling
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
@@ -99,8 +99,16 @@ def test_rope_is_that_of_transformers(name, old):
 
 
 # Layers with a window and without, window, D, FFN, heads, block, layer ids, L, mask, vocabulary,
-# and the parameters that these shapes have.
+# and the parameters that these shapes have. Plausible, but not taken from a published file, are the
+# vocabularies, Gemma's window, scale and cap, the masks of Qwen3.6 and Kimi, the bases of RoPE but
+# Qwen3.5's, and the numbers of gpt-oss's YaRN, which are its target's.
 PUBLISHED = {
+    "gpt-oss-20b": (
+        0, 8, None, 2880, 7680, 64, 8, [1, 6, 11, 16, 21], 24, 200000, 201088, 784_703_104,
+    ),
+    "gpt-oss-120b": (
+        0, 8, None, 2880, 7680, 64, 10, [1, 9, 17, 25, 33], 36, 200000, 201088, 784_703_104,
+    ),
     "Qwen3.5-4B": (
         5, 1, 4096, 2560, 9216, 32, 16, list(range(1, 30, 4)), 32, 248070, 248320, 634_425_856,
     ),
@@ -119,13 +127,18 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+def head_dim(name: str) -> int:
+    return 64 if name.startswith("gpt-oss") else 128
+
+
 def windowed(name: str) -> dict:
     """config.json of a published drafter, its block in dflash_config as the newer ones have it."""
     near, far, window, width, ffn, heads, block, ids, targets, mask, vocab, _ = PUBLISHED[name]
-    kimi = name.startswith("Kimi")
     rope = {"rope_theta": 1e7, "rope_type": "default"}
-    if kimi:
+    if name.startswith("Kimi"):
         rope = ROPES["yarn of kimi"]["rope_parameters"] | {"rope_theta": 50000.0}
+    if name.startswith("gpt-oss"):
+        rope = ROPES["yarn of gpt-oss"]["rope_parameters"] | {"rope_theta": 150000.0}
     own = {"block_size": block, "mask_token_id": mask, "target_layer_ids": ids}
     if name.startswith("Gemma"):
         own |= {"input_embedding_scale": width**0.5, "final_logit_softcapping": 30.0}
@@ -135,7 +148,7 @@ def windowed(name: str) -> dict:
         "attention_dropout": 0.0,
         "dflash_config": own,
         "dtype": "bfloat16",
-        "head_dim": 128,
+        "head_dim": head_dim(name),
         "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": ffn,
@@ -170,8 +183,12 @@ def test_published_drafters(name):
     own = raw.pop("dflash_config")
     assert drafter_config(raw | own) == config  # at either level
     leaves = jax.tree.leaves(abstract_params(config))
-    layer = width * (2 * heads + 2 * 8) * 128 + 3 * width * ffn + 2 * width + 2 * 128
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (heads, 8, head_dim(name))
+    head = config.head_dim
+    layer = width * (2 * heads + 2 * 8) * head + 3 * width * ffn + 2 * width + 2 * head
     by_hand = (near + far) * layer + len(ids) * width * width + 2 * width
     assert sum(leaf.size for leaf in leaves) == by_hand == count
     if name.startswith("Kimi"):  # both of its factors are 1: no stretching of the scores
         assert (config.rope.scaling.factor, config.rope.scaling.attention_factor) == (64.0, 1.0)
+    if name.startswith("gpt-oss"):
+        assert isinstance(config.rope.scaling, YarnScaling) and not config.rope.scaling.truncate
