@@ -121,6 +121,19 @@ def test_whole_generations(folder: Path, monkeypatch):
         assert got.acceptance_lengths == case["acceptance_lengths"]
 
 
+def test_plain_decoding_gives_the_same_tokens():
+    """The target alone at width 1: what its drafter's steps committed, whatever they accepted."""
+    folder = COMMITTED / "pair00"
+    alone = load_pair(folder / "target", None, dtype="float32", block_size=1)
+    for case in record(folder)["cases"]:
+        got = generate(
+            alone, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
+            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=CHUNK,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"]
+        assert set(got.acceptance_lengths) <= {1}
+
+
 @pytest.mark.parametrize("cases", SETS, ids=lambda p: p.name)
 def test_the_set_is_worth_its_name(cases: Path):
     """Equality means something: drafts are accepted, the selector changes them, windows cut."""

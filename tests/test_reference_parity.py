@@ -111,6 +111,23 @@ def test_whole_generations(folder: Path):
         assert got.finish_reason == {"stop": "stop", "limit": "length"}[case["ended_by"]]
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [COMMITTED / "pair00", COMMITTED / "pair01", WINDOWS / "pair00"],  # Qwen2, Llama, Qwen3
+    ids=lambda f: f"{f.parent.name}-{f.name}",
+)
+def test_plain_decoding_gives_the_same_tokens(folder: Path):
+    """The target alone at width 1: what its drafter's steps committed, whatever they accepted."""
+    alone = load_pair(folder / "target", None, dtype="float32", block_size=1)
+    for case in record(folder)["cases"]:
+        got = generate(
+            alone, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
+            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=32, capacity=CAPACITY,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"], case["name"]
+        assert set(got.acceptance_lengths) <= {1}
+
+
 def drafter_json(folder: Path) -> dict:
     return json.loads((folder / "drafter" / "config.json").read_text())
 
