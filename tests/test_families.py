@@ -1,8 +1,8 @@
 """README's table of families: what it says yes to has a test or a result, of that family."""
 
-import ast
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from jflash.io.hf_config import TARGETS
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = json.loads((ROOT / "benchmarks" / "families.json").read_text())["families"]
+PARITY = ("test_reference_parity", "test_dflash2_parity")  # with what the reference recorded
 BACKED = [(row, cell, row[cell]) for row in FAMILIES for cell in CELLS if row[cell]]
 
 
@@ -19,9 +20,12 @@ def read(file: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def functions(file: Path) -> set[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def runs(module: str, test: str) -> set[str]:
+    """What pytest calls the runs of a test that is made for each of some folders."""
+    found = getattr(import_module(f"tests.{module}"), test, None)
+    marks = [m for m in getattr(found, "pytestmark", ()) if m.name == "parametrize"]
+    folders = [(m.kwargs["ids"], m.args[1]) for m in marks if m.args[0] == "folder"]
+    return {name(folder) for name, those in folders for folder in those}
 
 
 def problem_of(row: dict, cell: str, backing: str) -> str:
@@ -31,15 +35,16 @@ def problem_of(row: dict, cell: str, backing: str) -> str:
         cases = read(result)["cases"] if result.exists() else []
         shapes = {case["shape"] for case in cases}
         return "" if shapes & set(row["shapes"]) else f"{backing} holds no case of it"
-    found = re.fullmatch(r"(tests/\w+\.py)::(test_\w+)\[(\w+)-(pair\d\d)\]", backing)
+    found = re.fullmatch(r"tests/(\w+)\.py::(test_\w+)\[(\w+)-(pair\d\d)\]", backing)
     if not found:
         return f"{backing} is no test"
-    file = ROOT / found[1]
-    if not file.exists() or found[2] not in functions(file):
-        return f"{backing} is not there"
+    if found[1] not in PARITY:
+        return f"{backing} compares nothing with the reference"
     folder = ROOT / "tests" / "reference" / found[3] / found[4]
     if not folder.exists() or read(folder / "record.json")["family"] != row["model_type"]:
         return f"{found[4]} is not of this family"
+    if f"{found[3]}-{found[4]}" not in runs(found[1], found[2]):
+        return f"{backing} is not there"
     drafter = read(folder / "drafter" / "config.json")
     if cell == "window" and not drafter["use_sliding_window"]:
         return f"{found[4]} has no window"
@@ -68,7 +73,11 @@ def test_what_backs_nothing_is_noticed():
     own = "[cases-pair02]"
     assert not problem_of(row, "target", test + own)
     assert "is not there" in problem_of(row, "target", test + "_of_nothing" + own)
-    assert "is not there" in problem_of(row, "target", "tests/test_nothing.py::test_it" + own)
+    for other in ("test_nothing.py::test_it", "test_laws.py::test_stream_equals_generate"):
+        assert "with the reference" in problem_of(row, "target", f"tests/{other}{own}")
+    set_test = test.replace("whole_generations", "the_set_is_worth_its_name")
+    for other in (set_test, test.replace("reference", "dflash2")):  # those folders are not its own
+        assert "is not there" in problem_of(row, "target", other + own)
     for text in ("README.md", test):
         assert "is no test" in problem_of(row, "target", text)
     for pair in ("[cases-pair00]", "[cases-pair99]"):
