@@ -14,6 +14,7 @@ import dflash.model
 import torch
 from dflash.model import dflash_generate
 from reference_pairs import Pair, embedding_scale
+from transformers import GenerationConfig, PreTrainedModel
 
 dflash.model._cuda_time = time.perf_counter  # return_stats asks for CUDA's clock
 
@@ -90,6 +91,19 @@ def reference_run(pair: Pair, prompt: list[int], new: int, stops: list | None, b
     return Run(tokens, steps, gap)
 
 
+def plain_run(
+    target: PreTrainedModel, prompt: list[int], new: int, stops: list | None
+) -> tuple[list[int], float]:
+    """transformers' own greedy decoding, and how close any of its argmaxes was."""
+    how = GenerationConfig(
+        max_new_tokens=new, do_sample=False, eos_token_id=stops, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    ids = torch.tensor([prompt])
+    result = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+    return result.sequences[0, len(prompt) :].tolist(), _gap(torch.cat(result.logits))
+
+
 def twin(pair: Pair, relative: float = 1e-6) -> Pair:
     """The pair with rounding-sized noise on all weights and RoPE frequencies."""
     other = Pair(pair.shape, copy.deepcopy(pair.target), copy.deepcopy(pair.drafter))
@@ -160,6 +174,8 @@ class Writer:
         if run.gap < 1 or other.new != run.new or other.lengths != run.lengths or twice:
             self.refused += 1
             return False
+        alone, _ = plain_run(self.pair.target, prompt, new, stops)
+        assert alone == run.new, f"{alone} without a drafter, {run.new} with it"
         last = run.steps[-1] if run.steps else None
         if last is None:
             inside = False
