@@ -143,6 +143,9 @@ def test_the_set_is_worth_its_name(cases: Path):
     windows = [c["sliding_window"] for c in configs if c["use_sliding_window"]]
     assert min(windows) < 20 and any(c.get("is_causal") is False for c in configs)
     assert 2 * len(windows) >= len(configs) > len(windows)
+    targets = [json.loads((f / "target" / "config.json").read_text()) for f in folders]
+    renormalised = {c["norm_topk_prob"] for c in targets if c["model_type"] == "qwen3_moe"}
+    assert renormalised == ({True} if cases == COMMITTED else {True, False})
     lengths = [n for f in folders for c in record(f)["cases"] for n in c["acceptance_lengths"]]
     assert len(folders) >= (4 if cases == COMMITTED else 30)
     assert np.mean(lengths) > 1.3 and max(lengths) >= 5

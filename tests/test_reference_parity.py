@@ -187,5 +187,17 @@ def test_the_set_is_worth_its_name(cases: Path):
     assert inside.count("limit") >= 10
     assert any(case["block_size"] & (case["block_size"] - 1) for case in runs)
     assert {1, 31, 32, 33} <= {len(case["prompt_ids"]) for case in runs}
-    assert {"float32"} == {json.loads((f / "target" / "config.json").read_text()).get(
-        "dtype", "float32") for f in sorted(cases.glob("pair*"))}  # fmt: skip
+    targets = {
+        folder / "target": json.loads((folder / "target" / "config.json").read_text())
+        for folder in cases.glob("pair*")
+    }
+    assert {"float32"} == {config.get("dtype", "float32") for config in targets.values()}
+    experts = {f: c for f, c in targets.items() if c["model_type"] == "qwen3_moe"}
+    kinds = {(c["norm_topk_prob"], expert_tensors(f)) for f, c in experts.items()}
+    assert kinds == {(True, "each"), *([] if cases == COMMITTED else [(False, "stacked")])}
+
+
+def expert_tensors(folder: Path) -> str:
+    """Whether a target's file has a tensor for each expert, or one for all of a layer."""
+    names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+    return "stacked" if any(name.endswith(".experts.down_proj") for name in names) else "each"

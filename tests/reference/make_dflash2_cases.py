@@ -40,10 +40,11 @@ SPLIT = 9  # tokens before the block of the recorded forward
 KINDS = ("sliding_attention", "full_attention")
 
 
-def random_target(family: str, draw: random.Random) -> PreTrainedModel:
+def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTrainedModel:
     config_class, model_class = FAMILIES[family]
     hidden, heads = draw.choice([16, 24, 32]), draw.choice([1, 2, 4])
-    experts = Experts(4, 2, 24, draw.random() < 0.5, 1, (), False)
+    draw.random()  # once for `renormalise`: what follows is that of the committed set's seed
+    experts = Experts(4, 2, 24, renormalise, 1, (), False)
     config = config_class(
         vocab_size=draw.randrange(40, 90), hidden_size=hidden, intermediate_size=40,
         num_hidden_layers=draw.choice([1, 2, 3]), num_attention_heads=heads,
@@ -257,7 +258,7 @@ def make_pair(seed: int, index: int, folder: Path) -> dict | None:
     torch.manual_seed(seed)
     random.seed(seed)
     draw = random.Random(seed)
-    target = random_target(family, draw)
+    target = random_target(family, index % 8 < 4, draw)
     drafter = untrained_drafter(target, index % 3 != 0, draw)
     texts = greedy_texts(target, draw)
     train(drafter, target, texts)
