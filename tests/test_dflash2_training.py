@@ -212,46 +212,70 @@ print(json.dumps({"block": model.block_size, "mask": model.mask_token_id, "top_k
 """
 
 
-def test_the_command_trains_one_that_the_reference_loads(tmp_path, capsys):
-    make_pair(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With a target and prompts, below which the command writes."""
+    path = tmp_path_factory.mktemp("command")
+    make_pair(path)
     lines = [json.dumps({"prompt": f"{what} {i}?"}) for i in range(20) for what in ("why", "how")]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def train(folder: Path, **changes) -> int:
+    """Runs scripts/train_drafter.py for a few steps, with some options changed."""
     script_file = ROOT / "scripts/train_drafter.py"
     spec = importlib.util.spec_from_file_location("train_drafter_2", script_file)
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     given = {
-        "target": tmp_path / "target", "data": tmp_path / "prompts.jsonl", "drafter": "dflash2",
-        "output": tmp_path / "made", "num-layers": 1, "block-size": 4, "anchors": 6, "batch": 2,
+        "target": folder / "target", "data": folder / "prompts.jsonl", "drafter": "dflash2",
+        "output": folder / "made", "num-layers": 1, "block-size": 4, "anchors": 6, "batch": 2,
         "row-length": 96, "max-new-tokens": 24, "answer-batch": 8, "steps": 12, "held-out": 2,
         "checkpoint-every": 6, "eval-every": 6, "conv-group-size": 4, "selector-rank": 8,
     }  # fmt: skip
+    options = given | {name.replace("_", "-"): value for name, value in changes.items()}
+    words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    return script.run_command(script.make_parser(), script.main, words)
 
-    def command(**changes) -> int:
-        options = given | {name.replace("_", "-"): value for name, value in changes.items()}
-        words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-        return script.run_command(script.make_parser(), script.main, words)
 
-    assert command(conv_group_size=7) == 2
+@pytest.fixture(scope="module")
+def made(folder) -> Path:
+    """A drafter that the command has trained."""
+    assert train(folder) == 0
+    return folder / "made"
+
+
+def test_the_command_refuses_what_no_drafter_can_be(folder, capsys):
+    assert train(folder, conv_group_size=7) == 2
     assert "is not a multiple of conv_group_size 7" in capsys.readouterr().err
-    assert command(selector_weight=-1) == 2
+    assert train(folder, selector_weight=-1) == 2
     assert "selector_weight must be at least 0" in capsys.readouterr().err
-    assert command() == 0
-    curve = json.loads((tmp_path / "made-work/training/curve.json").read_text())
+
+
+def own_config(made: Path) -> Drafter2Config:
+    own = load_drafter(made, "float32")[0].config
+    assert isinstance(own, Drafter2Config)
+    return own
+
+
+def test_the_command_trains_one(made):
+    curve = json.loads(made.with_name("made-work").joinpath("training/curve.json").read_text())
     assert curve[-1]["loss"] < curve[0]["loss"] and curve[-1]["tau"] >= 1
-    config = json.loads((tmp_path / "made/config.json").read_text())
+    config = json.loads((made / "config.json").read_text())
     assert config["architectures"] == ["DFlash2DraftModel"]
-    drafter, _ = load_drafter(tmp_path / "made", "float32")
-    own = drafter.config
-    assert isinstance(own, Drafter2Config) and own.selector_top_k == 16
-    if REFERENCE:
-        judge = subprocess.run(
-            [REFERENCE, "-c", JUDGE, str(tmp_path / "made")],
-            capture_output=True, text=True, check=True, timeout=300,
-        )  # fmt: skip
-        found = json.loads(judge.stdout.splitlines()[-1])
-        assert found == {
-            "block": 4, "mask": own.mask_token_id, "top_k": 16, "missing": [],
-            "taps": list(own.target_layer_ids),
-        }  # fmt: skip
+    assert own_config(made).selector_top_k == 16
+
+
+@pytest.mark.skipif(not REFERENCE, reason="no JFLASH_REFERENCE_PYTHON")
+def test_the_reference_loads_what_was_trained(made):
+    judge = subprocess.run(
+        [str(REFERENCE), "-c", JUDGE, str(made)],
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    own = own_config(made)
+    assert json.loads(judge.stdout.splitlines()[-1]) == {
+        "block": 4, "mask": own.mask_token_id, "top_k": 16, "missing": [],
+        "taps": list(own.target_layer_ids),
+    }  # fmt: skip
