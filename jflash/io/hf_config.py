@@ -1,4 +1,4 @@
-"""config.json of Hugging Face checkpoints to jflash's records: nothing guessed, nothing ignored.
+"""config.json of Hugging Face checkpoints to jflash's records: nothing is guessed.
 
 A missing key takes the default of transformers' config class for that model_type (DEFAULTS); a
 feature that is not implemented is a ValueError that names it.
