@@ -92,6 +92,27 @@ def compiled_hastily(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", hasty)
 
 
+@pytest.fixture
+def compiled_once():
+    """What this process has compiled before is taken from a folder, as JAX does for users: for
+    tests that make the same programs of new pairs again and again."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(Path(_FOLDER.name) / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # or JAX does not look at the options again
+        if values is options:
+            yield
+
+
 def pytest_sessionstart() -> None:
     """Sets XLA's flags as a command would, before any test touches a device.
 

@@ -17,7 +17,7 @@ from jflash.io import encode_prompt, load_tokenizer
 from jflash.training.word_problems import problems
 
 # What is asked here is how answers are counted and kept; bit laws are tests/test_engine.py's.
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "checkpoints" / "tiny-math" / "target"

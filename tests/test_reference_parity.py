@@ -22,7 +22,7 @@ from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 from tests.attention_checks import HASTY
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
+pytestmark = pytest.mark.usefixtures("compiled_hastily", "compiled_once")
 COMMITTED = Path(__file__).parent / "reference" / "cases"
 FRESH = os.environ.get("JFLASH_FRESH_CASES")
 WINDOWS = COMMITTED.with_name("window_cases")
