@@ -97,14 +97,35 @@ def read_prompts(
     def encode_answer(text: str) -> list[int]:
         return [*tokenizer(text, add_special_tokens=False)["input_ids"], *stops[:1]]
 
-    records = read_records(args.data, partial(encode_prompt, tokenizer), encode_answer)
+    encode = partial(encode_prompt, tokenizer)
+    records = read_records(args.data, encode, encode_answer, target.config.vocab_size)
     if not args.keep_answers:
         records = [Conversation(r.prompt_ids, []) for r in records]
-    positions = target.config.max_position_embeddings
-    longest = min(args.row_length, positions - args.max_new_tokens + 1)
-    records, dropped = without_long(records, longest)
+    return those_that_fit(args.data, records, min(args.row_length, prompt_room(args, target)))
+
+
+def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> list[Conversation]:
+    """The prompts of --eval-prompts that fit, if it names any."""
+    if not args.eval_prompts:
+        return []
+    encode = partial(encode_prompt, tokenizer)
+    vocab_size = target.config.vocab_size
+    records = read_records(args.eval_prompts, encode, lambda text: [], vocab_size)
+    return those_that_fit(args.eval_prompts, records, prompt_room(args, target))
+
+
+def prompt_room(args: argparse.Namespace, target: Target) -> int:
+    """The target's positions without an answer's, but for its first."""
+    return target.config.max_position_embeddings - args.max_new_tokens + 1
+
+
+def those_that_fit(file: Path, records: list[Conversation], longest: int) -> list[Conversation]:
+    try:
+        records, dropped = without_long(records, longest)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     if dropped:
-        print(f"{dropped} prompts are too long for {longest} tokens: left out")
+        print(f"{file}: {dropped} prompts are too long for {longest} tokens: left out")
     return records
 
 
@@ -185,16 +206,13 @@ def dry_run(
 
 
 def evaluation_for(
-    args: argparse.Namespace, target: Target, params: Any, config: DrafterConfig, tokenizer: Any,
-    found: list[Conversation], stops: list[int],
+    args: argparse.Namespace, target: Target, params: Any, config: DrafterConfig,
+    found: list[Conversation], held: list[Conversation], stops: list[int],
 ) -> tuple[list[Conversation], Evaluation | None]:  # fmt: skip
-    """What is left to learn, and the look at what is not."""
+    """What is left to learn, and the look at what is not: `held`, or else some of `found`."""
     if not args.eval_every:
         return found, None
-    if args.eval_prompts:
-        encode = partial(encode_prompt, tokenizer)
-        held = read_records(args.eval_prompts, encode, lambda text: [])
-    else:
+    if not held:
         different = len({tuple(c.prompt_ids) for c in found})
         count = min(64, different // 20) if args.held_out is None else args.held_out
         found, held = split_held_out(found, count, args.seed)
@@ -222,6 +240,7 @@ def main(args: argparse.Namespace) -> None:
     config = drafter_for(args, target, tokenizer)
     check_sizes(target.config, args.row_length, args.anchors)
     records = read_prompts(args, tokenizer, target, stops)
+    held = read_held_out(args, tokenizer, target)
     dtype = default_dtype()
     models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
@@ -241,7 +260,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")
         return
     learnt, evaluation = evaluation_for(
-        args, target, params, config, tokenizer, without_loops(found, args.keep_looping), stops
+        args, target, params, config, without_loops(found, args.keep_looping), held, stops
     )
 
     def should_stop(step: int) -> bool:

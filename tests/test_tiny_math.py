@@ -180,7 +180,7 @@ def test_conversations_survive_the_disk(tmp_path):
 def test_records_that_do_not_fit_are_named(tmp_path):
     def read(*lines: str) -> list[Conversation]:
         (tmp_path / "d.jsonl").write_text("\n".join(lines))
-        return read_records(tmp_path / "d.jsonl", lambda t: [len(t)], lambda t: [len(t), 0])
+        return read_records(tmp_path / "d.jsonl", lambda t: [len(t)], lambda t: [len(t), 0], 60)
 
     good = ['{"prompt": "four", "answer": "ab"}', "", '{"prompt_ids": [1, 2]}']
     assert read(*good) == [Conversation([4], [2, 0]), Conversation([1, 2], [])]

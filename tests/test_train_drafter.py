@@ -44,6 +44,9 @@ def place(tmp_path_factory) -> Path:
     make_pair(folder)
     lines = [json.dumps({"prompt": question}) for question in QUESTIONS]
     (folder / "empty.jsonl").write_text("\n")
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "x" * 220}) + "\n")
+    (folder / "held.jsonl").write_text((folder / "long.jsonl").read_text() + lines[0] + "\n")
+    (folder / "odd.jsonl").write_text(lines[0] + '\n{"prompt_ids": [1, 300]}\n')
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -141,8 +144,9 @@ def command(place: Path, output: str, *more: object, **changes: object) -> int:
 
 
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
-    assert command(place, "dry", "--dry-run") == 0
+    assert command(place, "dry", "--dry-run", eval_prompts=place / "held.jsonl") == 0
     out = capsys.readouterr().out
+    assert "held.jsonl: 1 prompts are too long for 201 tokens: left out" in out
     assert "activations and gradients" in out and "minutes for 60 steps" in out
     assert "attention of the training: xla; objective: loss tv, weights dpace" in out
     assert f"answers: {len(QUESTIONS)} of at most 40 tokens" in out
@@ -153,6 +157,8 @@ def test_bad_input_is_a_line(place, capsys):
     for changes, complaint in [
         ({"decay": -1}, "decay must be positive, got -1"),
         ({"eval_prompts": place / "none"}, "none: no such file"),
+        ({"eval_prompts": place / "long.jsonl"}, "long.jsonl: all 1 prompts are too long for 201"),
+        ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
         ({"row_length": 3, "anchors": 2}, "all 60 prompts are too long for 3 tokens"),
         ({"answer_part": "2/2"}, "argument --answer-part"),
@@ -232,11 +238,11 @@ def test_a_record_ends_at_a_newline_alone(tmp_path):
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     file.write_text("\n".join([*lines[:1], "", *lines[1:]]) + "\n", encoding="utf-8")
     asked = []
-    read_records(file, lambda text: asked.append(text) or [1], lambda text: [])
+    read_records(file, lambda text: asked.append(text) or [1], lambda text: [], 2)
     assert asked == texts
     file.write_text("\n".join([*lines, "{"]), encoding="utf-8")
     with pytest.raises(ValueError, match="jsonl:4 is not JSON"):
-        read_records(file, lambda text: [1], lambda text: [])
+        read_records(file, lambda text: [1], lambda text: [], 2)
 
 
 def test_records_are_left_out_and_held_out():

@@ -96,7 +96,10 @@ def _idle_special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def read_records(
-    path: Path, encode: Callable[[str], list[int]], encode_answer: Callable[[str], list[int]]
+    path: Path,
+    encode: Callable[[str], list[int]],
+    encode_answer: Callable[[str], list[int]],
+    vocab_size: int,
 ) -> list[Conversation]:
     """Lines {"prompt" or "prompt_ids", optionally "answer" or "answer_ids"} as token ids.
 
@@ -116,7 +119,13 @@ def read_records(
         prompt = _ids(record, "prompt", encode, where)
         if not prompt:
             raise ValueError(f"{where}: the prompt is empty")
-        found.append(Conversation(prompt, _ids(record, "answer", encode_answer, where)))
+        answer = _ids(record, "answer", encode_answer, where)
+        outside = [i for i in (*prompt, *answer) if not 0 <= i < vocab_size]
+        if outside:
+            raise ValueError(
+                f"{where}: token id {outside[0]} is outside the vocabulary of {vocab_size} tokens"
+            )
+        found.append(Conversation(prompt, answer))
     if not found:
         raise ValueError(f"{path} holds no record")
     return found
