@@ -16,7 +16,7 @@ from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
 from jflash.training.steps import TrainConfig, batch_indices
 from jflash.training.target_lm import TrainedTarget, init_target, target_loss
-from jflash.training.trainer import train
+from jflash.training.trainer import Evaluation, train
 from tests.pairs import target_config
 
 CONFIG = TrainConfig(
@@ -36,6 +36,18 @@ def rows() -> Rows:
 run = partial(train, LOSS, frozen=None, identity={"layers": (1,)})
 
 
+def looks(fail: int = 0):
+    """An evaluation's `run`: a number of the params, but the first `fail` times no memory."""
+    left = iter([True] * fail)
+
+    def look(params) -> dict[str, float]:
+        if next(left, False):
+            raise MemoryError
+        return {"size": float(sum(jnp.abs(x).sum() for x in jax.tree.leaves(params)))}
+
+    return look
+
+
 def equal(a, b) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
@@ -43,11 +55,18 @@ def equal(a, b) -> bool:
 def test_resumed_training_gives_the_same_bits(tmp_path):
     start = init_target(MODEL, 0)
     parts = {"params": start, "data": rows(), "config": CONFIG, "directory": tmp_path / "parts"}
-    whole = run(params=start, data=rows(), config=CONFIG, directory=tmp_path / "whole")
+    looked = {"evaluation": Evaluation(12, looks())}
+    finished = {"params": start, "data": rows(), "config": CONFIG, "directory": tmp_path / "whole"}
+    whole = run(**finished, **looked)
     assert whole.step == 36
-    part = run(**parts, should_stop=lambda step: step >= 20)
+    assert [r["step"] for r in whole.history if "size" in r] == [12, 24, 36]
+    part = run(**parts, **looked, should_stop=lambda step: step >= 20)
     assert part.step == 20 and not equal(part.params, whole.params)
-    resumed = run(**parts)
+    with pytest.raises(MemoryError):  # at a look: what it looks at was saved
+        run(**parts, evaluation=Evaluation(12, looks(fail=1)))
+    steps = sorted(int(p.name) for p in (tmp_path / "parts/checkpoints").glob("[0-9]*"))
+    assert steps == [20, 24]
+    resumed = run(**parts, **looked)
     assert equal(resumed.params, whole.params)
     assert resumed.history == whole.history
     assert json.loads((tmp_path / "parts/curve.json").read_text()) == whole.history
@@ -55,7 +74,7 @@ def test_resumed_training_gives_the_same_bits(tmp_path):
     losses = [record["loss"] for record in whole.history]
     assert losses[-1] < 0.8 * losses[0]
     # Finished: nothing runs, the same params come back.
-    again = run(params=start, data=rows(), config=CONFIG, directory=tmp_path / "whole")
+    again = run(**finished)
     assert equal(again.params, whole.params) and again.history == whole.history
 
     with pytest.raises(ValueError, match=r"holds a run with \{'seed': 5\}"):

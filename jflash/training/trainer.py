@@ -34,6 +34,7 @@ from jflash.training.steps import (
 )
 
 SECONDS_BETWEEN_PICTURES = 20  # drawing takes half a second of a device that waits
+LOOK_DUE = "look_due"  # in the record of a checkpoint whose look is not on the disk yet
 
 
 class Trained(NamedTuple):
@@ -123,6 +124,9 @@ def train(
         if newest is not None:
             step, state = newest, manager.restore(newest, args=ocp.args.StandardRestore(state))
             history = _history(directory, step)
+        if history and history[-1].pop(LOOK_DUE, False) and evaluation:
+            _look(evaluation, state, directory, history)
+            draw_curves(directory, history, title)
         if step >= config.steps:
             return Trained(state.params, step, history)
         compiled = compile_steps(loss_fn, config, mesh, state, frozen, data)
@@ -138,17 +142,18 @@ def train(
             state, metrics = compiled.run(state, frozen, data, *inputs)
             _record(history, bar, waiting)  # of the call before: the device is busy meanwhile
             waiting = (last, metrics)
-            save = _due(config.checkpoint_every, step, last)
+            save = _due(config.checkpoint_every, step, last) or last == config.steps
             look = evaluation and (_due(evaluation.every, step, last) or last == config.steps)
             bar.update(last - step)
             step = last
             if save or look:
                 _record(history, bar, waiting)
                 waiting = None
-            if look and evaluation:
-                history[-1] |= evaluation.run(state.params)
             if save:
+                history[-1] |= {LOOK_DUE: True} if look else {}
                 _save(manager, step, state, directory, history, title)
+            if look and evaluation:
+                _look(evaluation, state, directory, history)
             if save and time.monotonic() - drawn > SECONDS_BETWEEN_PICTURES:
                 draw_curves(directory, history, title)
                 drawn = time.monotonic()
@@ -162,6 +167,15 @@ def train(
 
 def _due(every: int, before: int, after: int) -> bool:
     return after // every > before // every
+
+
+def _look(
+    evaluation: Evaluation, state: TrainState, directory: Path, history: list[dict[str, Any]]
+) -> None:
+    """Adds to the newest record; what this look is at was saved, whatever becomes of the look."""
+    history[-1].pop(LOOK_DUE, None)
+    history[-1] |= evaluation.run(state.params)
+    write_json(directory / "curve.json", history)
 
 
 def _save(manager, step: int, state: TrainState, directory: Path, history: list, title: str):
