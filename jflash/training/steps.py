@@ -56,20 +56,26 @@ class TrainState(NamedTuple):
     optimiser: Any
 
 
-class Plan(NamedTuple):
-    """What a training takes: bytes on each device, and seconds."""
+class Memory(NamedTuple):
+    """What a training takes on each device, in bytes."""
 
-    devices: int
     frozen: int  # parameters that nobody trains
     trained: int  # float32 parameters and both moments of AdamW
     data: int
     temporaries: int  # what XLA allocates beside them: activations, gradients
-    compile_seconds: float
-    step_seconds: float
 
     @property
     def total(self) -> int:
-        return self.frozen + self.trained + self.data + self.temporaries
+        return sum(self)
+
+
+class Plan(NamedTuple):
+    """What a training takes: memory of each device, and seconds."""
+
+    devices: int
+    memory: Memory
+    compile_seconds: float
+    step_seconds: float
 
 
 def optimiser(config: TrainConfig) -> optax.GradientTransformation:
@@ -111,6 +117,16 @@ def new_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:
     """Step 0, in float32; copies: the state is donated, the caller's params are not ours."""
     params = jax.tree.map(lambda x: np.array(x, np.float32), params)
     return on_all(mesh, TrainState(params, optimiser(config).init(params)))
+
+
+def abstract_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Shapes and places of `new_train_state`, which takes memory."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+    state = jax.eval_shape(lambda p: TrainState(p, optimiser(config).init(p)), shapes)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state
+    )
 
 
 def batch_indices(config: TrainConfig, num_rows: int, first: int, last: int) -> np.ndarray:
@@ -186,25 +202,32 @@ class Compiled(NamedTuple):
     """`run_steps` for one training: run(state, frozen, data, indices, first, count)."""
 
     run: Any
+    memory: Memory
     seconds: float
 
 
 def compile_steps(
-    loss_fn: LossFn, config: TrainConfig, mesh: Mesh, state: TrainState, frozen: Any, data: Any
+    loss_fn: LossFn, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
 ) -> Compiled:
-    """Compiles without running anything."""
+    """Compiles for a state that nobody made yet, without running anything."""
     begin = time.perf_counter()
+    state = abstract_train_state(params, config, mesh)
     inputs = call_inputs(config, mesh, len(jax.tree.leaves(data)[0]), 0, 1)
-    run = run_steps.lower(loss_fn, config, mesh, state, frozen, data, *inputs).compile()
-    return Compiled(run, time.perf_counter() - begin)
+    run: Any = run_steps.lower(loss_fn, config, mesh, state, frozen, data, *inputs).compile()
+    memory = Memory(
+        frozen=tree_bytes(frozen),
+        trained=tree_bytes(state),
+        data=tree_bytes(data),
+        temporaries=run.memory_analysis().temp_size_in_bytes,
+    )
+    return Compiled(run, memory, time.perf_counter() - begin)
 
 
 def measure(
     compiled: Compiled, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
 ) -> Plan:
-    """Memory by XLA's own account, and the time of a few steps on a state that is thrown away."""
+    """The time of a few steps, on a state that is thrown away."""
     state = new_train_state(params, config, mesh)
-    trained = tree_bytes(state)
     num_rows = len(jax.tree.leaves(data)[0])
     count = min(MEASURED_STEPS, config.steps_per_call, config.steps)
     seconds = 0.0
@@ -213,12 +236,4 @@ def measure(
         begin = time.perf_counter()
         state, _ = jax.block_until_ready(compiled.run(state, frozen, data, *inputs))
         seconds = (time.perf_counter() - begin) / last
-    return Plan(
-        devices=mesh.size,
-        frozen=tree_bytes(frozen),
-        trained=trained,
-        data=tree_bytes(data),
-        temporaries=compiled.run.memory_analysis().temp_size_in_bytes,
-        compile_seconds=compiled.seconds,
-        step_seconds=seconds,
-    )
+    return Plan(mesh.size, compiled.memory, compiled.seconds, seconds)

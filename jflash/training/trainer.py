@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
 from jflash.memory import device_memory
 from jflash.training.curve import draw_curves, write_json
 from jflash.training.steps import (
+    Compiled,
     LossFn,
+    Memory,
     Plan,
     TrainConfig,
     TrainState,
@@ -55,36 +58,47 @@ class Evaluation(NamedTuple):
 def plan_training(
     loss_fn: LossFn, params: Any, frozen: Any, data: Any, config: TrainConfig
 ) -> Plan:
-    """What `train` would take with the same arguments: compiles and runs a few steps for it."""
+    """What `train` would take with the same arguments: compiles and runs a few steps for it.
+
+    ValueError if that is more memory than the device has, before a step is run.
+    """
     mesh = device_mesh(config.batch_size)
     frozen, data = on_all(mesh, (frozen, data))
-    state = new_train_state(params, config, mesh)
-    compiled = compile_steps(loss_fn, config, mesh, state, frozen, data)
-    del state
-    return measure(compiled, config, mesh, params, frozen, data)
+    return _compiled_that_fits(loss_fn, config, mesh, params, frozen, data)[1]
+
+
+def _compiled_that_fits(
+    loss_fn: LossFn, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
+) -> tuple[Compiled, Plan]:
+    compiled = compile_steps(loss_fn, config, mesh, params, frozen, data)
+    memory, limit = compiled.memory, device_memory()
+    if limit is not None and memory.total > limit:
+        raise ValueError(
+            f"a step takes {memory.total / 1e9:.1f} GB ({_parts(memory)}), the device has "
+            f"{limit / 1e9:.1f} GB: a smaller batch, fewer anchors or shorter rows take less"
+        )
+    return compiled, measure(compiled, config, mesh, params, frozen, data)
 
 
 def plan_lines(plan: Plan, config: TrainConfig) -> list[str]:
-    """The plan in words; ValueError if it takes more memory than the device has."""
-    parts = {
-        "frozen weights": plan.frozen,
-        "trained weights and optimiser": plan.trained,
-        "data": plan.data,
-        "activations and gradients": plan.temporaries,
-    }
-    told = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
-    limit = device_memory()
-    if limit is not None and plan.total > limit:
-        raise ValueError(
-            f"a step takes {plan.total / 1e9:.1f} GB ({told}), the device has {limit / 1e9:.1f} GB:"
-            " a smaller batch, fewer anchors or shorter rows take less"
-        )
-    total = plan.step_seconds * config.steps
+    """The plan in words."""
+    memory, total = plan.memory, plan.step_seconds * config.steps
     return [
-        f"memory of each of {plan.devices} device(s): {plan.total / 1e9:.2f} GB ({told})",
+        f"memory of each of {plan.devices} device(s): {memory.total / 1e9:.2f} GB "
+        f"({_parts(memory)})",
         f"time: {1e3 * plan.step_seconds:.1f} ms a step, {total / 60:.1f} minutes for "
         f"{config.steps} steps; compiling took {plan.compile_seconds:.0f} s",
     ]
+
+
+def _parts(memory: Memory) -> str:
+    parts = {
+        "frozen weights": memory.frozen,
+        "trained weights and optimiser": memory.trained,
+        "data": memory.data,
+        "activations and gradients": memory.temporaries,
+    }
+    return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
 
 
 def train(
@@ -113,12 +127,20 @@ def train(
     mesh = device_mesh(config.batch_size)
     first_leaf = np.ascontiguousarray(jax.tree.leaves(data)[0])
     num_rows, checksum = len(first_leaf), zlib.crc32(first_leaf.tobytes())
-    _claim(directory, {**asdict(config), **identity, "rows": num_rows, "data_crc32": checksum})
+    settings = {**asdict(config), **identity, "rows": num_rows, "data_crc32": checksum}
+    settings = json.loads(json.dumps(settings))  # as they will be read: tuples become lists
+    _check_claim(directory, settings)
     frozen, data = on_all(mesh, (frozen, data))
-    state = new_train_state(params, config, mesh)
     # Two, so that one is whole whenever the run is killed.
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(directory / "checkpoints", options=options) as manager:
+        compiled = None
+        if (manager.latest_step() or 0) < config.steps:
+            # Before there is a state: what is measured makes one of its own.
+            compiled, plan = _compiled_that_fits(loss_fn, config, mesh, params, frozen, data)
+            print("\n".join(plan_lines(plan, config)), flush=True)
+            write_json(directory / "run.json", settings)  # not sooner: these settings can run
+        state = new_train_state(params, config, mesh)
         step, history = 0, []
         newest = manager.latest_step()
         if newest is not None:
@@ -127,11 +149,8 @@ def train(
         if history and history[-1].pop(LOOK_DUE, False) and evaluation:
             _look(evaluation, state, directory, history)
             draw_curves(directory, history, title)
-        if step >= config.steps:
+        if compiled is None:
             return Trained(state.params, step, history)
-        compiled = compile_steps(loss_fn, config, mesh, state, frozen, data)
-        plan = measure(compiled, config, mesh, params, frozen, data)
-        print("\n".join(plan_lines(plan, config)), flush=True)
         drawn = time.monotonic()
         waiting: tuple[int, dict[str, Array]] | None = None
         bar = tqdm(total=config.steps, initial=step, desc=title, unit="step", mininterval=1)
@@ -203,18 +222,16 @@ def _history(directory: Path, step: int) -> list[dict[str, Any]]:
     return [record for record in records if record["step"] <= step]
 
 
-def _claim(directory: Path, settings: dict[str, Any]) -> None:
-    """Marks the folder as this run's; ValueError if it is another's."""
+def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
+    """ValueError if the folder is another run's."""
     path = directory / "run.json"
-    settings = json.loads(json.dumps(settings))  # as they will be read: tuples become lists
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        keys = settings.keys() | found.keys()
-        other = {k: found.get(k) for k in keys if found.get(k) != settings.get(k)}
-        if other:
-            raise ValueError(
-                f"{directory} holds a run with {other}, asked for "
-                f"{ {k: settings.get(k) for k in other} }: finish it so, or use another folder"
-            )
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json(path, settings)
+    if not path.exists():
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    keys = settings.keys() | found.keys()
+    other = {k: found.get(k) for k in keys if found.get(k) != settings.get(k)}
+    if other:
+        raise ValueError(
+            f"{directory} holds a run with {other}, asked for "
+            f"{ {k: settings.get(k) for k in other} }: finish it so, or use another folder"
+        )
