@@ -12,8 +12,7 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from jflash.io import (
     save_checkpoint,
     stop_token_ids,
 )
-from jflash.io.text import encode_prompt
+from jflash.io.text import encode_prompt, has_tokenizer
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
 from jflash.sampling import Sampling
@@ -58,6 +57,7 @@ from jflash.training.steps import TrainConfig
 from jflash.training.trainer import Evaluation, plan_lines, plan_training
 
 MEASURED_TOKENS = 32  # of each answer in a dry run
+NO_TOKENIZER = "the target holds no tokenizer: prompt_ids and answer_ids do without"
 
 
 def make_parser() -> Parser:
@@ -89,16 +89,27 @@ def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> Dra
     )
 
 
+def prompt_encoder(args: argparse.Namespace, tokenizer: Any) -> Callable[[str], list[int]]:
+    def encode(prompt: str) -> list[int]:
+        if tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return encode_prompt(tokenizer, prompt, chat_template=not args.no_chat_template)
+
+    return encode
+
+
 def read_prompts(
     args: argparse.Namespace, tokenizer: Any, target: Target, stops: list[int]
 ) -> list[Conversation]:
     """The data's conversations that fit, answers only if the data's are kept."""
 
     def encode_answer(text: str) -> list[int]:
+        if tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
         return [*tokenizer(text, add_special_tokens=False)["input_ids"], *stops[:1]]
 
-    encode = partial(encode_prompt, tokenizer)
-    records = read_records(args.data, encode, encode_answer, target.config.vocab_size)
+    vocab_size = target.config.vocab_size
+    records = read_records(args.data, prompt_encoder(args, tokenizer), encode_answer, vocab_size)
     if not args.keep_answers:
         records = [Conversation(r.prompt_ids, []) for r in records]
     return those_that_fit(args.data, records, min(args.row_length, prompt_room(args, target)))
@@ -108,8 +119,7 @@ def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> l
     """The prompts of --eval-prompts that fit, if it names any."""
     if not args.eval_prompts:
         return []
-    encode = partial(encode_prompt, tokenizer)
-    vocab_size = target.config.vocab_size
+    encode, vocab_size = prompt_encoder(args, tokenizer), target.config.vocab_size
     records = read_records(args.eval_prompts, encode, lambda text: [], vocab_size)
     return those_that_fit(args.eval_prompts, records, prompt_room(args, target))
 
@@ -235,7 +245,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
     source = resolve(args.target)
     target = configure_target(source)
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
     stops = stop_token_ids(source, tokenizer)
     config = drafter_for(args, target, tokenizer)
     check_sizes(target.config, args.row_length, args.anchors)

@@ -117,5 +117,5 @@ def test_what_is_refused(changes, said, tmp_path):
 def test_a_file_without_a_tokenizer(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", change={"tokenizer.ggml.model": None})
     assert not has_tokenizer(file)
-    with pytest.raises(ValueError, match="holds no tokenizer: give --prompt-ids"):
+    with pytest.raises(ValueError, match="holds no tokenizer: text needs one"):
         load_tokenizer(file)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,17 +46,21 @@ def place(tmp_path_factory) -> Path:
     lines = [json.dumps({"prompt": question}) for question in QUESTIONS]
     (folder / "empty.jsonl").write_text("\n")
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "x" * 220}) + "\n")
-    (folder / "held.jsonl").write_text((folder / "long.jsonl").read_text() + lines[0] + "\n")
+    for name, missing in (("bare", "tokenizer*"), ("base", "tokenizer_config.json")):
+        shutil.copytree(folder / "target", folder / name, ignore=shutil.ignore_patterns(missing))
     (folder / "odd.jsonl").write_text(lines[0] + '\n{"prompt_ids": [1, 300]}\n')
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+FLAG = object()  # of an option without a value
 
 
 def arguments(place: Path, output: str, changes: dict[str, object]) -> list[str]:
     given = {"--target": place / "target", "--data": place / "prompts.jsonl"} | SIZES
     given |= {"--output": place / output}
     given |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-    return [str(x) for pair in given.items() for x in pair]
+    return [str(x) for pair in given.items() for x in pair if x != FLAG]
 
 
 def start(place: Path, output: str) -> subprocess.Popen:
@@ -144,9 +149,17 @@ def command(place: Path, output: str, *more: object, **changes: object) -> int:
 
 
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
-    assert command(place, "dry", "--dry-run", eval_prompts=place / "held.jsonl") == 0
+    """Of a target without a tokenizer, by ids alone."""
+    ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]
+    (place / "ids.jsonl").write_text("\n".join(ids))
+    (place / "long-ids.jsonl").write_text(json.dumps({"prompt_ids": [1] * 201}) + "\n" + ids[0])
+    changes = {"target": place / "bare", "data": place / "ids.jsonl"}
+    assert command(place, "dry", "--dry-run", **changes) == 2
+    assert "give --mask-token-id" in capsys.readouterr().err
+    changes |= {"mask_token_id": 299, "eval_prompts": place / "long-ids.jsonl"}
+    assert command(place, "dry", "--dry-run", **changes) == 0
     out = capsys.readouterr().out
-    assert "held.jsonl: 1 prompts are too long for 201 tokens: left out" in out
+    assert "long-ids.jsonl: 1 prompts are too long for 201 tokens: left out" in out
     assert "activations and gradients" in out and "minutes for 60 steps" in out
     assert "attention of the training: xla; objective: loss tv, weights dpace" in out
     assert f"answers: {len(QUESTIONS)} of at most 40 tokens" in out
@@ -154,16 +167,21 @@ def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
 
 
 def test_bad_input_is_a_line(place, capsys):
+    tiny = {"row_length": 3, "anchors": 2}
     for changes, complaint in [
         ({"decay": -1}, "decay must be positive, got -1"),
         ({"eval_prompts": place / "none"}, "none: no such file"),
         ({"eval_prompts": place / "long.jsonl"}, "long.jsonl: all 1 prompts are too long for 201"),
         ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
-        ({"row_length": 3, "anchors": 2}, "all 60 prompts are too long for 3 tokens"),
+        (tiny, "all 60 prompts are too long for 3 tokens"),
         ({"answer_part": "2/2"}, "argument --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
+        ({"target": place / "base"}, "prompts.jsonl:1: the tokenizer has no chat template: pass"),
+        (tiny | {"target": place / "base", "no_chat_template": FLAG}, "(the shortest has 9)"),
+        (tiny, "(the shortest has 11)"),
+        ({"target": place / "bare", "mask_token_id": 9}, "prompts.jsonl:1: the target holds no to"),
     ]:
         assert command(place, "bad", **changes) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]

@@ -28,6 +28,7 @@ def training_parser(description: str) -> Parser:
 
 
 def _answer_options(add) -> None:
+    add("--no-chat-template", action="store_true", help="prompts as they are, for base models")
     add("--keep-answers", action="store_true", help="learn the data's answers where it has any")
     add("--max-new-tokens", type=int, default=512, help="of an answer")
     add("--answer-batch", type=int, default=64, help="prompts answered at a time")

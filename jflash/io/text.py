@@ -16,7 +16,9 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     folder = Path(folder)
     if not has_tokenizer(folder):
-        raise ValueError(f"{folder} holds no tokenizer: give --prompt-ids instead of text")
+        raise ValueError(
+            f"{folder} holds no tokenizer: text needs one, token ids (--prompt-ids) do not"
+        )
     if is_gguf(folder):
         return gguf_tokenizer(open_gguf(folder))
     try:

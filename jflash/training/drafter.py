@@ -67,8 +67,10 @@ def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:
     """The tokenizer's mask token; else the first id it leaves unused; else a special token of its
     that no text and no template holds (one called reserved or unused, else the last of them).
 
-    ValueError if there is none of these.
+    ValueError if there is none of these, or no tokenizer.
     """
+    if tokenizer is None:
+        raise ValueError("the target holds no tokenizer: give --mask-token-id")
     if getattr(tokenizer, "mask_token_id", None) is not None:
         return int(tokenizer.mask_token_id)
     if len(tokenizer) < vocab_size:
@@ -139,7 +141,10 @@ def _ids(record: dict, name: str, encode: Callable[[str], list[int]], where: str
         return ids
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{where}: {name} must be a string, got {text!r}")
-    return encode(text) if text else []
+    try:
+        return encode(text) if text else []
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def without_long(records: list[Conversation], longest: int) -> tuple[list[Conversation], int]:
