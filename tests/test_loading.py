@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.io import configure_pair, load_drafter, load_pair, load_target
+from jflash.io import configure_pair, load_drafter, load_pair, load_target, save_checkpoint
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.load import read_config
 from jflash.io.names import leaf_sources
@@ -25,6 +25,7 @@ from tests.small_checkpoints import (
     edit_config,
     edit_tensors,
     make_pair,
+    random_params,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -190,6 +191,20 @@ def test_stop_ids_in_their_order_of_preference(pair):
     edit_config(pair.target, eos_token_id=None)
     assert stop_token_ids(pair.target, tokenizer) == [tokenizer.eos_token_id]
     assert stop_token_ids(pair.target) == []
+
+
+def test_a_config_is_whole_or_not_there(tmp_path, monkeypatch):
+    """It says that the weights beside it are finished."""
+    write = Path.write_text
+
+    def full_disc(path: Path, text: str, **kwargs):
+        write(path, text[: len(text) // 2], **kwargs)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full_disc)
+    with pytest.raises(OSError, match="no space left"):
+        save_checkpoint(tmp_path, DRAFTER, random_params(DRAFTER, 0), "float32")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_hub_id_offline_is_a_clear_and_quick_error():

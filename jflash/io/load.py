@@ -237,7 +237,7 @@ def save_checkpoint(
     extra_config: dict[str, Any] | None = None,
     overwrite: bool = True,
 ) -> None:
-    """Writes config.json and model.safetensors in Hugging Face layout, beside what is there.
+    """Writes model.safetensors, then config.json, in Hugging Face layout beside what is there.
 
     Qwen3's shape only. `extra_config` adds keys to config.json (eos_token_id and the like).
     """
@@ -248,7 +248,8 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as part:
         save_safetensors(part, config, params, dtype)
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    with replacing(folder / "config.json") as part:
+        part.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def read_config[C](folder: Path, read: Callable[[dict[str, Any]], C]) -> C:
