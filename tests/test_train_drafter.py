@@ -176,6 +176,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
         (tiny, "all 60 prompts are too long for 3 tokens"),
         ({"answer_part": "2/2"}, "argument --answer-part"),
+        ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
         ({"target": place / "base"}, "prompts.jsonl:1: the tokenizer has no chat template: pass"),

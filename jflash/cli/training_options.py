@@ -104,6 +104,11 @@ def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, list[Sam
     for name in ("answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if args.overwrite and args.answer_part.of > 1:
+        raise ValueError(
+            "--overwrite with --answer-part: a part would delete the answers of the others; "
+            "give another --output"
+        )
     for file in filter(None, (args.data, args.eval_prompts)):
         if not file.is_file():
             raise ValueError(f"{file}: no such file")
