@@ -126,9 +126,11 @@ def test_what_cannot_be_read_or_asked(tmp_path):
     file = write(tmp_path / "d.jsonl", GSM8K)
     with pytest.raises(ValueError, match=r"nowhere.jsonl: no such file"):
         load_problems("gsm8k", tmp_path / "nowhere.jsonl")
-    (tmp_path / "d.gz").write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match=r"d.gz cannot be read"):
-        load_problems("gsm8k", tmp_path / "d.gz")
+    whole = gzip.compress(file.read_bytes())
+    for content in (b"no gzip", whole[:-9], whole[:99] + b"damaged" + whole[106:]):
+        (tmp_path / "d.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"d.gz cannot be read"):
+            load_problems("gsm8k", tmp_path / "d.gz")
     with pytest.raises(ValueError, match="styles reference, hashes, plain, not 'odd'"):
         load_problems("gsm8k", file, style="odd")
     with pytest.raises(ValueError, match="limit of 0"):

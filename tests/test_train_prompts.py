@@ -1,5 +1,6 @@
 """Training prompts: every source, no test question, and user turns that a target writes itself."""
 
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -100,6 +101,18 @@ def test_target_writes_user_turns(tmp_path, capsys):
 def test_bad_input_is_a_line(files, tmp_path, capsys):
     output = ["--output", tmp_path / "p.jsonl"]
     (tmp_path / "broken.jsonl").write_text('{"instruction": "x", "instances": []}\n{"a\n')
+    whole = gzip.compress(files["test.jsonl"].read_bytes() * 9)
+    for name, content in {
+        "cut.gz": whole[:-9],
+        "damaged.gz": whole[:20] + b"damaged" + whole[27:],
+        "number.jsonl": b'{"text": "x"}\n{"text": 5}',
+        "among.jsonl": b'{"turns": ["x", 5]}',
+        "latin.jsonl": b'{"text": "\xe9"}',
+        "body.json": b'[{"Body": "x", "Question": "y"}, {"Body": 5, "Question": "y"}]',
+        "gsm8k.jsonl": b'{"question": "x", "answer": "1"}\n{"question": "x", "answer": 1}',
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    test = ["--word-problems", "1", "--exclude-test"]
     for given, complaint in [
         ([], "no source of prompts"),
         (["--exclude-test", files["test.jsonl"]], "no source of prompts"),
@@ -107,7 +120,14 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         (["--self-instruct", tmp_path / "broken.jsonl"], "broken.jsonl:2 is not JSON"),
         (["--self-instruct", files["train.jsonl"]], "train.jsonl:1 is no self-instruct task"),
         (["--svamp", files["train.jsonl"]], "is not SVAMP's JSON"),
-        (["--word-problems", "1", "--exclude-test", files["tasks.jsonl"]], "none of the fields"),
+        (["--svamp", tmp_path / "body.json"], "body.json entry 2 is no SVAMP problem"),
+        (["--gsm8k-train", tmp_path / "gsm8k.jsonl"], "gsm8k.jsonl:2 is not a GSM8K record"),
+        ([*test, files["tasks.jsonl"]], "none of the fields"),
+        ([*test, tmp_path / "cut.gz"], "cut.gz cannot be read"),
+        ([*test, tmp_path / "damaged.gz"], "damaged.gz cannot be read"),
+        ([*test, tmp_path / "latin.jsonl"], "latin.jsonl cannot be read"),
+        ([*test, tmp_path / "number.jsonl"], "number.jsonl:2: text must be a text or a list"),
+        ([*test, tmp_path / "among.jsonl"], "among.jsonl:1: turns must be a text or a list"),
         (["--word-problems", "-1"], "--word-problems must be at least 0"),
         (["--word-problems", "1", "--top-p", "0"], "top_p"),
     ]:

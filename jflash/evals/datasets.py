@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,7 +220,7 @@ def _from_file(file: Path) -> list[tuple[str, Record]]:
         lines = data.decode("utf-8").split("\n")
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     found = []
     for number, line in enumerate(lines, 1):

@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,13 +47,19 @@ def svamp_prompts(file: Path) -> list[Prompt]:
     """SVAMP's stories with their questions; ValueError for a file of another kind."""
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
-        stories = [(record["Body"].strip(), record["Question"].strip()) for record in records]
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is not SVAMP's JSON: {error!r}") from None
-    return [
-        Prompt(boxed(f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {question}"), "svamp")
-        for body, question in stories
-    ]
+    except ValueError as error:
+        raise ValueError(f"{file} is not SVAMP's JSON: {error}") from None
+    if not isinstance(records, list):
+        raise ValueError(f"{file} is not SVAMP's JSON: it holds no list")
+    found = []
+    for number, record in enumerate(records, start=1):
+        try:
+            body, question = record["Body"].strip(), record["Question"].strip()
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file} entry {number} is no SVAMP problem: {error!r}") from None
+        stop = "" if body.endswith((".", "?", "!")) else "."
+        found.append(Prompt(boxed(f"{body}{stop} {question}"), "svamp"))
+    return found
 
 
 def self_instruct_prompts(file: Path) -> list[Prompt]:
@@ -80,10 +87,13 @@ def questions_of_tests(files: Iterable[Path]) -> list[str]:
     found = []
     for file in files:
         before = len(found)
-        for _, record in json_lines(file):
+        for where, record in json_lines(file):
             for name in TEST_FIELDS:
-                value = record.get(name)
-                found += [value] if isinstance(value, str) else value or []
+                value = record.get(name) or []
+                texts = [value] if isinstance(value, str) else value
+                if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+                    raise ValueError(f"{where}: {name} must be a text or a list of texts")
+                found += texts
         if len(found) == before:
             raise ValueError(f"{file} has none of the fields {', '.join(TEST_FIELDS)}")
     return found
@@ -117,18 +127,24 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """Records with their places; ValueError names a line that is none."""
     if not file.is_file():
         raise ValueError(f"{file}: no such file")
-    opened = gzip.open if file.suffix == ".gz" else open
     found = []
-    with opened(file, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{where} is not a JSON object")
-            found.append((where, record))
+    for number, line in enumerate(_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is not a JSON object")
+        found.append((where, record))
     return found
+
+
+def _text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None

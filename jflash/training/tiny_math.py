@@ -76,13 +76,15 @@ class Gsm8k(NamedTuple):
 def read_gsm8k(path: Path) -> list[tuple[str, str]]:
     """Questions and answers of a GSM8K file, calculator marks `<<…>>` removed."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
-            question, answer = record["question"], record["answer"]
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            question, answer = record["question"].strip(), record["answer"].strip()
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}:{number} is not a GSM8K record: {error!r}") from None
-        found.append((question.strip(), re.sub(r"<<.*?>>", "", answer).strip()))
+        found.append((question, re.sub(r"<<.*?>>", "", answer).strip()))
     return found
 
 
