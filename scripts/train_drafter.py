@@ -12,14 +12,15 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jflash.backends import with_backends
-from jflash.cli.command import Parser, run_command
+from jflash.cli.command import INTERRUPTED, Parser, first_interrupt, run_command
+from jflash.cli.training_data import read_held_out, read_prompts
 from jflash.cli.training_options import settings, training_parser
 from jflash.config import DrafterConfig, second_version
 from jflash.evals.acceptance import is_looping
@@ -33,7 +34,7 @@ from jflash.io import (
     save_checkpoint,
     stop_token_ids,
 )
-from jflash.io.text import encode_prompt, has_tokenizer
+from jflash.io.text import has_tokenizer
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
 from jflash.sampling import Sampling
@@ -46,10 +47,8 @@ from jflash.training.drafter import (
     drafter_config_for,
     made_up_rows,
     make_lesson,
-    read_records,
     split_held_out,
     train_drafter,
-    without_long,
 )
 from jflash.training.held_out import held_out_evaluation
 from jflash.training.objective import Objective
@@ -57,7 +56,6 @@ from jflash.training.steps import TrainConfig
 from jflash.training.trainer import Evaluation, plan_lines, plan_training
 
 MEASURED_TOKENS = 32  # of each answer in a dry run
-NO_TOKENIZER = "the target holds no tokenizer: prompt_ids and answer_ids do without"
 
 
 def make_parser() -> Parser:
@@ -87,56 +85,6 @@ def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> Dra
         selector_rank=args.selector_rank,
         selector_top_k=args.selector_top_k,
     )
-
-
-def prompt_encoder(args: argparse.Namespace, tokenizer: Any) -> Callable[[str], list[int]]:
-    def encode(prompt: str) -> list[int]:
-        if tokenizer is None:
-            raise ValueError(NO_TOKENIZER)
-        return encode_prompt(tokenizer, prompt, chat_template=not args.no_chat_template)
-
-    return encode
-
-
-def read_prompts(
-    args: argparse.Namespace, tokenizer: Any, target: Target, stops: list[int]
-) -> list[Conversation]:
-    """The data's conversations that fit, answers only if the data's are kept."""
-
-    def encode_answer(text: str) -> list[int]:
-        if tokenizer is None:
-            raise ValueError(NO_TOKENIZER)
-        return [*tokenizer(text, add_special_tokens=False)["input_ids"], *stops[:1]]
-
-    vocab_size = target.config.vocab_size
-    records = read_records(args.data, prompt_encoder(args, tokenizer), encode_answer, vocab_size)
-    if not args.keep_answers:
-        records = [Conversation(r.prompt_ids, []) for r in records]
-    return those_that_fit(args.data, records, min(args.row_length, prompt_room(args, target)))
-
-
-def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> list[Conversation]:
-    """The prompts of --eval-prompts that fit, if it names any."""
-    if not args.eval_prompts:
-        return []
-    encode, vocab_size = prompt_encoder(args, tokenizer), target.config.vocab_size
-    records = read_records(args.eval_prompts, encode, lambda text: [], vocab_size)
-    return those_that_fit(args.eval_prompts, records, prompt_room(args, target))
-
-
-def prompt_room(args: argparse.Namespace, target: Target) -> int:
-    """The target's positions without an answer's, but for its first."""
-    return target.config.max_position_embeddings - args.max_new_tokens + 1
-
-
-def those_that_fit(file: Path, records: list[Conversation], longest: int) -> list[Conversation]:
-    try:
-        records, dropped = without_long(records, longest)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    if dropped:
-        print(f"{file}: {dropped} prompts are too long for {longest} tokens: left out")
-    return records
 
 
 def answered(
@@ -237,6 +185,15 @@ def evaluation_for(
 
 
 def main(args: argparse.Namespace) -> None:
+    try:
+        run(args)
+    except KeyboardInterrupt:
+        if not args.dry_run:
+            print("\ninterrupted; the same command goes on", file=sys.stderr)
+        raise
+
+
+def run(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     training, objective, samplings = settings(args)
     work = args.output.with_name(args.output.name + "-work")
@@ -273,19 +230,24 @@ def main(args: argparse.Namespace) -> None:
         args, target, params, config, without_loops(found, args.keep_looping), held, stops
     )
 
-    def should_stop(step: int) -> bool:
-        return args.minutes is not None and time.monotonic() - begin > 60 * args.minutes
-
-    trained = train_drafter(
-        target, params, config, learnt, row_length=args.row_length, anchors=args.anchors,
-        training=training, directory=work / "training", should_stop=should_stop,
-        objective=objective, backend=args.training_attention, evaluation=evaluation,
-    )  # fmt: skip
+    with first_interrupt() as interrupted:
+        trained = train_drafter(
+            target, params, config, learnt, row_length=args.row_length, anchors=args.anchors,
+            training=training, directory=work / "training",
+            should_stop=lambda step: interrupted() or out_of_time(args.minutes, begin),
+            objective=objective, backend=args.training_attention, evaluation=evaluation,
+        )  # fmt: skip
     if trained.step < args.steps:
         print(f"stopped at step {trained.step} of {args.steps}; the same command goes on")
+        if interrupted():
+            raise SystemExit(INTERRUPTED)
         return
     save_checkpoint(args.output, config, trained.params)
     report(args.output, trained.history)
+
+
+def out_of_time(minutes: float | None, begin: float) -> bool:
+    return minutes is not None and time.monotonic() - begin > 60 * minutes
 
 
 def report(output: Path, history: list[dict[str, Any]]) -> None:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from safetensors.numpy import load_file
 
+from jflash.cli.command import first_interrupt
 from jflash.sampling import GREEDY, Sampling
 from jflash.training.answers import WHOLE, Share, answer_into, read_answers
 from jflash.training.curve import metric_names
@@ -24,6 +26,7 @@ from jflash.training.drafter import (
     split_held_out,
     without_long,
 )
+from jflash.training.trainer import Trained
 from tests.pairs import prompts
 from tests.small_checkpoints import make_pair
 from tests.test_answers import PAIR
@@ -137,12 +140,19 @@ def test_killed_at_any_moment_it_gives_the_same_bits(place):
     assert config["intermediate_size"] == 24
 
 
-def command(place: Path, output: str, *more: object, **changes: object) -> int:
-    """The same in this process."""
+def load_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("train_drafter", SCRIPT)
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def command(
+    place: Path, output: str, *more: object, script: ModuleType | None = None, **changes: object
+) -> int:
+    """The same in this process."""
+    script = script or load_script()
     return script.run_command(
         script.make_parser(), script.main, arguments(place, output, changes) + list(more)
     )
@@ -187,6 +197,34 @@ def test_bad_input_is_a_line(place, capsys):
         assert command(place, "bad", **changes) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
     assert not (place / "bad").exists() and not (place / "bad-work").exists()
+
+
+def test_ctrl_c_ends_where_all_is_saved(place, capsys):
+    script = load_script()
+
+    def answered(*_) -> list[Conversation]:
+        return [Conversation([i], [1, 2]) for i in range(9)]
+
+    def train(*_, should_stop, **__) -> Trained:
+        assert not should_stop(0)
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop(4)
+        return Trained({}, 4, [])
+
+    script.answered, script.train_drafter = answered, train
+    with pytest.raises(SystemExit) as ended:
+        command(place, "stopped", script=script)
+    assert ended.value.code == 130
+    assert "stopped at step 4 of 60; the same command goes on" in capsys.readouterr().out
+    script.answered = lambda *_: signal.raise_signal(signal.SIGINT)
+    assert command(place, "stopped", script=script) == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted; the same command goes on\n")
+
+    with first_interrupt() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_sampled_answers_are_shared_out(tmp_path):

@@ -61,6 +61,7 @@ def test_resumed_training_gives_the_same_bits(tmp_path):
     whole = run(**finished, **looked)
     assert whole.step == 36
     assert [r["step"] for r in whole.history if "size" in r] == [12, 24, 36]
+    assert run(**parts, should_stop=lambda step: True).step == 0
     part = run(**parts, **looked, should_stop=lambda step: step >= 20)
     assert part.step == 20 and not equal(part.params, whole.params)
     with pytest.raises(MemoryError):  # at a look: what it looks at was saved

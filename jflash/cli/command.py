@@ -1,15 +1,17 @@
 """What every command shares: options for JAX, exit codes, mistakes as a line, quiet libraries."""
 
 import argparse
+import contextlib
 import io
 import logging
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -55,6 +57,25 @@ def run_command(
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     return 0
+
+
+@contextlib.contextmanager
+def first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether Ctrl-C was pressed; a second one interrupts as ever."""
+    pressed = False
+
+    def press(*_: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Not by print: what was interrupted may be in the middle of one.
+        os.write(2, b"\nstopping as soon as all is saved; Ctrl-C again stops at once\n")
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def gpu_notice() -> str | None:

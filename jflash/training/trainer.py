@@ -180,7 +180,8 @@ def train(
         bar.close()
         if step and manager.latest_step() != step:
             _save(manager, step, state, directory, history, title)
-        draw_curves(directory, history, title)
+        if history:
+            draw_curves(directory, history, title)
     return Trained(state.params, step, history)
 
 

@@ -1,0 +1,63 @@
+"""The prompts that train_drafter.py learns and looks at, read and checked before anything runs."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jflash.io.text import encode_prompt
+from jflash.models.decoder import Target
+from jflash.training.data import Conversation
+from jflash.training.drafter import read_records, without_long
+
+NO_TOKENIZER = "the target holds no tokenizer: prompt_ids and answer_ids do without"
+
+
+def prompt_encoder(args: argparse.Namespace, tokenizer: Any) -> Callable[[str], list[int]]:
+    def encode(prompt: str) -> list[int]:
+        if tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return encode_prompt(tokenizer, prompt, chat_template=not args.no_chat_template)
+
+    return encode
+
+
+def read_prompts(
+    args: argparse.Namespace, tokenizer: Any, target: Target, stops: list[int]
+) -> list[Conversation]:
+    """The data's conversations that fit, answers only if the data's are kept."""
+
+    def encode_answer(text: str) -> list[int]:
+        if tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], *stops[:1]]
+
+    vocab_size = target.config.vocab_size
+    records = read_records(args.data, prompt_encoder(args, tokenizer), encode_answer, vocab_size)
+    if not args.keep_answers:
+        records = [Conversation(r.prompt_ids, []) for r in records]
+    return those_that_fit(args.data, records, min(args.row_length, prompt_room(args, target)))
+
+
+def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> list[Conversation]:
+    """The prompts of --eval-prompts that fit, if it names any."""
+    if not args.eval_prompts:
+        return []
+    encode, vocab_size = prompt_encoder(args, tokenizer), target.config.vocab_size
+    records = read_records(args.eval_prompts, encode, lambda text: [], vocab_size)
+    return those_that_fit(args.eval_prompts, records, prompt_room(args, target))
+
+
+def prompt_room(args: argparse.Namespace, target: Target) -> int:
+    """The target's positions without an answer's, but for its first."""
+    return target.config.max_position_embeddings - args.max_new_tokens + 1
+
+
+def those_that_fit(file: Path, records: list[Conversation], longest: int) -> list[Conversation]:
+    try:
+        records, dropped = without_long(records, longest)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if dropped:
+        print(f"{file}: {dropped} prompts are too long for {longest} tokens: left out")
+    return records
