@@ -289,6 +289,9 @@ def test_bad_input_is_refused_before_a_weight_is_read(refused, data, tmp_path):
     refused([*with_data, "--baseline", "--drafter", "none"], "plain decoding already")
     refused([*with_data, "--top-p", "2", "--temperature", "1"], "--top-p 2")
     refused([*with_data, "--top-p", "0.5"], "needs a --temperature")
+    rule = [*with_data, "--draft-rule", "sampled"]
+    refused(rule, "--draft-rule sampled needs a --temperature above 0")
+    refused([*rule, "--temperature", "1", "--drafter", "none"], "sampled without a drafter")
     refused([*with_data, "--prompt-style", "odd"], "'odd'", "hashes")
     refused([*with_data, "--few-shot-data", str(data)], "without --few-shot")
     refused([*with_data, "--max-new-tokens", "100000"], "problem 0", "positions")

@@ -5,14 +5,14 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jflash.backends import AUTO
 from jflash.cli.command import gpu_notice, run_command
 from jflash.cli.evaluate_options import check_options, make_parser
-from jflash.cli.generate import at_best_width
+from jflash.cli.generate import at_best_width, that_draw
 from jflash.cli.options import drafter_choice, drafter_name, sampling
 from jflash.evals.datasets import (
     REFERENCE_COUNT,
@@ -42,7 +42,7 @@ from jflash.evals.evaluation_folder import (
 from jflash.evals.evaluation_plots import write_plots
 from jflash.evals.evaluation_report import table
 from jflash.evals.evaluation_summary import differences, summarise
-from jflash.generate import PREFILL_CHUNK, models_for
+from jflash.generate import PREFILL_CHUNK
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -126,10 +126,7 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
     )  # fmt: skip
     if auto:
         files = at_best_width(files, options.batch)
-    models = models_for(files.models, [way])
-    if options.draft_rule is not None:
-        models = replace(models, draft_rule=options.draft_rule)
-    files = replace(files, models=models)
+    files = that_draw(files, [way], options.draft_rule)
     tokenizer = load_tokenizer(files.target)
     evaluation = Evaluation(
         problems=problems,

@@ -7,6 +7,7 @@ from jflash.backends import AUTO
 from jflash.cli.command import Parser
 from jflash.cli.options import (
     DEFAULT_TARGET,
+    draft_rule_refusals,
     drafter_choice,
     drafter_name,
     model_options,
@@ -125,6 +126,7 @@ def check_options(options: argparse.Namespace, name: str) -> None:
             options.baseline and options.drafter == "none" and options.block_size in (None, 1),
             "--baseline with --drafter none: that is plain decoding already",
         ),
+        *draft_rule_refusals(options, drawn=options.temperature > 0),
         (
             options.block_size == AUTO and options.drafter == "none",
             "--block-size auto without a drafter",

@@ -89,10 +89,7 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
         files = at_best_width(files, min(options.batch_size, len(prompts)))
     samplings = [prompt.sampling for prompt in prompts]
     # All batches of a run share one program, or a greedy prompt would meet two.
-    models = models_for(files.models, samplings)
-    if options.draft_rule is not None:
-        models = replace(models, draft_rule=options.draft_rule)
-    files = replace(files, models=models)
+    files = that_draw(files, samplings, options.draft_rule)
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None
     own_stops = [] if options.ignore_eos else stop_token_ids(files.target, tokenizer)
@@ -124,6 +121,12 @@ def at_best_width(files: PairFiles, batch: int) -> PairFiles:
     )  # fmt: skip
     print(choice.why, file=sys.stderr)
     return replace(files, models=replace(models, block_size=choice.block_size))
+
+
+def that_draw(files: PairFiles, samplings: Sequence[Sampling], rule: str | None) -> PairFiles:
+    """The pair compiled so that it can serve these requests; None: its draft rule as it is."""
+    models = models_for(files.models, samplings)
+    return replace(files, models=models if rule is None else replace(models, draft_rule=rule))
 
 
 def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:

@@ -173,6 +173,15 @@ def sampling(options: argparse.Namespace) -> Sampling:
         raise ValueError(f"--{field.replace('_', '-')} {why}") from None
 
 
+def draft_rule_refusals(options: argparse.Namespace, drawn: bool) -> list[tuple[bool, str]]:
+    """What is wrong with --draft-rule, and why, if prompts may be `drawn` at a temperature."""
+    rule = options.draft_rule == "sampled"
+    return [
+        (rule and not drawn, "--draft-rule sampled needs a --temperature above 0"),
+        (rule and options.drafter == "none", "--draft-rule sampled without a drafter"),
+    ]
+
+
 def check_options(options: argparse.Namespace) -> None:
     """ValueError for values and combinations that no model could make sense of."""
     batch = options.prompts is not None
@@ -195,14 +204,7 @@ def check_options(options: argparse.Namespace) -> None:
         ),
         ("" in options.stop, "--stop '': an empty text is everywhere"),
         (options.batch_size < 1, f"--batch-size {options.batch_size}: at least 1"),
-        (
-            options.draft_rule == "sampled" and not (options.temperature or batch),
-            "--draft-rule sampled needs a --temperature above 0",
-        ),
-        (
-            options.draft_rule == "sampled" and options.drafter == "none",
-            "--draft-rule sampled without a drafter",
-        ),
+        *draft_rule_refusals(options, drawn=options.temperature > 0 or batch),
         (
             options.drafter is None and options.target != DEFAULT_TARGET,
             f"--target {options.target} needs its own --drafter (a folder, a hub id, or none)",
