@@ -74,7 +74,7 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
                 f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
                 f"{settings[name]!r}: their answers need not be the same"
             )
-    rules = {found["draft_rule"], settings["draft_rule"]}
+    rules = {found.get("draft_rule"), settings["draft_rule"]}
     if settings["temperature"] and rules != {"greedy"}:
         raise ValueError(
             "drafts drawn from q decide which tokens are drawn: above temperature 0 runs compare "
