@@ -146,5 +146,11 @@ def test_broken_tokenizer_and_no_template(pair, refused):
     whole = json.loads(edited.read_text())
     edited.write_text(json.dumps({k: v for k, v in whole.items() if k != "chat_template"}))
     refused(decode(pair), "no chat template", "--no-chat-template")
+    for template, error in {
+        "{{ raise_exception('no ' + messages[0].role) }}": "no system",
+        "{% if": "unexpected",
+    }.items():
+        edited.write_text(json.dumps(whole | {"chat_template": template}))
+        refused(decode(pair, "--system", "be brief"), f"the chat template refuses: {error}")
     (pair.target / "tokenizer.json").write_text('{"version":')
     refused(decode(pair), "tokenizer", "does not load")

@@ -80,10 +80,23 @@ def encode_prompt(
     messages = [*before, {"role": "user", "content": prompt}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=reasoning
-    )
+    text = through_template(tokenizer, messages, enable_thinking=reasoning)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def through_template(tokenizer: Any, messages: list[dict[str, str]], **names: Any) -> str:
+    """The messages up to where the answer begins; `names` are the template's to read.
+
+    ValueError if the template is broken or has no place for them, such as for a system message.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **names
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses: {error}") from None
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jflash.evals.acceptance import is_looping
 from jflash.generate import Pair
-from jflash.io.text import decode
+from jflash.io.text import decode, through_template
 from jflash.sampling import Sampling
 from jflash.training.answers import answer_into
 from jflash.training.prompts import Prompt
@@ -26,8 +26,7 @@ def user_prefix(tokenizer: Any, system: str | None = None) -> list[int]:
     messages = [{"role": "user", "content": MARK}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    before = text.split(MARK)[0]
+    before = through_template(tokenizer, messages).split(MARK)[0]
     ids = list(tokenizer(before, add_special_tokens=False)["input_ids"])
     if not ids:
         raise ValueError("the chat template puts nothing before the user's text: nothing to go on")
