@@ -8,6 +8,7 @@ from scipy.stats import binomtest
 
 from jflash.evals.answer_check import check_answer, extract_answer
 from jflash.evals.code_execution import passes, program
+from jflash.evals.evaluation_report import table
 from jflash.evals.evaluation_summary import (
     accuracy,
     by_position,
@@ -171,7 +172,8 @@ def test_plain_decoding_beside():
         record(0, answer([1, 2, 3], [1, 1], decode=4.0), True),
         record(1, answer([1, 7, 3, 4], [1, 1, 1], decode=6.0), False),
     ]
-    found = compare(ours, plain)
+    found = compare(ours, plain, 2)
+    assert "both_ended" not in found
     assert found["speed_up"] == pytest.approx((6 / 3) / (7 / 12))
     assert found["identical_outputs"] == 1
     assert found["first_differences"] == [
@@ -181,6 +183,33 @@ def test_plain_decoding_beside():
     assert found["accuracy"]["correct"] == 2
 
 
+def test_at_batch_1_speed_is_also_told_of_answers_that_ended():
+    """There an answer's seconds are its own; loops and cut answers are another speed."""
+    loop = list(range(20)) * 4
+    ours = [
+        record(0, answer([1, 2, 3], [2])),
+        record(1, answer([1, 2, 3, 4], [3], decode=2.0)),
+        record(2, answer(loop, [16] * 4 + [15])),
+    ]
+    plain = [
+        record(0, answer([1, 2, 3], [1, 1], decode=8.0)),
+        record(1, answer([1, 2, 3], [1, 1], "length", decode=3.0)),
+        record(2, answer(loop, [1] * 79, decode=9.0)),
+    ]
+    found = summarise(ours, 16, plain, batch_size=1)
+    assert found["speed"]["tokens_per_second"] == 84 / 4
+    assert found["speed_ended"]["tokens_per_second"] == 5 / 3
+    ended = found["baseline"]["both_ended"]  # the first alone
+    assert (ended["answers"], ended["speed_up"]) == (1, 2 / (2 / 8))
+    assert found["baseline"]["speed_up"] == pytest.approx((84 / 4) / (83 / 20))
+    told = table(found)
+    assert "speed, ended     1.67 tokens/s" in told
+    assert "speed-up, ended  8.00 in decoding" in told and ", 1 answers" in told
+    several = table(summarise(ours, 16, plain, batch_size=2))
+    assert "speed, all       21.00" in several and "speed-up, all    5.06" in several
+    assert "ended  " not in several.split("speed, all")[1]
+
+
 def test_cut_and_looping_answers_are_counted_apart():
     loop = list(range(20)) * 4
     answers = [
@@ -188,10 +217,12 @@ def test_cut_and_looping_answers_are_counted_apart():
         record(1, answer(list(range(5)), [2, 2], "length"), False),
         record(2, answer(loop, [16] * 4 + [15]), False),
     ]
-    found = summarise(answers[::-1], 16)
+    found = summarise(answers[::-1], 16, batch_size=2)
     assert found["acceptance"]["endings"] == {"ended": 1, "limit": 1, "looping": 1}
     assert found["share_cut_or_looping"] == pytest.approx(2 / 3)
     assert found["acceptance"]["ended"]["tau_pooled"] == 4
     assert found["acceptance"]["limit_or_looping"]["tau_pooled"] == pytest.approx(83 / 7)
     assert found["finish_reasons"] == {"length": 1, "stop": 2}
-    assert json.dumps(found) == json.dumps(summarise(answers, 16))  # order does not matter
+    assert json.dumps(found) == json.dumps(
+        summarise(answers, 16, batch_size=2)
+    )  # order does not matter

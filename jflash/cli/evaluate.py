@@ -221,7 +221,7 @@ def _evaluate(
     summary = {
         "settings": run.settings,
         "environment": describe_device(),
-        **summarise(answers, width, baseline),
+        **summarise(answers, width, baseline, batch_size=options.batch),
     }
     if others:
         summary["same_as"] = {

@@ -39,7 +39,9 @@ def table(summary: dict[str, Any]) -> str:
             lines.append(name + _list([_number(row[key]) for row in positions]))
     lines.append("finish reasons   " + _counts(summary["finish_reasons"]))
     lines.append("endings          " + _counts(acceptance["endings"]))
-    lines.append(_speed("speed", speed))
+    lines.append(_speed("speed, all", speed))
+    if "speed_ended" in summary:
+        lines.append(_speed("speed, ended", summary["speed_ended"]))
     if "baseline" in summary:
         lines += _baseline(summary["baseline"])
     if "same_as" in summary:
@@ -48,10 +50,11 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _baseline(baseline: dict[str, Any]) -> list[str]:
+    ended = baseline.get("both_ended")  # of batch 1 alone
     lines = [
         _speed("plain decoding", baseline["speed"]),
-        f"speed-up         {_number(baseline['speed_up'])} in decoding, "
-        f"{_number(baseline['speed_up_with_prefill'])} with prefill",
+        _speed_up("all", baseline),
+        *([_speed_up("ended", ended)] if ended else []),
         f"identical        {baseline['identical_outputs']} of {baseline['answers']} outputs",
     ]
     return lines + _differences(baseline, "plain decoding", "plain_token")
@@ -77,6 +80,13 @@ def _speed(name: str, speed: dict[str, Any]) -> str:
         f"{_number(speed['tokens_per_second_with_prefill'])} with prefill (decode "
         f"{spent['decode']:.1f} s, prefill {spent['prefill']:.1f} s, "
         f"compile {spent['compile']:.1f} s)"
+    )
+
+
+def _speed_up(name: str, found: dict[str, Any]) -> str:
+    return (
+        f"speed-up, {name:<6} {_number(found['speed_up'])} in decoding, "
+        f"{_number(found['speed_up_with_prefill'])} with prefill, {found['answers']} answers"
     )
 
 

@@ -30,9 +30,16 @@ def generation(record: Record) -> Generation:
 
 
 def summarise(
-    answers: Sequence[Record], width: int, baseline: Sequence[Record] | None = None
+    answers: Sequence[Record],
+    width: int,
+    baseline: Sequence[Record] | None = None,
+    *,
+    batch_size: int,
 ) -> dict[str, Any]:
-    """The summary of records of one run; `baseline` are the same prompts decoded plainly."""
+    """The summary of records of one run; `baseline` are the same prompts decoded plainly.
+
+    At batch 1 an answer's seconds are its own: speed is also told of those that a stop token ended.
+    """
     answers = sorted(answers, key=_order)
     generations = [generation(record) for record in answers]
     summary: dict[str, Any] = {
@@ -44,11 +51,13 @@ def summarise(
         "finish_reasons": dict(sorted(Counter(g.finish_reason for g in generations).items())),
         "speed": speed(generations),
     }
+    if batch_size == 1:
+        summary["speed_ended"] = speed([g for g in generations if ending(g) == "ended"])
     endings = summary["acceptance"]["endings"]
     unfinished = endings["limit"] + endings["looping"]
     summary["share_cut_or_looping"] = unfinished / len(answers) if answers else None
     if baseline is not None:
-        summary["baseline"] = compare(answers, sorted(baseline, key=_order))
+        summary["baseline"] = compare(answers, sorted(baseline, key=_order), batch_size)
     return summary
 
 
@@ -138,23 +147,35 @@ def speed(generations: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def compare(answers: Sequence[Record], baseline: Sequence[Record]) -> dict[str, Any]:
-    """Plain decoding of the same prompts: its speed, and where its tokens part from ours."""
-    plain = {_order(record): record for record in baseline}
+def compare(
+    answers: Sequence[Record], baseline: Sequence[Record], batch_size: int
+) -> dict[str, Any]:
+    """Plain decoding of the same prompts: its speed, and where its tokens part from ours.
+
+    At batch 1 also the speed where both answers ended.
+    """
+    plain = {_order(record): generation(record) for record in baseline}
     ours = [record for record in answers if _order(record) in plain]
-    own, other = (
-        speed([generation(r) for r in records])
-        for records in (ours, [plain[_order(r)] for r in ours])
-    )
+    pairs = [(generation(record), plain[_order(record)]) for record in ours]
+    ended = [pair for pair in pairs if all(ending(g) == "ended" for g in pair)]
     return {
         "what": "plain decoding: the target alone at width 1, the same prompts and engine",
-        "answers": len(ours),
+        **_speed_up(pairs),
+        **({"both_ended": _speed_up(ended)} if batch_size == 1 else {}),
+        "endings": dict(sorted(Counter(map(ending, plain.values())).items())),
+        **differences(ours, baseline, "plain_token"),
+        "accuracy": accuracy([r["check"] for r in baseline if r["check"] is not None]),
+    }
+
+
+def _speed_up(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
+    """The speed of the second of each pair, and how much faster the first ones are."""
+    own, other = speed([own for own, _ in pairs]), speed([other for _, other in pairs])
+    return {
+        "answers": len(pairs),
         "speed": other,
         "speed_up": _ratio(own, other, "tokens_per_second"),
         "speed_up_with_prefill": _ratio(own, other, "tokens_per_second_with_prefill"),
-        "endings": dict(sorted(Counter(ending(generation(r)) for r in baseline).items())),
-        **differences(ours, baseline, "plain_token"),
-        "accuracy": accuracy([r["check"] for r in baseline if r["check"] is not None]),
     }
 
 
