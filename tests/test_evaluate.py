@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -132,12 +133,14 @@ def test_ctrl_c_keeps_every_answer(run, data, unbroken, tmp_path, monkeypatch, c
 
 
 def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
-    summary, out, _ = run(data, tmp_path / "pair", "--baseline")
+    summary, out, err = run(data, tmp_path / "pair", "--baseline")
+    tau = summary["acceptance"]["all"]["tau_pooled"]
+    assert re.search(rf"right 100\.0%, τ {tau:.2f}, [1-9]\d* tokens/s", err)
     baseline = summary["baseline"]
     assert baseline["identical_outputs"] == baseline["answers"] == COUNT
     assert baseline["first_differences"] == [] and baseline["speed_up"] > 0
     assert f"identical        {COUNT} of {COUNT}" in out
-    assert summary["acceptance"]["all"]["tau_pooled"] > 8
+    assert tau > 8
     want = tokens(tmp_path / "pair")
     assert tokens(tmp_path / "pair", "baseline.jsonl") == want
     for name, more in {
@@ -218,6 +221,23 @@ def test_draws_do_not_depend_on_where_a_run_was_broken(run, data, tmp_path):
     file.write_text("".join(file.read_text().splitlines(True)[:1]))
     run(data, tmp_path / "broken", *more)
     assert tokens(tmp_path / "broken") == want
+
+
+def test_a_base_model_is_shown_examples(data, tmp_path, monkeypatch):
+    asked = []
+
+    def evaluated(run, *_):
+        asked.extend(job.prompt_ids for job in evaluation.first_jobs(run.evaluation))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "_evaluate", evaluated)
+    argv = ["--data", str(data), "--output", str(tmp_path), *SAME, "--no-chat-template"]
+    argv += ["--few-shot", "1", "--few-shot-data", str(data)]
+    assert evaluate.main(argv, dataset="gsm8k") == 130
+    shown, second = lines(data)[:2]
+    text = f"Question: {shown['question']}\nAnswer: {shown['answer'].strip()}\n\n"
+    text += f"Question: {second['question']}\nAnswer:"
+    assert load_tokenizer(TARGET).decode(asked[1]) == text
 
 
 def test_the_second_turn_holds_the_first_answer(tmp_path, capsys):
