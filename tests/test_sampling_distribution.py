@@ -127,6 +127,7 @@ def p_value(counts: np.ndarray, sampling: Sampling) -> float:
     if counts[expected == 0].any():
         return 0.0
     rare = expected < 5
+    assert not 0 < expected[rare].sum() < 5, "together they would be too rare still"
     cells = [np.append(x[~rare], x[rare].sum()) for x in (counts, expected)]
     kept = cells[1] > 0
     observed, wanted = cells[0][kept], cells[1][kept]
