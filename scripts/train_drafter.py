@@ -12,7 +12,6 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +135,9 @@ def without_loops(found: list[Conversation], keep: bool) -> list[Conversation]:
 
 def dry_run(
     args: argparse.Namespace, training: TrainConfig, objective: Objective, target: Target,
-    params: Any, config: DrafterConfig, pair: Pair, prompts: list[Sequence[int]],
+    params: Any, config: DrafterConfig, pair: Pair, records: list[Conversation], ways: int,
 ) -> None:  # fmt: skip
-    """Prints memory and time of the training, on made-up rows, and of the answers."""
+    """Prints memory and time of the training, on made-up rows, and of answers in `ways` ways."""
     rows = made_up_rows(args.batch, args.row_length, config.vocab_size)
     lesson = make_lesson(
         target, config, rows, anchors=args.anchors, training=training, objective=objective,
@@ -148,14 +147,14 @@ def dry_run(
     print(f"attention of the training: {lesson.identity['attention']}; objective: {objective}")
     print("\n".join(plan_lines(plan, training)))
     tokens = min(MEASURED_TOKENS, args.max_new_tokens)
-    few = (prompts * args.answer_batch)[: args.answer_batch]
+    few = ([r.prompt_ids for r in records] * args.answer_batch)[: args.answer_batch]
     for _ in range(2):  # the first call compiles
         begin = time.perf_counter()
         answer_prompts(
             pair, few, batch_size=args.answer_batch, max_new_tokens=tokens, stop_token_ids=[]
         )
         seconds = time.perf_counter() - begin
-    total = len(prompts) * len(args.answer_temperature) * args.answers_per_prompt
+    total = ways * sum(not r.answer_ids for r in records)
     at_most = total * args.max_new_tokens * seconds / (len(few) * tokens)
     print(
         f"answers: {total} of at most {args.max_new_tokens} tokens: at most {at_most / 60:.1f} "
@@ -215,8 +214,8 @@ def run(args: argparse.Namespace) -> None:
     _, params = load_target(args.target, dtype, progress=True)
     pair = Pair(models, Params(params, None))
     if args.dry_run:
-        prompts = [r.prompt_ids for r in records]
-        dry_run(args, training, objective, target, params, config, pair, prompts)
+        ways = len(samplings)
+        dry_run(args, training, objective, target, params, config, pair, records, ways)
         return
     if finished.exists():  # gone first, so that an interrupted replacement is resumed
         finished.unlink()

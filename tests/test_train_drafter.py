@@ -161,18 +161,20 @@ def command(
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     """Of a target without a tokenizer, by ids alone."""
     ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]
+    ids[0] = ids[0].replace("}", ', "answer_ids": [1, 2]}')
     (place / "ids.jsonl").write_text("\n".join(ids))
     (place / "long-ids.jsonl").write_text(json.dumps({"prompt_ids": [1] * 201}) + "\n" + ids[0])
     changes = {"target": place / "bare", "data": place / "ids.jsonl"}
     assert command(place, "dry", "--dry-run", **changes) == 2
     assert "give --mask-token-id" in capsys.readouterr().err
+    changes |= {"answer_temperature": "0,1", "keep_answers": FLAG}
     changes |= {"mask_token_id": 299, "eval_prompts": place / "long-ids.jsonl"}
     assert command(place, "dry", "--dry-run", **changes) == 0
     out = capsys.readouterr().out
     assert "long-ids.jsonl: 1 prompts are too long for 201 tokens: left out" in out
     assert "activations and gradients" in out and "minutes for 60 steps" in out
     assert "attention of the training: xla; objective: loss tv, weights dpace" in out
-    assert f"answers: {len(QUESTIONS)} of at most 40 tokens" in out
+    assert f"answers: {2 * (len(QUESTIONS) - 1)} of at most 40 tokens" in out
     assert not (place / "dry").exists() and not (place / "dry-work").exists()
 
 
