@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -54,10 +53,10 @@ def numbers(text: str) -> tuple[int, ...]:
 def programs(args: argparse.Namespace) -> dict[str, StepProgram]:
     """What is compiled, by name: plain decoding and the pair's step at every batch size."""
     shape = model_shape(args.shape)
-    asked: dict[str, Any] = {n: vars(args)[n] for n in BACKENDS if vars(args)[n] is not None}
+    asked = {n: vars(args)[n] for n in BACKENDS if vars(args)[n] is not None}
     found = {}
     for kind, models in (("plain", plain_models(shape)), ("step", pair_models(shape))):
-        models = replace(with_backends(models, DTYPE, jax.devices()[0]), **asked)
+        models = with_backends(models, DTYPE, jax.devices()[0], **asked)
         for batch in args.batch:
             found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity, DTYPE)
     return found

@@ -1,11 +1,11 @@
 """Which kernels a pair gets on which device, and what is refused by name."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import pytest
 
-from jflash.backends import with_backends
+from jflash.backends import BACKENDS, with_backends
 from jflash.evals.shapes import model_shape
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
@@ -18,9 +18,15 @@ OLD = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tes
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
-def qwen3() -> Models:
-    target, drafter = model_shape("qwen3-8b")
+def of_shape(name: str, head_dim: int | None = None) -> Models:
+    target, drafter = (
+        replace(config, head_dim=head_dim or config.head_dim) for config in model_shape(name)
+    )
     return Models(Target(target), Drafter(drafter), drafter.block_size)
+
+
+def qwen3() -> Models:
+    return of_shape("qwen3-8b")
 
 
 @pytest.mark.parametrize(
@@ -43,21 +49,41 @@ def test_sizes_that_no_kernel_takes_go_to_xla():
     assert with_backends(models, "bfloat16", HOPPER).attention_backend == "xla"
 
 
+ATTENTION, MATMUL, HEADS = BACKENDS
+
+
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "why"),
+    ("field", "name", "device", "dtype", "why"),
     [
-        ("mosaic_gpu", CPU, "bfloat16", "compute capability 9"),
-        ("mosaic_gpu", AMPERE, "bfloat16", "compute capability 9"),
-        ("mosaic_gpu", HOPPER, "float32", "float32"),
-        ("triton", OLD, "bfloat16", "compute capability 8"),
-        ("flash", HOPPER, "bfloat16", "no backend 'flash'"),
+        (ATTENTION, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'xla'"),
+        (ATTENTION, "mosaic_gpu", AMPERE, "bfloat16", "9.x, and this is sm80: use 'triton'"),
+        (ATTENTION, "mosaic_gpu", HOPPER, "float32", "not float32: use 'triton'"),
+        (ATTENTION, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
+        (ATTENTION, "flash", HOPPER, "bfloat16", "no backend 'flash'"),
+        (MATMUL, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'xla'"),
+        (MATMUL, "tuned", CPU, "float32", "matmul backend 'tuned' needs .* cpu device: use 'xla'"),
+        (MATMUL, "tuned", AMPERE, "bfloat16", "9.x, and this is sm80: use 'xla'"),
+        (MATMUL, "mosaic_gpu", HOPPER, "float32", "bfloat16 alone, not float32: use 'tuned'"),
+        (MATMUL, "triton", HOPPER, "bfloat16", "matmul has no backend 'triton': use one of"),
+        (HEADS, "triton", CPU, "float32", "heads backend 'triton' needs .* cpu device: use 'xla'"),
+        (HEADS, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
+        (HEADS, "mosaic_gpu", HOPPER, "bfloat16", "heads has no backend 'mosaic_gpu': use one of"),
     ],
 )
-def test_a_backend_that_cannot_run_is_refused_by_name(name, device, dtype, why):
+def test_a_backend_that_cannot_run_is_refused_by_name(field, name, device, dtype, why):
     with pytest.raises(ValueError, match=why):
-        with_backends(qwen3(), dtype, device, name)
+        with_backends(qwen3(), dtype, device, **{field: name})
+
+
+def test_sizes_and_layers_that_a_backend_lacks_are_refused():
+    with pytest.raises(ValueError, match="powers of two, not 96: use 'xla'"):
+        with_backends(of_shape("qwen3-8b", 96), "bfloat16", HOPPER, heads_backend="triton")
+    with pytest.raises(ValueError, match="'mosaic_gpu' for experts: use one of reference, xla, t"):
+        with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, matmul_backend="mosaic_gpu")
 
 
 def test_a_backend_on_request():
-    assert with_backends(qwen3(), "bfloat16", HOPPER, "triton").attention_backend == "triton"
-    assert with_backends(qwen3(), "float32", jax.devices("cpu")[0], "xla").heads_backend == "xla"
+    own = with_backends(qwen3(), "bfloat16", HOPPER)
+    asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla"}
+    assert with_backends(qwen3(), "bfloat16", HOPPER, **asked) == replace(own, **asked)
+    assert with_backends(qwen3(), "bfloat16", HOPPER, **dict.fromkeys(BACKENDS, "auto")) == own

@@ -209,6 +209,15 @@ def test_a_shape_that_does_not_fit_the_memory_is_refused_before_anything_is_made
         run_task("time", replace(TASK, shape="qwen3-8b", batch=1))
 
 
+@pytest.mark.parametrize("stage", ["time", "warm"])
+@pytest.mark.parametrize("backend", ["attention", "heads", "matmul"])
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(backend, stage, monkeypatch):
+    monkeypatch.setattr(benchmark_case, "prepare", None)
+    name = {"attention": "triton", "heads": "triton", "matmul": "mosaic_gpu"}[backend]
+    with pytest.raises(ValueError, match=f"{backend} backend '{name}' .* cpu device: use 'xla'"):
+        run_task(stage, replace(TASK, dtype="bfloat16", backends={f"{backend}_backend": name}))
+
+
 def result(case: dict, device: str = "GPU", **changes) -> dict:
     return collect([case | {"device": device} | changes], None)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,15 +152,15 @@ def warm_case(task: Task) -> dict[str, Any]:
 
 
 def task_models(task: Task) -> Models:
-    """The pair that a task names, at the drafter's own width."""
+    """The pair that a task names, at the drafter's own width; ValueError: see with_backends."""
     if task.shape is not None:
         target, drafter = model_shape(task.shape)
         models = Models(Target(target), drafter_of(drafter), drafter.block_size)
-        models = with_backends(models, task.dtype or default_dtype(), jax.devices()[0])
     else:
         assert task.target is not None and task.drafter is not None
         models = configure_pair(task.target, task.drafter, dtype=task.dtype).models
-    return replace(models, **cast(dict[str, Any], task.backends))
+    dtype = task.dtype or default_dtype()
+    return with_backends(models, dtype, jax.devices()[0], **task.backends)
 
 
 def memory(models: Models, shape: Shape, state: State, compiled: Any) -> dict[str, Any]:

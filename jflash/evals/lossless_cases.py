@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +61,12 @@ def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch:
     """One of PAIRS, ready to decode. `backends`: fields of Models; others are jflash's own choice.
 
     Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
-    weight is made or read, if `batch` sequences take more memory than the device has.
+    weight is made or read, if a backend cannot run here or `batch` sequences take more memory than
+    the device has.
     """
 
     def suited(models: Models) -> Models:
-        models = replace(models, **cast(dict[str, Any], backends))
+        models = with_backends(models, dtype, jax.devices()[0], **backends)
         check_decoding(models, dtype, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
         check_memory(models, fault_shape(dtype), FAULT_CAPACITY, device_memory())
         return models
@@ -116,7 +117,7 @@ def _random_weights(name: str, dtype: str, seed: int, suited: Callable[[Models],
     near = [replace(s, window=s.window and LONGEST_PROMPT) for s in drafter.sights]
     drafter = replace(drafter, sights=tuple(near))
     models = Models(Target(target), drafter_of(drafter), drafter.block_size)
-    models = suited(with_backends(models, dtype, jax.devices()[0]))
+    models = suited(models)
     weights = random_weights([target, drafter, drafter], dtype)
     return Case(
         name=name,

@@ -147,7 +147,7 @@ def configure_pair(
 
     def suited(drafter: Drafter | None, width: int) -> Models:
         models = Models(Target(target_config), drafter, width)
-        return with_backends(models, dtype, jax.devices()[0], attention_backend)
+        return with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
 
     if drafter is None:
         width = 1 if block_size is None else block_size

@@ -94,7 +94,7 @@ def check_backend(backend: str, sizes: Sizes, device: Any = None) -> None:
         raise ValueError(
             f"block attention has no backend {backend!r}: use one of {', '.join(BACKENDS)}"
         )
-    reason = _lacks(backend, sizes) or (device is not None and _cannot_run(backend, device))
+    reason = _lacks(backend, sizes) or (device is not None and cannot_run(backend, device))
     if reason:
         instead = "xla" if device is None else default_backend(device, sizes)
         raise ValueError(f"attention backend {backend!r} {reason}: use {instead!r}")
@@ -125,7 +125,8 @@ def _lacks(backend: str, sizes: Sizes) -> str | None:
     return None
 
 
-def _cannot_run(backend: str, device: Any) -> str | None:
+def cannot_run(backend: str, device: Any) -> str | None:
+    """Why a jax.Device runs no kernel of this kind, whichever operation's; None if it does."""
     major, minor = _compute_capability(device)
     here = f"sm{major}{minor}" if major else f"a {device.platform} device"
     if backend == "mosaic_gpu" and major != 9:
