@@ -11,12 +11,14 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jflash.backends import BACKENDS, with_backends
 from jflash.cli.command import Parser, run_command
+from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.evals.compile_target import inspect
 from jflash.evals.device import describe_device
 from jflash.evals.gates import Result, check
@@ -37,6 +39,8 @@ def make_parser() -> Parser:
     add("--capacity", type=int, default=2048, help="cache slots a sequence, default 2048")
     for field in BACKENDS:
         add(f"--{field.replace('_', '-')}", metavar="NAME", help="by default jflash's own choice")
+    add("--json", type=Path, metavar="FILE", help="write the last line there too")
+    add("--overwrite", action="store_true", help="replace an existing --json")
     return parser
 
 
@@ -85,14 +89,18 @@ def print_results(name: str, results: list[Result], seconds: float) -> None:
 def main(args: argparse.Namespace) -> None:
     if args.capacity < 256 or args.capacity % 256:
         raise ValueError(f"--capacity {args.capacity}: a multiple of 256")
+    if args.overwrite and args.json is None:
+        raise ValueError("--overwrite without --json")
     model_shape(args.shape)  # a wrong name is the user's first concern
     if jax.default_backend() != "gpu":
         raise ValueError(
             "this compiles for the NVIDIA GPU of this machine, and JAX sees none: "
             "tests/test_gates.py compiles for an H200 anywhere"
         )
-    leave_compilation_cache()  # the assembler says nothing of a program that is not compiled
+    if args.json is not None:
+        check_whole_file(args.json, args.overwrite)
     todo = programs(args)
+    leave_compilation_cache()  # the assembler says nothing of a program that is not compiled
     report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}
     models = next(iter(todo.values())).models
     report |= {name: getattr(models, name) for name in BACKENDS} | {"programs": {}, "failed": 0}
@@ -105,7 +113,7 @@ def main(args: argparse.Namespace) -> None:
                         "offences": r.offences} for r in results},
         }  # fmt: skip
         report["failed"] += sum(not r.passed for r in results)
-    print(json.dumps(report))
+    print(keep_newest(args.json, [json.dumps(report)]))
     if report["failed"]:
         raise SystemExit(FAILED)
 
