@@ -36,20 +36,21 @@ def device(platform, capability=None):
     return SimpleNamespace(platform=platform, compute_capability=capability)
 
 
-CPU, SM75, SM80, SM89, SM90, SM100 = device("cpu"), *(
-    device("gpu", capability) for capability in ("7.5", "8.0", "8.9", "9.0", "10.0")
-)  # fmt: skip
+CPU, SM75, SM80, SM89, SM90, SM100, SM120 = DEVICES = (
+    device("cpu"),
+    *(device("gpu", capability) for capability in ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0")),
+)
 QWEN3 = Sizes(width=16, groups=4, head_dim=128, dtype=jnp.bfloat16)
 
 
 def test_default_backend_suits_the_device():
-    chosen = [default_backend(d) for d in (CPU, SM75, SM80, SM89, SM90, SM100)]
-    assert chosen == ["xla", "xla", "triton", "triton", "mosaic_gpu", "xla"]
+    chosen = [default_backend(d) for d in DEVICES]
+    assert chosen == ["xla", "xla", "triton", "triton", "mosaic_gpu", "triton", "triton"]
     assert default_backend(device("gpu", "gfx942")) == "xla"
     assert default_backend(SM90, QWEN3) == "mosaic_gpu"
     assert default_backend(SM90, QWEN3._replace(dtype=jnp.float32)) == "triton"
     assert default_backend(SM90, QWEN3._replace(head_dim=96)) == "xla"
-    for d in (CPU, SM75, SM80, SM89, SM90, SM100):
+    for d in DEVICES:
         check_backend(default_backend(d, QWEN3), QWEN3, d)
         for backend in ("xla", "reference"):
             check_backend(backend, QWEN3._replace(head_dim=96, dtype=jnp.float16), d)
@@ -60,7 +61,7 @@ def test_default_backend_suits_the_device():
     [
         ("mosaic_gpu", QWEN3, CPU, "capability 9.x, and this is a cpu device: use 'xla'"),
         ("mosaic_gpu", QWEN3, SM80, "capability 9.x, and this is sm80: use 'triton'"),
-        ("mosaic_gpu", QWEN3, SM100, "this is sm100: use 'xla'"),
+        ("mosaic_gpu", QWEN3, SM100, "9.x, and this is sm100: use 'triton'"),
         ("triton", QWEN3, CPU, "8.0 or more, and this is a cpu device: use 'xla'"),
         ("triton", QWEN3, SM75, "this is sm75: use 'xla'"),
         ("mosaic_gpu", QWEN3._replace(dtype=jnp.float32), SM90, "not float32: use 'triton'"),
@@ -98,14 +99,15 @@ def test_nothing_is_interpreted_unasked():
 
 
 COMPILE = """
-import json, jax, jax.numpy as jnp
+import dataclasses, json, jax, jax.numpy as jnp
 from jflash.evals.compile_target import A100, H200, L4, compile_for
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.shapes import BLOCK_ATTENTION
 
+B200 = dataclasses.replace(H200, name="NVIDIA B200", capability=(10, 0))
 spills_fail = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 for name, dtype, parts in [
-    ("qwen3-b1-2k", jnp.bfloat16, (H200, A100, L4)),
+    ("qwen3-b1-2k", jnp.bfloat16, (H200, A100, L4, B200)),
     ("qwen3-b32-2k", jnp.bfloat16, (A100, L4)),
     ("gemma2-b1-8k-window", jnp.float32, (H200, L4)),
     ("corner-widest", jnp.bfloat16, (L4,)),
@@ -134,7 +136,7 @@ def test_triton_compiles_for_gpus_without_spills_or_a_third_kernel():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(compiled) == 8
+    assert len(compiled) == 9
     for name, part, kernels, fusions in compiled:
         # Where one chunk is enough the result needs no combining.
         assert (kernels, fusions) == (1 if name == "qwen3-b32-2k" else 2, 0), (name, part)

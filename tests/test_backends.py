@@ -14,6 +14,7 @@ from tests.pairs import random_pair
 
 HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
 AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
+BLACKWELL = SimpleNamespace(platform="gpu", compute_capability="10.0", device_kind="NVIDIA B200")
 OLD = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
@@ -35,6 +36,7 @@ def qwen3() -> Models:
         (HOPPER, "bfloat16", ("mosaic_gpu", "tuned", "triton")),
         (HOPPER, "float32", ("triton", "tuned", "triton")),
         (AMPERE, "bfloat16", ("triton", "xla", "triton")),
+        (BLACKWELL, "bfloat16", ("triton", "xla", "triton")),
         (OLD, "bfloat16", ("xla", "xla", "xla")),
         (CPU, "float32", ("xla", "xla", "xla")),
     ],

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 BACKENDS = ("mosaic_gpu", "triton", "xla", "reference")
-# What the two kernels take; xla and reference take any sizes and types.
+# What the two kernels take, the better one first; xla and reference take any sizes and types.
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
 KERNEL_DTYPES = {"mosaic_gpu": ("bfloat16",), "triton": ("bfloat16", "float32")}
 
@@ -101,13 +101,12 @@ def check_backend(backend: str, sizes: Sizes, device: Any = None) -> None:
 
 
 def default_backend(device: Any, sizes: Sizes | None = None) -> str:
-    """The backend for a jax.Device: mosaic_gpu on sm90, triton from sm80 to sm89, else xla.
+    """The backend for a jax.Device: mosaic_gpu on sm90, triton on others from sm80, else xla.
 
     With `sizes`, the best that also takes them: float32 on sm90 is triton's.
     """
-    kernels = {9: ("mosaic_gpu", "triton"), 8: ("triton",)}.get(_compute_capability(device)[0], ())
-    fit = (name for name in kernels if sizes is None or not _lacks(name, sizes))
-    return next(fit, "xla")
+    kernels = (name for name in KERNEL_DTYPES if not cannot_run(name, device))
+    return next((name for name in kernels if sizes is None or not _lacks(name, sizes)), "xla")
 
 
 def _lacks(backend: str, sizes: Sizes) -> str | None:
@@ -129,7 +128,7 @@ def cannot_run(backend: str, device: Any) -> str | None:
     """Why a jax.Device runs no kernel of this kind, whichever operation's; None if it does."""
     major, minor = _compute_capability(device)
     here = f"sm{major}{minor}" if major else f"a {device.platform} device"
-    if backend == "mosaic_gpu" and major != 9:
+    if backend == "mosaic_gpu" and major != 9:  # wgmma is sm90's own: sm100 and sm120 lack it
         return f"needs an NVIDIA GPU of compute capability 9.x, and this is {here}"
     if backend == "triton" and major < 8:
         return f"needs an NVIDIA GPU of compute capability 8.0 or more, and this is {here}"
