@@ -122,7 +122,10 @@ def with_options() -> dict[str, BlockShape]:
     }
 
 
-@pytest.mark.parametrize("shape,dtype,backend", cases(with_options(), jnp.float32))
+# Mosaic's kernel takes bfloat16 alone.
+@pytest.mark.parametrize(
+    "shape,dtype,backend", cases(with_options(), jnp.float32, *[jnp.bfloat16] * ON_GPU)
+)
 def test_options_together(shape, dtype, backend):
     check_shape(make_attend(backend, shape), shape, dtype, TILING.chunk, TILING.slots)
 
