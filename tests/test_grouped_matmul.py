@@ -1,6 +1,7 @@
 """The grouped GEMMs: every backend against the float32 reference, and the contract's promises.
 
-The Triton kernel runs through Pallas' interpreter here: its tiles and masks are the device's own.
+Without a GPU the Triton kernel runs through Pallas' interpreter: its tiles and masks are the
+device's own.
 """
 
 import functools
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul, triton, tuned, xla
+from pallas_kernels.shapes import GROUPED_MATMUL as REAL
+from tests.attention_checks import ON_GPU
+from tests.row_checks import cancelling, halves, result_of
 
 OPS = {"grouped_matmul": grouped_matmul, "grouped_gate_up": grouped_gate_up}
 SIZES = [[0, 17, 3, 0, 20, 0], [40, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 40], [7, 7, 7, 7, 6, 6]]
@@ -22,9 +26,9 @@ def draw(seed, *shape, dtype=jnp.bfloat16, scale=1.0):
 
 
 def on_backend(op: str, backend: str):
-    """The op by one backend; the GPU's kernel through the interpreter."""
+    """The op by one backend; the GPU's kernel through the interpreter where there is none."""
     if backend == "triton":
-        return functools.partial(getattr(triton, op), interpret=True)
+        return functools.partial(getattr(triton, op), interpret=not ON_GPU)
     return functools.partial(OPS[op], backend=backend)
 
 
@@ -62,21 +66,35 @@ def test_backends_equal_the_reference(op, sizes):
     close(OPS[op](*wide, sizes, backend="xla"), want, atol=4e-6)
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.parametrize("op", OPS)
-def test_a_rows_bits_are_its_own(op, backend):
-    """The same row at many places, for the same expert, among rows that are many or few."""
-    dtype = jnp.float32 if backend == "xla" else jnp.bfloat16
-    run, w = jax.jit(on_backend(op, backend)), draw(1, 6, K, N, dtype=dtype, scale=0.1)
-    row, seen = draw(2, K, dtype=dtype), set()
-    for seed, sizes in enumerate(SIZES):
-        ends = np.cumsum(sizes)
-        for expert in np.flatnonzero(sizes):
-            for place in {ends[expert] - sizes[expert], ends[expert] - 1}:
-                x = draw(10 + seed, 40, K, dtype=dtype, scale=50.0).at[place].set(row)
-                out = np.asarray(run(x, w, jnp.array(sizes))[place])
-                seen.add((int(expert), out.tobytes()))
-    assert len(seen) == 6  # one result an expert
+def bits_cases() -> list:
+    """op, backend, dtype, R, E, K, N: on a GPU those of real models."""
+    if not ON_GPU:
+        dtypes = {"xla": jnp.float32, "triton": jnp.bfloat16}
+        return [(op, name, dtype, 40, 6, K, N) for op in OPS for name, dtype in dtypes.items()]
+    return [(s.op, "tuned", jnp.bfloat16, s.M * s.k, s.E, s.K, s.N) for s in REAL.values()]
+
+
+def routings(R: int, E: int) -> list:
+    """Rows of every expert: as in SIZES, or one with all, one with most, and nobody with many."""
+    if sum(SIZES[0]) == R:
+        return SIZES
+    most = np.bincount(np.arange(R // 4) % E, minlength=E)
+    most[E // 2] += R - R // 4
+    return [np.eye(E, dtype=int)[E // 2] * R, most, np.bincount(np.arange(R) % E, minlength=E)]
+
+
+@pytest.mark.parametrize("op,backend,dtype,R,E,K,N", bits_cases())
+def test_a_rows_bits_are_its_own(op, backend, dtype, R, E, K, N):
+    """The same row at every place, for the same expert, among rows that are many or few."""
+    run, (w, probe) = jax.jit(on_backend(op, backend)), cancelling(E, K, N, dtype=dtype)
+    seen = set()
+    for seed, sizes in enumerate(routings(R, E)):
+        owner = np.repeat(np.arange(E), sizes)
+        for expert in np.flatnonzero(sizes) if E < 10 else [E // 2]:
+            for own in halves(owner == expert):
+                out = result_of(lambda x, n=sizes: run(x, w, jnp.array(n)), probe, own, seed)
+                seen.add((int(expert), np.asarray(out, np.float32).tobytes()))
+    assert len(seen) == (E if E < 10 else 1)  # one result an expert
 
 
 @pytest.mark.parametrize("block", [16, 32])

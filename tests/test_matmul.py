@@ -5,6 +5,8 @@ are the device's own, its timing is not.
 """
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ import pytest
 
 from pallas_kernels.matmul import gate_up, head_argmax, matmul, mosaic_gpu, partial_products
 from pallas_kernels.matmul.tuning import PIECES, WINS, Tuning, make_plan, tuning_for, winner
+from pallas_kernels.shapes import MATMUL
+from tests.attention_checks import ON_GPU
+from tests.row_checks import cancelling, check_rows, whole_numbers
 
 SMALL = Tuning(block_m=64, block_n=64, block_k=64, stages=3, sms=2)
 # M, K, N and how the kernel cuts them: row and column tiles per CTA, ring shorter and longer than
@@ -121,25 +126,57 @@ def test_ties_go_to_the_lowest_id(backend):
     assert int(argmax(x, negative)[0]) == 0
 
 
-@pytest.mark.parametrize("op", ["matmul", "gate_up"])
-@pytest.mark.parametrize("backend", ["xla", "mosaic_gpu"])
-def test_bits_do_not_depend_on_index_or_neighbours(backend, op):
-    M, K, N = 130, 256, 128
-    tuning = dataclasses.replace(SMALL, block_m=128, split_k=1 + (op == "matmul"))
-    x, w = draw(7, 1, K), draw(8, K, N)
+def bits_cases() -> list[tuple[str, str, int, int, int]]:
+    """op, backend, M, K, N: on a GPU those of a step at batches 1, 8 and 32, a drafter's among."""
+    if not ON_GPU:
+        ops = itertools.product(("matmul", "gate_up", "head_argmax"), ("xla", "mosaic_gpu"))
+        return [(op, backend, 130, 256, 128) for op, backend in ops]
+    real = {(s.op, s.K, s.N) for s in MATMUL.values()}
+    real |= {("matmul", 20480, 4096), ("matmul", 4096, 10240)}  # features, and their K/V
+    # As the step has them: qkv in pieces, and two products on top of a residual.
+    real |= {("pieces", 4096, 6144), ("residual", 4096, 4096), ("residual", 12288, 4096)}
+    real -= {("matmul", K, N) for _, K, N in real if ("pieces", K, N) in real}
+    real -= {("matmul", K, N) for _, K, N in real if ("residual", K, N) in real}
+    cases = [(op, "tuned", M, K, N) for op, K, N in sorted(real) for M in (1, 16, 128, 512)]
+    drafts = [("head_argmax", "tuned", M, 4096, 151936) for M in (15, 120, 480)]
+    return cases + drafts
 
-    def run(rows):
-        if backend == "xla":
-            return (matmul if op == "matmul" else gate_up)(rows, w, backend="xla")
-        return getattr(mosaic_gpu, op)(rows, w, tuning=tuning, interpret=True)
 
-    seen = []
-    for seed, noise in [(10, 1.0), (11, 100.0)]:
-        at = np.array([0, 1, 63, 64, 127, 129])
-        out = run((draw(seed, M, K) * jnp.bfloat16(noise)).at[at].set(x[0]))
-        seen += list(np.asarray(out, np.float32)[at])
-    for row in seen[1:]:
-        np.testing.assert_array_equal(seen[0], row)
+def bits_run(op: str, backend: str, w):
+    """f([M, K]) -> [M, ...] by these weights [K, N]."""
+    if backend == "mosaic_gpu":
+        tuning = dataclasses.replace(SMALL, block_m=128, split_k=1 + (op == "matmul"))
+        run = functools.partial(getattr(mosaic_gpu, op), tuning=tuning, interpret=True)
+    elif op == "pieces":
+        run = lambda x, w: jnp.moveaxis(partial_products(x, w, backend=backend), 0, 1)[: len(x)]  # noqa: E731
+    elif op == "residual":  # so small that it does not hide what it is added to
+        run = lambda x, w: matmul(x, w, x[:, : w.shape[1]] * 2.0**-20, backend=backend)  # noqa: E731
+    else:
+        run = functools.partial(OPS[op], backend=backend)
+    w = w.T if op == "head_argmax" else w
+    return functools.partial(jax.jit(lambda w, x: run(x, w)), w)
+
+
+OPS = {"matmul": matmul, "gate_up": gate_up, "head_argmax": head_argmax}
+
+
+@pytest.mark.parametrize("op,backend,M,K,N", bits_cases())
+def test_bits_do_not_depend_on_index_or_neighbours(op, backend, M, K, N):
+    w, probe = (whole_numbers if backend == "mosaic_gpu" else cancelling)(K, N)
+    check_rows(bits_run(op, backend, w), probe, M)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_row_that_is_summed_in_another_order_is_caught(op):
+    w, probe = cancelling(256, 128)
+    run, turned = (bits_run(op, "xla", weights) for weights in (w, w[::-1]))
+
+    def other(x):
+        odd = (jnp.arange(len(x)) % 4 == 3).reshape(-1, *[1] * (op != "head_argmax"))
+        return jnp.where(odd, turned(x[:, ::-1]), run(x))
+
+    with pytest.raises(AssertionError, match=r"rows 1 and .* differ"):
+        check_rows(other, probe, 16)
 
 
 def test_result_does_not_depend_on_the_number_of_sms():
