@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from jflash import memory
+from jflash.backends import with_backends
 from jflash.cli import generate as cli
 from jflash.config import Sight
-from jflash.evals.compile_target import H200, compile_for
+from jflash.evals.compile_target import H200, compile_for, device_mesh
 from jflash.evals.shapes import SHAPES
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
@@ -127,26 +128,32 @@ def test_the_budget_is_what_a_loaded_pair_takes(tmp_path):
     assert budget.total == budget.weights + budget.caches + budget.temporaries
 
 
-def temporaries(models: Models, shape: Shape, compile_it) -> int:
-    """Bytes of the larger of both programs, as compiled."""
-    assert models.drafter is not None
-    configs = models.target.config, models.drafter.config
-    target, drafter = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(shape.dtype)),
-        tuple(map(abstract_params, configs)),
-    )
-    drafter = jax.eval_shape(functools.partial(with_context_kernel, models.drafter), drafter)
+def abstract(models: Models, dtype: str) -> Params:
+    """The shapes of what a pair, or a target alone, decodes with."""
+
+    def shapes(config):
+        floats = abstract_params(config)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), floats)
+
+    target, drafter = shapes(models.target.config), models.drafter
+    if drafter is None:
+        return Params(target, None)
+    ready = functools.partial(with_context_kernel, drafter)
+    return Params(target, jax.eval_shape(ready, shapes(drafter.config)))
+
+
+def temporaries(models: Models, shape: Shape, compile_it, step_alone: bool = False) -> int:
+    """Bytes of the larger of both programs, or of the step, as compiled."""
+    params = abstract(models, shape.dtype)
     state = jax.eval_shape(lambda: new_state(models, shape))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
     first = functools.partial(prefill, models, shape.chunk)
-    params = Params(target, drafter)
-    programs = [
-        compile_it(first, params, state, number, request),
-        compile_it(functools.partial(run, models), params, state, number, cancel),
-    ]
+    programs = [compile_it(functools.partial(run, models), params, state, number, cancel)]
+    if not step_alone:
+        programs.append(compile_it(first, params, state, number, request))
     return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
 
@@ -178,6 +185,17 @@ def test_temporaries_are_an_upper_estimate(name, batch, capacity, dtype, compile
     assert used <= estimate
     if compile_it is for_an_h200:
         assert estimate - WORKSPACE <= 3 * used  # and no wild guess
+
+
+@pytest.mark.parametrize(("name", "width", "batch"), [("qwen3-8b", 1, 1), ("llama-3.1-8b", 10, 8)])
+def test_a_step_by_kernels_needs_no_more_than_is_estimated(name, width, batch, monkeypatch):
+    """As an H200 decodes, with blocks that fill no tile of rows; the prompt is left out."""
+    monkeypatch.setattr(memory, "_prefill_bytes", lambda *_: 0)
+    models = replace(published(name, layers=1), drafter=None, block_size=width)
+    models = with_backends(models, "bfloat16", device_mesh(H200).devices.flat[0])
+    shape = sized(batch, 8192)
+    used = temporaries(models, shape, for_an_h200, step_alone=True)
+    assert 0 < used <= memory_budget(models, shape).temporaries
 
 
 def test_kernels_need_less_than_einsums():
