@@ -152,7 +152,7 @@ def fault_shape(dtype: str) -> Shape:
 
 
 class SplitByLength(NamedTuple):
-    """Block attention that splits the KV axis relative to the sequence's length, in 8 even parts.
+    """Block attention that splits the KV axis relative to the sequence's length, SPLITS even parts.
 
     Right up to rounding, and what many decoding kernels do. A token's bits then depend on where the
     block that verified it began.

@@ -171,7 +171,8 @@ def _by_rule(op: str, M: int, K: int, N: int) -> Tuning:
 
 # (op, K, N): what beat XLA on an H200 (jax 0.11.2), for rows in the range. Whole DFlash steps at
 # Qwen3-8B shapes, ms: 7.40 -> 7.07 at 128 rows, 17.9 -> 17.6 at 512 by the fused gate_up and
-# the head; alone, µs: qkv 20.4 -> 17.8, out 14.2 -> 12.5, head 370 -> 330 and 1044 -> 967.
+# the head; alone, µs: qkv 20.4 -> 17.8, out 14.2 -> 12.5, head 370 -> 330 and 1044 -> 967, all
+# with these tunings (benchmarks/h200-kernels.json has the kernel with `tuning_for`'s).
 _QKV_128, _OUT_128, _HEAD_128 = (
     _t(128, 64, 64, 8, 1, 1, 4),
     _t(64, 64, 128, 6, 1, 2, 1),
