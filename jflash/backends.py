@@ -1,9 +1,9 @@
 """Which kernels a pair decodes with: chosen once, from the device and the sizes, and then recorded.
 
-A kernel is for NVIDIA GPUs. Attention: Mosaic GPU on Hopper, Triton on all others from sm80
-on; cutting heads: Triton from sm80 on; matrix products, the experts' too: on Hopper alone, where they are measured.
-Elsewhere, and for sizes that no kernel takes, XLA compiles the same operation. What is asked for
-by name and cannot run is refused, never replaced.
+A kernel is for NVIDIA GPUs. Attention: Mosaic GPU on Hopper, Triton on all others from sm80 on;
+cutting heads: Triton from sm80 on; matrix products, the experts' too: on Hopper alone, where they
+are measured. Elsewhere, and for sizes that no kernel takes, XLA compiles the same operation. What
+is asked for by name and cannot run is refused, never replaced.
 """
 
 from dataclasses import replace

@@ -256,7 +256,10 @@ def test_auto_reads_the_nearest_table(case, tmp_path, monkeypatch):
 @pytest.fixture
 def results(case) -> list[Result]:
     full = result(case, shape="qwen3-8b", batch=1, context=1024.5)
-    full["cases"][0]["memory"] = case["memory"] | {"peak_over_weights_and_caches": 0.031}
+    full["cases"][0]["memory"] = case["memory"] | {
+        "peak_over_weights_and_caches": 0.031,
+        "weights_bytes": 700, "caches_bytes": 300, "peak_bytes_while_compiling": 1079,
+    }  # fmt: skip
     full["cases"][0]["compile_seconds"] = {"from_nothing": 41.0, "warm_cache": 9.5}
     other = {"shape": "tiny", "step": case["step"]}
     full["cases"][0]["beside"] = other | {"times_as_long": 1.0396}
@@ -299,10 +302,20 @@ def evaluated() -> list[Result]:
     ]
 
 
+def checked() -> Result:
+    """What check_lossless.py wrote, what the table shows of it."""
+    checks = [{"pair": pair, "batch": batch} for pair in "pq" for batch in (1, 8)]
+    fault = {"with": {"differences": 3}, "without": {"differences": 0}}
+    found = {"tokens": 1234, "differences": 5, "replay_histogram": [9000, 2000, 3000]}
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    return Result("l.json", where | found | {"checks": checks, "planted_fault": fault})
+
+
 def test_every_table_shows_its_numbers(results):
     step = results[0].content["cases"][0]["step"]
     shown = {
         "goals": [f"| DFlash step, batch 1 | ≤ 5.1 ms | {step['ms']:.2f} ms |", "3.1 %", "41.0 s",
+                  "| the same while compiling from nothing |  | 7.9 % |",
                   "| DFlash step, batch 8 | ≤ 6.2 ms | not measured |", "`benchmarks/a.json`"],
         "steps": ["| qwen3-8b | 1 | 1024 of 512 |", f"{step['ms']:.2f} ms"],
         "widths": ["| ms a step at width | 4 | 8 |", "| batch 1 |"],
@@ -311,13 +324,14 @@ def test_every_table_shows_its_numbers(results):
         "pairs": ["Not measured yet."],
         "families": ["| Qwen9 | [yes](tests/test_x.py) | no | no |"],
         "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
+        "lossless": ["| p, q | 1, 8 | 1,234 | 5 | 2,000 | caught |", "`benchmarks/l.json`"],
         "evaluations": [
             "| gsm8k | greedy | 32 | 4.39 (8) | 5.60 (2) | 1,234 | 2.00 × / 1.75 × |  |",
             "| gsm8k | random drafter | 32 | 1.00 (8) | 1.00 (2) | 1,234 |  | 9 of 10 |",
             "| gsm8k | temperature 0.5, drafts drawn from q | 32 | 2.00 (8) |",
         ],
     }  # fmt: skip
-    results = [*results, *evaluated()]
+    results = [*results, *evaluated(), checked()]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"
