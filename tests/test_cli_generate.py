@@ -244,6 +244,19 @@ def test_no_color_is_respected(monkeypatch):
     assert not cli.use_colour()
 
 
+@pytest.mark.parametrize(("terminal", "json"), [(True, False), (True, True), (False, False)])
+def test_a_bar_for_each_model_while_it_is_loaded_on_a_terminal(
+    random, terminal, json, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    options = make_parser().parse_args([*models(random), *["--json"] * json])
+    cli._load(options, cli._prepare(options, []).files)
+    out, err = capsys.readouterr()
+    assert out == "" and bool(err) == (terminal and not json)
+    for folder in random if err else ():
+        assert f"loading {folder.name}: 100%" in err
+
+
 def test_dtype_and_block_size_reach_the_pair(random):
     argv = [*models(random), "--dtype", "bfloat16", "--block-size", "3"]
     options = make_parser().parse_args(argv)
