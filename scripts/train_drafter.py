@@ -207,6 +207,8 @@ def run(args: argparse.Namespace) -> None:
     check_sizes(target.config, args.row_length, args.anchors)
     records = read_prompts(args, tokenizer, target, stops)
     held = read_held_out(args, tokenizer, target)
+    if args.eval_every and args.held_out and not held:
+        split_held_out(records, args.held_out, args.seed)  # too many: said before answers are made
     dtype = default_dtype()
     models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
@@ -217,9 +219,10 @@ def run(args: argparse.Namespace) -> None:
         ways = len(samplings)
         dry_run(args, training, objective, target, params, config, pair, records, ways)
         return
-    if finished.exists():  # gone first, so that an interrupted replacement is resumed
+    if finished.exists():  # gone last: the old training is resumed by nobody
+        if work.exists():
+            shutil.rmtree(work)
         finished.unlink()
-        shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     found = answered(args, pair, records, samplings, stops, work)
     if found is None or args.answer_part.of > 1:

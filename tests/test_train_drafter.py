@@ -191,6 +191,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
+        ({"held_out": 60}, "60 of 60 different prompts held out leave none"),
         ({"target": place / "base"}, "prompts.jsonl:1: the tokenizer has no chat template: pass"),
         (tiny | {"target": place / "base", "no_chat_template": FLAG}, "(the shortest has 9)"),
         (tiny, "(the shortest has 11)"),
