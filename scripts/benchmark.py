@@ -36,7 +36,7 @@ from jflash.evals.benchmark_report import (
 )
 from jflash.evals.shapes import SHAPES, model_shape
 from jflash.generate import check_request
-from jflash.io import configure_pair, load_tokenizer, stop_token_ids
+from jflash.io import load_tokenizer, pair_models, stop_token_ids
 from jflash.io.text import has_tokenizer
 
 PROMPTS = (
@@ -145,7 +145,7 @@ def make_task(args: argparse.Namespace) -> Task:
 
 
 def pair_configs(args: argparse.Namespace) -> tuple[Any, Any]:
-    models = configure_pair(args.target, args.drafter).models
+    models = pair_models(args.target, args.drafter)
     assert models.drafter is not None
     return models.target.config, models.drafter.config
 
@@ -160,7 +160,7 @@ def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
     tokenizer = load_tokenizer(args.target) if wanted or has_tokenizer(args.target) else None
     stops = stop_token_ids(args.target, tokenizer)
     ids = [encode(prompt, tokenizer, how) for prompt in prompts]
-    models = configure_pair(args.target, args.drafter).models
+    models = pair_models(args.target, args.drafter)
     for one in ids:
         check_request(models, one, args.max_new_tokens, stops)
     return tuple(map(tuple, ids)), tuple(stops)

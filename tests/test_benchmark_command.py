@@ -12,6 +12,7 @@ import pytest
 from jflash.backends import BACKENDS
 from jflash.cli.command import run_command
 from scripts import benchmark
+from tests.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
@@ -96,6 +97,24 @@ def test_refusals(options, named, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert named in captured.err
+
+
+def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch):
+    """A GPU's memory is for the processes that measure."""
+
+    def touched(*_):
+        raise AssertionError("the device was touched")
+
+    for name in ("devices", "default_backend"):
+        monkeypatch.setattr(jax, name, touched)
+    pair = make_pair(tmp_path)
+    argv = ["--target", str(pair.target), "--drafter", str(pair.drafter), "--context", "9"]
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2]}\n')
+    argv += ["--prompts", str(tmp_path / "in.jsonl"), "--max-new-tokens", "9"]
+    tasks = []
+    monkeypatch.setattr(benchmark, "results", lambda _, task: iter(tasks.append(task) or ["{}"]))
+    assert run_command(benchmark.make_parser(), benchmark.benchmark, argv) == 0
+    assert tasks[0].target == str(pair.target) and tasks[0].prompts == ((1, 2),)
 
 
 def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(tmp_path):

@@ -142,31 +142,37 @@ def configure_pair(
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
+    models, first, second = _read_pair(target, drafter, block_size)
+    models = with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
+    return PairFiles(
+        models=models, dtype=dtype, target=first, drafter=second, drafter_seed=drafter_seed
+    )
+
+
+def pair_models(
+    target: str | Path, drafter: str | Path | None = None, block_size: int | None = None
+) -> Models:
+    """A pair by its configurations alone, before kernels are chosen for it: touches no device."""
+    return _read_pair(target, drafter, block_size)[0]
+
+
+def _read_pair(
+    target: str | Path, drafter: str | Path | None, block_size: int | None
+) -> tuple[Models, Path, Path | None]:
+    """A pair's models and the folders that they were read from; ValueError if they do not fit."""
     target_folder = resolve(target)
     target_config = read_config(target_folder, hf_config.target_config)
-
-    def suited(drafter: Drafter | None, width: int) -> Models:
-        models = Models(Target(target_config), drafter, width)
-        return with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
-
     if drafter is None:
         width = 1 if block_size is None else block_size
         if width < 1:
             raise ValueError(f"block size {width} must be at least 1")
-        return PairFiles(
-            models=suited(None, width), dtype=dtype, target=target_folder, drafter=None
-        )
+        return Models(Target(target_config), None, width), target_folder, None
     drafter_folder = resolve(drafter)
     drafter_config = read_config(drafter_folder, hf_config.drafter_config)
     check_fit(target_config, drafter_config)
     width = drafter_config.block_size if block_size is None else block_size
-    return PairFiles(
-        models=suited(drafter_of(drafter_config), width),
-        dtype=dtype,
-        target=target_folder,
-        drafter=drafter_folder,
-        drafter_seed=drafter_seed,
-    )
+    models = Models(Target(target_config), drafter_of(drafter_config), width)
+    return models, target_folder, drafter_folder
 
 
 def load_weights(files: PairFiles, progress: bool = False) -> Pair:
