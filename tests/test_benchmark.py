@@ -14,10 +14,12 @@ from jflash.cli.command import run_command
 from jflash.evals import benchmark_case, widths
 from jflash.evals.benchmark_case import Task, run_task, save_pair
 from jflash.evals.benchmark_report import collect
-from jflash.evals.benchmark_tables import CELLS, TABLES, Result, read_results, with_tables
+from jflash.evals.benchmark_tables import TABLES, read_results, with_tables
+from jflash.evals.evidence_tables import CELLS
 from jflash.evals.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.evals.shapes import SHAPES, model_shape
 from jflash.evals.step_time import busy_state, compile_run, random_weights, time_run, window_around
+from jflash.evals.tables import Result
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
 from jflash.models.decoder import Target
@@ -330,8 +332,12 @@ def test_every_table_shows_its_numbers(results):
             "| gsm8k | random drafter | 32 | 1.00 (8) | 1.00 (2) | 1,234 |  | 9 of 10 |",
             "| gsm8k | temperature 0.5, drafts drawn from q | 32 | 2.00 (8) |",
         ],
+        "trainings": [
+            "| kl, dpace | 4 × 960 | 1,000 | 20 × 8 × 64 | 6e-4 | 1 | 2.50 / 2.25 |  | 1.75 (9) |",
+            "| ce, decay, drafter dflash2 | 4 × 960 |",
+        ],
     }  # fmt: skip
-    results = [*results, *evaluated(), checked()]
+    results = [*results, *evaluated(), checked(), trained()]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"
@@ -341,6 +347,19 @@ def test_every_table_shows_its_numbers(results):
             assert part in made, made
         assert with_tables(made, results) == made
         assert "Not measured yet." in with_tables(text, []) or name == "goals"
+
+
+def trained() -> Result:
+    """Two trainings, the second by an option that has no column."""
+    options = "--num-layers 4 --intermediate-size 960 --steps 20 --batch 8 --anchors 64"
+    options += " --learning-rate 6e-4"
+    looks = [{"tau": 1.5, "tau_ended": 1.25}, {"tau": 2.5, "tau_ended": 2.25}]
+    chat = {"mt_bench": {"ended": {"tau": 1.75, "answers": 9}}}
+    shared = {"answers": 1000, "gpus": 1, "held_out": looks, "evaluations": chat}
+    more = ("--loss kl --position-weights dpace", "--drafter dflash2")
+    rows = [shared | {"options": f"{options} {own}"} for own in more]
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    return Result("t.json", where | {"trainings": rows})
 
 
 def test_bad_tables_are_refused(results):
@@ -371,8 +390,10 @@ def test_check_notices_a_stale_readme(results, tmp_path):
 
 
 def test_readme_agrees_with_the_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_tables(text, read_results(ROOT / "benchmarks")) == text
+    results = read_results(ROOT / "benchmarks")
+    for file in (ROOT / "README.md", *ROOT.glob("checkpoints/*/README.md")):
+        text = file.read_text(encoding="utf-8")
+        assert with_tables(text, results) == text, file
     for file in (ROOT / "benchmarks").glob("*.json"):
         for table in widths.read_tables(file):
             assert math.isfinite(sum(table.ms.values()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.evals.benchmark_tables import CELLS
+from jflash.evals.evidence_tables import CELLS
 from jflash.io.hf_config import TARGETS
 
 ROOT = Path(__file__).parents[1]
