@@ -23,7 +23,7 @@ from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
 from tests.attention_checks import HASTY
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
+pytestmark = pytest.mark.usefixtures("compiled_hastily", "compiled_once")
 COMMITTED = Path(__file__).parent / "reference" / "dflash2_cases"
 FRESH = os.environ.get("JFLASH_FRESH_DFLASH2_CASES")
 SETS = [COMMITTED, *([Path(FRESH)] if FRESH else [])]

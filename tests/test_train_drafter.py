@@ -219,7 +219,11 @@ def test_ctrl_c_ends_where_all_is_saved(place, capsys):
         command(place, "stopped", script=script)
     assert ended.value.code == 130
     assert "stopped at step 4 of 60; the same command goes on" in capsys.readouterr().out
-    script.answered = lambda *_: signal.raise_signal(signal.SIGINT)
+
+    def pressed(*_):  # pytest's own processes ignore the signal
+        raise KeyboardInterrupt
+
+    script.answered = pressed
     assert command(place, "stopped", script=script) == 130
     assert capsys.readouterr().err.endswith("\ninterrupted; the same command goes on\n")
 

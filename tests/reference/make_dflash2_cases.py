@@ -244,9 +244,12 @@ def make_cases(target, drafter, texts: torch.Tensor, narrow: bool, draw: random.
         if number == 3 and narrow and drafter.block_size > 2:
             case["block_size"] = draw.randrange(2, drafter.block_size)
         found = generate(target, drafter, case)
-        alone, gap = plain_run(target, prompt, case["max_new_tokens"], case["stop_token_ids"])
-        if gap > CLOSE and found == generate(*others, case):
+        if number == 0:  # transformers' own decoding is slow: one case a pair
+            alone, gap = plain_run(target, prompt, case["max_new_tokens"], None)
+            if gap <= CLOSE:
+                continue
             assert alone == found[0], f"{alone} without a drafter, {found[0]} with it"
+        if found == generate(*others, case):
             case["output_ids"], case["acceptance_lengths"] = found
             cases.append(case)
     return cases
