@@ -129,10 +129,7 @@ WINDOW_SHAPES = [
 # The last pair of the other sets must be 40 wide or so and have 16-token blocks: it fills the gaps.
 FULL_SHAPES = [
     Shape("qwen3", 64, 4, (4, 4, 32), 96, False, 8, (0, 3), 2, (2, 1, 24), 64, "inner", False),
-    Shape(
-        "qwen2", 48, 3, (2, 1, 24), 64, True, 5, (2,), 1, (4, 1, 16), 96, "inner", True, True,
-        windows=(True,), window=24, learnable=0.4,
-    ),
+    Shape("qwen2", 48, 3, (2, 1, 24), 64, True, 5, (2,), 1, (4, 1, 16), 96, "inner", True, True),
     Shape("llama", 64, 6, (4, 1, 16), 96, False, 16, (1, 3, 5), 3, (2, 2, 32), 80, "inner", True),
     Shape("qwen3", 32, 5, (8, 2, 16), 80, True, 3, (0, 2, 4), 1, (4, 2, 16), 64, "top", False),
     Shape("llama", 48, 4, (4, 2, 16), 64, True, 7, (0, 1), 2, (6, 3, 16), 72, "top", False),
@@ -140,8 +137,7 @@ FULL_SHAPES = [
     replace(WINDOW_SHAPES[1], learnable=0.2),  # it sees six tokens, so few seeds reach more
     Shape(
         "qwen3_moe", 32, 4, (2, 2, 16), 48, False, 8, (1, 3), 2, (2, 1, 24), 64, "top", True,
-        experts=Experts(6, 2, 32, False, 2, (), True), windows=(True, False), window=11,
-        is_causal=False, learnable=0.4,
+        experts=Experts(6, 2, 32, False, 2, (), True),
     ),
     *SMALL_SHAPES,
 ]  # fmt: skip
