@@ -42,6 +42,7 @@ def start(directory: Path, devices: int) -> subprocess.Popen:
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
         "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiled soon; the losses need not be fast
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(directory)],
