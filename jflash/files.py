@@ -1,8 +1,12 @@
-"""Files that appear whole or not at all. Knows no format."""
+"""Files that appear whole or not at all, and lines of JSON."""
 
 import contextlib
+import gzip
+import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -17,3 +21,30 @@ def replacing(path: Path) -> Iterator[Path]:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a file, of a .gz too, each with its place, 'FILE:LINE', for errors about it.
+
+    ValueError for a file that cannot be read, and naming a line that is no object.
+    """
+    try:
+        data = file.read_bytes()
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is not a JSON object: {line.strip()[:40]}")
+        found.append((where, record))
+    return found

@@ -104,9 +104,13 @@ def test_compressed_data_is_read(tmp_path):
     [
         ("gsm8k", "", "holds no problems"),
         ("gsm8k", "\n\n", "holds no problems"),
-        ("gsm8k", json.dumps(GSM8K[0]) + '\n{"question": "x', "line 2: not valid JSON"),
-        ("gsm8k", '\n["question"]', "line 2: expected an object"),
-        ("gsm8k", '{"question": "x"}', r"line 1: the field answer is missing \(it has question\)"),
+        ("gsm8k", json.dumps(GSM8K[0]) + '\n{"question": "x', r"d\.jsonl:2 is not JSON"),
+        ("gsm8k", '\n["question"]', r"d\.jsonl:2 is not a JSON object: \[\"question\"\]"),
+        (
+            "gsm8k",
+            '{"question": "x"}',
+            r"l:1: the field answer is missing \(it has question\)",
+        ),
         ("gsm8k", '{"question": "", "answer": "1"}', "question must be a text, found ''"),
         ("gsm8k", '{"question": "x", "answer": 1}', "answer must be a text, found 1"),
         ("gsm8k", '{"question": "x", "answer": "1 ####"}', "answer holds no final answer"),

@@ -303,7 +303,7 @@ def test_bad_input_is_refused_before_a_weight_is_read(refused, data, tmp_path):
     folder = tmp_path / "run"
     same = ["--output", str(folder), "--dataset"]
     with_data = [*same, "gsm8k", "--data", str(data)]
-    refused([*same, "gsm8k", "--data", str(broken)], f"line {COUNT + 1}", "answer is missing")
+    refused([*same, "gsm8k", "--data", str(broken)], f"jsonl:{COUNT + 1}: ", "answer is missing")
     refused([*same, "odd", "--data", str(data)], "odd", "gsm8k")
     refused([*with_data, "--execute"], "gsm8k has no programs")
     refused([*with_data, "--batch", "0"], "--batch 0")

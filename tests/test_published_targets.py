@@ -1,4 +1,7 @@
-"""config.json of published dense targets, whole: the shapes to time, and what has no shape."""
+"""config.json of published dense targets, whole: the shapes to time, and what has no shape.
+
+Written by hand, no file was fetched; numbers of parameters tell a wrong size.
+"""
 
 import pytest
 
@@ -97,7 +100,7 @@ def test_the_shapes_to_time_are_the_published_ones(name, shape):
     [("Qwen2.5-7B-Instruct", 128, 7_615_616_512), ("Qwen2.5-0.5B-Instruct", 64, 494_032_768)],
 )
 def test_qwen2_has_biases_and_its_heads_share_the_width(name, head_dim, entries):
-    """The entries are those of the published weights."""
+    """The entries are those that the hub shows of the weights."""
     got = target_config(PUBLISHED[name])
     assert weight_bytes([got], 1) == entries
     assert (got.qkv_bias, got.out_bias, got.mlp_bias, got.qk_norm) == (True, False, False, False)

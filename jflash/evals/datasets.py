@@ -4,15 +4,14 @@ From the hub by the `datasets` library, or from a file of JSON lines with the sa
 model and no tokenizer.
 """
 
-import gzip
-import json
 import random
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from jflash.files import json_lines
 
 Record = dict[str, Any]
 Style = Callable[[Record], str]
@@ -207,33 +206,10 @@ def _existing(record: Record, names: Sequence[str], place: str) -> str:
 
 def _records(dataset: Dataset, split: str, file: Path | None) -> list[tuple[str, Record]]:
     """Each record with the words that begin an error about it."""
-    if file is not None:
-        return _from_file(file)
-    return [
-        (f"{dataset.hub} row {i}: ", record) for i, record in enumerate(_from_hub(dataset, split))
-    ]
-
-
-def _from_file(file: Path) -> list[tuple[str, Record]]:
-    try:
-        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        lines = data.decode("utf-8").split("\n")
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{file} line {number}: "
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{place}not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{place}expected an object, found {line.strip()[:40]}")
-        found.append((place, record))
+    if file is None:
+        rows = enumerate(_from_hub(dataset, split))
+        return [(f"{dataset.hub} row {i}: ", record) for i, record in rows]
+    found = [(f"{where}: ", record) for where, record in json_lines(file)]
     if not found:
         raise ValueError(f"{file} holds no problems")
     return found

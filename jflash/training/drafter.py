@@ -1,6 +1,5 @@
 """A drafter for any supported target: its configuration, its data, its training."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
+from jflash.files import json_lines
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
 from jflash.training.attention import check_training_backend, training_backend
@@ -108,15 +108,8 @@ def read_records(
     A line without an answer gets an empty one. ValueError names the line that does not fit.
     """
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from None
-        if not isinstance(record, dict) or not ("prompt" in record or "prompt_ids" in record):
+    for where, record in json_lines(path):
+        if not ("prompt" in record or "prompt_ids" in record):
             raise ValueError(f'{where} has neither "prompt" nor "prompt_ids"')
         prompt = _ids(record, "prompt", encode, where)
         if not prompt:

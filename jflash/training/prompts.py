@@ -4,16 +4,15 @@ Asked as benchmarks ask, where they do: a drafter learns how its target answers,
 the question's form.
 """
 
-import gzip
 import json
 import random
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jflash.evals.datasets import BOXED
+from jflash.files import json_lines
 from jflash.training.tiny_math import made_up, read_gsm8k, renumbered
 from jflash.training.word_problems import overlap
 
@@ -121,30 +120,3 @@ def collected(prompts: Iterable[Prompt], tests: Sequence[str]) -> tuple[list[Pro
 def normal(text: str) -> str:
     """The words alone, in lower case: two texts that differ in nothing else are the same."""
     return " ".join(re.findall(r"\w+", text.lower()))
-
-
-def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Records with their places; ValueError names a line that is none."""
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file")
-    found = []
-    for number, line in enumerate(_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} is not a JSON object")
-        found.append((where, record))
-    return found
-
-
-def _text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None

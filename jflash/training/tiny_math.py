@@ -4,13 +4,13 @@ Stages, each of which leaves its result on disk and is skipped once it is there:
 tokenizer → target (trained, rounded to bfloat16) → answers (by that target) → drafter.
 """
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jflash.files import json_lines
 from jflash.io import load_pair, load_target, load_tokenizer, save_checkpoint
 from jflash.training.answers import answer_prompts
 from jflash.training.data import Conversation, load_conversations, save_conversations
@@ -76,14 +76,11 @@ class Gsm8k(NamedTuple):
 def read_gsm8k(path: Path) -> list[tuple[str, str]]:
     """Questions and answers of a GSM8K file, calculator marks `<<…>>` removed."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for where, record in json_lines(path):
         try:
-            record = json.loads(line)
             question, answer = record["question"].strip(), record["answer"].strip()
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}:{number} is not a GSM8K record: {error!r}") from None
+        except (KeyError, AttributeError) as error:
+            raise ValueError(f"{where} is not a GSM8K record: {error!r}") from None
         found.append((question, re.sub(r"<<.*?>>", "", answer).strip()))
     return found
 
