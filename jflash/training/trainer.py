@@ -125,10 +125,7 @@ def train(
     """
     directory = Path(directory).resolve()
     mesh = device_mesh(config.batch_size)
-    first_leaf = np.ascontiguousarray(jax.tree.leaves(data)[0])
-    num_rows, checksum = len(first_leaf), zlib.crc32(first_leaf.tobytes())
-    settings = {**asdict(config), **identity, "rows": num_rows, "data_crc32": checksum}
-    settings = json.loads(json.dumps(settings))  # as they will be read: tuples become lists
+    settings = _settings(config, identity, data)
     _check_claim(directory, settings)
     frozen, data = on_all(mesh, (frozen, data))
     # Two, so that one is whole whenever the run is killed.
@@ -141,11 +138,7 @@ def train(
             print("\n".join(plan_lines(plan, config)), flush=True)
             write_json(directory / "run.json", settings)  # not sooner: these settings can run
         state = new_train_state(params, config, mesh)
-        step, history = 0, []
-        newest = manager.latest_step()
-        if newest is not None:
-            step, state = newest, manager.restore(newest, args=ocp.args.StandardRestore(state))
-            history = _history(directory, step)
+        step, state, history = _newest(manager, state, directory)
         if history and history[-1].pop(LOOK_DUE, False) and evaluation:
             _look(evaluation, state, directory, history)
             draw_curves(directory, history, title)
@@ -157,7 +150,7 @@ def train(
         while step < config.steps and not should_stop(step):
             # Always the same boundaries, so that a resumed run sums the same.
             last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
-            inputs = call_inputs(config, mesh, num_rows, step, last)
+            inputs = call_inputs(config, mesh, settings["rows"], step, last)
             state, metrics = compiled.run(state, frozen, data, *inputs)
             _record(history, bar, waiting)  # of the call before: the device is busy meanwhile
             waiting = (last, metrics)
@@ -221,6 +214,24 @@ def _history(directory: Path, step: int) -> list[dict[str, Any]]:
     path = directory / "curve.json"
     records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return [record for record in records if record["step"] <= step]
+
+
+def _newest(
+    manager: ocp.CheckpointManager, state: TrainState, directory: Path
+) -> tuple[int, TrainState, list[dict[str, Any]]]:
+    """Step, state and history of the newest checkpoint; `state` at step 0 without one."""
+    step = manager.latest_step()
+    if step is None:
+        return 0, state, []
+    restored: Any = manager.restore(step, args=ocp.args.StandardRestore(state))
+    return step, restored, _history(directory, step)
+
+
+def _settings(config: TrainConfig, identity: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """What tells a run from others, as run.json gives it back."""
+    rows = np.ascontiguousarray(jax.tree.leaves(data)[0])
+    own = {"rows": len(rows), "data_crc32": zlib.crc32(rows.tobytes())}
+    return json.loads(json.dumps({**asdict(config), **identity, **own}))  # tuples become lists
 
 
 def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
