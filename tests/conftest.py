@@ -1,6 +1,6 @@
 """The tests leave the user's caches alone, and what they do does not depend on them."""
 
-import functools
+import contextlib
 import gc
 import os
 import tempfile
@@ -25,8 +25,6 @@ LONGEST = (
     ),
     *("experts", "train_parallel", "memory", "embedded_pair", "dflash2_training", "dflash2_parity"),
 )
-# Files that compare numbers to a tolerance: how their programs are compiled matters little.
-ROUGH = ("drafter_loss", "train_objective", "dflash2_training", "gguf_reference")
 gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
 _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name  # of the processes that tests start
@@ -84,23 +82,25 @@ def refused(capsys, caplog, tmp_path):
     return refuser(capsys, caplog, tmp_path)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_roughly(request):
-    """Everything in the files of ROUGH is compiled soon and badly, what `jax.jit` makes too."""
-    rough = request.path.stem.removeprefix("test_") in ROUGH and not ON_GPU
-    jax.config.update("jax_disable_most_optimizations", rough)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@contextlib.contextmanager
+def jax_options(**options):
+    """JAX's configuration with other values, for a while."""
+    before = {name: jax.config.values[name] for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 @pytest.fixture
-def compiled_hastily(monkeypatch):
-    """Programs are compiled soon and badly: for tests that compile many and run each briefly."""
-    from tests.attention_checks import HASTY
-
-    full = jax.stages.Lowered.compile
-    hasty = functools.partialmethod(full, compiler_options=HASTY)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", hasty)
+def compiled_hastily():
+    """Programs are compiled soon and badly: for tests that compile much, run it briefly, and
+    compare numbers to a tolerance or the tokens of another program."""
+    with jax_options(jax_disable_most_optimizations=not ON_GPU):
+        yield
 
 
 @pytest.fixture
@@ -109,19 +109,15 @@ def compiled_once():
     tests that make the same programs of new pairs again and again."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    options = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(Path(_FOLDER.name) / "programs"),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for values in (options, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
+    with jax_options(
+        jax_enable_compilation_cache=True,
+        jax_compilation_cache_dir=str(Path(_FOLDER.name) / "programs"),
+        jax_persistent_cache_min_compile_time_secs=0.1,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    ):
         compilation_cache.reset_cache()  # or JAX does not look at the options again
-        if values is options:
-            yield
+        yield
+    compilation_cache.reset_cache()
 
 
 def pytest_sessionstart() -> None:

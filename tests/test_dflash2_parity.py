@@ -21,7 +21,6 @@ from jflash.io.hf_config import TARGETS
 from jflash.layers import MaskAttend
 from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
-from tests.attention_checks import HASTY
 
 pytestmark = pytest.mark.usefixtures("compiled_hastily", "compiled_once")
 COMMITTED = Path(__file__).parent / "reference" / "dflash2_cases"
@@ -91,7 +90,7 @@ def test_states_candidates_and_scores(folder: Path):
     """The scores through the probabilities that the reference drew a path with."""
     both, want = pair(folder), load_file(folder / "tensors.safetensors")
     tokens = jnp.asarray(want["prompt_ids"], jnp.int32)[None]
-    forward = jax.jit(lambda t, a: recorded_forward(both, t, a), compiler_options=HASTY)
+    forward = jax.jit(lambda t, a: recorded_forward(both, t, a))
     found = forward(tokens, tokens[:, SPLIT])
     hidden, logits, candidates, scores = (np.asarray(x[0]) for x in found)
     close(hidden, want["draft_hidden"])

@@ -20,7 +20,6 @@ from jflash.cache import empty_cache
 from jflash.layers import XLA, BlockAttend, MaskAttend
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
-from tests.attention_checks import HASTY
 
 pytestmark = pytest.mark.usefixtures("compiled_hastily", "compiled_once")
 COMMITTED = Path(__file__).parent / "reference" / "cases"
@@ -86,7 +85,7 @@ def recorded_forward(both, tokens):
 def test_logits_features_and_drafter_states(folder: Path):
     both, want = pair(folder), load_file(folder / "tensors.safetensors")
     tokens = jnp.asarray(want["prompt_ids"], jnp.int32).reshape(1, -1)
-    found = jax.jit(lambda t: recorded_forward(both, t), compiler_options=HASTY)(tokens)
+    found = jax.jit(lambda t: recorded_forward(both, t))(tokens)
     names = ("logits", "features", "draft_hidden", "draft_logits")
     for name, got in zip(names, found, strict=True):
         close(got[0], want[name])
