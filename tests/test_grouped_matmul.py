@@ -75,12 +75,13 @@ def bits_cases() -> list:
 
 
 def routings(R: int, E: int) -> list:
-    """Rows of every expert: as in SIZES, or one with all, one with most, and nobody with many."""
+    """Rows of every expert: as in SIZES, or the middle one with all, then most, then few."""
     if sum(SIZES[0]) == R:
         return SIZES
     most = np.bincount(np.arange(R // 4) % E, minlength=E)
     most[E // 2] += R - R // 4
-    return [np.eye(E, dtype=int)[E // 2] * R, most, np.bincount(np.arange(R) % E, minlength=E)]
+    few = np.bincount((E // 2 + np.arange(R)) % E, minlength=E)
+    return [np.eye(E, dtype=int)[E // 2] * R, most, few]
 
 
 @pytest.mark.parametrize("op,backend,dtype,R,E,K,N", bits_cases())
