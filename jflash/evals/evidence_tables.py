@@ -87,8 +87,9 @@ def trainings(results: list[Result]) -> str:
         rate = o.pop("--learning-rate")
         recipe += [f"{name.removeprefix('--')} {value}" for name, value in o.items()]
         last = row["held_out"][-1]
+        of = f", {row['prompts']} prompt" if "prompts" in row else ""
         rows.append([
-            ", ".join(recipe), size, f"{row['answers']:,}", steps, rate, f"{row['gpus']}",
+            ", ".join(recipe), size, f"{row['answers']:,}{of}", steps, rate, f"{row['gpus']}",
             f"{last['tau']:.2f} / {last['tau_ended']:.2f}",
             *(tau_of(row["evaluations"].get(name)) for name in ("gsm8k_temperature_1", "mt_bench")),
         ])  # fmt: skip
