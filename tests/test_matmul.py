@@ -1,7 +1,7 @@
 """The step's GEMMs: every backend against the float32 reference, and the contract's promises.
 
-The Mosaic kernel runs through Pallas' GPU interpreter here: its tiles, ring, clusters and epilogues
-are the device's own, its timing is not.
+On a CPU the Mosaic kernel runs through Pallas' GPU interpreter: its tiles, ring, clusters and
+epilogues are the device's own, its timing is not. On a GPU it runs compiled, as a step has it.
 """
 
 import dataclasses
@@ -19,6 +19,9 @@ from pallas_kernels.shapes import MATMUL
 from tests.attention_checks import ON_GPU
 from tests.row_checks import cancelling, check_rows, whole_numbers
 
+interpreted = pytest.mark.skipif(
+    ON_GPU, reason="beside a GPU the interpreter may wait for ever; there kernels run compiled"
+)
 SMALL = Tuning(block_m=64, block_n=64, block_k=64, stages=3, sms=2)
 # M, K, N and how the kernel cuts them: row and column tiles per CTA, ring shorter and longer than
 # K, clusters, splits of K, every swizzle, ragged rows.
@@ -86,6 +89,7 @@ def test_pieces_add_up_to_the_product(M):
     np.testing.assert_array_equal(one, matmul(x, w, backend="xla"))
 
 
+@interpreted
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_mosaic_equals_reference(cut):
     M, K, N, tuning = cut
@@ -97,6 +101,7 @@ def test_mosaic_equals_reference(cut):
         close(mosaic_gpu.gate_up(x, w, **how), gate_up(x, w, backend="reference"))
 
 
+@interpreted
 @pytest.mark.parametrize("V", [128, 200, 328])
 @pytest.mark.parametrize("cluster_n,M", [(1, 3), (2, 70)])
 def test_mosaic_argmax_equals_reference(V, cluster_n, M):
@@ -112,6 +117,7 @@ def argmax_backends():
     return {"mosaic_gpu": mosaic, **named}
 
 
+@interpreted
 @pytest.mark.parametrize("backend", sorted(argmax_backends()))
 def test_ties_go_to_the_lowest_id(backend):
     """The best column twice and thrice: in one tile, in two tiles of a CTA, in two CTAs."""
@@ -166,6 +172,22 @@ def test_bits_do_not_depend_on_index_or_neighbours(op, backend, M, K, N):
     check_rows(bits_run(op, backend, w), probe, M)
 
 
+@pytest.mark.parametrize("op,backend,M,K,N", bits_cases())
+def test_every_product_of_a_step_equals_the_reference(op, backend, M, K, N):
+    x, w = draw(14, M, K), draw(15, K, N) * jnp.bfloat16(K**-0.5)
+    got = bits_run(op, backend, w)(x)
+    if op == "head_argmax":  # the best, or one as good but for the order of the sums
+        logits = jnp.dot(x, w, preferred_element_type=jnp.float32)
+        chosen = jnp.take_along_axis(logits, got[:, None], axis=1)[:, 0]
+        assert jnp.all(chosen > jnp.max(logits, axis=1) - 1e-4)
+    elif op == "pieces":
+        close(jnp.sum(got, axis=1).astype(x.dtype), matmul(x, w, backend="reference"))
+    elif op == "residual":
+        close(got, matmul(x, w, x[:, :N] * 2.0**-20, backend="reference"))
+    else:
+        close(got, OPS[op](x, w, backend="reference"))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_row_that_is_summed_in_another_order_is_caught(op):
     w, probe = cancelling(256, 128)
@@ -179,6 +201,7 @@ def test_a_row_that_is_summed_in_another_order_is_caught(op):
         check_rows(other, probe, 16)
 
 
+@interpreted
 def test_result_does_not_depend_on_the_number_of_sms():
     x, w = draw(12, 80, 256), draw(13, 256, 320)
     runs = [
