@@ -21,8 +21,8 @@ from pallas_kernels.block_attention import (
 from pallas_kernels.shapes import BlockShape
 
 ON_GPU = jax.default_backend() == "gpu"
-# What is compiled once and run a few times on a CPU is better compiled badly.
-HASTY = {} if ON_GPU else {"xla_backend_optimization_level": 0}
+# XLA's attention as its users have it; tests/conftest.py compiles the rest badly on a CPU.
+FULLY = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 # Any sizes at all, for what is plain JAX. B, T, S, N, K, H
 SHAPES = [(1, 16, 64, 4, 2, 16), (3, 7, 40, 6, 2, 24), (2, 1, 33, 4, 4, 16), (4, 5, 24, 8, 1, 32)]
 # The real shapes with less of what an interpreter is slow at, and capacities that nothing divides.
@@ -68,7 +68,7 @@ def make_attend(backend: str, shape: BlockShape):
     sinks = jax.random.normal(jax.random.key(9), (shape.N,)) if shape.sinks else None
     how = {name: getattr(shape, name) for name in ("causal", "window", "softcap")}
     attend = functools.partial(attend, scale=shape.H**-0.5, sinks=sinks, **how)
-    attend = jax.jit(attend, compiler_options={} if backend == "xla" else HASTY)
+    attend = jax.jit(attend, compiler_options=FULLY if backend == "xla" else {})
     if backend != "reference":
         return attend
     # One sequence at a time: all at once would not fit a GPU's memory.
@@ -107,7 +107,7 @@ def settings(shape: BlockShape, chunk: int, block: int):
         yield lengths[i : i + B], widths[i : i + B]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=HASTY)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def loud_at_edges(shape: BlockShape, dtype, seed, lengths, widths):
     """q, k, v, and k, v again with NaN and infinities in every slot that no query sees.
 
@@ -126,7 +126,7 @@ def loud_at_edges(shape: BlockShape, dtype, seed, lengths, widths):
     return (q + push, k, v), [jnp.where(dead[:, :, None, None], poison, x) for x in (k, v)]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=HASTY)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def one_query_in_noise(shape: BlockShape, dtype, seed, b, row):
     """q, k, v of which only q[b, row] and the first context + T slots of b are always the same."""
     seen = shape.context + shape.T

@@ -95,10 +95,19 @@ def jax_options(**options):
             jax.config.update(name, value)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_soon(request):
+    """On a CPU programs are compiled soon and badly, which is most of what the suite waits for,
+    but in files that say COMPILED_FULLY: because the compiler's work is what they look at, or
+    because they run long what they compile."""
+    soon = not ON_GPU and not getattr(request.module, "COMPILED_FULLY", False)
+    with jax_options(jax_disable_most_optimizations=soon):
+        yield
+
+
 @pytest.fixture
 def compiled_hastily():
-    """Programs are compiled soon and badly: for tests that compile much, run it briefly, and
-    compare numbers to a tolerance or the tokens of another program."""
+    """The same for one test of a file that is COMPILED_FULLY."""
     with jax_options(jax_disable_most_optimizations=not ON_GPU):
         yield
 

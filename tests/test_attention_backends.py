@@ -20,6 +20,7 @@ from pallas_kernels.block_attention import (
 from pallas_kernels.prefill_attention import prefill_attention
 from tests.attention_checks import ON_GPU, SHAPES, SMALLEST, inputs
 
+COMPILED_FULLY = True  # what the compiler makes of the kernels is what is looked at
 ROOT = Path(__file__).parents[1]
 
 

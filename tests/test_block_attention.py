@@ -20,7 +20,6 @@ from pallas_kernels.block_attention import (
 from pallas_kernels.shapes import BLOCK_ATTENTION, BlockShape
 from tests.attention_checks import (
     CUT,
-    HASTY,
     ON_GPU,
     SHAPES,
     SMALLEST,
@@ -68,7 +67,7 @@ def test_reference_is_the_contract(shape, causal):
     for window, sink, softcap in [(None, None, None), (3, None, None), (5, sinks, 1.5)]:
         how = {"causal": causal, "window": window, "sinks": sink, "softcap": softcap}
         attend = functools.partial(block_attention, scale=shape[-1] ** -0.5, backend="reference")
-        attend = jax.jit(functools.partial(attend, **how), compiler_options=HASTY)
+        attend = jax.jit(functools.partial(attend, **how))
         got = attend(q, k, v, lengths, widths)
         np.testing.assert_allclose(got, by_hand(q, k, v, lengths, widths, **how), atol=2e-6)
 
@@ -80,7 +79,7 @@ def test_xla_takes_any_sizes(shape, causal, dtype, tolerance):
     q, k, v = inputs(shape, dtype)
     how = {"causal": causal, "scale": shape[-1] ** -0.5}
     reference, xla = (
-        jax.jit(functools.partial(block_attention, **how, backend=name), compiler_options=HASTY)
+        jax.jit(functools.partial(block_attention, **how, backend=name))
         for name in ("reference", "xla")
     )
     for lengths, widths in [edges(shape), tuple(x[::-1] for x in edges(shape))]:

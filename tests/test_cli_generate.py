@@ -20,8 +20,6 @@ from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import before_stop, decode, encode_prompt, stop_at_text
 from tests.small_checkpoints import EOS, POSITIONS, Folders, make_pair
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 ROOT = Path(__file__).parents[1]
 KEYS = {
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "acceptance_lengths"),

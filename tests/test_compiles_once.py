@@ -6,8 +6,6 @@ import pytest
 from jflash.generate import generate, stream
 from tests.pairs import prompts, random_pair
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 
 @pytest.fixture
 def compilations():

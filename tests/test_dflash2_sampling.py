@@ -24,6 +24,7 @@ from tests.pairs import random_params
 from tests.test_sampling_distribution import NEW, PROMPT, V, W, along, p_value, paths, target_p
 
 K, BATCH, CALLS = 3, 25_000, 8  # candidates of a place; 200,000 samples a mode
+COMPILED_FULLY = True  # it runs long
 MODES = {name: version_1.MODES[name] for name in ("temperature", "top-p", "all")}
 LEVEL = 0.001 / (len(MODES) * 4)
 

@@ -32,7 +32,6 @@ from tests import pairs
 from tests.small_checkpoints import make_pair
 from tests.test_drafter_loss import START, T, make_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
 ROOT = Path(__file__).parents[1]
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
 CONFIG = second_version(

@@ -25,7 +25,6 @@ from jflash.training.drafter_loss import (
 from jflash.training.objective import loss_decay
 from tests.pairs import random_pair
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
 T = 48
 PAIR = random_pair(final_logit_softcapping=5.0, output_multiplier=0.7)
 TARGET, DRAFTER = PAIR.models.target, PAIR.models.drafter

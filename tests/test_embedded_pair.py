@@ -13,6 +13,7 @@ from jflash.io import random_drafter
 from jflash.speculative import Params
 from jflash.training.word_problems import DEFAULT_PROBLEM, extract_result, problems
 
+COMPILED_FULLY = True  # as users have it
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "checkpoints" / "tiny-math"
 GOLDEN = Path(__file__).parent / "golden" / "default_prompt.json"

@@ -51,6 +51,7 @@ from jflash.speculative import Models, draft, speculative_step, verify
 from pallas_kernels.block_attention import block_attention, default_backend
 from pallas_kernels.shapes import BLOCK_ATTENTION
 
+COMPILED_FULLY = True  # what the compiler makes of the step is what is looked at
 SHAPE = cut(model_shape("qwen3-8b"), target_layers=4, drafter_layers=2)
 SMALL = cut(model_shape("qwen3-8b"), target_layers=1, drafter_layers=1)
 CAPACITY, DTYPE = 2048, "bfloat16"

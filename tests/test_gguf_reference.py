@@ -21,7 +21,6 @@ from jflash.layers import MaskAttend
 from jflash.speculative import apply
 from tests.gguf_files import KINDS, Kind, sentencepiece, write_gguf
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with torch and transformers
 SMOLLM2 = os.environ.get("JFLASH_SMOLLM2_GGUF")  # SmolLM2-135M-Instruct.Q4_1.gguf
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -33,6 +33,7 @@ from jflash.programs import Shape, capacity_for, make_request, new_state, run
 from jflash.speculative import Models, Params
 from tests.small_checkpoints import edit_config, make_pair
 
+COMPILED_FULLY = True  # its temporaries are what is looked at
 GB = 10**9
 
 

@@ -21,7 +21,7 @@ from jflash.layers import XLA, BlockAttend, MaskAttend
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily", "compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 COMMITTED = Path(__file__).parent / "reference" / "cases"
 FRESH = os.environ.get("JFLASH_FRESH_CASES")
 WINDOWS = COMMITTED.with_name("window_cases")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_attention import block_attention, mosaic_gpu, reference, triton, xla
-from tests.attention_checks import HASTY, ON_GPU, TILING, assert_same_bits
+from tests.attention_checks import FULLY, ON_GPU, TILING, assert_same_bits
 
 T, N, K, H, POSITIONS = 5, 4, 2, 64, 300
 TILES = mosaic_gpu.Tiles(chunk=64, block=64, stages=1)
@@ -81,7 +81,7 @@ def attend(name: str, ring: Ring, dtype, in_ring: bool):
     sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if ring.sinks else None
     how = {"causal": ring.causal, "window": ring.window, "scale": H**-0.5, "sinks": sinks}
     op = functools.partial(backends(dtype)[name], ring=in_ring, **how)
-    return jax.jit(op, compiler_options={} if name == "xla" else HASTY)
+    return jax.jit(op, compiler_options=FULLY if name == "xla" else {})
 
 
 @pytest.mark.parametrize(("ring", "dtype", "name"), CASES)

@@ -8,8 +8,6 @@ from jflash.cli import generate as cli
 from tests.refusals import decode
 from tests.small_checkpoints import Folders, make_pair
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Folders:

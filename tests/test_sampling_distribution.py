@@ -28,6 +28,7 @@ from tests.pairs import drafter_config, random_params, target_config
 
 V, W, NEW, PROMPT = 5, 4, 4, [1, 4, 2]
 BATCH, CALLS = 25_000, 8  # 200,000 samples a mode
+COMPILED_FULLY = True  # it runs long
 RULES = ("greedy", "sampled")
 MODES = {
     "temperature": Sampling(temperature=0.7),

@@ -31,7 +31,6 @@ from jflash.training.objective import (
 from tests.pairs import target_config
 from tests.test_drafter_loss import DRAFTER, PAIR, TARGET, W, block_labels, hidden, make_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_hastily")
 RNG = np.random.default_rng(0)
 TARGETS, DRAFTS = RNG.normal(size=(2, 5, 7, 11)).astype(np.float32) * 2
 LABELS = RNG.integers(0, 11, (5, 7))

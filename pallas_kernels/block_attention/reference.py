@@ -39,10 +39,10 @@ def block_attention(
         scores = jnp.where(visible, scores, -jnp.inf)
         logits = jnp.concatenate([scores, jnp.full((q.shape[0], 1), sink)], axis=1)
         weights = jax.nn.softmax(logits, axis=-1)[:, :-1]
-        # A hidden slot may hold NaN, and 0 * NaN is NaN: take its value out as well. So is the
-        # weight of a row that sees nothing, not even a sink.
-        used = jnp.where(visible[:, :, None], v[None], 0.0)
-        return jnp.sum(jnp.where(visible, weights, 0.0)[:, :, None] * used, axis=1)
+        # A slot that no row sees may hold NaN, and 0 * NaN is NaN: take its value out as well. So
+        # is the weight of a row that sees nothing, not even a sink.
+        values = jnp.where(jnp.any(visible, axis=0)[:, None], v, 0.0)
+        return jnp.matmul(jnp.where(visible, weights, 0.0), values, precision="highest")
 
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
     k32, v32 = (jnp.repeat(x, groups, axis=2) for x in (k32, v32))
