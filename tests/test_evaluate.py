@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "checkpoints" / "tiny-math" / "target"
-COUNT = 10
+COUNT = 8
 SAME = ["--dtype", "float32", "--batch", "2", "--max-new-tokens", "120", "--prompt-style", "plain"]
 TIMES = ("environment", "speed")
 

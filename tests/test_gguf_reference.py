@@ -104,15 +104,14 @@ def test_small_files(tmp_path):
 @needs_reference
 @needs_smollm2
 def test_smollm2(tmp_path):
+    """Its tokenizer; its logits are compared in test_smollm2_pair.py, where it is loaded anyway."""
     assert SMOLLM2 is not None
     tokenizer = load_tokenizer(SMOLLM2)
-    ids = encode_prompt(tokenizer, "What is gravity? Isaac Newton (aged 44) wrote F = G·m·m/r².")
-    theirs = run_reference(tmp_path, {"real": case(SMOLLM2, ids, TEXTS)})
+    theirs = run_reference(tmp_path, {"real": case(SMOLLM2, [], TEXTS)})
     for number, text in enumerate(TEXTS):
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert own == theirs[f"real/{number}"].tolist(), text
         assert tokenizer.decode(own) == text
-    close(logits(SMOLLM2, ids), theirs["real/logits"])
 
 
 @needs_smollm2

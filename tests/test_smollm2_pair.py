@@ -8,11 +8,15 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jflash import encode_prompt, generate, load_pair, load_tokenizer, stop_token_ids
 from jflash.generate import Generation, Pair
 from jflash.io import load_drafter
+from jflash.layers import MaskAttend
+from jflash.speculative import apply
 
 COMPILED_FULLY = True  # as users have it
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
@@ -68,11 +72,13 @@ def test_it_drafts_several_tokens_and_changes_none(pair, prompts, ours):
 
 @needs_smollm2
 @pytest.mark.skipif(not REFERENCE, reason="no JFLASH_REFERENCE_PYTHON")
-def test_the_reference_decodes_alike(tmp_path, prompts, ours):
-    asked, out = tmp_path / "prompts.json", tmp_path / "out.json"
+def test_the_reference_decodes_alike(tmp_path, pair, prompts, ours):
+    """Tokens and acceptance lengths; the target's logits as transformers loads the same file."""
+    asked, out, file = (tmp_path / name for name in ("prompts.json", "out.json", "logits.npy"))
     asked.write_text(json.dumps([{"prompt_ids": ids} for ids in prompts]))
     command = [REFERENCE, TESTS / "reference" / "record_pair.py", "--target", SMOLLM2]
     command += ["--drafter", DRAFTER, "--prompts", asked, "--out", out]
+    command += ["--logits", file]
     done = subprocess.run(
         [*map(str, command), "--max-new-tokens", str(NEW)], capture_output=True, text=True
     )
@@ -80,3 +86,16 @@ def test_the_reference_decodes_alike(tmp_path, prompts, ours):
     theirs = json.loads(out.read_text())["cases"]
     assert [g.token_ids for g in ours] == [case["output_ids"] for case in theirs]
     assert [g.acceptance_lengths for g in ours] == [c["acceptance_lengths"] for c in theirs]
+    want, got = np.load(file), target_logits(pair, prompts[0])
+    assert got.shape == want.shape and np.ptp(want) > 1
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def target_logits(pair: Pair, ids: list[int]) -> np.ndarray:
+    """[ids, vocabulary], in float32."""
+    model, count = pair.models.target, len(ids)
+    attend = MaskAttend(jnp.tril(jnp.ones((count, count), bool))[None, None])
+    caches, places = (None,) * model.config.num_layers, jnp.arange(count)[None]
+    tokens = jnp.array([ids])
+    hidden, *_ = apply(model, pair.params.target, tokens, places, caches, attend, ())
+    return np.asarray(apply(model, pair.params.target, hidden, method="logits")[0])

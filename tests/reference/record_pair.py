@@ -2,7 +2,7 @@
 
 python tests/reference/record_pair.py --target DIR --drafter DIR --prompts FILE --out FILE
 Needs torch, transformers and dflash; FILE holds a list of {"prompt_ids": [...]}. A target may be a
-.gguf file.
+.gguf file. --logits FILE.npy: the target's logits over the first prompt, too.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import dflash.model
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,7 @@ def main() -> None:
     for name in ("target", "drafter", "prompts", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--logits", type=Path)
     args = parser.parse_args()
     where: dict[str, str] = {"pretrained_model_name_or_path": str(args.target)}
     if args.target.suffix == ".gguf":
@@ -47,6 +49,10 @@ def main() -> None:
         "cases": cases,
     }
     args.out.write_text(json.dumps(record) + "\n")
+    if args.logits:
+        with torch.no_grad():
+            logits = target(torch.tensor([cases[0]["prompt_ids"]])).logits[0]
+        np.save(args.logits, logits.numpy())
 
 
 if __name__ == "__main__":
