@@ -37,7 +37,7 @@ if not ON_GPU:
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
-pytest.register_assert_rewrite("tests.attention_checks", "tests.refusals")
+pytest.register_assert_rewrite("tests.attention_checks", "tests.logits", "tests.refusals")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks

@@ -11,15 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jflash import generate, load_pair
 from jflash.io import encode_prompt, load_target, load_tokenizer, stop_token_ids
-from jflash.layers import MaskAttend
-from jflash.speculative import apply
 from tests.gguf_files import KINDS, Kind, sentencepiece, write_gguf
+from tests.logits import close, target_logits
 
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with torch and transformers
 SMOLLM2 = os.environ.get("JFLASH_SMOLLM2_GGUF")  # SmolLM2-135M-Instruct.Q4_1.gguf
@@ -67,18 +65,7 @@ def run_reference(folder: Path, cases: dict[str, Any]) -> Any:
 
 def logits(file: Path | str, ids: list[int]) -> np.ndarray:
     """Ours [ids, vocabulary], in float32."""
-    model, params = load_target(file, "float32")
-    count = len(ids)
-    attend = MaskAttend(jnp.tril(jnp.ones((count, count), bool))[None, None])
-    caches = (None,) * model.config.num_layers
-    hidden, *_ = apply(model, params, jnp.array([ids]), jnp.arange(count)[None], caches, attend, ())
-    return np.asarray(apply(model, params, hidden, method="logits")[0])
-
-
-def close(got: np.ndarray, want: np.ndarray) -> None:
-    """Equal to 1e-4 of the largest entry: float32 sums in another order."""
-    assert got.shape == want.shape and np.ptp(want) > 1
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    return target_logits(*load_target(file, "float32"), ids)
 
 
 @needs_reference

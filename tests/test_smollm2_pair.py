@@ -8,15 +8,13 @@ import os
 import subprocess
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jflash import encode_prompt, generate, load_pair, load_tokenizer, stop_token_ids
 from jflash.generate import Generation, Pair
 from jflash.io import load_drafter
-from jflash.layers import MaskAttend
-from jflash.speculative import apply
+from tests.logits import close, target_logits
 
 COMPILED_FULLY = True  # as users have it
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
@@ -86,16 +84,4 @@ def test_the_reference_decodes_alike(tmp_path, pair, prompts, ours):
     theirs = json.loads(out.read_text())["cases"]
     assert [g.token_ids for g in ours] == [case["output_ids"] for case in theirs]
     assert [g.acceptance_lengths for g in ours] == [c["acceptance_lengths"] for c in theirs]
-    want, got = np.load(file), target_logits(pair, prompts[0])
-    assert got.shape == want.shape and np.ptp(want) > 1
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
-
-
-def target_logits(pair: Pair, ids: list[int]) -> np.ndarray:
-    """[ids, vocabulary], in float32."""
-    model, count = pair.models.target, len(ids)
-    attend = MaskAttend(jnp.tril(jnp.ones((count, count), bool))[None, None])
-    caches, places = (None,) * model.config.num_layers, jnp.arange(count)[None]
-    tokens = jnp.array([ids])
-    hidden, *_ = apply(model, pair.params.target, tokens, places, caches, attend, ())
-    return np.asarray(apply(model, pair.params.target, hidden, method="logits")[0])
+    close(target_logits(pair.models.target, pair.params.target, prompts[0]), np.load(file))
