@@ -85,10 +85,9 @@ def recorded_forward(both, tokens, anchor):
     return hidden, logits, candidates, scores
 
 
-@pytest.mark.parametrize("folder", FOLDERS[::2], ids=lambda f: f"{f.parent.name}-{f.name}")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
 def test_states_candidates_and_scores(folder: Path):
-    """The scores through the probabilities that the reference drew a path with; of every second
-    pair, for the time it takes."""
+    """The scores through the probabilities that the reference drew a path with."""
     both, want = pair(folder), load_file(folder / "tensors.safetensors")
     tokens = jnp.asarray(want["prompt_ids"], jnp.int32)[None]
     forward = jax.jit(lambda t, a: recorded_forward(both, t, a))

@@ -140,7 +140,7 @@ def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bo
     plan = WINDOW_PLAN if shape.windows else PLAN if small else PLAN[:FULL_PLAN]
     for ending, size, kind in plan:
         writer.make(ending, size, kind)
-    floor = 1.25 if shape.windows else min(2.2, 1 + 0.15 * shape.block)
+    floor = 1.4 if shape.windows else min(2.2, 1 + 0.15 * shape.block)
     check_pair(writer.cases, small, longs, floor)
     print(
         f"  {folder.name}: {shape.family} block {shape.block}, {len(writer.cases)} cases, "
