@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jflash.io.names import abstract_params
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
 GROUP = 2**30  # bytes restored at a time: a step of the progress bar, and enough to be fast
+QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
 
 
 def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
@@ -34,16 +36,30 @@ def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]
             part.mkdir(parents=True)
             fill(part)
             _swap(part, destination, old)
-            made = []
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-            for folder in made:  # the innermost first; one that others use by now stays
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+        except BaseException:
+            _remove(part, made)
+            raise
     except (OSError, ValueError) as error:
         # tensorstore says "no space left" by a ValueError, and appends all its settings.
         said = str(error).split(" [tensorstore_spec=")[0]
         raise ValueError(f"cannot write {destination}: {said}") from error
+
+
+def _remove(part: Path, made: list[Path]) -> None:
+    """Removes `part`, and the folders made for it, the innermost first.
+
+    A save that failed may have writes in the air, and Orbax does not wait for them; they make their
+    folders anew, and on a full disc find the room that the removal gave. So until none comes.
+    """
+    begun = last = time.monotonic()
+    while (now := time.monotonic()) - last < QUIET and now - begun < LONGEST:
+        if part.exists():
+            shutil.rmtree(part, ignore_errors=True)
+            last = now
+        time.sleep(0.02)
+    for folder in made:  # one that others use by now stays
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
