@@ -18,7 +18,7 @@ from jflash.models.dflash2 import Drafter2
 from jflash.programs import new_state
 from tests.lossless_case import small_case
 
-COMPILED_FULLY = True  # as users have the programs whose bits are compared
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check_lossless.py"
 
 

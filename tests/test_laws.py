@@ -15,7 +15,7 @@ from jflash.sampling import Sampling
 from jflash.speculative import speculative_step
 from tests.pairs import prompts, random_pair, replay_pair, unit_head
 
-COMPILED_FULLY = True  # as users have the programs whose bits are compared
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 NEW = 40
 
 

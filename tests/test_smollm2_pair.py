@@ -16,7 +16,6 @@ from jflash.generate import Generation, Pair
 from jflash.io import load_drafter
 from tests.logits import close, target_logits
 
-COMPILED_FULLY = True  # as users have it
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
 SMOLLM2 = os.environ.get("JFLASH_SMOLLM2_GGUF")  # SmolLM2-135M-Instruct.Q4_1.gguf
 TESTS = Path(__file__).parent
