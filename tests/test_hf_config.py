@@ -9,6 +9,7 @@ from jflash.config import Llama3Scaling
 from jflash.evals.shapes import model_shape
 from jflash.io.hf_config import DEFAULTS, drafter_config, target_config
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
+from jflash.io.hf_write import to_hf_config
 from jflash.io.load import read_config
 from jflash.io.names import leaf_sources
 from jflash.memory import weight_bytes
@@ -121,6 +122,20 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 16.0}
+
+
+@pytest.mark.parametrize("given", [LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}])
+def test_scaled_rope_is_written(given):
+    """A drafter has its target's: transformers and this reader take from the file what was read."""
+    name = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 5e5}
+    config = target_config(name | {"rope_scaling": given})
+    raw = to_hf_config(config, "float32")
+    assert target_config(raw) == config
+    theirs = transformers.Qwen3Config(**raw).rope_parameters
+    assert theirs.items() >= (given | {"rope_theta": 5e5}).items()
+
+
 # Layers, D, FFN, heads, KV heads, block, layer ids, L, RoPE's theta, positions
 PUBLISHED = {
     "Qwen3-4B": (5, 2560, 9728, 32, 8, 16, [1, 9, 17, 25, 33], 36, 1000000, 40960),

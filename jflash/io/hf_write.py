@@ -3,20 +3,25 @@
 Only Qwen3's shape, dense or with experts: the shape of the drafters and of the models made here.
 """
 
+from dataclasses import asdict
 from typing import Any
 
-from jflash.config import Drafter2Config, DrafterConfig, MoeConfig, Sight, TargetConfig
+from jflash.config import (
+    Drafter2Config,
+    DrafterConfig,
+    Llama3Scaling,
+    MoeConfig,
+    RopeConfig,
+    Sight,
+    TargetConfig,
+    YarnScaling,
+)
 from jflash.io.hf_config import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
 
 
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
     """config.json of a Qwen3-shaped model of ours; ValueError for any other."""
-    if (
-        not config.qk_norm
-        or config.mlp_bias
-        or config.rope.scaling
-        or (config.qkv_bias != config.out_bias)
-    ):
+    if not config.qk_norm or config.mlp_bias or (config.qkv_bias != config.out_bias):
         raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
     common: dict[str, Any] = dict(
         architectures=[_architecture(config)],
@@ -31,7 +36,7 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
         hidden_act="silu",
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=config.rope.theta,
-        rope_scaling=None,
+        rope_scaling=_rope_scaling(config.rope),
         max_position_embeddings=config.max_position_embeddings,
         attention_bias=config.qkv_bias,
         torch_dtype=dtype,
@@ -42,6 +47,14 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     if config.moe is not None:
         common |= _moe_keys(config.moe, config.num_layers)
     return common
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """How long contexts scale the RoPE, as published files say it."""
+    if rope.scaling is None:
+        return None
+    kinds = {Llama3Scaling: "llama3", YarnScaling: "yarn"}
+    return {"rope_type": kinds.get(type(rope.scaling), "linear"), **asdict(rope.scaling)}
 
 
 def _architecture(config: TargetConfig | DrafterConfig) -> str:
