@@ -33,8 +33,10 @@ def make_parser() -> Parser:
     add(
         "--json",
         type=Path,
+        nargs="?",
         metavar="FILE",
-        help="the last line; kept row by row, so that a run cut off keeps its rows",
+        help="the last line, which is printed anyway, kept there row by row, so that a run cut off "
+        "keeps its rows",
     )
     add("--overwrite", action="store_true", help="replace an existing --json")
     return parser

@@ -71,7 +71,8 @@ def make_parser() -> Parser:
     add("--steps", type=int, default=64, help="of one repeat, default 64")
     add("--repeats", type=int, default=5, help="default 5")
     add("--no-memory", action="store_true", help="no second process: no warm compile, no peak")
-    add("--json", type=Path, metavar="FILE", help="the last line; kept case by case")
+    kept = "the last line, which is printed anyway, kept there case by case"
+    add("--json", type=Path, nargs="?", metavar="FILE", help=kept)
     add("--overwrite", action="store_true", help="replace an existing --json")
     # One stage of one case, in a process of its own: TASK and RESULT are files.
     add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)

@@ -48,7 +48,8 @@ def make_parser() -> Parser:
     for field in BACKENDS:
         add(f"--{field.replace('_', '-')}", metavar="NAME", help="by default jflash's own choice")
     add("--seed", type=int, default=0, help="of prompts, wrong drafts and a random drafter")
-    add("--json", type=Path, metavar="FILE", help="write the result there too")
+    printed = "the last line, which is printed anyway, written there too"
+    add("--json", type=Path, nargs="?", metavar="FILE", help=printed)
     add("--overwrite", action="store_true", help="replace an existing --json")
     return parser
 

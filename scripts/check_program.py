@@ -39,7 +39,8 @@ def make_parser() -> Parser:
     add("--capacity", type=int, default=2048, help="cache slots a sequence, default 2048")
     for field in BACKENDS:
         add(f"--{field.replace('_', '-')}", metavar="NAME", help="by default jflash's own choice")
-    add("--json", type=Path, metavar="FILE", help="write the last line there too")
+    printed = "the last line, which is printed anyway, written there too"
+    add("--json", type=Path, nargs="?", metavar="FILE", help=printed)
     add("--overwrite", action="store_true", help="replace an existing --json")
     return parser
 

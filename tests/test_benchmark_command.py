@@ -11,7 +11,7 @@ import pytest
 
 from jflash.backends import BACKENDS
 from jflash.cli.command import run_command
-from scripts import benchmark
+from scripts import bench_kernels, benchmark, check_lossless, check_program
 from tests.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[1]
@@ -147,3 +147,8 @@ def test_against_the_reference(tmp_path):
         ratio = theirs[name]["ms_per_step"] / ours[mine]["ms"]
         assert theirs["times_as_long"][mine] == pytest.approx(ratio)
     assert "× jflash's" in done.stdout and "tokens/s" not in done.stdout.split("PyTorch")[1]
+
+
+@pytest.mark.parametrize("script", [benchmark, bench_kernels, check_lossless, check_program])
+def test_json_without_a_file_is_the_printed_line_alone(script):
+    assert script.make_parser().parse_args(["--json"]).json is None
