@@ -20,15 +20,17 @@ import jax
 from jflash.backends import with_backends
 from jflash.cli.command import INTERRUPTED, Parser, first_interrupt, run_command
 from jflash.cli.training_data import read_held_out, read_prompts
-from jflash.cli.training_options import settings, training_parser
+from jflash.cli.training_options import drafter_form, settings, training_parser
 from jflash.config import DrafterConfig, second_version
 from jflash.evals.acceptance import is_looping
 from jflash.generate import Pair
 from jflash.io import (
     configure_target,
     default_dtype,
+    load_drafter,
     load_target,
     load_tokenizer,
+    pair_models,
     resolve,
     save_checkpoint,
     stop_token_ids,
@@ -62,27 +64,32 @@ def make_parser() -> Parser:
 
 
 def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
-    mask = args.mask_token_id
+    form = drafter_form(args)
+    if args.init_from is not None:
+        drafter = pair_models(args.target, args.init_from).drafter
+        assert drafter is not None
+        return drafter.config
+    mask = form.mask_token_id
     if mask is None:
         mask = default_mask_token_id(tokenizer, target.config.vocab_size)
         name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
         print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
     config = drafter_config_for(
         target.config,
-        num_layers=args.num_layers,
-        block_size=args.block_size,
+        num_layers=form.num_layers,
+        block_size=form.block_size,
         mask_token_id=mask,
-        target_layer_ids=args.target_layer_ids,
-        intermediate_size=args.intermediate_size,
+        target_layer_ids=form.target_layer_ids,
+        intermediate_size=form.intermediate_size,
     )
-    if args.drafter == "dflash":
+    if form.drafter == "dflash":
         return config
     return second_version(
         config,
-        conv_kernel_size=args.conv_kernel_size,
-        conv_group_size=args.conv_group_size,
-        selector_rank=args.selector_rank,
-        selector_top_k=args.selector_top_k,
+        conv_kernel_size=form.conv_kernel_size,
+        conv_group_size=form.conv_group_size,
+        selector_rank=form.selector_rank,
+        selector_top_k=form.selector_top_k,
     )
 
 
@@ -215,6 +222,9 @@ def run(args: argparse.Namespace) -> None:
     check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
     _, params = load_target(args.target, dtype, progress=True)
     pair = Pair(models, Params(params, None))
+    start = None
+    if args.init_from is not None:
+        _, start = load_drafter(args.init_from, "float32", progress=True)
     if args.dry_run:
         ways = len(samplings)
         dry_run(args, training, objective, target, params, config, pair, records, ways)
@@ -237,7 +247,8 @@ def run(args: argparse.Namespace) -> None:
             target, params, config, learnt, row_length=args.row_length, anchors=args.anchors,
             training=training, directory=work / "training",
             should_stop=lambda step: interrupted() or out_of_time(args.minutes, begin),
-            objective=objective, backend=args.training_attention, evaluation=evaluation,
+            objective=objective, backend=args.training_attention, start=start,
+            evaluation=evaluation,
         )  # fmt: skip
     if trained.step < args.steps:
         print(f"stopped at step {trained.step} of {args.steps}; the same command goes on")

@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import jax
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jflash import load_pair
 from jflash.cli.command import first_interrupt
 from jflash.sampling import GREEDY, Sampling
 from jflash.training.answers import WHOLE, Share, answer_into, read_answers
@@ -28,7 +31,7 @@ from jflash.training.drafter import (
 )
 from jflash.training.trainer import Trained
 from tests.pairs import prompts
-from tests.small_checkpoints import make_pair
+from tests.small_checkpoints import edit_config, make_pair
 from tests.test_answers import PAIR
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +54,8 @@ def place(tmp_path_factory) -> Path:
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "x" * 220}) + "\n")
     for name, missing in (("bare", "tokenizer*"), ("base", "tokenizer_config.json")):
         shutil.copytree(folder / "target", folder / name, ignore=shutil.ignore_patterns(missing))
+    shutil.copytree(folder / "drafter", folder / "other")
+    edit_config(folder / "other", vocab_size=301)
     (folder / "odd.jsonl").write_text(lines[0] + '\n{"prompt_ids": [1, 300]}\n')
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
@@ -63,7 +68,8 @@ def arguments(place: Path, output: str, changes: dict[str, object]) -> list[str]
     given = {"--target": place / "target", "--data": place / "prompts.jsonl"} | SIZES
     given |= {"--output": place / output}
     given |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-    return [str(x) for pair in given.items() for x in pair if x != FLAG]
+    kept = [pair for pair in given.items() if pair[1] is not None]
+    return [str(x) for pair in kept for x in pair if x != FLAG]
 
 
 def start(place: Path, output: str) -> subprocess.Popen:
@@ -158,6 +164,31 @@ def command(
     )
 
 
+NO_FORM: dict[str, object] = {"num_layers": None, "block_size": None, "intermediate_size": None}
+
+
+def test_a_drafter_is_trained_on(place, capsys):
+    """Steps of nearly nothing leave it as it was; then it is another run than from new weights."""
+    changes: dict[str, object] = {"init_from": place / "drafter", "steps": 2, "eval_every": 0}
+    changes |= NO_FORM | {"learning_rate": 1e-9, "max_new_tokens": 20, "answer_batch": 64}
+    assert command(place, "on", **changes) == 0
+    before, after = (load_pair(place / "target", place / name) for name in ("drafter", "on"))
+    assert before.models.drafter == after.models.drafter
+    leaves = jax.tree.leaves(before.params.drafter)
+    for was, now in zip(leaves, jax.tree.leaves(after.params.drafter), strict=True):
+        np.testing.assert_allclose(now, was, rtol=2**-8, atol=1e-7)  # written in bfloat16
+    run = json.loads((place / "on-work/training/run.json").read_text())
+    width = before.models.drafter.config.intermediate_size
+    assert run["intermediate_size"] == width != SIZES["--intermediate-size"]
+
+    with (place / "drafter/model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\x40")  # the last weight is another: 2
+    shutil.rmtree(place / "on")
+    assert command(place, "on", **changes) == 2
+    assert "holds a run with {'start_crc32'" in capsys.readouterr().err
+
+
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     """Of a target without a tokenizer, by ids alone."""
     ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]
@@ -191,6 +222,9 @@ def test_bad_input_is_a_line(place, capsys):
         ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),
         ({"mask_token_id": 300}, "mask_token_id 300"),
+        ({"init_from": place / "drafter"}, "--num-layers: the drafter of --init-from is as it is"),
+        (NO_FORM | {"init_from": place / "target"}, "Qwen3ForCausalLM"),
+        (NO_FORM | {"init_from": place / "other"}, "vocab_size is 301 in the drafter, 300 in"),
         ({"held_out": 60}, "60 of 60 different prompts held out leave none"),
         ({"target": place / "base"}, "prompts.jsonl:1: the tokenizer has no chat template: pass"),
         (tiny | {"target": place / "base", "no_chat_template": FLAG}, "(the shortest has 9)"),

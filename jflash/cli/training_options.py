@@ -10,6 +10,13 @@ from jflash.training.answers import Share
 from jflash.training.objective import LOSSES, WEIGHTS, Objective
 from jflash.training.steps import TrainConfig, device_mesh
 
+# What a new drafter is like unless it is said.
+FORM = {
+    "drafter": "dflash", "num_layers": 5, "intermediate_size": None, "block_size": 16,
+    "target_layer_ids": None, "mask_token_id": None, "conv_kernel_size": 2, "conv_group_size": 16,
+    "selector_rank": 256, "selector_top_k": 16,
+}  # fmt: skip
+
 
 def training_parser(description: str) -> Parser:
     parser = Parser("train_drafter.py", description)
@@ -41,17 +48,22 @@ def _answer_options(add) -> None:
 
 
 def _drafter_options(add) -> None:
-    add("--drafter", choices=("dflash", "dflash2"), default="dflash", help="version 1 or 2")
-    add("--num-layers", type=int, default=5)
+    begin = "train this one on, a checkpoint folder or hub id, instead of a new one"
+    add("--init-from", metavar="DRAFTER", help=begin)
+    add("--drafter", choices=("dflash", "dflash2"), help="version 1 or 2; default: dflash")
+    add("--num-layers", type=int, help="default: 5")
     add("--intermediate-size", type=int, help="width of the MLP; default: the target's")
-    add("--block-size", type=int, default=16)
+    add("--block-size", type=int, help="default: 16")
     add("--target-layer-ids", type=layer_ids, metavar="1,9,17", help="default: the published rule")
     add("--mask-token-id", type=int, help="default: the tokenizer's, or an id that is not used")
-    second = "of --drafter dflash2"
-    add("--conv-kernel-size", type=int, default=2, help=f"rows that a convolution spans, {second}")
-    add("--conv-group-size", type=int, default=16, help=f"channels that share a kernel, {second}")
-    add("--selector-rank", type=int, default=256, help=f"width of the codebooks, {second}")
-    add("--selector-top-k", type=int, default=16, help=f"candidates of a place, {second}")
+    for name, what in (
+        ("conv_kernel_size", "rows that a convolution spans"),
+        ("conv_group_size", "channels that share a kernel"),
+        ("selector_rank", "width of the codebooks"),
+        ("selector_top_k", "candidates of a place"),
+    ):
+        told = f"{what}, of --drafter dflash2; default: {FORM[name]}"
+        add(f"--{name.replace('_', '-')}", type=int, help=told)
 
 
 def _training_options(add) -> None:
@@ -97,6 +109,16 @@ def share(text: str) -> Share:
     if not 0 <= index < of:
         raise ValueError(f"{text}: the part must be within 0 … {of - 1}")
     return Share(index, of)
+
+
+def drafter_form(args: argparse.Namespace) -> argparse.Namespace:
+    """The options about a new drafter with their defaults; ValueError for one beside --init-from,
+    whose drafter has a form already."""
+    given = {name: getattr(args, name) for name in FORM if getattr(args, name) is not None}
+    if args.init_from is not None and given:
+        name = next(iter(given)).replace("_", "-")
+        raise ValueError(f"--{name}: the drafter of --init-from is as it is; leave this out")
+    return argparse.Namespace(**FORM | given)
 
 
 def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, list[Sampling]]:

@@ -1,5 +1,6 @@
 """A drafter for any supported target: its configuration, its data, its training."""
 
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
@@ -183,7 +185,7 @@ class Lesson(NamedTuple):
     """What a drafter is trained on and with: the trainer's arguments."""
 
     loss: LossFn
-    start: Any  # untrained parameters
+    start: Any  # float32 parameters
     rows: Rows
     identity: dict[str, Any]
 
@@ -197,8 +199,11 @@ def make_lesson(
     training: TrainConfig,
     objective: Objective,
     backend: str | None = None,
+    start: Any = None,
 ) -> Lesson:
-    """The loss of a new drafter on these rows; attention by the device's best unless named.
+    """The loss of a drafter on these rows; attention by the device's best unless named.
+
+    `start`: parameters to begin with, None for a new drafter's.
 
     ValueError for settings that do not fit, before anything runs.
     """
@@ -216,7 +221,17 @@ def make_lesson(
     )
     identity = asdict(config) | asdict(objective) | {"anchors": anchors, "attention": attention}
     loss = partial(drafter_loss, target, drafter_of(config), blocks)
-    return Lesson(loss, init_drafter(config, training.seed), rows, identity)
+    if start is None:
+        return Lesson(loss, init_drafter(config, training.seed), rows, identity)
+    start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)
+    return Lesson(loss, start, rows, identity | {"start_crc32": _crc32(start)})
+
+
+def _crc32(params: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(params):
+        total = zlib.crc32(np.asarray(leaf).tobytes(), total)
+    return total
 
 
 def made_up_rows(count: int, row_length: int, vocab_size: int) -> Rows:
@@ -243,13 +258,17 @@ def train_drafter(
     should_stop: Callable[[int], bool],
     objective: Objective = PAPERS,
     backend: str | None = None,
+    start: Any = None,
     evaluation: Evaluation | None = None,
 ) -> Trained:
-    """Packs the conversations and trains a new drafter for a frozen target; see trainer.train."""
+    """Packs the conversations and trains a drafter for a frozen target; see trainer.train.
+
+    A new one, or with `start` the one that has these parameters.
+    """
     rows, dropped = pack(conversations, row_length)
     lesson = make_lesson(
         target, config, rows, anchors=anchors, training=training, objective=objective,
-        backend=backend,
+        backend=backend, start=start,
     )  # fmt: skip
     describe(rows, dropped)
     return train(
