@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,6 +13,12 @@ import jax
 import pytest
 
 ON_GPU = Path("/dev/nvidia0").exists()
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+# XLA's older emitters of CPU code, in one part: a third less CPU for a file that compiles much.
+HASTE = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 MOST_PROCESSES = 4  # each takes a core and up to 4 GB
 # The longest files, which begin first: no process is to wait for another at the end.
 LONGEST = (
@@ -35,10 +43,7 @@ jax.config.update("jax_enable_compilation_cache", False)  # in this one all is c
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-    # XLA's older emitters of CPU code, in one part: a third less CPU for a file that compiles much.
-    # What a user's settings give is looked at by test_embedded_pair's golden prompt.
-    older = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    os.environ.setdefault("XLA_FLAGS", f"{older} --xla_cpu_parallel_codegen_split_count=1")
+    os.environ.setdefault("XLA_FLAGS", HASTE)
 
 
 pytest.register_assert_rewrite("tests.attention_checks", "tests.logits", "tests.refusals")
@@ -110,10 +115,17 @@ def compiled_soon(request):
 
 
 @pytest.fixture
-def compiled_hastily():
-    """The same for one test of a file that is COMPILED_FULLY."""
-    with jax_options(jax_disable_most_optimizations=not ON_GPU):
-        yield
+def as_users():
+    """Runs a command of scripts/ as users have it: programs made by XLA's own settings."""
+
+    def run(script: str, *argv: str) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+        if not ON_GPU and environment.get("XLA_FLAGS") == HASTE:
+            del environment["XLA_FLAGS"]
+        command = [sys.executable, str(SCRIPTS / script), *argv]
+        return subprocess.run(command, capture_output=True, env=environment, text=True)
+
+    return run
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from jflash.models.dflash2 import Drafter2
 from jflash.programs import new_state
 from tests.lossless_case import small_case
 
-COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check_lossless.py"
 
 
@@ -49,17 +48,17 @@ CAUGHT = {"pair": "small", "capacity": 4096, "splits": 4, "prompt_tokens": [9]} 
 }
 
 
-def test_the_embedded_pair_is_lossless_here(script, capsys, tmp_path):
+def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
     """The whole command: all modes equal, every acceptance length seen, the fault caught."""
     file = tmp_path / "result.json"
-    code, out, _ = run_script(
-        script, capsys, "--batches", "2", "--tokens", "240", "--min-count", "1",
-        "--min-distinct", "30", "--dtype", "float32", "--json", str(file),
+    done = as_users(
+        "check_lossless.py", "--pairs", "tiny-math", "--batches", "2", "--tokens", "240",
+        "--min-count", "1", "--min-distinct", "30", "--dtype", "float32", "--json", str(file),
     )  # fmt: skip
-    assert code == 0, out
-    found = json.loads(file.read_text())
-    assert json.loads(out.splitlines()[-1]) == found
-    assert out.splitlines()[-2].startswith("LOSSLESS: ")
+    assert done.returncode == 0, done.stderr
+    found, lines = json.loads(file.read_text()), done.stdout.splitlines()
+    assert json.loads(lines[-1]) == found
+    assert lines[-2].startswith("LOSSLESS: ")
     assert found["failures"] == []
     assert found["differences"] == 0
     assert found["tokens"] >= 240
@@ -80,9 +79,7 @@ def test_the_embedded_pair_is_lossless_here(script, capsys, tmp_path):
     assert [w["pair"] for w in found["width_1"]] == ["tiny-math"]
 
 
-def test_a_real_difference_is_printed_and_fails(
-    script, case, capsys, monkeypatch, compiled_hastily
-):
+def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatch):
     """One mode's target differs a little: exit code 1, and both tokens with both logits."""
     faithful = lossless_check.modes_of
     norm = case.params.target["norm"]["scale"]
@@ -114,7 +111,7 @@ def test_a_real_difference_is_printed_and_fails(
     assert not any(count for mode in clean for kind, count in mode.items() if "differing" in kind)
 
 
-def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch, compiled_hastily):
+def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch):
     """With the right attention in the fault's place the check refuses to vouch for itself."""
     for module in (lossless_cases, lossless_check):  # the command above runs the real one
         monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)

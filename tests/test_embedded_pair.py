@@ -1,10 +1,7 @@
 """The pair in checkpoints/: README's prompt and example, and the promise kept on real text."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +23,9 @@ def pair():
     return load_pair(TINY / "target", TINY / "drafter", dtype="float32")
 
 
-def test_default_prompt_is_golden():
-    """Tokens and acceptance lengths of `generate.py --json`, as they were when the pair shipped; in
-    a process with XLA's own settings, not with those of the tests."""
-    command = [sys.executable, str(ROOT / "scripts/generate.py"), "--json", "--dtype", "float32"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)
-    done = subprocess.run(command, capture_output=True, env=environment, text=True)
+def test_default_prompt_is_golden(as_users):
+    """Tokens and acceptance lengths of `generate.py --json`, as they were when the pair shipped."""
+    done = as_users("generate.py", "--json", "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     got, want = json.loads(done.stdout), json.loads(GOLDEN.read_text())
     assert {key: got[key] for key in want} == want
