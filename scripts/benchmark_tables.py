@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def make_parser() -> Parser:
     parser = Parser("benchmark_tables.py", (__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit code 1 if a table is stale")
-    texts = [ROOT / "README.md", *sorted(ROOT.glob("checkpoints/*/README.md"))]
+    texts = [ROOT / "README.md", *sorted(ROOT.glob("checkpoints/**/README.md"))]
     parser.add_argument("--readme", type=Path, nargs="+", default=texts, metavar="FILE")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", metavar="DIR")
     return parser

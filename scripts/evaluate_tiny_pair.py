@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jflash.cli.command import Parser, run_command
+from jflash.evals.device import describe_device
 from jflash.evals.tiny_math import (
     EVAL_SEED,
     Limits,
@@ -70,9 +69,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         max_new_tokens=args.max_new_tokens,
         stop_token_ids=tuple(stop_token_ids(args.target, tokenizer)),
     )
-    results: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+    results: dict[str, Any] = describe_device() | {
         "dtype": args.dtype or default_dtype(),
         "block_size": pair.models.block_size,
         "attention_backend": pair.models.attention_backend,

@@ -336,8 +336,14 @@ def test_every_table_shows_its_numbers(results):
             "| kl, dpace | 4 × 960 | 1,000 | 20 × 8 × 64 | 6e-4 | 1 | 2.50 / 2.25 |  | 1.75 (9) |",
             "| ce, decay, drafter dflash2 | 4 × 960 |",
         ],
+        "tiny_pair": [
+            "| 9 problems of known templates, new numbers | GPU, float32 | 75.0 % | 100 / 50 "
+            "| 3.50 / 3.25 | 7 / 2 / 0 | 1.50 |",
+            "| first 8 GSM8K test questions | GPU, float32 |  |  | 2.00 / 2.12 | 8 / 0 / 0 |  |",
+        ],
+        "tiny_pair_speed": ["| GPU, float32 | 1,234 | 321 | 2.50 × | 49 of 50 |"],
     }  # fmt: skip
-    results = [*results, *evaluated(), checked(), trained()]
+    results = [*results, *evaluated(), checked(), trained(), embedded()]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"
@@ -347,6 +353,26 @@ def test_every_table_shows_its_numbers(results):
             assert part in made, made
         assert with_tables(made, results) == made
         assert "Not measured yet." in with_tables(text, []) or name == "goals"
+
+
+def embedded() -> Result:
+    """What evaluate_tiny_pair.py wrote, what the tables show of it."""
+
+    def ended(pooled: float, means: float, kinds: tuple[int, int, int], rest: float | None) -> dict:
+        return {
+            "ended": {"tau_pooled": pooled, "tau_mean_of_means": means},
+            "limit_or_looping": {"tau_pooled": rest},
+            "endings": dict(zip(("ended", "limit", "looping"), kinds, strict=True)),
+        }
+
+    right = {"correct": 0.75, "correct_by_steps": {"2": 0.5, "1": 1.0}}
+    split = ended(3.5, 3.25, (7, 2, 0), 1.5) | right
+    speed = {"drafter_tokens_per_second": 1234.4, "width_1_tokens_per_second": 321.0}
+    speed |= {"speed_up": 2.5, "same_tokens": 49, "prompts": 50}
+    found = {"dtype": "float32", "eval": split, "held_out": split, "width_1": speed}
+    found |= {"gsm8k": ended(2.0, 2.125, (8, 0, 0), None)}
+    where = {"device": "GPU, 2 cores", "versions": {"jax": "1"}, "date": "today"}
+    return Result("e.json", where | found)
 
 
 def trained() -> Result:
@@ -391,7 +417,7 @@ def test_check_notices_a_stale_readme(results, tmp_path):
 
 def test_readme_agrees_with_the_results():
     results = read_results(ROOT / "benchmarks")
-    for file in (ROOT / "README.md", *ROOT.glob("checkpoints/*/README.md")):
+    for file in (ROOT / "README.md", *ROOT.glob("checkpoints/**/README.md")):
         text = file.read_text(encoding="utf-8")
         assert with_tables(text, results) == text, file
     for file in (ROOT / "benchmarks").glob("*.json"):

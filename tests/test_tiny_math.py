@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from jflash.evals.acceptance import acceptance, by_ending, is_looping
-from jflash.evals.tiny_math import Limits, compare_with_width_1, evaluate_split
+from jflash.evals.benchmark_tables import TABLES, read_results
+from jflash.evals.tiny_math import Limits, evaluate_split
 from jflash.generate import Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import encode_prompt
@@ -138,9 +139,19 @@ def test_evaluation_counts(place):
     found = evaluate_split(pair, tokenizer, "held_out", 4, limits)
     assert sum(found["endings"].values()) == found["all"]["prompts"] == 4
     assert sum(found["all"]["histogram"]) == found["all"]["steps"]
-    asked = list(problems("eval", 0, 2))
-    times = compare_with_width_1(pair, tokenizer, asked, limits)
-    assert times["same_tokens"] == times["prompts"] and times["speed_up"] > 0
+
+
+def test_the_evaluations_command(place, gsm8k, tmp_path):
+    argv = ["--target", place.target, "--drafter", place.drafter, "--problems", 4, "--batch", 3]
+    argv += ["--gsm8k-test", gsm8k.test, "--max-new-tokens", 12, "--compare-width-1"]
+    argv += ["--timed-prompts", 2, "--output", tmp_path / "pair.json"]
+    assert command("evaluate_tiny_pair", *argv) == 0
+    found = json.loads((tmp_path / "pair.json").read_text())
+    assert [found[name]["all"]["prompts"] for name in ("eval", "held_out", "gsm8k")] == [4, 4, 1]
+    times = found["width_1"]
+    assert times["same_tokens"] == times["prompts"] == 2 and times["speed_up"] > 0
+    made = {name: TABLES[name](read_results(tmp_path)) for name in ("tiny_pair", "tiny_pair_speed")}
+    assert all("`benchmarks/pair.json`" in text for text in made.values())
 
 
 def generation(ids: list[int], lengths: list[int], reason: str = "stop") -> Generation:

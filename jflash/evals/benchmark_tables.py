@@ -9,7 +9,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from jflash.evals.evidence_tables import evaluations, families, lossless, trainings
+from jflash.evals.evidence_tables import (
+    evaluations,
+    families,
+    lossless,
+    tiny_pair,
+    tiny_pair_speed,
+    trainings,
+)
 from jflash.evals.step_tables import beside, goals, kernels, pairs, reference, steps, widths
 from jflash.evals.tables import Result
 
@@ -18,7 +25,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     table.__name__: table
     for table in (
         *(goals, steps, widths, reference, beside, pairs, kernels),
-        *(lossless, evaluations, trainings, families),
+        *(lossless, evaluations, trainings, families, tiny_pair, tiny_pair_speed),
     )
 }
 

@@ -5,6 +5,11 @@ from typing import Any
 
 from jflash.evals.tables import Result, table
 
+TINY_PROMPTS = {  # what evaluate_tiny_pair.py asks
+    "eval": "{} problems of known templates, new numbers",
+    "held_out": "{} problems of held-out templates",
+    "gsm8k": "first {} GSM8K test questions",
+}
 CELLS = ("target", "drafter v1", "window", "DFlash 2", "parity tested", "run on a GPU")
 
 
@@ -105,6 +110,63 @@ def tau_of(evaluation: dict[str, Any] | None) -> str:
     if evaluation is None:
         return ""
     return f"{evaluation['ended']['tau']:.2f} ({evaluation['ended']['answers']})"
+
+
+def tiny_pair(results: list[Result]) -> str:
+    """The embedded pair by evaluate_tiny_pair.py: right results, and acceptance by ending."""
+    found = _tiny_pairs(results)
+    rows = []
+    for case in found:
+        for name, what in TINY_PROMPTS.items():
+            if name not in case:
+                continue
+            of, ended, rest = case[name], case[name]["ended"], case[name]["limit_or_looping"]
+            kinds = of["endings"]
+            count = sum(kinds.values())
+            steps = of.get("correct_by_steps", {})
+            rows.append([
+                what.format(count), _where(case),
+                f"{100 * of['correct']:.1f} %" if steps else "",
+                " / ".join(f"{100 * part:.0f}" for _, part in sorted(steps.items())),
+                " / ".join(_tau(ended[mean]) for mean in ("tau_pooled", "tau_mean_of_means")),
+                " / ".join(f"{kinds[kind]}" for kind in ("ended", "limit", "looping")),
+                _tau(rest["tau_pooled"]),
+            ])  # fmt: skip
+    head = [
+        *("prompts", "on", "right", "% right by steps 1 / 2 / …", "τ, ended: pooled / of means"),
+        *("ended / cut / looping", "τ, the rest"),
+    ]
+    return table(head, rows, found)
+
+
+def tiny_pair_speed(results: list[Result]) -> str:
+    """One prompt at a time with the drafter and at width 1, in turns: medians over prompts."""
+    found = [case for case in _tiny_pairs(results) if "width_1" in case]
+    rows = [
+        [
+            _where(case), f"{speed['drafter_tokens_per_second']:,.0f}",
+            f"{speed['width_1_tokens_per_second']:,.0f}", f"{speed['speed_up']:.2f} ×",
+            f"{speed['same_tokens']} of {speed['prompts']}",
+        ]
+        for case in found
+        for speed in [case["width_1"]]
+    ]  # fmt: skip
+    head = ["on", "tokens/s", "at width 1", "speed-up, median of prompts", "same tokens"]
+    return table(head, rows, found)
+
+
+def _tiny_pairs(results: list[Result]) -> list[dict[str, Any]]:
+    found = [r for r in results if TINY_PROMPTS.keys() & {"eval", "held_out"} <= r.content.keys()]
+    return [r.content | {"file": r.name} for r in found]
+
+
+def _tau(value: float | None) -> str:
+    """Nothing where there is no step."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def _where(case: dict[str, Any]) -> str:
+    return f"{case['device'].split(',')[0]}, {case['dtype']}"
 
 
 def families(results: list[Result]) -> str:
