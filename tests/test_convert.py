@@ -1,8 +1,11 @@
 """The Orbax form: the same bits as what it was made from, accepted wherever a folder is."""
 
+import contextlib
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -131,6 +134,28 @@ def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
         write_whole(old, True, lambda part: (part / "config.json").write_text("new"))
     assert [p.name for p in tmp_path.iterdir()] == ["dst"]
     assert (old / "config.json").read_text() == "old"
+
+
+def test_nothing_stays_that_is_written_after_the_error(tmp_path):
+    """As threads of a save do: some files come after the error, each with its folders."""
+
+    def fill(part: Path) -> None:
+        def write() -> None:
+            for name in "abcd":
+                time.sleep(0.1)
+                with contextlib.suppress(FileNotFoundError):  # removed in between
+                    part.mkdir(parents=True, exist_ok=True)
+                    (part / name).write_text("late")
+
+        writer = threading.Thread(target=write)
+        writers.append(writer)
+        writer.start()
+        raise OSError(28, "No space left on device")
+
+    writers: list[threading.Thread] = []
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_whole(tmp_path / "a" / "b" / "dst", False, fill)
+    assert not writers[0].is_alive() and list(tmp_path.iterdir()) == []
 
 
 def test_an_orbax_form_that_does_not_fit_its_config(converted, tmp_path):
