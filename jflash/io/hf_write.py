@@ -9,6 +9,7 @@ from typing import Any
 from jflash.config import (
     Drafter2Config,
     DrafterConfig,
+    LinearScaling,
     Llama3Scaling,
     MoeConfig,
     RopeConfig,
@@ -53,8 +54,8 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     """How long contexts scale the RoPE, as published files say it."""
     if rope.scaling is None:
         return None
-    kinds = {Llama3Scaling: "llama3", YarnScaling: "yarn"}
-    return {"rope_type": kinds.get(type(rope.scaling), "linear"), **asdict(rope.scaling)}
+    kinds = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
+    return {"rope_type": kinds[type(rope.scaling)], **asdict(rope.scaling)}
 
 
 def _architecture(config: TargetConfig | DrafterConfig) -> str:
