@@ -35,6 +35,7 @@ from jflash.io import (
     save_checkpoint,
     stop_token_ids,
 )
+from jflash.io.load import check_params
 from jflash.io.text import has_tokenizer
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
@@ -66,8 +67,11 @@ def make_parser() -> Parser:
 def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
     form = drafter_form(args)
     if args.init_from is not None:
-        drafter = pair_models(args.target, args.init_from).drafter
+        drafter, source = pair_models(args.target, args.init_from).drafter, resolve(args.init_from)
         assert drafter is not None
+        if source.resolve() == args.output.resolve():
+            raise ValueError(f"{source} would be replaced by its own training: another --output")
+        check_params(source, drafter.config)
         return drafter.config
     mask = form.mask_token_id
     if mask is None:
@@ -222,9 +226,6 @@ def run(args: argparse.Namespace) -> None:
     check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
     _, params = load_target(args.target, dtype, progress=True)
     pair = Pair(models, Params(params, None))
-    start = None
-    if args.init_from is not None:
-        _, start = load_drafter(args.init_from, "float32", progress=True)
     if args.dry_run:
         ways = len(samplings)
         dry_run(args, training, objective, target, params, config, pair, records, ways)
@@ -242,6 +243,9 @@ def run(args: argparse.Namespace) -> None:
         args, target, params, config, without_loops(found, args.keep_looping), held, stops
     )
 
+    start = None
+    if args.init_from is not None:
+        _, start = load_drafter(args.init_from, "float32", progress=True)
     with first_interrupt() as interrupted:
         trained = train_drafter(
             target, params, config, learnt, row_length=args.row_length, anchors=args.anchors,

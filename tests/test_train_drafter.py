@@ -56,6 +56,9 @@ def place(tmp_path_factory) -> Path:
         shutil.copytree(folder / "target", folder / name, ignore=shutil.ignore_patterns(missing))
     shutil.copytree(folder / "drafter", folder / "other")
     edit_config(folder / "other", vocab_size=301)
+    for name in ("cut", "itself"):
+        shutil.copytree(folder / "drafter", folder / name)
+    os.truncate(folder / "cut/model.safetensors", 1000)
     (folder / "odd.jsonl").write_text(lines[0] + '\n{"prompt_ids": [1, 300]}\n')
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
@@ -225,6 +228,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"init_from": place / "drafter"}, "--num-layers: the drafter of --init-from is as it is"),
         (NO_FORM | {"init_from": place / "target"}, "Qwen3ForCausalLM"),
         (NO_FORM | {"init_from": place / "other"}, "vocab_size is 301 in the drafter, 300 in"),
+        (NO_FORM | {"init_from": place / "cut"}, "corrupt or truncated"),
         ({"held_out": 60}, "60 of 60 different prompts held out leave none"),
         ({"target": place / "base"}, "prompts.jsonl:1: the tokenizer has no chat template: pass"),
         (tiny | {"target": place / "base", "no_chat_template": FLAG}, "(the shortest has 9)"),
@@ -233,6 +237,10 @@ def test_bad_input_is_a_line(place, capsys):
     ]:
         assert command(place, "bad", **changes) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
+    itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
+    assert command(place, "itself", **itself) == 2
+    assert "itself would be replaced by its own training" in capsys.readouterr().err
+    assert (place / "itself/config.json").exists()
     assert not (place / "bad").exists() and not (place / "bad-work").exists()
 
 
