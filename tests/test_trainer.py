@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jflash.models.decoder import Target
@@ -15,7 +16,7 @@ from jflash.training import steps, trainer
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
-from jflash.training.steps import TrainConfig, batch_indices
+from jflash.training.steps import OPTIMIZERS, TrainConfig, batch_indices, optimiser
 from jflash.training.target_lm import TrainedTarget, init_target, target_loss
 from jflash.training.trainer import Evaluation, train
 from tests.pairs import target_config
@@ -53,11 +54,12 @@ def equal(a, b) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
-def test_resumed_training_gives_the_same_bits(tmp_path):
-    start = init_target(MODEL, 0)
-    parts = {"params": start, "data": rows(), "config": CONFIG, "directory": tmp_path / "parts"}
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resumed_training_gives_the_same_bits(tmp_path, optimizer):
+    start, config = init_target(MODEL, 0), replace(CONFIG, optimizer=optimizer)
+    parts = {"params": start, "data": rows(), "config": config, "directory": tmp_path / "parts"}
     looked = {"evaluation": Evaluation(12, looks())}
-    finished = {"params": start, "data": rows(), "config": CONFIG, "directory": tmp_path / "whole"}
+    finished = {"params": start, "data": rows(), "config": config, "directory": tmp_path / "whole"}
     whole = run(**finished, **looked)
     assert whole.step == 36
     assert [r["step"] for r in whole.history if "size" in r] == [12, 24, 36]
@@ -80,7 +82,7 @@ def test_resumed_training_gives_the_same_bits(tmp_path):
     assert equal(again.params, whole.params) and again.history == whole.history
 
     with pytest.raises(ValueError, match=r"holds a run with \{'seed': 5\}"):
-        run(**(parts | {"config": replace(CONFIG, seed=6)}))
+        run(**(parts | {"config": replace(config, seed=6)}))
     with pytest.raises(ValueError, match="data_crc32"):
         run(**(parts | {"data": rows()._replace(tokens=rows().tokens[::-1])}))
 
@@ -191,7 +193,32 @@ def test_packing_keeps_every_conversation_whole():
         check_tokens(pack([Conversation([1, 98], [3])], 3)[0], 98)
 
 
+def test_muon_steps_along_the_orthogonal_part_of_a_product_s_gradient():
+    rng = np.random.default_rng(0)
+    shapes = {"mlp": {"kernel": (6, 10)}, "norm": {"scale": (6,)}, "codebook": (12, 4)}
+    draw = partial(jax.tree.map, lambda s: jnp.asarray(rng.normal(size=s), jnp.float32))
+    params, grads = (draw(shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(2))
+
+    config = replace(CONFIG, optimizer="muon", weight_decay=0.0)
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    rest = optax.chain(clip, optax.nadamw(config.learning_rate, b2=0.95, weight_decay=0.0))
+
+    def second_update(tx: optax.GradientTransformation):  # the first one's learning rate is 0
+        return tx.update(grads, tx.update(grads, tx.init(params), params)[1], params)[0]
+
+    muon, expected = second_update(optimiser(config)), second_update(rest)
+    left, _, right = np.linalg.svd(grads["mlp"]["kernel"], full_matrices=False)
+    size = -config.learning_rate * 0.2 * np.sqrt(10)
+    along = left.T @ np.asarray(muon["mlp"].pop("kernel")) @ right.T / size
+    np.testing.assert_allclose(along, np.eye(6) * along.diagonal(), atol=0.01)
+    assert (along.diagonal() > 0.6).all() and (along.diagonal() < 1.3).all()
+    expected["mlp"].pop("kernel")
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), muon, expected)
+
+
 def test_bad_settings_are_named():
+    with pytest.raises(ValueError, match=r"optimizer must be one of .*got 'sgd'"):
+        TrainConfig(steps=1, batch_size=1, optimizer="sgd")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         TrainConfig(steps=1, batch_size=0)
     with pytest.raises(ValueError, match="learning_rate must be positive, got -1"):

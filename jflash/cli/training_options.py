@@ -8,7 +8,7 @@ from jflash.io import default_dtype
 from jflash.sampling import Sampling
 from jflash.training.answers import Share
 from jflash.training.objective import LOSSES, WEIGHTS, Objective
-from jflash.training.steps import TrainConfig, device_mesh
+from jflash.training.steps import OPTIMIZERS, TrainConfig, device_mesh
 
 # What a new drafter is like unless it is said.
 FORM = {
@@ -72,7 +72,8 @@ def _training_options(add) -> None:
     add("--anchors", type=int, default=64, help="blocks drawn from a row, each time anew")
     add("--steps", type=int, default=20_000)
     add("--batch", type=int, default=8, help="rows a step, of all GPUs together")
-    add("--learning-rate", type=float, default=6e-4)
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--learning-rate", type=float, default=6e-4, help="of either optimizer")
     add("--weight-decay", type=float, default=0.01)
     add("--seed", type=int, default=0)
     add("--checkpoint-every", type=int, default=1000, metavar="STEPS")
@@ -135,9 +136,10 @@ def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, list[Sam
         if not file.is_file():
             raise ValueError(f"{file}: no such file")
     training = TrainConfig(
-        steps=args.steps, batch_size=args.batch, learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay, seed=args.seed, compute_dtype=default_dtype(),
-        checkpoint_every=args.checkpoint_every, steps_per_call=min(50, args.checkpoint_every),
+        steps=args.steps, batch_size=args.batch, optimizer=args.optimizer,
+        learning_rate=args.learning_rate, weight_decay=args.weight_decay, seed=args.seed,
+        compute_dtype=default_dtype(), checkpoint_every=args.checkpoint_every,
+        steps_per_call=min(50, args.checkpoint_every),
     )  # fmt: skip
     if args.answer_part.of == 1:
         device_mesh(args.batch)

@@ -24,6 +24,8 @@ from jflash.memory import tree_bytes
 
 LossFn = Callable[[Any, Any, Any, Array, Array], tuple[Array, dict[str, Array]]]
 MEASURED_STEPS = 3
+OPTIMIZERS = ("adamw", "muon")
+KERNEL = jax.tree_util.DictKey("kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class TrainConfig:
 
     steps: int
     batch_size: int  # of all devices together
+    optimizer: str = "adamw"  # one of OPTIMIZERS
     learning_rate: float = 6e-4
     warmup: float = 0.04  # of all steps
     weight_decay: float = 0.01  # of matrices
@@ -47,6 +50,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
 
 
 class TrainState(NamedTuple):
@@ -60,7 +65,7 @@ class Memory(NamedTuple):
     """What a training takes on each device, in bytes."""
 
     frozen: int  # parameters that nobody trains
-    trained: int  # float32 parameters and both moments of AdamW
+    trained: int  # float32 parameters and the optimizer's moments
     data: int
     temporaries: int  # what XLA allocates beside them: activations, gradients
 
@@ -79,22 +84,46 @@ class Plan(NamedTuple):
 
 
 def optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip by the global norm; vectors (norm scales) do not decay."""
+    """AdamW or Muon behind a clip by the global norm; vectors (norm scales) do not decay.
+
+    Muon steps along the orthogonal part of each product's gradient (Jordan 2024), at the size of
+    AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. What is no product's
+    kernel (norms, tables of vectors) is Adam's, with Nesterov's momentum and without decay.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
         warmup_steps=max(1, round(config.warmup * config.steps)),
         decay_steps=max(2, config.steps),
     )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
+    b2 = 0.95  # batches are large and runs short: an average over 20 steps, not 1000
+    if config.optimizer == "muon":
+        steps = optax.contrib.muon(
             schedule,
-            b2=0.95,  # batches are large and runs short: an average over 20 steps, not 1000
+            weight_decay=config.weight_decay,
+            adam_b2=b2,
+            muon_weight_dimension_numbers=_kernels,
+            consistent_rms=0.2,  # AdamW's, by that paper
+        )
+    else:
+        steps = optax.adamw(
+            schedule,
+            b2=b2,
             weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-        ),
-    )
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), steps)
+
+
+def _kernels(params: Any) -> Any:
+    """Muon's axes for the kernels of products, None for everything else."""
+
+    def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        return (
+            optax.contrib.MuonDimensionNumbers() if path[-1] == KERNEL and leaf.ndim == 2 else None
+        )
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def device_mesh(batch_size: int) -> Mesh:
