@@ -17,14 +17,23 @@ from jflash.evals.evidence_tables import (
     tiny_pair_speed,
     trainings,
 )
-from jflash.evals.step_tables import beside, goals, kernels, pairs, reference, steps, widths
+from jflash.evals.step_tables import (
+    beside,
+    goals,
+    kernels,
+    pairs,
+    reference,
+    spent,
+    steps,
+    widths,
+)
 from jflash.evals.tables import Result
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     table.__name__: table
     for table in (
-        *(goals, steps, widths, reference, beside, pairs, kernels),
+        *(goals, steps, spent, widths, reference, beside, pairs, kernels),
         *(lossless, evaluations, trainings, families, tiny_pair, tiny_pair_speed),
     )
 }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jflash.evals.shapes import SHAPES
 from jflash.evals.tables import (
     Result,
     all_cases,
@@ -15,6 +16,7 @@ from jflash.evals.tables import (
     table,
 )
 from jflash.evals.widths import best_width, expected_tokens, geometric_profile
+from pallas_kernels.shapes import MATMUL, MatmulShape
 
 GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
     ("plain decoding, batch 1", 4.3, 1, 1024, "plain"),
@@ -24,6 +26,7 @@ GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
     ("DFlash step, batch 1, context 32k of 32k", 6.8, 1, 32768, "step"),
 )
 GOAL_SHAPE = "qwen3-8b"
+PRODUCTS = ("qkv", "out", "gate-up", "down")  # of a layer
 TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
 
 
@@ -85,6 +88,44 @@ def steps(results: list[Result]) -> str:
     ]  # fmt: skip
     head = ["shape", "batch", "context", "plain", "verify", "draft", "step", "floor", "share"]
     return table(head, rows, cases)
+
+
+def spent(results: list[Result]) -> str:
+    """A verify of Qwen3-8B's beside what its products and its attention take alone."""
+    layers = SHAPES[GOAL_SHAPE].target.num_layers
+    timed: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {
+        (row["backend"], row["shape"]): (row["us"] / 1e3, r.content | {"file": r.name})
+        for r in results
+        for row in r.content.get("rows", [])
+        if "us" in row
+    }
+    rows, used = [], []
+    for case in sorted(full_cases(results), key=lambda c: c["batch"]):
+        width = case["batch"] * case["block_size"]
+        products = {name: f"{GOAL_SHAPE}-{name}-m{width}" for name in (*PRODUCTS, "head")}
+        attention = ("mosaic_gpu", f"qwen3-b{case['batch']}-2k")
+        wanted = [("tuned", shape) for shape in products.values()] + [attention]
+        if case["shape"] != GOAL_SHAPE or not near(case, 1024) or not timed.keys() >= {*wanted}:
+            continue
+        often = [*(layers for _ in PRODUCTS), 1, layers]
+        *alone, attends = (n * timed[key][0] for n, key in zip(often, wanted, strict=True))
+        floor = sum(
+            n * product_ms(MATMUL[shape], case["floors"])
+            for n, shape in zip(often, products.values(), strict=False)
+        )
+        rows.append([
+            f"{case['batch']}", ms(case["verify"]), f"{sum(alone):.2f} ms", f"{floor:.2f} ms",
+            percent(floor / sum(alone)), f"{attends:.2f} ms",
+        ])  # fmt: skip
+        used += [case, *(timed[key][1] for key in wanted)]
+    head = ["batch", "verify", "its products alone", "their floor", "share", "its attention alone"]
+    return table(head, rows, used)
+
+
+def product_ms(shape: MatmulShape, rates: dict[str, float]) -> float:
+    """Milliseconds that a bfloat16 product's weights or its operations take, the slower."""
+    moved = 2 * shape.K * shape.N / rates["bytes_per_second"]
+    return 1e3 * max(moved, 2 * shape.M * shape.K * shape.N / rates["operations_per_second"])
 
 
 def widths(results: list[Result]) -> str:
