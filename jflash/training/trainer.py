@@ -1,4 +1,4 @@
-"""Training of any pure loss: AdamW over float32 params, checkpoints, and the same bits on resuming.
+"""Training of any pure loss over float32 params: checkpoints, and the same bits on resuming.
 
 The device runs `steps_per_call` steps for each dispatch and the host never waits for the newest of
 them. What happens inside a call is jflash.training.steps'; this file knows files and progress.
