@@ -72,7 +72,8 @@ def _training_options(add) -> None:
     add("--anchors", type=int, default=64, help="blocks drawn from a row, each time anew")
     add("--steps", type=int, default=20_000)
     add("--batch", type=int, default=8, help="rows a step, of all GPUs together")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    muon = "muon: along the orthogonal part of each product's gradient, at AdamW's step size"
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=muon)
     add("--learning-rate", type=float, default=6e-4, help="of either optimizer")
     add("--weight-decay", type=float, default=0.01)
     add("--seed", type=int, default=0)
