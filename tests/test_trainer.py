@@ -16,7 +16,7 @@ from jflash.training import steps, trainer
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
-from jflash.training.steps import OPTIMIZERS, TrainConfig, batch_indices, optimiser
+from jflash.training.steps import OPTIMIZERS, TrainConfig, batch_indices, optimizer
 from jflash.training.target_lm import TrainedTarget, init_target, target_loss
 from jflash.training.trainer import Evaluation, train
 from tests.pairs import target_config
@@ -195,7 +195,12 @@ def test_packing_keeps_every_conversation_whole():
 
 def test_muon_steps_along_the_orthogonal_part_of_a_product_s_gradient():
     rng = np.random.default_rng(0)
-    shapes = {"mlp": {"kernel": (6, 10)}, "norm": {"scale": (6,)}, "codebook": (12, 4)}
+    shapes = {
+        "mlp": {"kernel": (6, 10)},
+        "norm": {"scale": (6,)},
+        "codebook": (12, 4),
+        "taps": (2, 3, 4),
+    }
     draw = partial(jax.tree.map, lambda s: jnp.asarray(rng.normal(size=s), jnp.float32))
     params, grads = (draw(shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(2))
 
@@ -206,7 +211,7 @@ def test_muon_steps_along_the_orthogonal_part_of_a_product_s_gradient():
     def second_update(tx: optax.GradientTransformation):  # the first one's learning rate is 0
         return tx.update(grads, tx.update(grads, tx.init(params), params)[1], params)[0]
 
-    muon, expected = second_update(optimiser(config)), second_update(rest)
+    muon, expected = second_update(optimizer(config)), second_update(rest)
     left, _, right = np.linalg.svd(grads["mlp"]["kernel"], full_matrices=False)
     size = -config.learning_rate * 0.2 * np.sqrt(10)
     along = left.T @ np.asarray(muon["mlp"].pop("kernel")) @ right.T / size

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jflash.evals.floors import Rates, Work, floor_seconds
 from jflash.evals.shapes import SHAPES
 from jflash.evals.tables import (
     Result,
@@ -16,7 +17,7 @@ from jflash.evals.tables import (
     table,
 )
 from jflash.evals.widths import best_width, expected_tokens, geometric_profile
-from pallas_kernels.shapes import MATMUL, MatmulShape
+from pallas_kernels.shapes import MATMUL
 
 GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
     ("plain decoding, batch 1", 4.3, 1, 1024, "plain"),
@@ -93,7 +94,7 @@ def steps(results: list[Result]) -> str:
 def spent(results: list[Result]) -> str:
     """A verify of Qwen3-8B's beside what its products and its attention take alone."""
     layers = SHAPES[GOAL_SHAPE].target.num_layers
-    timed: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {
+    alone = {
         (row["backend"], row["shape"]): (row["us"] / 1e3, r.content | {"file": r.name})
         for r in results
         for row in r.content.get("rows", [])
@@ -101,31 +102,30 @@ def spent(results: list[Result]) -> str:
     }
     rows, used = [], []
     for case in sorted(full_cases(results), key=lambda c: c["batch"]):
-        width = case["batch"] * case["block_size"]
-        products = {name: f"{GOAL_SHAPE}-{name}-m{width}" for name in (*PRODUCTS, "head")}
+        m = case["batch"] * case["block_size"]  # rows of a product
         attention = ("mosaic_gpu", f"qwen3-b{case['batch']}-2k")
-        wanted = [("tuned", shape) for shape in products.values()] + [attention]
-        if case["shape"] != GOAL_SHAPE or not near(case, 1024) or not timed.keys() >= {*wanted}:
+        often = {f"{GOAL_SHAPE}-{name}-m{m}": layers for name in PRODUCTS}
+        often[f"{GOAL_SHAPE}-head-m{m}"] = 1
+        keys = [*(("tuned", shape) for shape in often), attention]
+        if case["shape"] != GOAL_SHAPE or not near(case, 1024) or not alone.keys() >= {*keys}:
             continue
-        often = [*(layers for _ in PRODUCTS), 1, layers]
-        *alone, attends = (n * timed[key][0] for n, key in zip(often, wanted, strict=True))
-        floor = sum(
-            n * product_ms(MATMUL[shape], case["floors"])
-            for n, shape in zip(often, products.values(), strict=False)
-        )
+        rates = Rates(*(case["floors"][name] for name in Rates._fields))
+        products = sum(n * alone["tuned", shape][0] for shape, n in often.items())
+        floor = 1e3 * sum(n * floor_seconds(product(shape), rates) for shape, n in often.items())
         rows.append([
-            f"{case['batch']}", ms(case["verify"]), f"{sum(alone):.2f} ms", f"{floor:.2f} ms",
-            percent(floor / sum(alone)), f"{attends:.2f} ms",
+            f"{case['batch']}", ms(case["verify"]), f"{products:.2f} ms", f"{floor:.2f} ms",
+            percent(floor / products), f"{layers * alone[attention][0]:.2f} ms",
         ])  # fmt: skip
-        used += [case, *(timed[key][1] for key in wanted)]
+        used += [case, *(alone[key][1] for key in keys)]
     head = ["batch", "verify", "its products alone", "their floor", "share", "its attention alone"]
     return table(head, rows, used)
 
 
-def product_ms(shape: MatmulShape, rates: dict[str, float]) -> float:
-    """Milliseconds that a bfloat16 product's weights or its operations take, the slower."""
-    moved = 2 * shape.K * shape.N / rates["bytes_per_second"]
-    return 1e3 * max(moved, 2 * shape.M * shape.K * shape.N / rates["operations_per_second"])
+def product(name: str) -> Work:
+    """What a product of bfloat16 reads of weights and computes."""
+    shape = MATMUL[name]
+    weights = float(shape.K * shape.N)
+    return Work(2 * weights, 2 * shape.M * weights, 0.0, 0.0)
 
 
 def widths(results: list[Result]) -> str:

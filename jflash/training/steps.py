@@ -1,4 +1,4 @@
-"""The compiled inside of a training: many optimiser steps in one program, over all local devices.
+"""The compiled inside of a training: many optimizer steps in one program, over all local devices.
 
 Rows of a batch are shared out to the devices, everything else is on each of them; with one device
 it is the same program. Which rows a step sees and which key it draws from are functions of
@@ -58,7 +58,7 @@ class TrainState(NamedTuple):
     """What a checkpoint holds."""
 
     params: Any
-    optimiser: Any
+    optimizer: Any
 
 
 class Memory(NamedTuple):
@@ -83,7 +83,7 @@ class Plan(NamedTuple):
     step_seconds: float
 
 
-def optimiser(config: TrainConfig) -> optax.GradientTransformation:
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW or Muon behind a clip by the global norm; vectors (norm scales) do not decay.
 
     Muon steps along the orthogonal part of each product's gradient (Jordan 2024), at the size of
@@ -145,13 +145,13 @@ def on_all(mesh: Mesh, tree: Any) -> Any:
 def new_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:
     """Step 0, in float32; copies: the state is donated, the caller's params are not ours."""
     params = jax.tree.map(lambda x: np.array(x, np.float32), params)
-    return on_all(mesh, TrainState(params, optimiser(config).init(params)))
+    return on_all(mesh, TrainState(params, optimizer(config).init(params)))
 
 
 def abstract_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:
     """Shapes and places of `new_train_state`, which takes memory."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
-    state = jax.eval_shape(lambda p: TrainState(p, optimiser(config).init(p)), shapes)
+    state = jax.eval_shape(lambda p: TrainState(p, optimizer(config).init(p)), shapes)
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state
@@ -195,7 +195,7 @@ def run_steps(
 
     The count is a run-time value: one executable serves the last, shorter call too.
     """
-    tx = optimiser(config)
+    tx = optimizer(config)
     root = jax.random.key(config.seed)
     shared = NamedSharding(mesh, PartitionSpec("data"))
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -211,7 +211,7 @@ def run_steps(
             return loss_fn(compute, frozen, batch, key, progress)
 
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        updates, new = tx.update(grads, state.optimiser, state.params)
+        updates, new = tx.update(grads, state.optimizer, state.params)
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(grads), **metrics}
         return TrainState(optax.apply_updates(state.params, updates), new), metrics
 

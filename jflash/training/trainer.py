@@ -94,7 +94,7 @@ def plan_lines(plan: Plan, config: TrainConfig) -> list[str]:
 def _parts(memory: Memory) -> str:
     parts = {
         "frozen weights": memory.frozen,
-        "trained weights and optimiser": memory.trained,
+        "trained weights and optimizer": memory.trained,
         "data": memory.data,
         "activations and gradients": memory.temporaries,
     }
