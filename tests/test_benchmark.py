@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from jflash.evals import benchmark_case, widths
-from jflash.evals.benchmark_case import run_task, save_pair
+from jflash.evals.benchmark_case import Task, run_task, save_pair
+from jflash.evals.benchmark_report import collect
+from jflash.evals.benchmark_tables import with_tables
 from jflash.evals.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.evals.shapes import SHAPES, model_shape
 from jflash.evals.step_time import busy_state, compile_run, random_weights, time_run, window_around
+from jflash.evals.tables import Result
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
 from jflash.models.decoder import Target
@@ -20,9 +23,13 @@ from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.programs import Shape
 from jflash.speculative import Models, Params, speculative_step
 from tests.small_checkpoints import make_pair
-from tests.timed_case import TASK, result
 
 H200 = Rates(4.17e12, 790e12)
+TASK = Task(
+    shape="tiny", target=None, drafter=None, batch=2, context=200, capacity=512, widths=(4,),
+    only_step=False, dtype="float32", backends={}, steps=9, repeats=2, prompts=(),
+    max_new_tokens=12, stop_token_ids=(),
+)  # fmt: skip
 
 
 def tiny() -> tuple[Models, Params]:
@@ -173,6 +180,10 @@ def test_a_case_of_random_weights(case):
     assert case["memory"]["weights_bytes"] == 4 * entries
     assert case["memory"]["caches_bytes"] == 4 * (3 + 1) * 2 * 2 * 512 * 2 * 64
     assert "tokens_per_second" not in json.dumps(case)
+    shown = with_tables(
+        "<!-- table: steps -->\n<!-- end table -->", [Result("a.json", result(case))]
+    )
+    assert f"| {case['step']['ms']:.2f} ms | {case['step']['floor_ms']:.2f} |" in shown
 
 
 def test_a_real_pair_is_measured(tmp_path):
@@ -205,6 +216,10 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(backend, s
     name = {"attention": "triton", "heads": "triton", "matmul": "mosaic_gpu"}[backend]
     with pytest.raises(ValueError, match=f"{backend} backend '{name}' .* cpu device: use 'xla'"):
         run_task(stage, replace(TASK, dtype="bfloat16", backends={f"{backend}_backend": name}))
+
+
+def result(case: dict, device: str = "GPU", **changes) -> dict:
+    return collect([case | {"device": device} | changes], None)
 
 
 def test_auto_reads_the_nearest_table(case, tmp_path, monkeypatch):
