@@ -85,10 +85,6 @@ class Pair:
     models: Models
     params: Params
 
-    def at_width(self, block_size: int) -> "Pair":
-        """The same pair at another block width; ValueError if the drafter cannot run it."""
-        return replace(self, models=replace(self.models, block_size=block_size))
-
 
 def check_request(
     models: Models, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Sequence[int] = ()

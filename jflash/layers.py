@@ -7,7 +7,7 @@ Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul import gate_up, matmul, partial_products
 from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
-from pallas_kernels.prefill_attention import prefill_attention
 
 
 class Kernels(NamedTuple):
@@ -107,27 +106,36 @@ class PrefillAttend(NamedTuple):
 
     slot: Int[Array, ""]
     offset: Int[Array, ""]
-    backend: str
 
     def __call__(self, projected, cache):
         q, k, v = projected.split()
         cache = write_chunk(cache, k, v, self.slot, self.offset)
         own = one_sequence(cache, self.slot)
-        scale = q.shape[-1] ** -0.5
-        out = prefill_attention(q, own.k, own.v, self.offset, scale=scale, backend=self.backend)
+        # A chunk is a causal block that fills its width; the kernels take narrower ones only.
+        out = block_attention(
+            q, own.k, own.v, self.offset[None], jnp.full(1, q.shape[1]),
+            causal=True, scale=q.shape[-1] ** -0.5, backend="xla",
+        )  # fmt: skip
         return out, cache
 
 
 class MaskAttend(NamedTuple):
-    """Whole sequences without a cache, by an explicit mask; differentiable, for training."""
+    """Whole sequences without a cache, by an explicit mask; differentiable, for training.
+
+    `implementation` is one of jax.nn.dot_product_attention's.
+    """
 
     mask: Bool[Array, "B 1 T S"]
+    implementation: Literal["xla", "cudnn"] = "xla"
 
     def seeing(self, sight: Sight) -> "MaskAttend":
         return self  # the mask says it all
 
     def __call__(self, projected, cache):
-        return jax.nn.dot_product_attention(*projected.split(), mask=self.mask), cache
+        out = jax.nn.dot_product_attention(
+            *projected.split(), mask=self.mask, implementation=self.implementation
+        )
+        return out, cache
 
 
 class RMSNorm(nn.Module):

@@ -65,7 +65,7 @@ def prefill(
         offset = i * chunk
         tokens = lax.dynamic_slice(request.prompt, (offset,), (chunk,))[None]
         positions = (offset + jnp.arange(chunk))[None]
-        attend = PrefillAttend(slot, offset, "xla")
+        attend = PrefillAttend(slot, offset)
         hidden, features, target_cache = apply(
             models.target, params.target, tokens, positions, target_cache, attend, models.taps,
             XLA._replace(experts=models.matmul_backend),

@@ -41,7 +41,6 @@ class Report(NamedTuple):
     done: Bool[Array, " B"]
     steps: Int[Array, " B"]
     acceptance_lengths: Int[Array, "B S"]
-    histogram: Int[Array, "B W"]  # steps that committed 1 … W tokens
 
 
 class Programs(NamedTuple):
@@ -89,10 +88,8 @@ def run(
         return step + 1, speculative_step(models, params, state)
 
     _, state = lax.while_loop(unfinished, body, (jnp.int32(0), state))
-    widths = jnp.arange(1, models.block_size + 1)
-    histogram = jnp.sum(state.acceptance_lengths[:, :, None] == widths, axis=1, dtype=jnp.int32)
     return state, Report(
-        state.tokens, state.length, state.done, state.steps, state.acceptance_lengths, histogram
+        state.tokens, state.length, state.done, state.steps, state.acceptance_lengths
     )
 
 

@@ -1,6 +1,6 @@
 """What every attention backend must do, as checks of a function on inputs that tell.
 
-Used by the tests of both attention ops. On a CPU the Triton kernel runs through Pallas'
+On a CPU the Triton kernel runs through Pallas'
 interpreter, at small shapes cut into small pieces; on a GPU the compiled backends run at real
 shapes.
 """

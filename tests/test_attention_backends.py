@@ -17,20 +17,17 @@ from pallas_kernels.block_attention import (
     check_backend,
     default_backend,
 )
-from pallas_kernels.prefill_attention import prefill_attention
 from tests.attention_checks import ON_GPU, SHAPES, SMALLEST, inputs
 
 COMPILED_FULLY = True  # what the compiler makes of the kernels is what is looked at
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("op", [block_attention, prefill_attention])
-def test_unknown_backend_is_refused_by_name(op):
+def test_unknown_backend_is_refused_by_name():
     q, k, v = inputs(SHAPES[0])
-    sizes = (jnp.zeros(1, int), jnp.ones(1, int)) if op is block_attention else (jnp.int32(0),)
-    how = {"causal": True} if op is block_attention else {}
+    sizes = jnp.zeros(1, int), jnp.ones(1, int)
     with pytest.raises(ValueError, match="no backend 'cudnn'"):
-        op(q, k, v, *sizes, **how, scale=1.0, backend="cudnn")
+        block_attention(q, k, v, *sizes, causal=True, scale=1.0, backend="cudnn")
 
 
 def device(platform, capability=None):

@@ -91,6 +91,15 @@ def test_xla_takes_any_sizes(shape, causal, dtype, tolerance):
         )
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("offset", [0, 1, 9, 24])
+def test_a_prompt_chunk_is_a_causal_block_that_fills_its_width(backend, offset):
+    q, k, v = inputs((2, 16, 40, 4, 2, 16))
+    lengths, widths = jnp.full(2, offset), jnp.full(2, 16)
+    got = block_attention(q, k, v, lengths, widths, causal=True, scale=0.25, backend=backend)
+    np.testing.assert_allclose(got, by_hand(q, k, v, lengths, widths, True), atol=2e-6)
+
+
 @pytest.mark.parametrize("shape,dtype,backend", real_shapes())
 def test_real_shapes(shape, dtype, backend):
     chunk, block = TILING.chunk, TILING.slots

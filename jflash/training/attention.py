@@ -13,23 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jflash.config import DecoderConfig, Sight
+from jflash.layers import MaskAttend
 from jflash.training.data import Rows
 
 Backend = Literal["xla", "cudnn"]
 BACKENDS = ("xla", "cudnn")
 QUERIES = 256  # rows of blocks that share a copy of the context: more copy less, but skip less
-
-
-class RowAttend(NamedTuple):
-    """Whole rows by an explicit mask."""
-
-    mask: Bool[Array, "B 1 T S"]
-    backend: Backend = "xla"
-
-    def __call__(self, projected, cache):
-        q, k, v = projected.split()
-        out = jax.nn.dot_product_attention(q, k, v, mask=self.mask, implementation=self.backend)
-        return out, cache
 
 
 class BlocksAttend(NamedTuple):
@@ -111,7 +100,7 @@ class GroupedBlocksAttend(NamedTuple):
         return out.reshape(B, -1, N, H), cache
 
 
-def causal_attend(rows: Rows, backend: Backend = "xla") -> RowAttend:
+def causal_attend(rows: Rows, backend: Backend = "xla") -> MaskAttend:
     """Every token sees itself and what came before it in its own conversation.
 
     Padding is a conversation of its own (segment 0), so no row of scores is empty.
@@ -119,7 +108,7 @@ def causal_attend(rows: Rows, backend: Backend = "xla") -> RowAttend:
     T = rows.tokens.shape[1]
     same = rows.segments[:, :, None] == rows.segments[:, None, :]
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)
-    return RowAttend((same & causal)[:, None], backend)
+    return MaskAttend((same & causal)[:, None], backend)
 
 
 def within(

@@ -13,7 +13,6 @@ exactly 0. Chunks are combined in ascending order, without atomics.
 bfloat16 only: wgmma would round float32 to tf32. It knows nothing of devices: see __init__.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,11 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention.combine import combine
+from pallas_kernels.block_attention.combine import LOG2E, combine
 
 ROWS = 64  # of a wgmma
 SHARED_BYTES = 227 * 1024  # what one CTA may have on sm90
-LOG2E = math.log2(math.e)
 # No score is ever below this. Finite, so that a row which has seen nothing yet does not make NaN.
 LOWEST = -1e30
 

@@ -15,7 +15,6 @@ Rows of a tile are (t, g), whole query tokens t of one KV head and its group's h
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,9 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention.combine import combine
-
-LOG2E = math.log2(math.e)
+from pallas_kernels.block_attention.combine import LOG2E, combine
 
 
 @dataclass(frozen=True, kw_only=True)

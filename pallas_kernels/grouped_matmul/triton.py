@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grid import grid
+
 BLOCK_N = 64
 BLOCK_K = 64
 
@@ -103,9 +105,9 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, col
             k = i * BLOCK_K + jnp.arange(BLOCK_K)
             # Rows of another expert, or none, count as zeros and are not written.
             inside = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_K))
-            x = plt.load(_grid(x_ref, rows, k), mask=inside, other=0.0)
+            x = plt.load(grid(x_ref, rows, k), mask=inside, other=0.0)
             return tuple(
-                total + plt.dot(x, plt.load(_grid(w_ref, k, at_column + half, expert)))
+                total + plt.dot(x, plt.load(grid(w_ref, k, at_column + half, expert)))
                 for total, half in zip(sums, halves, strict=True)
             )
 
@@ -116,16 +118,4 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, col
             gate, up = (total.astype(out_ref.dtype).astype(jnp.float32) for total in sums)
             out = gate / (1 + jnp.exp(-gate)) * up
         mask = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_N))
-        plt.store(_grid(out_ref, rows, at_column), out.astype(out_ref.dtype), mask=mask)
-
-
-def _grid(ref, rows, columns, *lead):
-    """[rows, columns] of the matrix at `lead` (an expert)."""
-    shape = (rows.size, columns.size)
-    return ref.at[
-        (
-            *(jnp.full(shape, i) for i in lead),
-            jnp.broadcast_to(rows[:, None], shape),
-            jnp.broadcast_to(columns[None, :], shape),
-        )
-    ]
+        plt.store(grid(out_ref, rows, at_column), out.astype(out_ref.dtype), mask=mask)

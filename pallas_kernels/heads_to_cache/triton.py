@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.grid import grid
+
 
 def heads_to_cache(
     x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True, interpret=False
@@ -58,13 +60,13 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     def rows_at(offset):
         mask = jnp.broadcast_to(real, (row.size, half))
         pieces = [
-            plt.load(_grid(x_ref, (p, b), row, columns + offset), mask=mask, other=0.0)
+            plt.load(grid(x_ref, row, columns + offset, p, b), mask=mask, other=0.0)
             for p in range(P)
         ]
         return functools.reduce(jnp.add, pieces).astype(dtype)
 
     def angles(ref):
-        at = _grid(ref, (b,), row, jnp.arange(half))
+        at = grid(ref, row, jnp.arange(half), b)
         return plt.load(at, mask=jnp.broadcast_to(real, (row.size, half)), other=0.0)
 
     halves = rows_at(0), rows_at(half)
@@ -131,15 +133,3 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     @pl.when(head >= N + K)
     def _():
         store(cache_at(v_ref, head - N - K), halves)
-
-
-def _grid(ref, lead, rows, columns):
-    """[rows, columns] of the matrix at `lead` (a piece, a sequence)."""
-    shape = (rows.size, columns.size)
-    return ref.at[
-        (
-            *(jnp.full(shape, i) for i in lead),
-            jnp.broadcast_to(rows[:, None], shape),
-            jnp.broadcast_to(columns[None, :], shape),
-        )
-    ]

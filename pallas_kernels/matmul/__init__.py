@@ -18,8 +18,7 @@ another M they may: see the step's fixed shapes.) The float32 sums themselves di
 "reference", "xla" and "tuned" take any shape and dtype; "tuned" is for Hopper, and picks XLA or the
 kernel by a table of what won there. "mosaic_gpu" needs bfloat16 and an NVIDIA GPU of
 compute capability 9.0, and refuses with a ValueError what its tiles do not divide: a caller asks
-`tuning.tuning_for` when it is built and then decides; nothing falls back here. Its weights must
-not be the output of the kernel that runs just before (weights of a model never are).
+`tuning.tuning_for` when it is built and then decides; nothing falls back here.
 """
 
 from jaxtyping import Array, Float, Int

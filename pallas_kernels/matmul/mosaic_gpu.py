@@ -135,7 +135,7 @@ def _launch(op, x, w, residual, tuning, interpret):
         shape = (t.split_k, *shape) if plan.split else shape
         out_type = jax.ShapeDtypeStruct(shape, _out_dtype(plan))
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, overlap=t.overlap and not interpret),
+        functools.partial(_kernel, plan=plan),
         out_type=out_type,
         scratch_types=_scratch(plan),
         grid=(plan.row_groups * plan.clusters,),
@@ -192,7 +192,7 @@ def _empty_barrier(plan: Plan):
     )
 
 
-def _kernel(*refs, plan: Plan, overlap: bool, x_smem, w_smem, full, empty, **epilogue_refs):
+def _kernel(*refs, plan: Plan, x_smem, w_smem, full, empty, **epilogue_refs):
     inputs, outputs = (refs[:3], refs[3:]) if plan.op == "residual" else (refs[:2], refs[2:])
     wg = lax.axis_index("wg")
     ring = _Ring(x_smem, w_smem, full, empty)
@@ -203,14 +203,12 @@ def _kernel(*refs, plan: Plan, overlap: bool, x_smem, w_smem, full, empty, **epi
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _produce(plan, tiles, ring, inputs[0], inputs[1], overlap)
+        _produce(plan, tiles, ring, inputs[0], inputs[1])
 
     @pl.when(wg < plan.consumers)
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(min(consumer_registers, 240), action="increase")
-        if overlap:
-            plgpu.griddepcontrol_wait()
         if plan.op == "head_argmax":
             _consume_argmax(plan, tiles, ring, *outputs)
         else:
@@ -246,7 +244,7 @@ class _Tiles:
         return lax.div(column, per_split), tile * self.plan.half_n
 
 
-def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem, overlap: bool):
+def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem):
     t = plan.tuning
     steps = tiles.count * plan.k_steps
 
@@ -265,10 +263,8 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem, overlap: bo
                 collective_axes=("m",) if t.cluster_m > 1 else None,
             )  # fmt: skip
 
-    # The ring fills with weights first: when launches overlap, before the last kernel has ended.
+    # The ring fills with weights first: they are the larger part, and rows are small.
     pl.loop(0, jnp.minimum(steps, t.stages))(load_w)
-    if overlap:
-        plgpu.griddepcontrol_wait()
 
     @pl.loop(0, steps)
     def _load(step):
@@ -283,9 +279,6 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem, overlap: bo
             x_gmem.at[pl.ds(tiles.row, t.block_m), k], ring.x.at[slot], ring.full.at[slot],
             collective_axes=("n",) if t.cluster_n > 1 else None,
         )  # fmt: skip
-
-    if overlap:
-        plgpu.griddepcontrol_launch_dependents()
 
     # A CTA may not end while others can still arrive at its barriers.
     @pl.loop(jnp.maximum(steps - t.stages, 0), steps)

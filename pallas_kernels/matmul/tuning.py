@@ -24,7 +24,6 @@ class Tuning:
     split_k: int = 1
     cluster_m: int = 1
     cluster_n: int = 1
-    overlap: bool = False  # start while the kernel before still runs: w may not be its output
     sms: int = SMS  # CTAs to start at most: speed only, never a result's bits
 
     def __post_init__(self):
