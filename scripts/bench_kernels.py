@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
+from jflash.bench.floors import measure_rates
+from jflash.bench.kernel_cases import OPS
+from jflash.bench.kernel_times import COLUMNS, measure, row_text
 from jflash.cli.command import Parser, run_command
 from jflash.cli.output_file import check_whole_file, keep_newest
-from jflash.evals.device import describe_device
-from jflash.evals.floors import measure_rates
-from jflash.evals.kernel_cases import OPS
-from jflash.evals.kernel_times import COLUMNS, measure, row_text
+from jflash.device import describe_device
 
 
 def make_parser() -> Parser:

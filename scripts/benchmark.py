@@ -19,12 +19,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from jflash.backends import BACKENDS
-from jflash.cli.command import BAD_INPUT, Parser, run_command
-from jflash.cli.output_file import check_whole_file, keep_newest
-from jflash.cli.prompts import Prompt, encode, read_prompts
-from jflash.evals import benchmark_case
-from jflash.evals.benchmark_case import Task, run_task, save_pair
-from jflash.evals.benchmark_report import (
+from jflash.bench import case as benchmark_case
+from jflash.bench.case import Task, run_task, save_pair
+from jflash.bench.report import (
     add_beside,
     add_peak,
     add_ratios,
@@ -34,7 +31,10 @@ from jflash.evals.benchmark_report import (
     device_line,
     reference_text,
 )
-from jflash.evals.shapes import SHAPES, model_shape
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import BAD_INPUT, Parser, run_command
+from jflash.cli.output_file import check_whole_file, keep_newest
+from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.generate import check_request
 from jflash.io import load_tokenizer, pair_models, stop_token_ids
 from jflash.io.text import has_tokenizer

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from jflash.cli.command import Parser, run_command
-from jflash.evals.benchmark_tables import read_results, with_tables
+from tables.documents import read_results, with_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -19,18 +19,18 @@ import jax
 from tqdm import tqdm
 
 from jflash.backends import BACKENDS
+from jflash.bench.shapes import SHAPES
 from jflash.cli.command import Parser, run_command
 from jflash.cli.options import seed as checked_seed
 from jflash.cli.output_file import whole_file
-from jflash.evals import lossless_width_1
-from jflash.evals.device import describe_device
-from jflash.evals.lossless import CORRUPTION
-from jflash.evals.lossless_cases import PAIRS, load_case
-from jflash.evals.lossless_check import Plan, check_batch, planted_fault, replays_needed
-from jflash.evals.lossless_differences import difference_text
-from jflash.evals.lossless_width_1 import Parting
-from jflash.evals.shapes import SHAPES
+from jflash.device import describe_device
 from jflash.io import default_dtype
+from jflash.proof import width_1 as lossless_width_1
+from jflash.proof.cases import PAIRS, load_case
+from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
+from jflash.proof.differences import difference_text
+from jflash.proof.lossless import CORRUPTION
+from jflash.proof.width_1 import Parting
 
 DIFFERS = 1
 

@@ -2,8 +2,9 @@
 
 python scripts/check_program.py --shape qwen3-8b --batch 1,8,32
 
-The gates of tests/test_gates.py, which compiles four layers without a GPU: one command buffer, no
-copy of a cache or of weights, bounded temporaries, no spills. Nothing is run and no weights exist.
+The gates of tests/proof/test_gates.py, which compiles four layers without a GPU: one command
+buffer, no copy of a cache or of weights, bounded temporaries, no spills. Nothing is run and no
+weights exist.
 Exit code 0: all hold; 1: not so, and where; 2: bad input or no GPU.
 """
 
@@ -17,14 +18,14 @@ from typing import Any
 import jax
 
 from jflash.backends import BACKENDS, with_backends
+from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Parser, run_command
 from jflash.cli.output_file import check_whole_file, keep_newest
-from jflash.evals.compile_target import inspect
-from jflash.evals.device import describe_device
-from jflash.evals.gates import Result, check
-from jflash.evals.shapes import SHAPES, model_shape
-from jflash.evals.step_program import StepProgram, pair_models, plain_models, step_program
+from jflash.device import describe_device
 from jflash.platform import leave_compilation_cache
+from jflash.proof.compile_target import inspect
+from jflash.proof.gates import Result, check
+from jflash.proof.step_program import StepProgram, pair_models, plain_models, step_program
 
 FAILED = 1
 DTYPE = "bfloat16"
@@ -96,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
     if jax.default_backend() != "gpu":
         raise ValueError(
             "this compiles for the NVIDIA GPU of this machine, and JAX sees none: "
-            "tests/test_gates.py compiles for an H200 anywhere"
+            "tests/proof/test_gates.py compiles for an H200 anywhere"
         )
     if args.json is not None:
         check_whole_file(args.json, args.overwrite)

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import Parser, run_command
-from jflash.evals.device import describe_device
-from jflash.evals.tiny_math import (
-    EVAL_SEED,
-    Limits,
-    compare_with_width_1,
-    evaluate_questions,
-    evaluate_split,
-)
+from jflash.device import describe_device
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -29,8 +22,16 @@ from jflash.io import (
 )
 from jflash.memory import check_decoding
 from jflash.training.curve import write_json
-from jflash.training.tiny_math import chat_prompts, read_gsm8k
-from jflash.training.word_problems import Split, problems
+from jflash.training.gsm8k import read_gsm8k
+from tiny_pair.evaluation import (
+    EVAL_SEED,
+    Limits,
+    compare_with_width_1,
+    evaluate_questions,
+    evaluate_split,
+)
+from tiny_pair.stages import chat_prompts
+from tiny_pair.word_problems import Split, problems
 
 SPLITS: tuple[Split, ...] = ("eval", "held_out")
 

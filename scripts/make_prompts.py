@@ -28,14 +28,12 @@ from jflash.training.prompts import (
     Prompt,
     collected,
     gsm8k_prompts,
+    question_prompts,
     questions_of_tests,
     self_instruct_prompts,
     svamp_prompts,
-    word_problem_prompts,
 )
 from jflash.training.self_written import write_prompts
-
-PROBLEM_SEED = 3  # 1 and 2 made the embedded pair, 100 evaluates it
 
 
 def make_parser() -> Parser:
@@ -45,7 +43,7 @@ def make_parser() -> Parser:
     add("--overwrite", action="store_true")
     add("--gsm8k-train", type=Path, metavar="FILE.jsonl")
     add("--variants", type=int, default=0, help="of each GSM8K question, with other numbers")
-    add("--word-problems", type=int, default=0, metavar="N", help="made-up ones")
+    add("--questions", type=Path, nargs="*", default=[], metavar="FILE.jsonl", help="any others")
     add("--self-instruct", type=Path, nargs="*", default=[], metavar="FILE.jsonl")
     add("--svamp", type=Path, metavar="FILE.json")
     add("--exclude-test", type=Path, nargs="*", default=[], metavar="FILE", help="test sets")
@@ -64,14 +62,14 @@ def check(args: argparse.Namespace) -> Sampling:
     """ValueError for what does not fit, before anything is read."""
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
-    for name, least in (("variants", 0), ("word_problems", 0), ("count", 1), ("batch", 1)):
+    for name, least in (("variants", 0), ("count", 1), ("batch", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
-    files = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.exclude_test]
+    files = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.questions, *args.exclude_test]
     for file in filter(None, files):
         if not file.is_file():
             raise ValueError(f"{file}: no such file")
-    if not (any(files[: -len(args.exclude_test) or None]) or args.word_problems or args.written_by):
+    if not (any(files[: -len(args.exclude_test) or None]) or args.written_by):
         raise ValueError("no source of prompts: see --help")
     return Sampling(temperature=args.temperature, top_p=args.top_p)
 
@@ -82,7 +80,9 @@ def from_files(args: argparse.Namespace) -> list[Prompt]:
         found += self_instruct_prompts(file)
     if args.svamp:
         found += svamp_prompts(args.svamp)
-    return found + word_problem_prompts(args.word_problems, PROBLEM_SEED + args.seed)
+    for file in args.questions:
+        found += question_prompts(file)
+    return found
 
 
 def self_written(args: argparse.Namespace, sampling: Sampling) -> list[Prompt]:

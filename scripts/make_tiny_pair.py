@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jflash.cli.command import Parser, run_command
-from jflash.training.tiny_math import STAGES, Gsm8k, Workplace, make_stage
-from jflash.training.tiny_recipe import Recipe, full_recipe, smoke_recipe
+from tiny_pair.recipe import Recipe, full_recipe, smoke_recipe
+from tiny_pair.stages import STAGES, Gsm8k, Workplace, make_stage
 
 
 def make_parser() -> Parser:

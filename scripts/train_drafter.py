@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 
+from jflash.acceptance import is_looping
 from jflash.backends import with_backends
 from jflash.cli.command import INTERRUPTED, Parser, first_interrupt, run_command
 from jflash.cli.training_data import read_held_out, read_prompts
 from jflash.cli.training_options import drafter_form, settings, training_parser
 from jflash.config import DrafterConfig, second_version
-from jflash.evals.acceptance import is_looping
 from jflash.generate import Pair
 from jflash.io import (
     configure_target,

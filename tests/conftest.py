@@ -39,15 +39,17 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name  # of the processes that tests start
 jax.config.update("jax_enable_compilation_cache", False)  # in this one all is compiled
 
-# JAX's CUDA plugin is here to compile for a GPU (tests/test_gates.py). Where there is none, every
-# process would complain that the plugin cannot start.
+# JAX's CUDA plugin is here to compile for a GPU (tests/proof/test_gates.py). Where there is none,
+# every process would complain that the plugin cannot start.
 if not ON_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     os.environ.setdefault("XLA_FLAGS", HASTE)
 
 
-pytest.register_assert_rewrite("tests.attention_checks", "tests.logits", "tests.refusals")
+pytest.register_assert_rewrite(
+    "tests.support.attention_checks", "tests.support.logits", "tests.support.refusals"
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks
@@ -86,8 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def refused(capsys, caplog, tmp_path):
-    """Runs a command that must refuse; see tests/refusals.py, which needs jflash."""
-    from tests.refusals import refuser
+    """Runs a command that must refuse; see tests/support/refusals.py, which needs jflash."""
+    from tests.support.refusals import refuser
 
     return refuser(capsys, caplog, tmp_path)
 

@@ -14,6 +14,7 @@ from jflash.cli.command import gpu_notice, run_command
 from jflash.cli.evaluate_options import check_options, make_parser
 from jflash.cli.generate import at_best_width, that_draw
 from jflash.cli.options import drafter_choice, drafter_name, sampling
+from jflash.device import describe_device, device_name
 from jflash.evals.datasets import (
     REFERENCE_COUNT,
     REFERENCE_SHUFFLE,
@@ -21,7 +22,6 @@ from jflash.evals.datasets import (
     load_examples,
     load_problems,
 )
-from jflash.evals.device import describe_device, device_name
 from jflash.evals.evaluation import (
     Evaluation,
     answer_all,
@@ -32,16 +32,16 @@ from jflash.evals.evaluation import (
     plain,
     with_results,
 )
-from jflash.evals.evaluation_folder import (
+from jflash.evals.folder import (
     check_settings,
     finished_answers,
     open_folder,
     read_lines,
     write_whole,
 )
-from jflash.evals.evaluation_plots import write_plots
-from jflash.evals.evaluation_report import table
-from jflash.evals.evaluation_summary import differences, summarise
+from jflash.evals.plots import write_plots
+from jflash.evals.report import table
+from jflash.evals.summary import differences, summarise
 from jflash.generate import PREFILL_CHUNK
 from jflash.io import (
     PairFiles,

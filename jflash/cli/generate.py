@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jflash.backends import AUTO
+from jflash.bench.widths import auto_block_size
 from jflash.cli.command import gpu_notice, run_command
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options import check_options, drafter_choice, drafter_name, make_parser, sampling
 from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
-from jflash.evals.device import device_name
-from jflash.evals.widths import auto_block_size
+from jflash.device import device_name
 from jflash.generate import (
     Generation,
     Pair,

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 from jflash.cli.results import RESULT_KEYS
 from jflash.io.text import encode_prompt
 from jflash.sampling import GREEDY, Sampling
-from jflash.training.word_problems import DEFAULT_PROMPT
+
+# A word problem of the kind that the embedded pair was made for, but not trained on.
+DEFAULT_PROMPT = (
+    "Amina works 7 hours on Saturday and 2 hours more than that on Sunday, delivering papers for "
+    "$11 an hour. Then she buys a skateboard for $82. How many dollars does Amina have left?"
+)
 
 
 class Prompt(NamedTuple):

@@ -1,1 +1,1 @@
-"""What a pair is worth, counted: right answers, acceptance lengths, seconds."""
+"""Data sets answered and judged: right answers, acceptance lengths, tokens a second."""

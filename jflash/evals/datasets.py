@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jflash.files import json_lines
+from jflash.training.prompts import BOXED
 
 Record = dict[str, Any]
 Style = Callable[[Record], str]
 
 REFERENCE_SHUFFLE, REFERENCE_COUNT = 42, 128  # the order and number of the authors' benchmark
-BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 HASHES = 'Please reason step by step, and end with a line "#### " followed by the answer alone.'
 NEXT_EXAMPLE = "\nQuestion:"  # where a base model, shown examples, goes on to the next of them
 

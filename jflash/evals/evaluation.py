@@ -13,13 +13,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jflash.acceptance import ending
 from jflash.engine import Job, buckets, serve
-from jflash.evals.acceptance import ending
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import NEXT_EXAMPLE, Problem
-from jflash.evals.evaluation_folder import appended, read_lines
-from jflash.evals.evaluation_summary import Record
+from jflash.evals.folder import appended, read_lines
+from jflash.evals.summary import Record
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
 from jflash.sampling import Sampling

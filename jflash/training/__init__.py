@@ -1,1 +1,1 @@
-"""Training of small models from scratch, and the data made for it."""
+"""Training a drafter: prompts, the target's answers, the losses, the trainer."""

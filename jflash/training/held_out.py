@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from jflash.acceptance import by_ending
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig
-from jflash.evals.acceptance import by_ending
 from jflash.generate import Generation, Pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel

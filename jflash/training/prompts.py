@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jflash.evals.datasets import BOXED
 from jflash.files import json_lines
-from jflash.training.tiny_math import made_up, read_gsm8k, renumbered
-from jflash.training.word_problems import overlap
+from jflash.training.gsm8k import read_gsm8k, renumbered
+from jflash.training.overlap import overlap
 
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question
+# How the reference's benchmark asks for a result.
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 class Prompt(NamedTuple):
@@ -37,9 +38,15 @@ def gsm8k_prompts(train: Path, variants: int, seed: int) -> list[Prompt]:
     return asked
 
 
-def word_problem_prompts(count: int, seed: int) -> list[Prompt]:
-    """Made-up problems of jflash.training.word_problems' training templates."""
-    return [Prompt(boxed(question), "word-problems") for question, _ in made_up(count, seed)]
+def question_prompts(file: Path) -> list[Prompt]:
+    """Questions of any JSON lines, `question` and perhaps `source`, by default the file's name."""
+    found = []
+    for where, record in json_lines(file):
+        question, source = record.get("question"), record.get("source", file.stem)
+        if not isinstance(question, str) or not isinstance(source, str) or not question.strip():
+            raise ValueError(f"{where} needs a text `question`, and `source` must be a text")
+        found.append(Prompt(boxed(question.strip()), source))
+    return found
 
 
 def svamp_prompts(file: Path) -> list[Prompt]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jflash.evals.acceptance import is_looping
+from jflash.acceptance import is_looping
 from jflash.generate import Pair
 from jflash.io.text import decode, through_template
 from jflash.sampling import Sampling

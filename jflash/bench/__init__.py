@@ -1,0 +1,1 @@
+"""How long steps and kernels take, beside what the device could do."""

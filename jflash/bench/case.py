@@ -1,0 +1,273 @@
+"""One case of the benchmark: a pair at one batch size, in a process that does nothing else.
+
+Stage `time` compiles from nothing and times every part. Stage `warm`, in a fresh process, compiles
+again from the compilation cache that `time` filled: its peak of memory holds no compiler's scratch.
+Knows nothing of the command line; scripts/benchmark.py starts the processes.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jflash.backends import BACKENDS, with_backends
+from jflash.bench.clock import Clock
+from jflash.bench.floors import Rates, measure_rates
+from jflash.bench.pair_speed import measured_speed
+from jflash.bench.shapes import model_shape
+from jflash.bench.step_time import (
+    Window,
+    busy_state,
+    compile_run,
+    experts_read,
+    random_weights,
+    rewound,
+    time_draft,
+    time_run,
+    window_around,
+)
+from jflash.device import describe_device
+from jflash.generate import PREFILL_CHUNK, Pair
+from jflash.io import configure_pair, default_dtype, load_weights, save_checkpoint
+from jflash.memory import (
+    check_decoding,
+    check_memory,
+    device_memory,
+    peak_memory,
+    tree_bytes,
+    weight_bytes,
+)
+from jflash.models.decoder import Target
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
+from jflash.programs import STOP_SLOTS, Shape, compile_programs
+from jflash.speculative import Models, Params, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to measure. Either `shape` (random weights) or `target` and `drafter` (folders)."""
+
+    shape: str | None
+    target: str | None
+    drafter: str | None
+    batch: int
+    context: int
+    capacity: int
+    widths: tuple[int, ...]  # of the whole step, besides the drafter's own
+    only_step: bool  # leave plain decoding, verify and draft alone out
+    dtype: str | None  # None: what suits the device
+    backends: dict[str, str]  # fields of Models; those not named are jflash's own choice
+    steps: int
+    repeats: int
+    prompts: tuple[tuple[int, ...], ...]  # decoded for tokens a second; needs folders
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_task(stage: str, task: Task) -> dict[str, Any]:
+    """The numbers of one stage; ValueError for what cannot be measured here."""
+    return {"time": time_case, "warm": warm_case}[stage](task)
+
+
+def time_case(task: Task) -> dict[str, Any]:
+    """Everything that is timed, and the seconds of compiling from nothing."""
+    models, dtype = task_models(task), task.dtype or default_dtype()
+    shape = Shape(task.batch, task.capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    check_memory(models, shape, task.context, device_memory())
+    if task.prompts:
+        longest = max(map(len, task.prompts))
+        check_decoding(models, dtype, task.batch, longest, task.max_new_tokens)
+    where = describe_device()
+    log(f"{where['device']}: measuring what it delivers")
+    measured = measure_rates(dtype)
+    rates = Rates(measured["bytes_per_second"], measured["operations_per_second"])
+    window = window_around(task.context, task.capacity, models.block_size, task.steps, task.repeats)
+    state, params = prepare(task, models, shape, window, dtype)
+    clock = Clock(models, shape, window, rates)
+
+    log(f"batch {task.batch}: compiling the step")
+    programs = compile_programs(models, params, shape)
+    compiled_peak = peak_memory()
+    seconds, state = time_run(programs.run, params, state, window)
+    experts = experts_read(models, params, rewound(state, window))
+    result = {
+        **where,
+        "floors": measured,
+        "weights": weights_name(task),
+        "shape": task.shape,
+        "batch": task.batch,
+        "context": window.context,
+        "capacity": task.capacity,
+        "block_size": models.block_size,
+        "dtype": dtype,
+        **{name: getattr(models, name) for name in BACKENDS},
+        "timed_steps": window.steps,
+        "repeats": window.repeats,
+        "step": clock.part(seconds, clock.step_work(models.block_size, experts), experts),
+        "compile_seconds": {"from_nothing": programs.seconds},
+        "memory": memory(models, shape, state, programs.run)
+        | {"peak_bytes_while_compiling": compiled_peak},
+    }
+    log(f"batch {task.batch}: step {result['step']['ms']:.3f} ms")
+    if not task.only_step:
+        parts, state = time_parts(clock, params, state, result["step"])
+        result |= parts
+    result["widths"], state = time_widths(task, clock, params, state, result["step"])
+    if task.prompts:
+        del state
+        log(f"batch {task.batch}: decoding prompts")
+        result["measured_speed"] = measured_speed(
+            Pair(models, params), task.prompts, task.batch, task.max_new_tokens,
+            task.stop_token_ids,
+        )  # fmt: skip
+    return result
+
+
+def warm_case(task: Task) -> dict[str, Any]:
+    """Seconds of compiling with a warm cache, and the peak of memory of a process that decodes."""
+    models, dtype = task_models(task), task.dtype or default_dtype()
+    shape = Shape(task.batch, task.capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    window = window_around(task.context, task.capacity, models.block_size, task.steps, 1)
+    state, params = prepare(task, models, shape, window, dtype)
+    held = peak_memory()
+    log(f"batch {task.batch}: compiling the step again, from the cache")
+    programs = compile_programs(models, params, shape)
+    _, state = time_run(programs.run, params, state, window)
+    return {
+        "compile_seconds": {"warm_cache": programs.seconds},
+        "memory": memory(models, shape, state, programs.run)
+        | {"peak_bytes": peak_memory(), "peak_bytes_before_compiling": held},
+    }
+
+
+def task_models(task: Task) -> Models:
+    """The pair that a task names, at the drafter's own width; ValueError: see with_backends."""
+    if task.shape is not None:
+        target, drafter = model_shape(task.shape)
+        models = Models(Target(target), drafter_of(drafter), drafter.block_size)
+    else:
+        assert task.target is not None and task.drafter is not None
+        models = configure_pair(task.target, task.drafter, dtype=task.dtype).models
+    dtype = task.dtype or default_dtype()
+    return with_backends(models, dtype, jax.devices()[0], **task.backends)
+
+
+def memory(models: Models, shape: Shape, state: State, compiled: Any) -> dict[str, Any]:
+    """Bytes of weights and caches, and of a program's own temporaries as it was compiled."""
+    assert models.drafter is not None
+    configs = (models.target.config, models.drafter.config)
+    analysis = compiled.memory_analysis()
+    return {
+        "weights_bytes": weight_bytes(configs, jnp.dtype(shape.dtype).itemsize),
+        "caches_bytes": tree_bytes((state.target_cache, state.drafter_cache)),
+        "temporaries_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+    }
+
+
+def weights_name(task: Task) -> str:
+    if task.shape is not None:
+        return "random: their text means nothing, their acceptance is forced to 0"
+    return f"{task.target} with {task.drafter}"
+
+
+def prepare(
+    task: Task, models: Models, shape: Shape, window: Window, dtype: str
+) -> tuple[State, Params]:
+    """Caches and weights, the caches first: the largest leaves are drawn while memory is empty."""
+    log(f"batch {task.batch}: filling memory")
+    state = busy_state(models, shape, window)
+    if task.shape is None:
+        assert task.target is not None and task.drafter is not None
+        files = configure_pair(task.target, task.drafter, dtype=dtype)
+        params = load_weights(files).params
+    else:
+        assert models.drafter is not None
+        target, drafter = random_weights([models.target.config, models.drafter.config], dtype)
+        params = Params(target, with_context_kernel(models.drafter, drafter))
+    return state, jax.block_until_ready(params)
+
+
+def time_parts(
+    clock: Clock, params: Params, state: State, step: dict[str, Any]
+) -> tuple[dict[str, Any], State]:
+    """Verify and plain decoding by drafterless programs, draft as what the step takes beyond."""
+    models, batch = clock.models, clock.shape.batch
+    drafterless = Params(params.target, None)
+    drafter_cache, bare = state.drafter_cache, state._replace(drafter_cache=())
+    parts: dict[str, Any] = {}
+    for name, width in (("verify", models.block_size), ("plain", 1)):
+        alone = replace(models, drafter=None, block_size=width)
+        compiled, took = compile_run(alone, drafterless, bare)
+        seconds, bare = time_run(compiled, drafterless, bare, clock.window)
+        experts = experts_read(alone, drafterless, rewound(bare, clock.window))
+        work = clock.verify_work(width, experts)
+        parts[name] = clock.part(seconds, work, experts) | {"compile_seconds": took}
+        log(f"batch {batch}: {name} {parts[name]['ms']:.3f} ms")
+    state = bare._replace(drafter_cache=drafter_cache)
+    seconds, state = time_draft(models, params, state, clock.window)
+    rest = (step["ms"] - parts["verify"]["ms"]) / 1e3
+    parts["draft"] = clock.part([rest], clock.draft_work(models.block_size)) | {
+        "share_of_step": 1e3 * rest / step["ms"],
+        "alone_ms": 1e3 * statistics.median(seconds),
+        "how": "step - verify: the drafter, its head and the context K/V; alone: without the last",
+    }
+    return parts, state
+
+
+def time_widths(
+    task: Task, clock: Clock, params: Params, state: State, step: dict[str, Any]
+) -> tuple[list[dict[str, Any]], State]:
+    """The whole step at every width asked for, the drafter's own included."""
+    full = clock.models.block_size
+    rows = [{"block_size": full} | step]
+    for width in sorted(set(task.widths) - {full}):
+        begin = time.perf_counter()
+        narrow = replace(clock.models, block_size=width)
+        compiled, _ = compile_run(narrow, params, state)
+        seconds, state = time_run(compiled, params, state, clock.window)
+        experts = experts_read(narrow, params, rewound(state, clock.window))
+        work = clock.step_work(width, experts)
+        rows.append({"block_size": width} | clock.part(seconds, work, experts))
+        log(
+            f"batch {task.batch}: width {width} {rows[-1]['ms']:.3f} ms "
+            f"({time.perf_counter() - begin:.0f} s)"
+        )
+    return sorted(rows, key=lambda row: row["block_size"]), state
+
+
+def save_pair(task: Task, folder: Path) -> dict[str, Any]:
+    """Writes the random pair that `time` uses in Hugging Face layout, below `folder`.
+
+    Returns how another program decodes it so that its steps lie at the same context.
+    """
+    assert task.shape is not None
+    target, drafter = model_shape(task.shape)
+    dtype = task.dtype or default_dtype()
+    for name, config, params in zip(
+        ("target", "drafter"),
+        (target, drafter),
+        random_weights([target, drafter], dtype),
+        strict=True,
+    ):
+        log(f"saving the {name} for the reference")
+        save_checkpoint(folder / name, config, params, dtype)
+    prompt = max(1, task.context - task.steps // 2)
+    draw = np.random.default_rng(0)
+    return {
+        "target": str(folder / "target"),
+        "drafter": str(folder / "drafter"),
+        "prompts": [draw.integers(0, target.vocab_size, prompt).tolist()],
+        "max_new_tokens": task.steps + 1,
+        "stop_token_ids": None,
+    }

@@ -1,0 +1,77 @@
+"""Tokens a second of a real pair on real prompts, with the target alone beside it.
+
+Measured by `jflash.generate`, prefill and compilation apart. Means nothing for random weights.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jflash.acceptance import ending
+from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
+from jflash.programs import capacity_for
+from jflash.speculative import Params
+
+
+def measured_speed(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """Tokens a second over all sequences, with the drafter and at width 1, and their ratio.
+
+    Prompts are repeated in turn until they fill whole batches of `batch`. Median of `repeats`.
+    """
+    count = -(-len(prompts) // batch) * batch
+    filled = [prompts[i % len(prompts)] for i in range(count)]
+    longest = max(map(len, filled))
+    # One capacity for both: attention reads the same number of slots.
+    capacity = capacity_for(longest, max_new_tokens, pair.models.block_size, PREFILL_CHUNK)
+    alone = Pair(replace(pair.models, drafter=None, block_size=1), Params(pair.params.target, None))
+
+    def decode(of: Pair) -> list[list[Generation]]:
+        return [
+            generate(
+                of, filled[i : i + batch], max_new_tokens=max_new_tokens,
+                stop_token_ids=stop_token_ids, capacity=capacity,
+            )
+            for i in range(0, count, batch)
+        ]  # fmt: skip
+
+    rates = {}
+    answers = {}
+    for name, of in (("with_drafter", pair), ("plain", alone)):
+        decode(of)  # compiles, and touches the device once
+        runs = [decode(of) for _ in range(repeats)]
+        rates[name] = statistics.median(map(_tokens_per_second, runs))
+        answers[name] = [g for batches in runs[0] for g in batches]
+    drafted = answers["with_drafter"]
+    steps = sum(g.steps for g in drafted)
+    return {
+        "how": "measured: jflash.generate on real prompts, prefill and compilation apart",
+        "prompts": count,
+        "different_prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "new_tokens": sum(len(g.token_ids) for g in drafted),
+        "mean_acceptance_length": sum(sum(g.acceptance_lengths) for g in drafted) / max(1, steps),
+        "endings": Counter(ending(g) for g in drafted),  # a looping text is easy to foresee
+        "tokens_per_second": rates["with_drafter"],
+        "plain_tokens_per_second": rates["plain"],
+        "speed_up": rates["with_drafter"] / rates["plain"],
+        "same_text_as_plain": sum(
+            a.token_ids == b.token_ids for a, b in zip(drafted, answers["plain"], strict=True)
+        ),
+    }
+
+
+def _tokens_per_second(batches: list[list[Generation]]) -> float:
+    """Tokens of the steps over the seconds of the steps."""
+    tokens = sum(sum(g.acceptance_lengths) for batch in batches for g in batch)
+    if not tokens:
+        raise ValueError("no prompt has an answer of two tokens: there is nothing to time")
+    return tokens / sum(batch[0].seconds.decode for batch in batches)

@@ -1,0 +1,216 @@
+"""What the answers of an evaluation amount to: accuracy, acceptance, speed, plain decoding beside.
+
+Computed from the records on disk alone, so that a resumed run sums up like an unbroken one.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jflash.acceptance import by_ending, ending
+from jflash.generate import Generation, Seconds
+
+Record = dict[str, Any]
+
+Z = 1.959964  # of a 95 % interval
+DECILES = 10
+SHOWN_DIFFERENCES = 20
+
+
+def generation(record: Record) -> Generation:
+    """The generation that a record was made of."""
+    return Generation(
+        prompt_tokens=record["prompt_tokens"],
+        token_ids=record["token_ids"],
+        acceptance_lengths=record["acceptance_lengths"],
+        finish_reason=record["finish_reason"],
+        seconds=Seconds(**record["seconds"]),
+    )
+
+
+def summarise(
+    answers: Sequence[Record],
+    width: int,
+    baseline: Sequence[Record] | None = None,
+    *,
+    batch_size: int,
+) -> dict[str, Any]:
+    """The summary of records of one run; `baseline` are the same prompts decoded plainly.
+
+    At batch 1 an answer's seconds are its own: speed is also told of those that a stop token ended.
+    """
+    answers = sorted(answers, key=_order)
+    generations = [generation(record) for record in answers]
+    summary: dict[str, Any] = {
+        "answers": len(answers),
+        "accuracy": accuracy([r["check"] for r in answers if r["check"] is not None]),
+        "acceptance": by_ending(generations, width),
+        "acceptance_by_position": by_position(generations, width),
+        "acceptance_by_progress": by_progress(generations),
+        "finish_reasons": dict(sorted(Counter(g.finish_reason for g in generations).items())),
+        "speed": speed(generations),
+    }
+    if batch_size == 1:
+        summary["speed_ended"] = speed([g for g in generations if ending(g) == "ended"])
+    endings = summary["acceptance"]["endings"]
+    unfinished = endings["limit"] + endings["looping"]
+    summary["share_cut_or_looping"] = unfinished / len(answers) if answers else None
+    if baseline is not None:
+        summary["baseline"] = compare(answers, sorted(baseline, key=_order), batch_size)
+    return summary
+
+
+def accuracy(checks: Sequence[Record]) -> dict[str, Any] | None:
+    """The share of right answers with Wilson's interval; None if nothing was judged."""
+    if not checks:
+        return None
+    right, count = sum(c["correct"] for c in checks), len(checks)
+    rules = Counter(c["rule"] for c in checks)
+    return {
+        "correct": right,
+        "judged": count,
+        "share": right / count,
+        "interval_95": wilson(right, count),
+        "interval": "Wilson score, 95 %",
+        "by_rule": {
+            rule: {
+                "judged": rules[rule],
+                "correct": sum(c["correct"] for c in checks if c["rule"] == rule),
+            }
+            for rule in sorted(rules)
+        },
+    }
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a share, at 95 %."""
+    share, square = right / count, Z * Z
+    middle = (share + square / (2 * count)) / (1 + square / count)
+    half = math.sqrt(share * (1 - share) / count + square / (4 * count * count))
+    half *= Z / (1 + square / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def by_position(generations: Sequence[Generation], width: int) -> list[dict[str, Any]]:
+    """How often draft 1 … width - 1 was accepted: when all before it were, and of all steps.
+
+    A stop token or the limit may cut the last step of an answer: what it would have accepted
+    after that is unknown and is counted nowhere.
+    """
+    tried, accepted = Counter[int](), Counter[int]()
+    steps = 0
+    for g in generations:
+        for i, length in enumerate(g.acceptance_lengths):
+            steps += 1
+            last = i == len(g.acceptance_lengths) - 1
+            accepted.update(range(1, length))
+            tried.update(range(1, length if last else length + 1))
+    return [
+        {
+            "position": p,
+            "tried": tried[p],
+            "accepted_when_tried": accepted[p] / tried[p] if tried[p] else None,
+            "accepted_of_all_steps": accepted[p] / steps if steps else None,
+        }
+        for p in range(1, width)
+    ]
+
+
+def by_progress(generations: Sequence[Generation]) -> list[dict[str, Any]]:
+    """Tokens a step in every tenth of the answers, by where a step begins."""
+    lengths: list[list[int]] = [[] for _ in range(DECILES)]
+    for g in generations:
+        total, at = len(g.token_ids), 1  # the prefill's token comes first
+        for length in g.acceptance_lengths:
+            lengths[min(DECILES - 1, DECILES * at // total)].append(length)
+            at += length
+    return [
+        {"from": i / DECILES, "steps": len(own), "tau": sum(own) / len(own) if own else None}
+        for i, own in enumerate(lengths)
+    ]
+
+
+def speed(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Tokens of the steps over the seconds of the steps; prefill and compilation apart."""
+    tokens = sum(sum(g.acceptance_lengths) for g in generations)
+    spent = {
+        part: sum(getattr(g.seconds, part) for g in generations)
+        for part in ("compile", "prefill", "decode")
+    }
+    both = spent["prefill"] + spent["decode"]
+    return {
+        "tokens_of_steps": tokens,
+        "seconds": spent,
+        "tokens_per_second": tokens / spent["decode"] if spent["decode"] else None,
+        "tokens_per_second_with_prefill": tokens / both if both else None,
+    }
+
+
+def compare(
+    answers: Sequence[Record], baseline: Sequence[Record], batch_size: int
+) -> dict[str, Any]:
+    """Plain decoding of the same prompts: its speed, and where its tokens part from ours.
+
+    At batch 1 also the speed where both answers ended.
+    """
+    plain = {_order(record): generation(record) for record in baseline}
+    ours = [record for record in answers if _order(record) in plain]
+    pairs = [(generation(record), plain[_order(record)]) for record in ours]
+    ended = [pair for pair in pairs if all(ending(g) == "ended" for g in pair)]
+    return {
+        "what": "plain decoding: the target alone at width 1, the same prompts and engine",
+        **_speed_up(pairs),
+        **({"both_ended": _speed_up(ended)} if batch_size == 1 else {}),
+        "endings": dict(sorted(Counter(map(ending, plain.values())).items())),
+        **differences(ours, baseline, "plain_token"),
+        "accuracy": accuracy([r["check"] for r in baseline if r["check"] is not None]),
+    }
+
+
+def _speed_up(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
+    """The speed of the second of each pair, and how much faster the first ones are."""
+    own, other = speed([own for own, _ in pairs]), speed([other for _, other in pairs])
+    return {
+        "answers": len(pairs),
+        "speed": other,
+        "speed_up": _ratio(own, other, "tokens_per_second"),
+        "speed_up_with_prefill": _ratio(own, other, "tokens_per_second_with_prefill"),
+    }
+
+
+def differences(answers: Sequence[Record], others: Sequence[Record], name: str) -> Record:
+    """How many of the answers have the same tokens in `others`, which hold all their prompts.
+
+    And where the first that have not part, the token of the others under `name`.
+    """
+    theirs = {_order(record): record for record in others}
+    found = [d for r in answers if (d := _difference(r, theirs[_order(r)], name)) is not None]
+    return {
+        "identical_outputs": len(answers) - len(found),
+        "first_differences": found[:SHOWN_DIFFERENCES],
+    }
+
+
+def _order(record: Record) -> tuple[int, int]:
+    return record["index"], record["turn"]
+
+
+def _ratio(own: Record, other: Record, name: str) -> float | None:
+    return own[name] / other[name] if own[name] and other[name] else None
+
+
+def _difference(record: Record, other: Record, name: str) -> Record | None:
+    """Where two answers part: the first position, counted from 0, and both tokens there."""
+    ours, theirs = record["token_ids"], other["token_ids"]
+    if ours == theirs:
+        return None
+    same = zip(ours, theirs, strict=False)
+    at = next((i for i, (a, b) in enumerate(same) if a != b), min(len(ours), len(theirs)))
+    return {
+        "index": record["index"],
+        "turn": record["turn"],
+        "position": at,
+        "token": ours[at] if at < len(ours) else None,
+        name: theirs[at] if at < len(theirs) else None,
+    }

@@ -1,0 +1,1 @@
+"""Losslessness on a device, and what the compiler made of a step."""

@@ -1,0 +1,219 @@
+"""The pairs that the lossless check decodes, their prompts, and the fault that it must catch.
+
+The fault is a target that only this file can make: no backend of its name exists to be asked for.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jflash.backends import with_backends
+from jflash.bench.shapes import model_shape
+from jflash.bench.step_time import random_weights
+from jflash.files import json_lines
+from jflash.generate import PREFILL_CHUNK
+from jflash.io import (
+    configure_pair,
+    encode_prompt,
+    load_tokenizer,
+    load_weights,
+    random_drafter,
+    stop_token_ids,
+)
+from jflash.layers import BlockAttend
+from jflash.memory import check_decoding, check_memory, device_memory
+from jflash.models.decoder import Target
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
+from jflash.programs import STOP_SLOTS, Shape, capacity_for
+from jflash.speculative import Models, Params
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-math"
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
+# And their shares of the tokens: the large ones, which are jflash.bench.shapes', are slow.
+PAIRS = {"tiny-math": 2, "qwen3-8b": 1}
+PAIRS |= dict.fromkeys(("qwen3-8b-window", "qwen3-8b-dflash2", "qwen3-coder-30b"), 1)
+LONGEST_PROMPT, MOST_NEW_TOKENS = 128, 512
+FAULT_CAPACITY, SPLITS = 4096, 4
+
+
+class Case(NamedTuple):
+    """A pair, a second drafter for it, and what it is asked."""
+
+    name: str
+    drafters: tuple[str, str]  # what its own drafter and the other one are
+    models: Models
+    params: Params
+    other_drafter: Params  # the same target
+    prompts: Callable[[int, int], list[list[int]]]  # (count, seed) -> token ids
+    stops: list[int]
+    max_new_tokens: int
+
+
+def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch: int) -> Case:
+    """One of PAIRS, ready to decode. `backends`: fields of Models; others are jflash's own choice.
+
+    Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
+    weight is made or read, if a backend cannot run here or `batch` sequences take more memory than
+    the device has.
+    """
+
+    def suited(models: Models) -> Models:
+        models = with_backends(models, dtype, jax.devices()[0], **backends)
+        check_decoding(models, dtype, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
+        check_memory(models, fault_shape(dtype), FAULT_CAPACITY, device_memory())
+        return models
+
+    made = _tiny_math if name == "tiny-math" else functools.partial(_random_weights, name)
+    case = made(dtype, seed, suited)
+    drafter = case.models.drafter
+    assert drafter is not None
+
+    def ready(params: Params) -> Params:
+        return params._replace(drafter=with_context_kernel(drafter, params.drafter))
+
+    return case._replace(params=ready(case.params), other_drafter=ready(case.other_drafter))
+
+
+def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
+    """The embedded pair on word problems, half of them of kinds it was not trained on."""
+    files = configure_pair(EMBEDDED / "target", EMBEDDED / "drafter", dtype=dtype)
+    pair = load_weights(replace(files, models=suited(files.models)))
+    tokenizer = load_tokenizer(EMBEDDED / "target")
+    _, other = random_drafter(EMBEDDED / "drafter", seed, dtype)
+    questions = [text for _, line in json_lines(QUESTIONS) for text in line.values()]
+
+    def prompts(count: int, seed: int) -> list[list[int]]:
+        drawn = np.random.default_rng(seed).permutation(questions)
+        return [encode_prompt(tokenizer, str(drawn[i % len(drawn)])) for i in range(count)]
+
+    return Case(
+        name="tiny-math",
+        drafters=("trained drafter", "random drafter"),
+        models=pair.models,
+        params=pair.params,
+        other_drafter=Params(pair.params.target, other),
+        prompts=prompts,
+        stops=stop_token_ids(EMBEDDED / "target", tokenizer),
+        max_new_tokens=320,
+    )
+
+
+def _random_weights(name: str, dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
+    """Random weights of a published shape and two random drafters, on random prompts.
+
+    Its greedy text does not run into loops: with norms of 1 attention is broad, so every new token
+    changes what all later ones see. Windows are cut so that texts of this length pass them.
+    """
+    target, drafter = model_shape(name)
+    near = [replace(s, window=s.window and LONGEST_PROMPT) for s in drafter.sights]
+    drafter = replace(drafter, sights=tuple(near))
+    models = Models(Target(target), drafter_of(drafter), drafter.block_size)
+    models = suited(models)
+    weights = random_weights([target, drafter, drafter], dtype)
+    return Case(
+        name=name,
+        drafters=("random drafter", "another random drafter"),
+        models=models,
+        params=Params(weights[0], weights[1]),
+        other_drafter=Params(weights[0], weights[2]),
+        prompts=lambda count, seed: random_prompts(target.vocab_size, count, seed),
+        stops=[],
+        max_new_tokens=MOST_NEW_TOKENS,
+    )
+
+
+def random_prompts(
+    vocab_size: int, count: int, seed: int, low: int = 16, high: int = LONGEST_PROMPT
+) -> list[list[int]]:
+    """Prompts of low to high random tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, rng.integers(low, high + 1)).tolist() for _ in range(count)]
+
+
+def case_shape(case: Case, batch: int, dtype: str) -> Shape:
+    """Room for the longest prompt and answer."""
+    width = case.models.block_size
+    capacity = capacity_for(LONGEST_PROMPT, MOST_NEW_TOKENS, width, PREFILL_CHUNK)
+    return Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+
+
+def fault_shape(dtype: str) -> Shape:
+    """Two long contexts."""
+    return Shape(2, FAULT_CAPACITY, PREFILL_CHUNK, STOP_SLOTS, dtype)
+
+
+class SplitByLength(NamedTuple):
+    """Block attention that splits the KV axis relative to the sequence's length, SPLITS even parts.
+
+    Right up to rounding, and what many decoding kernels do. A token's bits then depend on where the
+    block that verified it began.
+    """
+
+    block: BlockAttend
+
+    def __call__(self, projected, cache):
+        lengths, widths, kernels = self.block.lengths, self.block.widths, self.block.kernels
+        slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
+        q, cache = projected.write(cache, slots, kernels.heads)
+        return attend_by_length(q, cache.k, cache.v, lengths, widths), cache
+
+
+def attend_by_length(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    lengths: Int[Array, " B"],
+    widths: Int[Array, " B"],
+) -> Float[Array, "B T N H"]:
+    """Causal block attention, part by part, each with its own softmax, then combined."""
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    in_block = jnp.arange(S)[None, :] - lengths[:, None]
+    used = in_block < widths[:, None]
+    visible = used[:, None, :] & (in_block[:, None, :] <= jnp.arange(T)[None, :, None])
+    part = jnp.arange(S)[None, :] // -(-(lengths + widths) // SPLITS)[:, None]  # the fault
+    scores = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k,
+        precision="highest", preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    live = jnp.where(used[:, :, None, None], v, 0)
+    tops, totals, outs = [], [], []
+    for i in range(SPLITS):
+        own = (visible & (part == i)[:, None, :])[:, None, None]
+        masked = jnp.where(own, scores * H**-0.5, -jnp.inf)
+        top = jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), -1e30)  # finite in empty parts
+        weights = jnp.exp(masked - top)
+        tops.append(top)
+        totals.append(jnp.sum(weights, axis=-1, keepdims=True))
+        outs.append(
+            jnp.einsum(
+                "BKGTS,BSKH->BKGTH", weights.astype(v.dtype), live,
+                precision="highest", preferred_element_type=jnp.float32,
+            )
+        )  # fmt: skip
+    largest = jnp.max(jnp.stack(tops), axis=0)
+    scales = [jnp.exp(top - largest) for top in tops]
+    out = sum(o * s for o, s in zip(outs, scales, strict=True))
+    out /= sum(t * s for t, s in zip(totals, scales, strict=True))
+    return jnp.einsum("BKGTH->BTKGH", out).reshape(B, T, N, H).astype(q.dtype)
+
+
+class FaultyTarget(Target):
+    """The target with SplitByLength in its verify passes; its parameters are a Target's."""
+
+    def __call__(self, tokens, positions, caches, attend, *rest):
+        if isinstance(attend, BlockAttend):
+            attend = SplitByLength(attend)
+        return super().__call__(tokens, positions, caches, attend, *rest)
+
+
+def with_fault(models: Models) -> Models:
+    return replace(models, target=FaultyTarget(models.target.config))

@@ -1,0 +1,221 @@
+"""The lossless check of one pair at one batch size, and of the fault that it must catch.
+
+All modes decode the same tasks through one executable and are compared with its oracle. Knows
+nothing of the command line; thresholds over several checks are scripts/check_lossless.py's.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jflash.proof.cases import (
+    FAULT_CAPACITY,
+    SPLITS,
+    Case,
+    case_shape,
+    fault_shape,
+    random_prompts,
+    with_fault,
+)
+from jflash.proof.differences import Found, differences, first_difference
+from jflash.proof.lossless import (
+    CORRUPTION,
+    Executable,
+    Mode,
+    Run,
+    Task,
+    compile_executable,
+    compile_run,
+    corrupted,
+    decode,
+    prefilled,
+)
+from jflash.proof.width_1 import Parting, compile_narrow, partings
+
+FAULT_NEW_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is decoded."""
+
+    tokens: int  # the oracle's, at least
+    replays: int  # of each task, each with wrong tokens of its own
+    seed: int
+    dtype: str
+    width_1: bool  # decode at width 1 as well
+
+
+def replays_needed(tokens: int, width: int, minimum: int) -> int:
+    """Replays of a text of `tokens` tokens until every acceptance length came `minimum` times.
+
+    With some to spare: four standard deviations, and a tenth for steps that a limit cuts.
+    """
+    right = 1 - CORRUPTION
+    rarest = min(right ** (width - 1), right ** (width - 2) * CORRUPTION)
+    mean = (1 - right**width) / CORRUPTION
+    expected = 0.9 * tokens * rarest / mean
+    return max(1, math.ceil((minimum + 4 * math.sqrt(minimum)) / expected))
+
+
+def modes_of(case: Case, text: Array, replays: int, key: Array) -> Iterator[Mode]:
+    """Everything that must equal the oracle, whose tokens are `text`; replays are made as asked."""
+    yield Mode(case.drafters[0], case.params)
+    yield Mode(case.drafters[1], case.other_drafter, own_drafter=False)
+    vocabulary = case.models.target.config.vocab_size
+    for i in range(replays):
+        wrong = corrupted(text, jax.random.fold_in(key, i), vocabulary)
+        yield Mode("replay", case.params, text=wrong)
+
+
+def check_batch(
+    case: Case, batch: int, plan: Plan, progress: Callable[[int], Any]
+) -> tuple[dict[str, Any], set[int]]:
+    """One pair at one batch size: what was compared and found, and the tokens that occurred."""
+    begin = time.perf_counter()
+    executable = compile_executable(case.models, case.params, case_shape(case, batch, plan.dtype))
+    narrow = compile_narrow(executable, case.params) if plan.width_1 else None
+    compiled = time.perf_counter()
+    width = case.models.block_size
+    oracle = Mode("oracle", case.params, accept=False)
+    totals: dict[str, Counter[str]] = {}
+    histogram, distinct, first = np.zeros(width, int), set(), None
+    parted: list[Parting] = []
+    tokens = rounds = not_top = 0
+    while tokens < plan.tokens:
+        task = next_task(case, batch, plan, rounds, plan.tokens - tokens)
+        task = task._replace(start=prefilled(executable, oracle, task))
+        reference = decode(executable, oracle, task)
+        news = new_tokens(reference, task)
+        distinct.update(np.concatenate(news).tolist())
+        not_top += int(reference.evidence.not_top.sum())
+        key = jax.random.key(task_seed(plan.seed, batch, rounds))
+        for mode in modes_of(case, reference.state.tokens, plan.replays, key):
+            run = decode(executable, mode, task)
+            found = differences(executable, reference, mode, run, task)
+            if found.total and first is None:
+                first = first_difference(executable, oracle, mode, task, found)
+                first |= {"pair": case.name, "batch": batch, "round": rounds}
+            lengths = acceptance_lengths(run)
+            add_counts(totals.setdefault(mode.name, Counter()), run, task, found, lengths)
+            if mode.text is not None:  # a last step may be cut by its limit
+                whole = np.concatenate([steps[:-1] for steps in lengths])
+                histogram += np.bincount(whole, minlength=width + 1)[1:]
+        if narrow is not None:
+            parted += partings(narrow, oracle, reference, task)
+        grown = sum(map(len, news))
+        progress(grown)
+        tokens, rounds = tokens + grown, rounds + 1
+    return {
+        "pair": case.name,
+        "batch": batch,
+        "block_size": width,
+        "capacity": executable.shape.capacity,
+        "backends": case.models.kernels._asdict(),
+        "rounds": rounds,
+        "sequences": rounds * batch,
+        "tokens": tokens,
+        "distinct_tokens": len(distinct),
+        "tokens_not_top": not_top,
+        "replays": plan.replays,
+        "modes": {name: dict(counts) for name, counts in totals.items()},
+        "replay_histogram": histogram.tolist(),
+        "first_difference": first,
+        "width_1": [p._asdict() for p in parted] if narrow is not None else None,
+        "compile_seconds": compiled - begin,
+        "seconds": time.perf_counter() - begin,
+    }, distinct
+
+
+def task_seed(seed: int, batch: int, number: int) -> int:
+    """A seed for the `number`-th task of a batch size."""
+    return (seed * 1_000_003 + batch * 10_007 + number) % 2**32
+
+
+def next_task(case: Case, batch: int, plan: Plan, number: int, wanted: int) -> Task:
+    """Prompts of their own for every task, and no more new tokens than are still wanted."""
+    prompts = case.prompts(batch, task_seed(plan.seed, batch, number))
+    new = min(case.max_new_tokens, max(2 * case.models.block_size, -(-wanted // batch)))
+    return Task(prompts, new, case.stops)
+
+
+def new_tokens(run: Run, task: Task) -> list[np.ndarray]:
+    """Each sequence's tokens without its prompt."""
+    tokens, ends = np.asarray(run.state.tokens), np.asarray(run.state.length)
+    return [tokens[b, n : ends[b]] for b, n in enumerate(task.prompt_lengths)]
+
+
+def acceptance_lengths(run: Run) -> list[np.ndarray]:
+    """Tokens committed by each step of each sequence."""
+    lengths, steps = np.asarray(run.state.acceptance_lengths), np.asarray(run.state.steps)
+    return [lengths[b, : steps[b]] for b in range(len(steps))]
+
+
+def add_counts(
+    total: Counter[str], run: Run, task: Task, found: Found, lengths: list[np.ndarray]
+) -> None:
+    """What was compared in a run, and what of it differed."""
+    ends = np.asarray(run.state.length)
+    by_kind = Counter()
+    for thing, count in zip(found.things, found.count, strict=True):
+        by_kind[thing.split(" of ")[0]] += count
+    total.update(
+        runs=1,
+        steps=sum(map(len, lengths)),
+        tokens=int((ends - task.prompt_lengths).sum()),
+        logits_rows=int((ends - task.prompt_lengths - 1).sum()),
+        kv_rows=int((ends - 1).sum()),
+        differing_tokens=by_kind["tokens"],
+        differing_logits_rows=by_kind["logits"],
+        differing_target_kv_rows=by_kind["target K/V"],
+        differing_context_kv_rows=by_kind["context K/V"],
+    )
+
+
+def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
+    """Long contexts, by the case's own attention and by one that splits the KV axis by length.
+
+    The first must show no difference between replay and oracle, the second must show one.
+    """
+    config, width = case.models.target.config, case.models.block_size
+    shape = fault_shape(dtype)
+    room = min(FAULT_CAPACITY, config.max_position_embeddings) - FAULT_NEW_TOKENS - width
+    prompts = [random_prompts(config.vocab_size, 1, seed, n, n)[0] for n in (room, 2 * room // 3)]
+    task = Task(prompts, FAULT_NEW_TOKENS, [])
+    result: dict[str, Any] = {
+        "pair": case.name,
+        "capacity": FAULT_CAPACITY,
+        "splits": SPLITS,
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "new_tokens": FAULT_NEW_TOKENS,
+    }
+    sound = compile_executable(case.models, case.params, shape)
+    start = prefilled(sound, Mode("oracle", case.params), task)
+    models = with_fault(case.models)
+    faulty = sound._replace(models=models, run=compile_run(models, case.params, start, shape))
+    task = task._replace(start=start)  # no prompt is faulty: prefill has an attention of its own
+    for name, executable in (("without", sound), ("with", faulty)):
+        result[name] = compare_replay(executable, case, task, seed)
+    return result
+
+
+def compare_replay(executable: Executable, case: Case, task: Task, seed: int) -> dict[str, Any]:
+    """One replay against the oracle: how many things differ, and the first."""
+    oracle = Mode("oracle", case.params, accept=False)
+    reference = decode(executable, oracle, task)
+    vocabulary = case.models.target.config.vocab_size
+    wrong = corrupted(reference.state.tokens, jax.random.key(seed), vocabulary)
+    replay = Mode("replay", case.params, text=wrong)
+    run = decode(executable, replay, task)
+    found = differences(executable, reference, replay, run, task)
+    counts: Counter[str] = Counter()
+    add_counts(counts, run, task, found, acceptance_lengths(run))
+    first = first_difference(executable, oracle, replay, task, found) if found.total else None
+    return {"differences": found.total, **counts, "first_difference": first}

@@ -1,0 +1,220 @@
+"""Compiles for an NVIDIA GPU on a machine that has none, and keeps what the compiler leaves behind.
+
+XLA wants a device's published numbers, nothing else: the plugin holds the whole compiler, assembler
+included. Nothing is timed on the way, so matrix products get XLA's default tiling where a real
+device would try several. Knows no model; what a program must show is `jflash.proof.gates`.
+
+Needs JAX's CUDA plugin (the `test` extra) and JAX_PLATFORMS=cpu, without which the plugin looks for
+a driver and gives up.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jflash.proof.gates import Program
+
+Options = Mapping[str, str | bool | int]  # XLA flags without their dashes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A GPU as its data sheet and CUDA's table of compute capabilities give it; sizes in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    cores: int  # streaming multiprocessors
+    lanes_per_core: int  # float32
+    threads_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block: int  # the most that a kernel can ask for
+    l2_cache: int
+    memory: int
+    bandwidth: int  # bytes a second
+    clock_ghz: float
+
+
+H200 = Part(
+    name="NVIDIA H200",
+    capability=(9, 0),
+    cores=132,
+    lanes_per_core=128,
+    threads_per_core=2048,
+    shared_memory_per_core=233472,
+    shared_memory_per_block=232448,
+    l2_cache=52428800,
+    memory=141_000_000_000,
+    bandwidth=4_800_000_000_000,
+    clock_ghz=1.98,
+)
+A100 = Part(
+    name="NVIDIA A100-SXM4-80GB",
+    capability=(8, 0),
+    cores=108,
+    lanes_per_core=64,
+    threads_per_core=2048,
+    shared_memory_per_core=167936,
+    shared_memory_per_block=166912,
+    l2_cache=41943040,
+    memory=80_000_000_000,
+    bandwidth=2_039_000_000_000,
+    clock_ghz=1.41,
+)
+L4 = Part(
+    name="NVIDIA L4",
+    capability=(8, 9),
+    cores=58,
+    lanes_per_core=128,
+    threads_per_core=1536,
+    shared_memory_per_core=102400,
+    shared_memory_per_block=101376,
+    l2_cache=50331648,
+    memory=24_000_000_000,
+    bandwidth=300_000_000_000,
+    clock_ghz=2.04,
+)
+
+
+def description(part: Part) -> str:
+    """The part as the text form of XLA's GpuTargetConfigProto."""
+    major, minor = part.capability
+    # wgmma and TMA belong to sm_90a, which is not what plain 9.0 means.
+    features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {part.cores}
+  fpus_per_core: {part.lanes_per_core}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {part.threads_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {part.shared_memory_per_block}
+  shared_memory_per_core: {part.shared_memory_per_core}
+  l2_cache_size: {part.l2_cache}
+  device_memory_size: {part.memory}
+  memory_bandwidth: {part.bandwidth}
+  clock_rate_ghz: {part.clock_ghz}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{part.name}"
+"""
+
+
+@functools.cache
+def device_mesh(part: Part) -> Mesh:
+    """A mesh of one such device. RuntimeError where JAX has no CUDA plugin to describe it to."""
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=description(part), topology="1x1x1"
+        )
+    except NotImplementedError:
+        raise RuntimeError(
+            f"cannot compile for {part.name}: install the `test` extra (JAX's CUDA plugin) "
+            "and set JAX_PLATFORMS=cpu before JAX starts"
+        ) from None
+    return topologies.make_mesh(topology, (1,), ("x",))
+
+
+def lower_for(
+    part: Part, fn: Callable, *args: Any, donate: Sequence[int] = ()
+) -> jax.stages.Lowered:
+    """`fn` lowered for `part` at the shapes and dtypes of `args` (pytrees, arrays or abstract).
+
+    A function that is jitted already keeps its own options, and `donate` must stay empty.
+    """
+    mesh = device_mesh(part)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    if not hasattr(fn, "lower"):
+        fn = jax.jit(fn, donate_argnums=tuple(donate))
+    elif donate:
+        raise ValueError("fn is jitted already: donate its arguments there")
+    # Kernels ask the mesh which GPU they are lowered for.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return fn.lower(*placed)
+
+
+def compile_for(
+    part: Part,
+    fn: Callable,
+    *args: Any,
+    donate: Sequence[int] = (),
+    options: Options | None = None,
+) -> jax.stages.Compiled:
+    """`lower_for`'s program compiled; `options` hold for this program alone."""
+    lowered = lower_for(part, fn, *args, donate=donate)
+    with jax.sharding.use_abstract_mesh(device_mesh(part).abstract_mesh):
+        return lowered.compile(compiler_options=dict(options or {}))
+
+
+def inspect(compile: Callable[[Options], jax.stages.Compiled]) -> Program:
+    """What a compilation left behind, for `jflash.proof.gates`; `compile` must use the options.
+
+    Works for a described device and for a real one alike. RuntimeError if nothing was compiled,
+    as with a program that JAX took from its compilation cache.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        log = folder / "standard_output"
+        with _assembler_prints_to(log):
+            compiled = compile({"xla_dump_to": str(folder)})
+        hlo = compiled.as_text() or ""
+        module = hlo.partition(",")[0].removeprefix("HloModule ")
+        # The first is there only if grouping launches into command buffers changed something.
+        files = list(folder.glob(f"*.{module}.thunk_sequence_after_thunk_passes.txt"))
+        files = files or list(folder.glob(f"*.{module}.thunk_sequence.txt"))
+        if len(files) != 1:
+            raise RuntimeError(
+                f"compiling {module} left {len(files)} thunk sequences instead of one: "
+                "JAX's compilation cache must be off"
+            )
+        thunks, assembler = (f.read_text(encoding="utf-8") for f in (files[0], log))
+        memory = compiled.memory_analysis()
+    assert memory is not None  # a CPU may not say, a GPU does
+    return Program(hlo, thunks, memory.temp_size_in_bytes, assembler)
+
+
+@contextlib.contextmanager
+def _assembler_prints_to(log: Path) -> Iterator[None]:
+    """Has ptxas report on Mosaic GPU's kernels, and sends this process's standard output to `log`.
+
+    The report is printed by C++ and so has to be caught below Python's own standard output.
+    """
+    variable = "MOSAIC_GPU_DUMP_PTXAS"
+    before = os.environ.get(variable)
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)  # C's own buffer
+        os.dup2(kept, 1)
+        os.close(kept)
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before

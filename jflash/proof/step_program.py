@@ -1,0 +1,120 @@
+"""The loop around the speculative step as shapes alone, to be compiled and inspected.
+
+No weight exists and nothing runs: the real sizes of a large model fit any machine.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jflash.bench.shapes import ModelShape
+from jflash.config import Drafter2Config
+from jflash.generate import PREFILL_CHUNK
+from jflash.io.names import abstract_params
+from jflash.models.decoder import Target
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
+from jflash.programs import STOP_SLOTS, Shape, new_state, run
+from jflash.speculative import Models, Params
+from pallas_kernels.matmul.tuning import winner
+
+FLOAT32 = 4  # bytes
+# Bytes of what does not grow with the batch: partial sums of attention and of matrix products. They
+# are split until they fill the device: 2 tiles of 64 × 128 in float32 on 132 cores are 8 MiB.
+ROOM = 10 * 2**20
+
+
+class StepProgram(NamedTuple):
+    """`run` of one pair at one batch size: what jax.jit takes, with the state (1) to be donated."""
+
+    models: Models
+    run: Callable
+    arguments: tuple[Any, ...]
+    temporary_bound: int  # bytes
+
+
+def cut(shape: ModelShape, target_layers: int, drafter_layers: int) -> ModelShape:
+    """The shape with fewer layers; as many taps as drafter layers, spread over the target."""
+    taps = tuple(i * target_layers // drafter_layers for i in range(drafter_layers))
+    drafter = replace(
+        shape.drafter,
+        num_layers=drafter_layers,
+        target_layer_ids=taps,
+        num_target_layers=target_layers,
+        sights=shape.drafter.sights[-drafter_layers:],
+    )
+    moe = shape.target.moe
+    if moe is not None:
+        kept = tuple(i for i in moe.sparse_layers if i < target_layers)
+        moe = replace(moe, sparse_layers=kept)
+    return ModelShape(replace(shape.target, num_layers=target_layers, moe=moe), drafter)
+
+
+def pair_models(shape: ModelShape) -> Models:
+    """The pair at the drafter's own width, by XLA alone."""
+    return Models(Target(shape.target), drafter_of(shape.drafter), shape.drafter.block_size)
+
+
+def plain_models(shape: ModelShape) -> Models:
+    """The target alone at width 1, plain decoding, by XLA alone."""
+    return Models(Target(shape.target), None, 1)
+
+
+def step_program(models: Models, batch: int, capacity: int, dtype: str) -> StepProgram:
+    """The program of `models` as a driver compiles it, context weights side by side."""
+
+    def params(config) -> Any:
+        floats = abstract_params(config)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), floats)
+
+    drafter = None
+    if models.drafter is not None:
+        add_context = functools.partial(with_context_kernel, models.drafter)
+        drafter = jax.eval_shape(add_context, params(models.drafter.config))
+    shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    state = jax.eval_shape(lambda: new_state(models, shape))
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    cancel = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    arguments = (Params(params(models.target.config), drafter), state, steps, cancel)
+    bound = temporary_bound(models, batch, dtype)
+    return StepProgram(models, functools.partial(run, models), arguments, bound)
+
+
+def temporary_bound(models: Models, batch: int, dtype: str) -> int:
+    """Bytes that a step may take beside weights and state.
+
+    One array of float32 logits, [B, W, V], where they are written at all: draft and verify take
+    turns. Twice the widest activation, a layer's gate and up, [B, W, 2 F], or the rows of all its
+    experts: one being read, one being written. And ROOM.
+    """
+    rows, size = batch * models.block_size, jnp.dtype(dtype).itemsize
+    configs = [m.config for m in (models.target, models.drafter) if m is not None]
+    widths = [2 * c.intermediate_size for c in configs]
+    moe = models.target.config.moe
+    if moe is not None:
+        widths.append(
+            moe.experts_per_token * max(2 * moe.intermediate_size, configs[0].hidden_size)
+        )
+    widest = max(widths) * size
+    logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch, dtype) else 0
+    return rows * (logits + 2 * widest) + ROOM
+
+
+def writes_logits(models: Models, batch: int, dtype: str) -> bool:
+    """False if a kernel keeps every logit on chip and gives the best token alone."""
+    drafter = models.drafter and models.drafter.config
+    chosen = isinstance(drafter, Drafter2Config)  # from the best logits
+    if models.sampled or chosen or (drafter is not None and drafter.changes_logits):
+        return True
+    if models.matmul_backend == "mosaic_gpu":
+        return False
+    if models.matmul_backend != "tuned" or dtype != "bfloat16":
+        return True
+    widths = [models.block_size] + ([models.block_size - 1] if models.drafter else [])
+    c = models.target.config
+    head = (c.hidden_size, c.vocab_size)
+    return any(winner("head_argmax", batch * width, *head) is None for width in widths)

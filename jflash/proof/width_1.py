@@ -1,0 +1,121 @@
+"""How often decoding at width 1 strays from width W, and by how many nats. Counts, never judges.
+
+Width 1 is the fast baseline, an executable of its own: in bfloat16 it rounds elsewhere, and where
+two tokens are almost equally likely it may take the other one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jflash.programs import new_state
+from jflash.proof.lossless import (
+    Executable,
+    Mode,
+    Run,
+    Task,
+    compile_run,
+    decode,
+    inputs_of,
+    prefilled,
+)
+from jflash.speculative import Params
+
+
+class Narrow(NamedTuple):
+    """The target alone at width 1, beside the pair's executable, whose prefill it shares."""
+
+    wide: Executable
+    params: Params
+    run: Any
+
+
+class Parting(NamedTuple):
+    """One sequence at both widths; after the first other token the two have different texts."""
+
+    tokens: int  # by the wide run, the prefill's left out
+    differing: int  # tokens that are not the same
+    same: int | None  # equal tokens before the first that differs; None: all are equal
+    wide_nats: float | None  # how far the other width's token lies behind, by this one's logits
+    narrow_nats: float | None
+
+
+def compile_narrow(wide: Executable, params: Params) -> Narrow:
+    alone = replace(wide.models, drafter=None, block_size=1)
+    state = jax.eval_shape(lambda: new_state(wide.models, wide.shape))
+    target = Params(params.target, None)
+    run = compile_run(alone, target, state._replace(drafter_cache=()), wide.shape)
+    return Narrow(wide, target, run)
+
+
+def partings(narrow: Narrow, oracle: Mode, oracle_run: Run, task: Task) -> list[Parting]:
+    """Where each sequence of the task parts, and by how much.
+
+    Both are decoded once more for the logits there; at width W by replaying the oracle's tokens.
+    """
+    text = oracle_run.state.tokens
+    own = _decode(narrow, oracle, task)
+    wide, other = np.asarray(text), np.asarray(own.state.tokens)
+    ends, other_ends = np.asarray(oracle_run.state.length), np.asarray(own.state.length)
+    both = np.minimum(ends, other_ends)
+    firsts = [_first(wide[b, :n], other[b, :n]) for b, n in enumerate(both.tolist())]
+    rows = None
+    if max(firsts) >= 0:
+        replay = oracle._replace(name="replay", accept=True, text=text)
+        probe = np.asarray(firsts)
+        runs = decode(narrow.wide, replay, task, probe), _decode(narrow, oracle, task, probe)
+        rows = [np.asarray(run.evidence.probed) for run in runs]
+    found = []
+    for b, (first, prompt) in enumerate(zip(firsts, task.prompt_lengths, strict=True)):
+        begin, end = prompt + 1, ends[b]  # the prefill's token is the same program's
+        differing = int((wide[b, begin:end] != other[b, begin:end]).sum())
+        if first < 0 or rows is None:
+            found.append(Parting(int(end - begin), differing, None, None, None))
+            continue
+        mine, theirs = int(wide[b, first]), int(other[b, first])
+        # A difference of logits is one of log-probabilities: the normaliser cancels.
+        wide_nats = float(rows[0][b, mine] - rows[0][b, theirs])
+        narrow_nats = float(rows[1][b, theirs] - rows[1][b, mine])
+        same = int(first - begin)
+        found.append(Parting(int(end - begin), differing, same, wide_nats, narrow_nats))
+    return found
+
+
+def summary(found: Sequence[Parting]) -> dict[str, Any]:
+    """Shares, places and nats over all sequences; None where nothing parted."""
+    parted = [p for p in found if p.same is not None]
+    tokens = sum(p.tokens for p in found)
+    # Behind the first difference two texts are compared, not two widths: it ends what is comparable
+    comparable = sum(p.tokens if p.same is None else p.same + 1 for p in found)
+    return {
+        "sequences": len(found),
+        "sequences_that_differ": len(parted),
+        "tokens": tokens,
+        "share_of_tokens_that_differ": sum(p.differing for p in found) / max(1, tokens),
+        "comparable_tokens": comparable,
+        "first_differences_per_1000_tokens": 1000 * len(parted) / max(1, comparable),
+        "equal_tokens_before": _spread([p.same for p in parted]),
+        "nats_at_width_w": _spread([p.wide_nats for p in parted]),
+        "nats_at_width_1": _spread([p.narrow_nats for p in parted]),
+    }
+
+
+def _spread(values: Sequence[Any]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    return {"least": min(values), "median": median(values), "most": max(values)}
+
+
+def _first(one: np.ndarray, other: np.ndarray) -> int:
+    """The first place at which two rows differ, -1 if none."""
+    unequal = np.flatnonzero(one != other)
+    return int(unequal[0]) if unequal.size else -1
+
+
+def _decode(narrow: Narrow, oracle: Mode, task: Task, probe: np.ndarray | None = None) -> Run:
+    state = prefilled(narrow.wide, oracle, task)._replace(drafter_cache=())
+    return Run(*narrow.run(narrow.params, state, inputs_of(narrow.wide.shape, None, probe)))

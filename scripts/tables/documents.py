@@ -1,0 +1,58 @@
+"""Tables of README and of model cards from the files in benchmarks/: every number has a result.
+
+Text stands between `<!-- table: NAME -->` and `<!-- end table -->`; nothing else is touched.
+Measures nothing. A case that two files hold is an error: which of them should be shown?
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tables.cells import Result
+from tables.evidence import (
+    evaluations,
+    families,
+    lossless,
+    tiny_pair,
+    tiny_pair_speed,
+    trainings,
+)
+from tables.steps import (
+    beside,
+    goals,
+    kernels,
+    pairs,
+    reference,
+    spent,
+    steps,
+    widths,
+)
+
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
+TABLES: dict[str, Callable[[list[Result]], str]] = {
+    table.__name__: table
+    for table in (
+        *(goals, steps, spent, widths, reference, beside, pairs, kernels),
+        *(lossless, evaluations, trainings, families, tiny_pair, tiny_pair_speed),
+    )
+}
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All results of a folder, by name."""
+    files = sorted(folder.glob("*.json"))
+    return [Result(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def with_tables(text: str, results: list[Result]) -> str:
+    """The text with every marked table made anew; ValueError for a name that is no table."""
+
+    def made(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"no table is called {match[2]!r}: use one of {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[match[2]](results)}\n{match[4]}"
+
+    if len(MARKED.findall(text)) != len(re.findall(r"<!-- (?:table:|end table)", text)) / 2:
+        raise ValueError("a table is opened and not closed, or closed and not opened")
+    return MARKED.sub(made, text)

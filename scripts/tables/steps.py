@@ -1,0 +1,219 @@
+"""Tables of times: steps beside their goals and floors, widths, other code, kernels."""
+
+from typing import Any
+
+from jflash.bench.floors import Rates, Work, floor_seconds
+from jflash.bench.shapes import SHAPES
+from jflash.bench.widths import best_width, expected_tokens, geometric_profile
+from pallas_kernels.shapes import MATMUL
+from tables.cells import (
+    Result,
+    all_cases,
+    full_cases,
+    ms,
+    near,
+    only,
+    pairs_of,
+    percent,
+    share,
+    table,
+)
+
+GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
+    ("plain decoding, batch 1", 4.3, 1, 1024, "plain"),
+    ("DFlash step, batch 1", 5.1, 1, 1024, "step"),
+    ("DFlash step, batch 8", 6.2, 8, 1024, "step"),
+    ("DFlash step, batch 32", 15.0, 32, 1024, "step"),
+    ("DFlash step, batch 1, context 32k of 32k", 6.8, 1, 32768, "step"),
+)
+GOAL_SHAPE = "qwen3-8b"
+PRODUCTS = ("qkv", "out", "gate-up", "down")  # of a layer
+TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
+
+
+def goals(results: list[Result]) -> str:
+    """The goals of the step at Qwen3-8B's shapes on one H200, and what was measured."""
+    whole = full_cases(results)
+    steps_alone = [c for c in all_cases(results) if c not in whole and len(c["widths"]) == 1]
+    rows, used = [], []
+    for what, goal, batch, context, part in GOALS:
+        fits = [
+            [c for c in cases if c["shape"] == GOAL_SHAPE and c["batch"] == batch
+             and near(c, context) and part in c]
+            for cases in (whole, steps_alone)
+        ]  # fmt: skip
+        case = only(fits[0] or fits[1])
+        if case is None:
+            rows.append([what, f"≤ {goal} ms", "not measured", "", ""])
+            continue
+        used += [] if case in used else [case]
+        p = case[part]
+        rows.append([what, f"≤ {goal} ms", ms(p), f"{p['floor_ms']:.2f}", share(p)])
+    first = only([c for c in used if c["batch"] == 1 and near(c, 1024)])
+    if first is not None:
+        rows.append(
+            ["draft share of the step, batch 1", "≤ 22 %", percent(first["draft"]["share_of_step"])]
+        )
+    shown = [c for c in used if "peak_over_weights_and_caches" in c["memory"]]
+    if shown:
+        peaks = [c["memory"]["peak_over_weights_and_caches"] for c in shown]
+        what = "peak memory over weights + caches, with a warm cache, the worst"
+        rows.append([what, "≤ 6 %", percent(max(peaks))])
+        most = max(map(compiling, shown))
+        rows.append(["the same while compiling from nothing", "", percent(most)])
+        for name, label, goal in (
+            ("from_nothing", "compiling from nothing, the slowest", 60),
+            ("warm_cache", "compiling with a warm cache, the slowest", 15),
+        ):
+            slowest = max(c["compile_seconds"][name] for c in shown)
+            rows.append([label, f"≤ {goal} s", f"{slowest:.1f} s"])
+    return table(["", "goal", "measured", "floor, ms", "share of the floor"], rows, used)
+
+
+def compiling(case: dict[str, Any]) -> float:
+    """By how much the peak of a process that compiles and tunes exceeds weights and caches."""
+    m = case["memory"]
+    return m["peak_bytes_while_compiling"] / (m["weights_bytes"] + m["caches_bytes"]) - 1
+
+
+def steps(results: list[Result]) -> str:
+    """Every whole case: milliseconds of a step's parts, and the whole beside its floor."""
+    cases = sorted(full_cases(results), key=lambda c: (c["shape"] or "", c["context"], c["batch"]))
+    rows = [
+        [
+            c["shape"] or c["weights"], f"{c['batch']}", f"{c['context']:.0f} of {c['capacity']}",
+            *(ms(c[part]) for part in ("plain", "verify", "draft", "step")),
+            f"{c['step']['floor_ms']:.2f}", share(c["step"]),
+        ]
+        for c in cases
+    ]  # fmt: skip
+    head = ["shape", "batch", "context", "plain", "verify", "draft", "step", "floor", "share"]
+    return table(head, rows, cases)
+
+
+def spent(results: list[Result]) -> str:
+    """A verify of Qwen3-8B's beside what its products and its attention take alone."""
+    layers = SHAPES[GOAL_SHAPE].target.num_layers
+    alone = {
+        (row["backend"], row["shape"]): (row["us"] / 1e3, r.content | {"file": r.name})
+        for r in results
+        for row in r.content.get("rows", [])
+        if "us" in row
+    }
+    rows, used = [], []
+    for case in sorted(full_cases(results), key=lambda c: c["batch"]):
+        m = case["batch"] * case["block_size"]  # rows of a product
+        attention = ("mosaic_gpu", f"qwen3-b{case['batch']}-2k")
+        often = {f"{GOAL_SHAPE}-{name}-m{m}": layers for name in PRODUCTS}
+        often[f"{GOAL_SHAPE}-head-m{m}"] = 1
+        keys = [*(("tuned", shape) for shape in often), attention]
+        if case["shape"] != GOAL_SHAPE or not near(case, 1024) or not alone.keys() >= {*keys}:
+            continue
+        rates = Rates(*(case["floors"][name] for name in Rates._fields))
+        products = sum(n * alone["tuned", shape][0] for shape, n in often.items())
+        floor = 1e3 * sum(n * floor_seconds(product(shape), rates) for shape, n in often.items())
+        rows.append([
+            f"{case['batch']}", ms(case["verify"]), f"{products:.2f} ms", f"{floor:.2f} ms",
+            percent(floor / products), f"{layers * alone[attention][0]:.2f} ms",
+        ])  # fmt: skip
+        used += [case, *(alone[key][1] for key in keys)]
+    head = ["batch", "verify", "its products alone", "their floor", "share", "its attention alone"]
+    return table(head, rows, used)
+
+
+def product(name: str) -> Work:
+    """What a product of bfloat16 reads of weights and computes."""
+    shape = MATMUL[name]
+    weights = float(shape.K * shape.N)
+    return Work(2 * weights, 2 * shape.M * weights, 0.0, 0.0)
+
+
+def widths(results: list[Result]) -> str:
+    """Milliseconds of a step by block width and batch, and the best width by acceptance length."""
+    cases = [c for c in all_cases(results) if len(c["widths"]) > 1 and c["shape"] == GOAL_SHAPE]
+    columns = sorted({row["block_size"] for c in cases for row in c["widths"]})
+    rows, best = [], []
+    for case in sorted(cases, key=lambda c: c["batch"]):
+        times = {row["block_size"]: row["ms"] for row in case["widths"]}
+        label = f"batch {case['batch']}"
+        rows.append([label, *(f"{times[w]:.2f}" if w in times else "" for w in columns)])
+        best.append([label, *(best_cell(times, case["block_size"], tau) for tau in TAUS)])
+    first = table(["ms a step at width", *map(str, columns)], rows, [])
+    return first + "\n\n" + table(
+        ["best width (gain over the widest) at τ", *(f"{tau:g}" for tau in TAUS)], best, cases
+    )  # fmt: skip
+
+
+def best_cell(times: dict[int, float], full: int, tau: float) -> str:
+    """The best width for a drafter that commits `tau` tokens a step at its full width."""
+    accepted = geometric_profile(tau, full)
+    width = best_width(times, accepted)
+    gain = expected_tokens(accepted, width) / times[width] * times[full] / tau - 1
+    return f"{width} (+{gain:.0%})" if width != full else f"{width}"
+
+
+def reference(results: list[Result]) -> str:
+    """The authors' PyTorch code beside jflash, on the same weights."""
+    found = [
+        (r.content["reference"], c)
+        for r, c in pairs_of(results)
+        if "reference" in r.content and c["batch"] == 1
+    ]
+    rows = []
+    for theirs, case in found:
+        ratio = theirs["times_as_long"]
+        versions = f"dflash {theirs['versions']['dflash']}, torch {theirs['versions']['torch']}"
+        for label, part, a in (("plain", "plain", "plain"), ("DFlash step", "dflash", "step")):
+            milliseconds = theirs[part]["ms_per_step"]
+            rows.append(
+                [f"{case['shape']}, {label}", f"{milliseconds:.1f}", ms(case[a]),
+                 f"{ratio[a]:.1f} ×", versions]
+            )  # fmt: skip
+    head = ["batch 1, ms", "PyTorch", "jflash", "ratio", "versions"]
+    return table(head, rows, [case for _, case in found])
+
+
+def beside(results: list[Result]) -> str:
+    """Steps of shapes that were timed in turns with another one."""
+    cases = [c for c in all_cases(results) if "beside" in c]
+    rows = [
+        [
+            c["shape"], f"{c['batch']}", ms(c["step"]), c["beside"]["shape"],
+            ms(c["beside"]["step"]), f"{c['beside']['times_as_long']:.3f} ×",
+        ]
+        for c in cases
+    ]  # fmt: skip
+    return table(["shape", "batch", "step", "beside", "its step", "as long"], rows, cases)
+
+
+def pairs(results: list[Result]) -> str:
+    """Tokens a second of real pairs, measured."""
+    cases = [c for c in all_cases(results) if "measured_speed" in c]
+    rows = [
+        [
+            c["weights"], f"{c['batch']}", f"{m['mean_acceptance_length']:.2f}",
+            f"{m['tokens_per_second']:.0f}", f"{m['plain_tokens_per_second']:.0f}",
+            f"{m['speed_up']:.2f} ×",
+        ]
+        for c in cases
+        for m in [c["measured_speed"]]
+    ]  # fmt: skip
+    return table(["pair", "batch", "τ", "tokens/s", "plain tokens/s", "speed-up"], rows, cases)
+
+
+def kernels(results: list[Result]) -> str:
+    """Kernels by shape: microseconds of each backend; bandwidth and error of the first, ours."""
+    found = [r for r in results if "rows" in r.content]
+    cases: list[dict[str, Any]] = [r.content | {"file": r.name} for r in found]
+    timed = [row for case in cases for row in case["rows"] if "us" in row]
+    backends = list(dict.fromkeys(row["backend"] for row in timed))
+    by_shape: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in timed:
+        by_shape.setdefault((row["op"], row["shape"]), {})[row["backend"]] = row
+    rows = []
+    for (op, shape), measured in by_shape.items():
+        ours = next(iter(measured.values()))
+        times = [f"{measured[b]['us']:.1f}" if b in measured else "" for b in backends]
+        rows.append([op, shape, *times, percent(ours["share"]), f"{ours['error']:.1e}"])
+    head = ["op", "shape", *(f"{b}, µs" for b in backends), "of bandwidth", "error"]
+    return table(head, rows, cases)

@@ -1,0 +1,1 @@
+"""How the embedded pair is made and judged: generator, recipe, stages, evaluation."""

@@ -1,0 +1,254 @@
+"""The benchmark: what it counts and what it times."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.bench import case as benchmark_case
+from jflash.bench import widths
+from jflash.bench.case import Task, run_task, save_pair
+from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
+from jflash.bench.report import collect
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.bench.step_time import busy_state, compile_run, random_weights, time_run, window_around
+from jflash.io import load_pair
+from jflash.io.names import abstract_params
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.programs import Shape
+from jflash.speculative import Models, Params, speculative_step
+from tables.cells import Result
+from tables.documents import with_tables
+from tests.support.small_checkpoints import make_pair
+
+H200 = Rates(4.17e12, 790e12)
+TASK = Task(
+    shape="tiny", target=None, drafter=None, batch=2, context=200, capacity=512, widths=(4,),
+    only_step=False, dtype="float32", backends={}, steps=9, repeats=2, prompts=(),
+    max_new_tokens=12, stop_token_ids=(),
+)  # fmt: skip
+
+
+def tiny() -> tuple[Models, Params]:
+    shape = model_shape("tiny")
+    models = Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
+    target, drafter = random_weights(list(shape), "float32")
+    return models, Params(target, with_context_kernel(models.drafter, drafter))
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [("qwen3-8b", 8_190_735_360), ("qwen3-4b", 4_022_468_096), ("llama-3.1-8b", 8_030_261_248)],
+)
+def test_shapes_have_the_published_sizes(name, entries):
+    target = model_shape(name).target
+    assert sum(x.size for x in jax.tree.leaves(abstract_params(target))) == entries
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
+    target, drafter = model_shape(name)
+    leaves = jax.tree.leaves(abstract_params(target))
+    matrices = sum(x.size for x in leaves if x.ndim == 2)
+    matrices -= 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
+    experts = sum(x.size for x in leaves if x.ndim == 3)
+    chosen = target.moe.experts_per_token / target.moe.num_experts if target.moe else 0
+    work = verify_work(target, 2, 4, 100.0, 2)
+    read = 1 - (1 - chosen) ** 8  # by one of 8 rows or more
+    assert work.weight_bytes == pytest.approx(2 * (matrices + read * experts), rel=1e-12)
+    assert work.weight_operations == pytest.approx(2 * 8 * (matrices + chosen * experts), rel=1e-12)
+
+    leaves = jax.tree.leaves(abstract_params(drafter))
+    codebooks = drafter.vocab_size, getattr(drafter, "selector_rank", 0)  # looked up, not applied
+    matrices = sum(x.size for x in leaves if x.ndim == 2 and x.shape != codebooks)
+    head = target.vocab_size * target.hidden_size
+    twice = drafter.num_layers * drafter.hidden_size * 2 * drafter.num_kv_heads * drafter.head_dim
+    assert draft_work(drafter, 1, 8, 100.0, 2).weight_bytes == 2 * (matrices + head + twice)
+
+
+def test_the_floors_of_the_goals():
+    target, drafter = model_shape("qwen3-8b")
+
+    def floor(batch: int, context: float) -> float:
+        work = add(
+            verify_work(target, batch, 16, context, 2), draft_work(drafter, batch, 16, context, 2)
+        )
+        return 1e3 * floor_seconds(work, H200)
+
+    found = [floor(1, 1024.0), floor(8, 1024.0), floor(32, 1024.0), floor(1, 32768.0)]
+    np.testing.assert_allclose(found, [4.5, 4.8, 13.3, 5.8], atol=0.15)
+    plain = 1e3 * floor_seconds(verify_work(target, 1, 1, 1024.0, 2), H200)
+    assert plain == pytest.approx(3.66, abs=0.03)
+
+
+def test_behind_a_window_nothing_is_read():
+    full, near = (model_shape(name).drafter for name in ("qwen3-8b", "qwen3-8b-window"))
+    for context, read in ((1000.0, 5 * 1000), (32768.0, 4 * 2047 + 32768)):
+        work = draft_work(near, 2, 16, context, 2)
+        written = draft_work(full, 2, 16, 0.0, 2).attention_bytes
+        assert work.attention_bytes - written == 2 * read * 2 * 8 * 128 * 2
+        assert work.weight_bytes == draft_work(full, 2, 16, context, 2).weight_bytes
+
+
+def test_operations_agree_with_the_compilers_count():
+    """XLA's einsum attends to every slot, so the context counted here is the whole capacity."""
+    models, params = tiny()
+    window = window_around(200, 512, 8, 4, 1)
+    state = busy_state(models, Shape(2, 512, 128, 16, "float32"), window)
+    step = jax.jit(lambda p, s: speculative_step(models, p, s)).lower(params, state).compile()
+    target, drafter = models.target.config, models.drafter.config
+    work = add(
+        verify_work(target, 2, 8, 512.0 - 8, 4), draft_work(drafter, 2, 8, 512.0 - 8, 4)
+    )  # fmt: skip
+    assert work.operations == pytest.approx(step.cost_analysis()["flops"], rel=0.1)
+
+
+def test_the_window_is_centred_or_as_close_as_the_capacity_allows():
+    window = window_around(1024, 2048, 16, 65, 3)
+    assert window.context == 1024
+    full = window_around(32768, 32768, 16, 64, 3)
+    assert full.start + 64 + 16 == 32768 and full.context == full.start - 1 + 31.5
+    with pytest.raises(ValueError, match="64 steps at context 8 do not fit"):
+        window_around(8, 256, 16, 64, 1)
+
+
+def test_the_timed_steps_run_at_the_context_over_full_caches():
+    models, params = tiny()
+    window = window_around(200, 512, 8, 9, 2)
+    state = busy_state(models, Shape(2, 512, 128, 16, "float32"), window)
+    for leaf in jax.tree.leaves((state.target_cache, state.drafter_cache)):
+        assert abs(float(jnp.std(leaf)) - 1) < 0.02 and not (leaf == 0).any()
+    before = jax.tree.map(np.asarray, state.target_cache)
+    compiled, _ = compile_run(models, params, state)
+    seconds, state = time_run(compiled, params, state, window)
+    assert len(seconds) == 2 and all(s > 0 for s in seconds)
+    assert state.length.tolist() == [window.start + 9] * 2
+    assert state.acceptance_lengths[:, :9].tolist() == [[1] * 9] * 2
+    written = np.array([np.abs(a - b).max((0, 2, 3)) > 0 for a, b in
+                        zip(jax.tree.leaves(before), jax.tree.leaves(state.target_cache),
+                            strict=True)])  # fmt: skip
+    slots = np.flatnonzero(written.all(0))
+    assert slots.tolist() == list(range(window.start - 1, window.start - 1 + 9 + 8 - 1))
+    assert window.context == np.mean(range(window.start - 1, window.start - 1 + 9))
+
+
+def test_random_weights_are_no_zeros_and_the_same_each_time():
+    shape = list(model_shape("tiny"))
+    first, again = random_weights(shape, "bfloat16"), random_weights(shape, "bfloat16")
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        assert a.dtype == jnp.bfloat16 and bool((a == b).all())
+        if a.ndim == 2:
+            assert float(jnp.std(a.astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)
+        else:
+            assert bool((a == 1).all())
+
+
+def test_a_case_and_the_saved_pair_hold_the_same_weights(tmp_path):
+    task = save_pair(TASK, tmp_path)
+    loaded = load_pair(task["target"], task["drafter"], dtype="float32")
+    target, drafter = random_weights(list(model_shape("tiny")), "float32")
+    stored = {name: loaded.params.drafter[name] for name in drafter}  # no context_kernel
+    for a, b in zip(
+        jax.tree.leaves((loaded.params.target, stored)),
+        jax.tree.leaves((target, drafter)),
+        strict=True,
+    ):
+        assert bool((a == b).all())
+    assert len(task["prompts"][0]) + (task["max_new_tokens"] - 1) // 2 == TASK.context
+
+
+@pytest.fixture(scope="module")
+def case() -> dict:
+    return run_task("time", TASK)
+
+
+def test_a_case_of_random_weights(case):
+    assert case["shape"] == "tiny" and case["weights"].startswith("random")
+    for name in ("plain", "verify", "draft", "step"):
+        part = case[name]
+        assert part["share_of_floor"] == pytest.approx(part["floor_ms"] / part["ms"])
+    assert case["draft"]["ms"] == pytest.approx(case["step"]["ms"] - case["verify"]["ms"])
+    assert case["draft"]["floor_ms"] < case["step"]["floor_ms"]
+    assert case["draft"]["share_of_step"] == pytest.approx(case["draft"]["ms"] / case["step"]["ms"])
+    assert [row["block_size"] for row in case["widths"]] == [4, 8]
+    assert case["widths"][1]["ms"] == case["step"]["ms"]
+    assert case["compile_seconds"]["from_nothing"] > 0
+    entries = sum(x.size for c in model_shape("tiny") for x in jax.tree.leaves(abstract_params(c)))
+    assert case["memory"]["weights_bytes"] == 4 * entries
+    assert case["memory"]["caches_bytes"] == 4 * (3 + 1) * 2 * 2 * 512 * 2 * 64
+    assert "tokens_per_second" not in json.dumps(case)
+    shown = with_tables(
+        "<!-- table: steps -->\n<!-- end table -->", [Result("a.json", result(case))]
+    )
+    assert f"| {case['step']['ms']:.2f} ms | {case['step']['floor_ms']:.2f} |" in shown
+
+
+def test_a_real_pair_is_measured(tmp_path):
+    pair = make_pair(tmp_path, monotone=True)
+    task = replace(
+        TASK, shape=None, target=str(pair.target), drafter=str(pair.drafter), context=100,
+        capacity=256, widths=(), only_step=True, prompts=((1, 2, 3), (4, 5)), batch=2,
+    )  # fmt: skip
+    speed = run_task("time", task)["measured_speed"]
+    assert speed["how"].startswith("measured")
+    # A pair that always agrees: 12 tokens are one of the prefill, then 4 + 4 + 3.
+    assert speed["new_tokens"] == 24 and speed["mean_acceptance_length"] == pytest.approx(11 / 3)
+    assert speed["endings"] == {"limit": 2}
+    assert speed["same_text_as_plain"] == speed["prompts"] == 2
+    ratio = speed["tokens_per_second"] / speed["plain_tokens_per_second"]
+    assert speed["speed_up"] == pytest.approx(ratio)
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(benchmark_case, "device_memory", lambda: 20 * 10**9)
+    monkeypatch.setattr(benchmark_case, "measure_rates", lambda dtype: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"takes 3\d\.\d GB .* more than the 20 GB"):
+        run_task("time", replace(TASK, shape="qwen3-8b", batch=1))
+
+
+@pytest.mark.parametrize("stage", ["time", "warm"])
+@pytest.mark.parametrize("backend", ["attention", "heads", "matmul"])
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(backend, stage, monkeypatch):
+    monkeypatch.setattr(benchmark_case, "prepare", None)
+    name = {"attention": "triton", "heads": "triton", "matmul": "mosaic_gpu"}[backend]
+    with pytest.raises(ValueError, match=f"{backend} backend '{name}' .* cpu device: use 'xla'"):
+        run_task(stage, replace(TASK, dtype="bfloat16", backends={f"{backend}_backend": name}))
+
+
+def result(case: dict, device: str = "GPU", **changes) -> dict:
+    return collect([case | {"device": device} | changes], None)
+
+
+def test_auto_reads_the_nearest_table(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(widths, "MEASURED", tmp_path)
+    rows = {1: (5.0, 5.0), 8: (5.0, 9.0)}  # at batch 8 width 8 costs too much
+    for batch, (narrow, wide) in rows.items():
+        times = [{"block_size": 4, "ms": narrow}, {"block_size": 8, "ms": wide}]
+        content = result(case, batch=batch, widths=times)
+        (tmp_path / f"b{batch}.json").write_text(json.dumps(content))
+    (tmp_path / "kernels.json").write_text(json.dumps({"device": "GPU", "rows": []}))
+    target, drafter = model_shape("tiny")
+
+    def auto(batch: int, device: str = "GPU", itemsize: int = 4, **more) -> widths.Choice:
+        return widths.auto_block_size(
+            target, drafter, batch=batch, itemsize=itemsize, device=device, **more
+        )
+
+    assert [auto(b).block_size for b in (1, 2, 3, 8, 16)] == [8, 8, 4, 4, 4]
+    assert "b8.json, batch 8" in auto(16).why
+    assert auto(16, accepted=[1.0] * 7).block_size == 8
+    assert auto(1, table=tmp_path / "b1.json").block_size == 8
+    for refused in (
+        lambda: auto(64),
+        lambda: auto(1, device="other"),
+        lambda: auto(1, itemsize=2),
+        lambda: auto(8, table=tmp_path / "b1.json"),
+    ):
+        with pytest.raises(ValueError, match=r"scripts/benchmark\.py .*--widths"):
+            refused()
+    with pytest.raises(ValueError, match=r"none\.json cannot be read"):
+        auto(1, table=tmp_path / "none.json")

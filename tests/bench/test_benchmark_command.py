@@ -1,0 +1,154 @@
+"""scripts/benchmark.py: its processes and files, what it calls measured, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jflash.backends import BACKENDS
+from jflash.cli.command import run_command
+from scripts import bench_kernels, benchmark, check_lossless, check_program
+from tests.support.small_checkpoints import make_pair
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
+
+
+def run_cli(*options: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "result.json"
+    done = run_cli(
+        *("--shape", "tiny", "--context", "200", "--capacity", "512", "--only-step"),
+        *("--steps", "4", "--repeats", "1", "--acceptance", "3", "--json", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == result
+    assert set(result) == {"device", "versions", "xla_flags", "date", "cases", *BACKENDS}
+    assert "CPU" in result["device"] and result["versions"]["jax"] == jax.__version__
+    [case] = result["cases"]
+    assert case["compile_seconds"]["warm_cache"] < case["compile_seconds"]["from_nothing"]
+    # An assumed acceptance says so in its name, in the file and on the screen.
+    assert "measured_speed" not in case
+    assumed = case["assumed_speed"]
+    assert assumed["assumed_tokens_per_second"] == pytest.approx(3e3 / case["step"]["ms"])
+    assert [k for k in assumed if "tokens_per_second" in k] == ["assumed_tokens_per_second"]
+    assert "at an assumed acceptance of 3 tokens a step, not measured" in done.stdout
+    assert "speed_up" not in out.read_text()
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
+    """Case by case: a run that ends early says how many cases it lacks. Here with --beside."""
+    out, made = tmp_path / "result.json", []
+
+    def measure(task, with_memory):
+        if len(made) == 2:
+            raise ValueError("the device is gone")
+        made.append((task.shape, task.batch, task.only_step))
+        shared = dict.fromkeys((*BACKENDS, "device", "versions", "xla_flags", "date"), "x")
+        return shared | {"shape": task.shape, "batch": task.batch, "step": {"ms": float(len(made))}}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "case_text", lambda case: "")
+    monkeypatch.setattr(benchmark, "device_line", lambda case: "")
+    argv = ["--shape", "tiny", "--batch", "1,2,4", "--json", str(out), "--beside", "tiny-moe"]
+    assert run_command(benchmark.make_parser(), benchmark.benchmark, argv) == 2
+    left = json.loads(out.read_text())
+    assert [case["batch"] for case in left["cases"]] == [1] and left["missing_cases"] == 2
+    assert made == [("tiny", 1, False), ("tiny-moe", 1, True)]
+    beside = {"shape": "tiny-moe", "step": {"ms": 2.0}, "times_as_long": 0.5}
+    assert left["cases"][0]["beside"] == beside
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("", "give either --shape"),
+        ("--shape tiny --target x --drafter y", "give either --shape"),
+        ("--target x", "give either --shape"),
+        ("--shape huge", "no shape is called 'huge'"),
+        ("--shape tiny --batch 0", "--batch (0,)"),
+        ("--shape tiny --batch one", "'one'"),
+        ("--shape tiny --widths 4,9", "--widths (4, 9)"),
+        ("--shape tiny --acceptance 9", "--acceptance 9.0"),
+        ("--shape tiny --capacity 1000", "--capacity 1000"),
+        ("--shape tiny --context 600 --capacity 512", "--context 600"),
+        ("--shape tiny --context 5000", "--context 5000"),
+        ("--shape tiny --prompts p.jsonl", "--prompts needs a real pair"),
+        ("--shape tiny --batch 8 --against reference", "--batch 1"),
+        ("--shape tiny --no-compilation-cache", "--no-compilation-cache"),
+        ("--shape tiny --overwrite", "--overwrite without --json"),
+        ("--shape tiny --beside huge", "no shape is called 'huge'"),
+        ("--target x --drafter y --beside tiny", "--beside compares random weights"),
+        ("--target /nowhere --drafter /nowhere", "/nowhere"),
+    ],
+)
+def test_refusals(options, named, capsys):
+    assert run_command(benchmark.make_parser(), benchmark.benchmark, options.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert named in captured.err
+
+
+def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch):
+    """A GPU's memory is for the processes that measure."""
+
+    def touched(*_):
+        raise AssertionError("the device was touched")
+
+    for name in ("devices", "default_backend"):
+        monkeypatch.setattr(jax, name, touched)
+    pair = make_pair(tmp_path)
+    argv = ["--target", str(pair.target), "--drafter", str(pair.drafter), "--context", "9"]
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2]}\n')
+    argv += ["--prompts", str(tmp_path / "in.jsonl"), "--max-new-tokens", "9"]
+    tasks = []
+    monkeypatch.setattr(benchmark, "results", lambda _, task: iter(tasks.append(task) or ["{}"]))
+    assert run_command(benchmark.make_parser(), benchmark.benchmark, argv) == 0
+    assert tasks[0].target == str(pair.target) and tasks[0].prompts == ((1, 2),)
+
+
+def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    out = tmp_path / "result.json"
+    done = run_cli(
+        *("--shape", "tiny", "--against", "reference", "--json", str(out)),
+        *("--reference-python", str(bare)),
+    )
+    assert done.returncode == 2 and done.stdout == "" and not out.exists()
+    assert "dflash==0.1.0" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not REFERENCE, reason="JFLASH_REFERENCE_PYTHON names no interpreter")
+def test_against_the_reference(tmp_path):
+    out = tmp_path / "result.json"
+    done = run_cli(
+        *("--shape", "tiny", "--context", "200", "--capacity", "512", "--no-memory"),
+        *("--steps", "12", "--repeats", "2", "--json", str(out)),
+        *("--against", "reference", "--reference-python", str(REFERENCE)),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    theirs, [ours] = result["reference"], result["cases"]
+    assert theirs["versions"]["dflash"] == "0.1.0"
+    assert theirs["plain"]["steps"] == theirs["dflash"]["steps"] == 12
+    for name, mine in (("plain", "plain"), ("dflash", "step")):
+        ratio = theirs[name]["ms_per_step"] / ours[mine]["ms"]
+        assert theirs["times_as_long"][mine] == pytest.approx(ratio)
+    assert "× jflash's" in done.stdout and "tokens/s" not in done.stdout.split("PyTorch")[1]
+
+
+@pytest.mark.parametrize("script", [benchmark, bench_kernels, check_lossless, check_program])
+def test_json_without_a_file_is_the_printed_line_alone(script):
+    assert script.make_parser().parse_args(["--json"]).json is None

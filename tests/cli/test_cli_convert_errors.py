@@ -1,0 +1,88 @@
+"""convert_checkpoint.py's bad input: one line on stderr, exit code 2, nothing written."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jflash.cli import convert
+from tests.support.small_checkpoints import Folders, edit_config, edit_tensors, make_pair
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pair(tmp_path) -> Folders:
+    return make_pair(tmp_path)
+
+
+def convert_refused(refused, argv: list, *named: str) -> None:
+    refused([str(value) for value in argv], *named, main=convert.main)
+
+
+def test_convert_sources(pair, refused, tmp_path):
+    destination = tmp_path / "converted"
+    convert_refused(refused, [tmp_path / "nowhere", destination], "nowhere")
+    edit_config(pair.target, architectures=["GptOssForCausalLM"])
+    convert_refused(refused, [pair.target, destination], "GptOssForCausalLM")
+    edit_tensors(pair.drafter, drop=("fc.weight",), more=np.zeros(3, np.float32))
+    convert_refused(refused, [pair.drafter, destination], "missing: fc.weight", "unknown: more")
+    os.truncate(pair.drafter / "model.safetensors", 1000)
+    convert_refused(refused, [pair.drafter, destination], "corrupt or truncated")
+    convert_refused(refused, [pair.drafter], "DST")
+
+
+def test_convert_destinations(pair, refused, tmp_path):
+    convert_refused(refused, [pair.drafter, pair.drafter], "exists already", "--overwrite")
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter").write_text("1")
+    convert_refused(refused, [pair.drafter, other, "--overwrite"], "thesis exists and is no")
+    below = pair.drafter / "config.json" / "dst"
+    convert_refused(refused, [pair.drafter, below], "cannot write", "dst")
+    convert_refused(refused, [pair.drafter, "/proc/dst"], "cannot write /proc/dst")
+    convert_refused(refused, [pair.drafter, pair.drafter / "config.json", "--overwrite"], "no chec")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_convert_without_permission(pair, refused, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    convert_refused(refused, [pair.drafter, closed / "dst"], "closed/dst", "Permission denied")
+
+
+def test_convert_with_no_space_left(pair, tmp_path):
+    """A real full disc, where a test may make one; in a process of its own, as Orbax's threads
+    outlive the error."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", "size=16k", "none", str(small)]
+    if not mount or subprocess.run([mount, *options], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        argv = [str(pair.drafter), str(small / "a" / "dst")]
+        command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py"), *argv]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, env=environment, text=True)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert "small/a/dst" in done.stderr and "No space left on device" in done.stderr
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_convert_that_fails_halfway_keeps_the_old_one(pair, refused, monkeypatch, tmp_path):
+    def full(folder: Path, params: object) -> None:
+        (folder / "orbax").mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jflash.io.convert.save_orbax", full)
+    argv = [pair.target, pair.drafter, "--overwrite"]
+    convert_refused(refused, argv, "cannot write", "No space left on device")
+    convert_refused(refused, [pair.target, tmp_path / "new" / "dst"], "No space left on device")

@@ -1,0 +1,347 @@
+"""evaluate.py on the embedded pair: numbers, resuming after any end, two turns, refusals."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jflash.cli import evaluate
+from jflash.evals import evaluation
+from jflash.io import encode_prompt, load_tokenizer
+from tiny_pair.word_problems import problems
+
+# What is asked here is how answers are counted and kept; bit laws are tests/step/test_engine.py's.
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+ROOT = Path(__file__).parents[2]
+TARGET = ROOT / "checkpoints" / "tiny-math" / "target"
+COUNT = 8
+SAME = ["--dtype", "float32", "--batch", "2", "--max-new-tokens", "120", "--prompt-style", "plain"]
+TIMES = ("environment", "speed")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    asked = problems("eval", seed=100, limit=COUNT)
+    rows = [json.dumps({"question": p.question, "answer": p.answer}) for p in asked]
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def run(capsys):
+    """main(argv) for GSM8K that must end well: its summary, and what it wrote to both streams."""
+
+    def call(data: Path, folder: Path, *more: str) -> tuple[dict, str, str]:
+        argv = ["--data", str(data), "--output", str(folder), *SAME, *more]
+        code = evaluate.main(argv, dataset="gsm8k")
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return json.loads((folder / "summary.json").read_text()), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    argv = ["--data", str(data), "--output", str(folder), *SAME]
+    assert evaluate.main(argv, dataset="gsm8k") == 0
+    return folder
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def tokens(folder: Path, name: str = "answers.jsonl") -> dict[int, list[int]]:
+    return {r["index"]: r["token_ids"] for r in lines(folder / name)}
+
+
+def without_times(summary: dict) -> dict:
+    return {key: value for key, value in summary.items() if key not in TIMES}
+
+
+def killed_after_two_answers(data: Path, folder: Path) -> bytes:
+    """What a process that is killed while it decodes leaves of its answers."""
+    argv = ["--data", str(data), "--output", str(folder), *SAME]
+    command = [sys.executable, str(ROOT / "scripts" / "eval_gsm8k.py"), *argv]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    file = folder / "answers.jsonl"
+    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") > 1):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return file.read_bytes()
+
+
+def test_killed_and_resumed_it_sums_up_like_an_unbroken_run(run, data, unbroken, tmp_path):
+    whole, out, _ = run(data, unbroken)
+    assert whole["accuracy"]["share"] == 1 and whole["answers"] == COUNT
+    assert "95 % Wilson interval" in out and "pooled" in out
+    for name in ("histogram", "position", "progress"):
+        assert (unbroken / f"{name}.png").stat().st_size > 5000
+
+    folder = tmp_path / "killed"
+    file = folder / "answers.jsonl"
+    for _ in range(5):  # a busy machine may let it reach its end before it is killed
+        kept = killed_after_two_answers(data, folder)
+        if kept.count(b"\n") < COUNT:
+            break
+        shutil.rmtree(folder)
+    assert 1 < kept.count(b"\n") < COUNT
+    file.write_bytes(kept + b'{"index": 9, "tok')  # as if it had died while it wrote
+
+    resumed, _, err = run(data, folder)
+    assert f"resuming: {kept.count(bytes([10]))} answers are in {folder}" in err
+    assert file.read_bytes().startswith(kept)
+    assert len(lines(file)) == COUNT and len(tokens(folder)) == COUNT
+    assert without_times(resumed) == without_times(whole)
+    again, _, err = run(data, folder)
+    assert f"resuming: {COUNT} answers" in err
+    assert again["speed"] == resumed["speed"]
+
+
+def test_ctrl_c_keeps_every_answer(run, data, unbroken, tmp_path, monkeypatch, capsys):
+    whole = json.loads((unbroken / "summary.json").read_text())
+    serve, folder = evaluation.serve, tmp_path / "run"
+
+    def interrupted(*args, **kwargs):
+        for i, answer in enumerate(serve(*args, **kwargs)):
+            if i == 4:
+                raise KeyboardInterrupt
+            yield answer
+
+    monkeypatch.setattr(evaluation, "serve", interrupted)
+    argv = ["--data", str(data), "--output", str(folder), *SAME]
+    assert evaluate.main(argv, dataset="gsm8k") == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert len(lines(folder / "answers.jsonl")) == 4
+    monkeypatch.setattr(evaluation, "serve", serve)
+    resumed, _, _ = run(data, folder)
+    assert without_times(resumed) == without_times(whole)
+
+
+def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
+    summary, out, err = run(data, tmp_path / "pair", "--baseline")
+    tau = summary["acceptance"]["all"]["tau_pooled"]
+    assert re.search(rf"right 100\.0%, τ {tau:.2f}, [1-9]\d* tokens/s", err)
+    baseline = summary["baseline"]
+    assert baseline["identical_outputs"] == baseline["answers"] == COUNT
+    assert baseline["first_differences"] == [] and baseline["speed_up"] > 0
+    assert f"identical        {COUNT} of {COUNT}" in out
+    assert tau > 8
+    want = tokens(tmp_path / "pair")
+    assert tokens(tmp_path / "pair", "baseline.jsonl") == want
+    for name, more in {
+        "none": ["--drafter", "none"],  # at width 1, another program: --same-as refuses it
+        "no drafts": ["--drafter", "none", "--block-size", "16"],
+        "random": ["--drafter", "random:3"],
+        "oracle": ["--oracle"],
+    }.items():
+        same = [] if name == "none" else ["--same-as", str(tmp_path / "pair")]
+        other, out, _ = run(data, tmp_path / name, *more, *same)
+        assert tokens(tmp_path / name) == want
+        assert not same or f"as {tmp_path / 'pair'}: {COUNT} of {COUNT} outputs" in out
+        tau = other["acceptance"]["all"]["tau_pooled"]
+        assert tau == 1 if name != "random" else tau < 2
+
+
+def test_other_tokens_than_another_run_has_are_told(data, unbroken, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(unbroken, other)
+    found = lines(other / "answers.jsonl")
+    found[2]["token_ids"][4] += 1
+    (other / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    settings = json.loads((other / "run.json").read_text())
+    del settings["draft_rule"]  # older runs did not say it
+    (other / "run.json").write_text(json.dumps(settings))
+    argv = ["--data", str(data), "--output", str(unbroken), *SAME, "--same-as", str(other)]
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(argv, dataset="gsm8k")
+    assert ended.value.code == 1
+    token = found[2]["token_ids"][4]
+    out = capsys.readouterr().out
+    assert f"as {other}: {COUNT - 1} of {COUNT} outputs" in out
+    assert f"problem {found[2]['index']}, turn 0: at token 4 {token - 1}, there {token}" in out
+    (other / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found[:-1]))
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert f"has {COUNT - 1} answers, its summary {COUNT}" in capsys.readouterr().err
+    (other / "summary.json").unlink()
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert "holds no finished run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--max-new-tokens", "60"), "with max_new_tokens 120, this one has 60"),
+        (("--batch", "5"), "with batch 2, this one has 5"),
+        (("--block-size", "8"), "with block_size 16, this one has 8"),
+        (("--top-k", "5", "--temperature", "0.5"), "with temperature 0.0, this one has 0.5"),
+    ],
+)
+def test_runs_of_other_programs_are_not_compared(
+    data, unbroken, tmp_path, capsys, options, complaint
+):
+    out = tmp_path / "x"
+    argv = ["--data", str(data), "--output", str(out), *SAME, *options, "--same-as", str(unbroken)]
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert complaint in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_draws_are_compared_where_the_drafter_does_not_decide_them(data, run, tmp_path, capsys):
+    drawn = ("--temperature", "0.8", "--limit", "3")
+    run(data, tmp_path / "greedy", *drawn, "--draft-rule", "greedy")
+    same = ("--same-as", str(tmp_path / "greedy"))
+    other = ("--draft-rule", "greedy", "--drafter", "random:3")
+    assert "as " in run(data, tmp_path / "random", *drawn, *other, *same)[1]
+    argv = ["--data", str(data), "--output", str(tmp_path / "x"), *SAME, *drawn, *same]
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert "--draft-rule greedy alone" in capsys.readouterr().err
+
+
+def test_draws_do_not_depend_on_where_a_run_was_broken(run, data, tmp_path):
+    more = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "5", "--limit", "4"]
+    run(data, tmp_path / "whole", *more)
+    want = tokens(tmp_path / "whole")
+    run(data, tmp_path / "broken", *more)
+    file = tmp_path / "broken" / "answers.jsonl"
+    file.write_text("".join(file.read_text().splitlines(True)[:1]))
+    run(data, tmp_path / "broken", *more)
+    assert tokens(tmp_path / "broken") == want
+
+
+def test_a_base_model_is_shown_examples(data, tmp_path, monkeypatch):
+    asked = []
+
+    def evaluated(run, *_):
+        asked.extend(job.prompt_ids for job in evaluation.first_jobs(run.evaluation))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "_evaluate", evaluated)
+    argv = ["--data", str(data), "--output", str(tmp_path), *SAME, "--no-chat-template"]
+    argv += ["--few-shot", "1", "--few-shot-data", str(data)]
+    assert evaluate.main(argv, dataset="gsm8k") == 130
+    shown, second = lines(data)[:2]
+    text = f"Question: {shown['question']}\nAnswer: {shown['answer'].strip()}\n\n"
+    text += f"Question: {second['question']}\nAnswer:"
+    assert load_tokenizer(TARGET).decode(asked[1]) == text
+
+
+def test_the_second_turn_holds_the_first_answer(tmp_path, capsys):
+    turns = [[p.question, "And twice that?"] for p in problems("eval", seed=7, limit=3)]
+    data = tmp_path / "turns.jsonl"
+    data.write_text("".join(json.dumps({"turns": t, "category": "x"}) + "\n" for t in turns))
+    argv = ["--dataset", "mt-bench", "--data", str(data), "--output", str(tmp_path / "run")]
+    assert evaluate.main([*argv, *SAME, "--max-new-tokens", "50", "--baseline"]) == 0, (
+        capsys.readouterr().err
+    )
+    records = {(r["index"], r["turn"]): r for r in lines(tmp_path / "run" / "answers.jsonl")}
+    assert len(records) == 6
+    tokenizer = load_tokenizer(TARGET)
+    for i, (first, second) in enumerate(turns):
+        said = records[i, 0]["text"]
+        prompt = encode_prompt(tokenizer, second, history=[(first, said)])
+        assert records[i, 1]["prompt_tokens"] == len(prompt)
+        text = tokenizer.decode(prompt)
+        assert text.index(first) < text.index(said) < text.index(second)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy"] is None and summary["baseline"]["identical_outputs"] == 6
+
+
+def test_programs_are_run_only_if_asked(tmp_path, capsys, monkeypatch):
+    rows = [
+        {"prompt": f"def f{i}():\n", "entry_point": f"f{i}", "test": "def check(f): assert f()"}
+        for i in range(2)
+    ]
+    data = tmp_path / "programs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--dataset", "humaneval", "--data", str(data), "--output", str(tmp_path / "run")]
+    assert evaluate.main([*argv, *SAME]) == 0, capsys.readouterr().err
+    summary = tmp_path / "run" / "summary.json"
+    assert json.loads(summary.read_text())["accuracy"] is None
+    assert evaluate.main([*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
+    right = json.loads(summary.read_text())["accuracy"]
+    assert (right["judged"], right["correct"]) == (2, 0)  # the pair knows no Python
+    assert right["by_rule"] == {"failed": {"judged": 2, "correct": 0}}
+    monkeypatch.setattr(evaluation, "passes", lambda source: pytest.fail("run a second time"))
+    assert evaluate.main([*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
+
+
+@pytest.fixture
+def refused(capsys):
+    """A command that must end with one line before a weight is read."""
+
+    def call(argv: list[str], *named: str) -> None:
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evaluate, "load_weights", lambda *_, **__: pytest.fail("weights read"))
+            assert evaluate.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        for part in named:
+            assert part in err
+
+    return call
+
+
+def test_bad_input_is_refused_before_a_weight_is_read(refused, data, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(data.read_text() + '{"question": "x"}\n')
+    folder = tmp_path / "run"
+    same = ["--output", str(folder), "--dataset"]
+    with_data = [*same, "gsm8k", "--data", str(data)]
+    refused([*same, "gsm8k", "--data", str(broken)], f"jsonl:{COUNT + 1}: ", "answer is missing")
+    refused([*same, "odd", "--data", str(data)], "odd", "gsm8k")
+    refused([*with_data, "--execute"], "gsm8k has no programs")
+    refused([*with_data, "--batch", "0"], "--batch 0")
+    refused([*with_data, "--limit", "0"], "limit of 0")
+    refused([*with_data, "--reference-order", "--limit", "3"], "--reference-order")
+    refused([*with_data, "--baseline", "--drafter", "none"], "plain decoding already")
+    refused([*with_data, "--top-p", "2", "--temperature", "1"], "--top-p 2")
+    refused([*with_data, "--top-p", "0.5"], "needs a --temperature")
+    rule = [*with_data, "--draft-rule", "sampled"]
+    refused(rule, "--draft-rule sampled needs a --temperature above 0")
+    refused([*rule, "--temperature", "1", "--drafter", "none"], "sampled without a drafter")
+    refused([*with_data, "--prompt-style", "odd"], "'odd'", "hashes")
+    refused([*with_data, "--few-shot-data", str(data)], "without --few-shot")
+    refused([*with_data, "--max-new-tokens", "100000"], "problem 0", "positions")
+    refused([*with_data, "--target", "elsewhere"], "elsewhere", "--drafter")
+    assert not folder.exists()
+
+
+def test_two_turns_must_fit_with_both_answers(refused, tmp_path):
+    data = tmp_path / "turns.jsonl"
+    data.write_text(json.dumps({"turns": ["x", "y"]}) + "\n")
+    argv = ["--dataset", "mt-bench", "--data", str(data), "--output", str(tmp_path / "run")]
+    positions = json.loads((TARGET / "config.json").read_text())["max_position_embeddings"]
+    new = positions // 2 + 1
+    refused([*argv, "--max-new-tokens", str(new)], "problem 0", f"{positions} positions")
+
+
+def test_another_run_in_the_folder_is_refused_by_name(run, refused, data, tmp_path):
+    folder = tmp_path / "run"
+    run(data, folder, "--limit", "2")
+    argv = ["--dataset", "gsm8k", "--data", str(data), "--output", str(folder), *SAME]
+    refused([*argv, "--limit", "2", "--seed", "3"], "seed 0", "has 3", "--overwrite")
+    refused([*argv, "--limit", "3"], "problems 2", "has 3")
+    refused([*argv, "--limit", "2", "--drafter", "none"], "drafter", "'none'")
+    refused([*argv, "--limit", "2", "--shuffle", "1"], "prompts")
+    file = folder / "answers.jsonl"
+    file.write_text("broken\n" + file.read_text())
+    refused([*argv, "--limit", "2"], "answers.jsonl line 1 is broken")
+    (folder / "run.json").unlink()
+    refused([*argv, "--limit", "2"], "without a run.json")
+    assert run(data, folder, "--limit", "2", "--overwrite")[0]["answers"] == 2

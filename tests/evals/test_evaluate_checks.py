@@ -1,0 +1,228 @@
+"""What an answer says and whether it is right, programs under limits, and what many amount to."""
+
+import json
+import time
+
+import pytest
+from scipy.stats import binomtest
+
+from jflash.evals.answer_check import check_answer, extract_answer
+from jflash.evals.code_execution import passes, program
+from jflash.evals.report import table
+from jflash.evals.summary import (
+    accuracy,
+    by_position,
+    by_progress,
+    compare,
+    speed,
+    summarise,
+    wilson,
+)
+from jflash.generate import Generation, Seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "rule"),
+    [
+        (r"\boxed{1} so \boxed{\frac{3}{4}} and 5", r"\frac{3}{4}", "boxed"),
+        (r"#### 7 then \boxed{8", "7 then \\boxed{8", "hashes"),
+        ("#### 6\n#### $1,200\nbye", "$1,200", "hashes"),
+        ("3 eggs, 4 hens, so -1,234.50.", "-1,234.50", "last number"),
+        (r"\boxed{} 9", "9", "last number"),
+        ("none at all", None, "none"),
+    ],
+)
+def test_the_answer_is_found_by_a_named_rule(text, answer, rule):
+    assert extract_answer(text) == (answer, rule)
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        (r"\boxed{18}", "18", True),
+        (r"\boxed{18\text{ dollars}}", "18", True),
+        ("#### $1,800.00", "1800", True),
+        ("#### 18 eggs a day.", "18", True),
+        (r"\boxed{0.5}", r"\frac{1}{2}", True),
+        (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True),
+        ("it is -18", "18", False),
+        (r"\boxed{19}", "18", False),
+        (r"\boxed{18, 19}", "18", False),
+        ("no number", "18", False),
+    ],
+)
+def test_answers_are_compared_as_mathematics(text, gold, right):
+    assert check_answer(text, gold).correct is right
+
+
+def test_a_comparison_that_would_take_for_ever_is_given_up():
+    begin = time.perf_counter()
+    assert not check_answer(r"\boxed{9^{9^{9^{9}}}}", "18").correct
+    assert time.perf_counter() - begin < 30
+
+
+HUMANEVAL = {
+    "prompt": "import math\n\ndef half(x):\n    '''Half of x.'''\n",
+    "entry_point": "half",
+    "test": "def check(f):\n    assert f(3) == 1.5\n",
+}
+MBPP = {"prompt": "Double a number.", "test_list": ["assert twice(2) == 4"]}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "record", "text", "result"),
+    [
+        ("humaneval", HUMANEVAL, "    return x / 2\n", "passed"),
+        ("humaneval", HUMANEVAL, "So:\n```python\ndef half(x):\n    return x / 2\n```", "passed"),
+        ("humaneval", HUMANEVAL, "```python\ndef half(x):\n    return math.ceil(x)\n```", "failed"),
+        ("humaneval", HUMANEVAL, "```\n1\n```\n```\ndef half(x):\n  return x / 2\n", "passed"),
+        ("humaneval", HUMANEVAL, "I do not know.", "failed"),
+        ("mbpp", MBPP, "```python\ndef twice(x):\n    return 2 * x\n```", "passed"),
+        ("mbpp", MBPP, "```python\ndef twice(x):\n    return x\n```", "failed"),
+    ],
+)
+def test_programs_run_with_their_tests(dataset, record, text, result):
+    assert passes(program(dataset, record, text)) == result
+
+
+@pytest.mark.parametrize(
+    ("source", "result"),
+    [
+        ("import os\nos._exit(0)", "failed"),  # leaves before its tests
+        ("raise SystemExit(0)", "failed"),
+        ("x = bytearray(3 * 2**30)", "failed"),
+        ("while True: print('x' * 10000)", "failed"),
+        ("import time\ntime.sleep(60)", "timeout"),
+    ],
+)
+def test_a_program_is_held_by_limits(source, result):
+    assert passes(source, wall_seconds=5.0 if result == "failed" else 1.0) == result
+
+
+def test_what_a_program_starts_ends_with_it(tmp_path):
+    """A child process that outlives it is killed."""
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
+    source = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert passes(source) == "passed"
+    time.sleep(2.5)
+    assert not mark.exists()
+
+
+def answer(ids: list[int], lengths: list[int], reason: str = "stop", decode: float = 1.0):
+    return Generation(
+        prompt_tokens=3,
+        token_ids=ids,
+        acceptance_lengths=lengths,
+        finish_reason=reason,
+        seconds=Seconds(compile=5.0, prefill=0.5, decode=decode),
+    )
+
+
+def record(index: int, g: Generation, correct: bool | None = None, turn: int = 0):
+    return {
+        "index": index,
+        "turn": turn,
+        "check": None if correct is None else {"correct": correct, "rule": "boxed"},
+        **{k: v for k, v in vars(g).items() if k != "seconds"},
+        "seconds": vars(g.seconds),
+    }
+
+
+def test_acceptance_by_position_leaves_out_what_a_stop_cut():
+    """Steps of 3, 1, 4 tokens and a last one of 2, whose third draft nobody knows."""
+    rows = by_position([answer(list(range(11)), [3, 1, 4, 2])], 4)
+    assert [r["tried"] for r in rows] == [4, 2, 2]
+    assert [r["accepted_when_tried"] for r in rows] == [3 / 4, 1.0, 1 / 2]
+    assert [r["accepted_of_all_steps"] for r in rows] == [3 / 4, 2 / 4, 1 / 4]
+
+
+def test_acceptance_by_progress_goes_by_where_a_step_begins():
+    rows = by_progress([answer(list(range(10)), [4, 5]), answer(list(range(10)), [1] * 9)])
+    # Tokens 1 and 5 of 10 begin steps of the first; every token but the first one of the second.
+    assert [r["tau"] for r in rows] == [None, 2.5, 1, 1, 1, 3.0, 1, 1, 1, 1]
+    assert sum(r["steps"] for r in rows) == 11
+
+
+def test_wilson_is_scipys():
+    for right, count in [(0, 7), (3, 7), (7, 7), (650, 1319)]:
+        want = binomtest(right, count).proportion_ci(0.95, "wilson")
+        assert wilson(right, count) == pytest.approx((want.low, want.high), abs=1e-6)
+    found = accuracy([{"correct": True, "rule": "boxed"}, {"correct": False, "rule": "none"}])
+    assert found is not None and found["share"] == 0.5
+    assert found["by_rule"]["boxed"] == {"judged": 1, "correct": 1}
+    assert accuracy([]) is None
+
+
+def test_speed_counts_the_steps_tokens_over_the_decoding_alone():
+    found = speed([answer([1, 2, 3], [2]), answer(list(range(9)), [4, 4], decode=3.0)])
+    assert found["tokens_per_second"] == 10 / 4
+    assert found["tokens_per_second_with_prefill"] == 10 / 5
+    assert found["seconds"] == {"compile": 10.0, "prefill": 1.0, "decode": 4.0}
+
+
+def test_plain_decoding_beside():
+    ours = [
+        record(0, answer([1, 2, 3], [2]), True),
+        record(1, answer([1, 2, 3, 4], [3]), True),
+        record(2, answer([1, 2], [1]), False),
+    ]
+    plain = [
+        record(2, answer([1, 2, 9], [1, 1], decode=2.0), True),
+        record(0, answer([1, 2, 3], [1, 1], decode=4.0), True),
+        record(1, answer([1, 7, 3, 4], [1, 1, 1], decode=6.0), False),
+    ]
+    found = compare(ours, plain, 2)
+    assert "both_ended" not in found
+    assert found["speed_up"] == pytest.approx((6 / 3) / (7 / 12))
+    assert found["identical_outputs"] == 1
+    assert found["first_differences"] == [
+        {"index": 1, "turn": 0, "position": 1, "token": 2, "plain_token": 7},
+        {"index": 2, "turn": 0, "position": 2, "token": None, "plain_token": 9},
+    ]
+    assert found["accuracy"]["correct"] == 2
+
+
+def test_at_batch_1_speed_is_also_told_of_answers_that_ended():
+    """There an answer's seconds are its own; loops and cut answers are another speed."""
+    loop = list(range(20)) * 4
+    ours = [
+        record(0, answer([1, 2, 3], [2])),
+        record(1, answer([1, 2, 3, 4], [3], decode=2.0)),
+        record(2, answer(loop, [16] * 4 + [15])),
+    ]
+    plain = [
+        record(0, answer([1, 2, 3], [1, 1], decode=8.0)),
+        record(1, answer([1, 2, 3], [1, 1], "length", decode=3.0)),
+        record(2, answer(loop, [1] * 79, decode=9.0)),
+    ]
+    found = summarise(ours, 16, plain, batch_size=1)
+    assert found["speed"]["tokens_per_second"] == 84 / 4
+    assert found["speed_ended"]["tokens_per_second"] == 5 / 3
+    ended = found["baseline"]["both_ended"]  # the first alone
+    assert (ended["answers"], ended["speed_up"]) == (1, 2 / (2 / 8))
+    assert found["baseline"]["speed_up"] == pytest.approx((84 / 4) / (83 / 20))
+    told = table(found)
+    assert "speed, ended     1.67 tokens/s" in told
+    assert "speed-up, ended  8.00 in decoding" in told and ", 1 answers" in told
+    several = table(summarise(ours, 16, plain, batch_size=2))
+    assert "speed, all       21.00" in several and "speed-up, all    5.06" in several
+    assert "ended  " not in several.split("speed, all")[1]
+
+
+def test_cut_and_looping_answers_are_counted_apart():
+    loop = list(range(20)) * 4
+    answers = [
+        record(0, answer(list(range(5)), [4]), True),
+        record(1, answer(list(range(5)), [2, 2], "length"), False),
+        record(2, answer(loop, [16] * 4 + [15]), False),
+    ]
+    found = summarise(answers[::-1], 16, batch_size=2)
+    assert found["acceptance"]["endings"] == {"ended": 1, "limit": 1, "looping": 1}
+    assert found["share_cut_or_looping"] == pytest.approx(2 / 3)
+    assert found["acceptance"]["ended"]["tau_pooled"] == 4
+    assert found["acceptance"]["limit_or_looping"]["tau_pooled"] == pytest.approx(83 / 7)
+    assert found["finish_reasons"] == {"length": 1, "stop": 2}
+    assert json.dumps(found) == json.dumps(
+        summarise(answers, 16, batch_size=2)
+    )  # order does not matter

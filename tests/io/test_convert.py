@@ -1,0 +1,185 @@
+"""The Orbax form: the same bits as what it was made from, accepted wherever a folder is."""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jflash.cli import convert, generate
+from jflash.io import load_drafter, load_target, random_drafter
+from jflash.io.load import load_params
+from jflash.io.orbax_checkpoint import write_whole
+from tests.support.small_checkpoints import Folders, edit_config, make_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Folders:
+    folders = make_pair(tmp_path_factory.mktemp("pair"))
+    (folders.target / "generation_config.json").write_text('{"eos_token_id": [256, 258]}')
+    return folders
+
+
+@pytest.fixture(scope="module")
+def converted(pair, tmp_path_factory) -> Folders:
+    folders = Folders(*(tmp_path_factory.mktemp("converted") / f.name for f in pair))
+    for source, destination in zip(pair, folders, strict=True):
+        assert convert.main([str(source), str(destination)]) == 0
+    return folders
+
+
+def same_bits(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trip_is_bit_identical(pair, converted, dtype):
+    same_bits(load_target(pair.target, dtype)[1], load_target(converted.target, dtype)[1])
+    same_bits(load_drafter(pair.drafter, dtype)[1], load_drafter(converted.drafter, dtype)[1])
+    assert load_target(pair.target)[0] == load_target(converted.target)[0]
+    assert load_drafter(pair.drafter)[0] == load_drafter(converted.drafter)[0]
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_stored_dtype_is_kept_unless_told_otherwise(tmp_path, stored):
+    folders = make_pair(tmp_path, dtype=stored)
+    for dtype in (None, "bfloat16"):
+        destination = tmp_path / f"converted-{dtype}"
+        options = [] if dtype is None else ["--dtype", dtype]
+        assert convert.main([str(folders.drafter), str(destination), *options]) == 0
+        got = load_params(destination, load_drafter(destination)[0].config, None)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {dtype or stored}
+        said = json.loads((destination / "config.json").read_text())["torch_dtype"]
+        assert said == (dtype or stored)
+        want = load_drafter(folders.drafter, "bfloat16")[1]
+        same_bits(load_drafter(destination, "bfloat16")[1], want)
+
+
+def test_companions_travel_and_weights_do_not(pair, converted):
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {p.name for p in converted.target.iterdir()} == {*names, "orbax"}
+    for name in names:
+        assert (converted.target / name).read_bytes() == (pair.target / name).read_bytes()
+    assert {p.name for p in converted.drafter.iterdir()} == {"config.json", "orbax"}
+
+
+def test_either_form_generates_the_same(pair, converted, capsys):
+    results = []
+    for target in (pair.target, converted.target):
+        for drafter in (pair.drafter, converted.drafter):
+            argv = ["--target", str(target), "--drafter", str(drafter), "--max-new-tokens", "20"]
+            assert generate.main(["hello", *argv, "--json"]) == 0
+            captured = capsys.readouterr()
+            assert captured.err == ""  # nothing of Orbax's warnings
+            results.append(json.loads(captured.out))
+    assert len({(r["text"], *r["token_ids"], *r["acceptance_lengths"]) for r in results}) == 1
+
+
+def test_the_orbax_form_configures_random_drafters(pair, converted):
+    same_bits(random_drafter(converted.drafter, 3)[1], random_drafter(pair.drafter, 3)[1])
+
+
+def test_the_orbax_form_converts_again(converted, tmp_path, capsys):
+    assert convert.main([str(converted.target), str(tmp_path / "again")]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (f"wrote {tmp_path / 'again'}\n", "")
+    same_bits(load_target(tmp_path / "again")[1], load_target(converted.target)[1])
+
+
+def test_overwrite_replaces_also_the_source_itself(pair, tmp_path):
+    folder = Path(shutil.copytree(pair.drafter, tmp_path / "drafter"))
+    assert convert.main([str(folder), str(folder), "--overwrite"]) == 0
+    same_bits(load_drafter(folder)[1], load_drafter(pair.drafter)[1])
+    assert not (folder / "model.safetensors").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_part_left_by_a_killed_run_is_no_obstacle(pair, tmp_path):
+    stale = tmp_path / ".dst.part"
+    stale.mkdir()
+    (stale / "orbax").write_text("half")
+    assert convert.main([str(pair.drafter), str(tmp_path / "dst")]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["dst"]
+
+
+def test_parents_are_made_and_a_link_is_followed(pair, tmp_path):
+    deep = tmp_path / "a" / "b" / "dst"
+    assert convert.main([str(pair.drafter), str(deep)]) == 0
+    (tmp_path / "link").symlink_to(deep)
+    assert convert.main([str(pair.drafter), str(tmp_path / "link"), "--overwrite"]) == 0
+    assert (tmp_path / "link").is_symlink() and (deep / "config.json").exists()
+
+
+def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
+    old = tmp_path / "dst"
+    old.mkdir()
+    (old / "config.json").write_text("old")
+    rename = Path.rename
+
+    def failing(self, other):
+        if self.name == ".dst.part":
+            raise OSError(5, "Input/output error")
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(ValueError, match=r"cannot write .*Input/output error"):
+        write_whole(old, True, lambda part: (part / "config.json").write_text("new"))
+    assert [p.name for p in tmp_path.iterdir()] == ["dst"]
+    assert (old / "config.json").read_text() == "old"
+
+
+def test_nothing_stays_that_is_written_after_the_error(tmp_path):
+    """As threads of a save do: some files come after the error, each with its folders."""
+
+    def fill(part: Path) -> None:
+        def write() -> None:
+            for name in "abcd":
+                time.sleep(0.1)
+                with contextlib.suppress(FileNotFoundError):  # removed in between
+                    part.mkdir(parents=True, exist_ok=True)
+                    (part / name).write_text("late")
+
+        writer = threading.Thread(target=write)
+        writers.append(writer)
+        writer.start()
+        raise OSError(28, "No space left on device")
+
+    writers: list[threading.Thread] = []
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_whole(tmp_path / "a" / "b" / "dst", False, fill)
+    assert not writers[0].is_alive() and list(tmp_path.iterdir()) == []
+
+
+def test_an_orbax_form_that_does_not_fit_its_config(converted, tmp_path):
+    folder = Path(shutil.copytree(converted.drafter, tmp_path / "drafter"))
+    edit_config(folder, num_hidden_layers=2, intermediate_size=64)
+    with pytest.raises(ValueError, match="missing: layers_1/") as error:
+        load_drafter(folder)
+    assert "wrong shape: layers_0/mlp/down/kernel is (48, 32), expected (64, 32)" in str(
+        error.value
+    )
+
+
+def biggest(folder: Path) -> Path:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", ["data", "manifest.ocdbt", "_METADATA"])
+def test_a_damaged_orbax_form(converted, tmp_path, damage, capsys):
+    folder = Path(shutil.copytree(converted.drafter, tmp_path / "drafter"))
+    orbax = folder / "orbax"
+    file = biggest(orbax) if damage == "data" else orbax / damage
+    os.truncate(file, file.stat().st_size // 2)
+    argv = ["a", "--target", str(converted.target), "--drafter", str(folder)]
+    assert generate.main([*argv, "--max-new-tokens", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "orbax is corrupt" in err and err.count("\n") == 1 and len(err) < 600

@@ -1,0 +1,222 @@
+"""Hugging Face folders to parameters: nothing guessed, strict both ways."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jflash.io import configure_pair, load_drafter, load_pair, load_target, save_checkpoint
+from jflash.io.hf_config import drafter_config, target_config
+from jflash.io.load import read_config
+from jflash.io.names import leaf_sources
+from jflash.io.text import load_tokenizer, stop_token_ids
+from tests.support.small_checkpoints import (
+    DRAFTER,
+    EOS,
+    TARGET,
+    Folders,
+    edit_config,
+    edit_tensors,
+    make_pair,
+    random_params,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pair(tmp_path) -> Folders:
+    return make_pair(tmp_path)
+
+
+def error_of(folder: Path, load=load_target) -> str:
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    return str(error.value)
+
+
+def test_every_tensor_lands_in_its_leaf(pair):
+    """Kernels are transposes, fused ones side by side; all else is as stored."""
+    stored, params = load_file(pair.target / "model.safetensors"), load_target(pair.target)[1]
+    layer = params["layers_1"]
+    prefix = "model.layers.1."
+    qkv = [stored[f"{prefix}self_attn.{x}_proj.weight"].T for x in "qkv"]
+    np.testing.assert_array_equal(layer["attention"]["qkv"]["kernel"], np.concatenate(qkv, 1))
+    gate_up = [stored[f"{prefix}mlp.{x}_proj.weight"].T for x in ("gate", "up")]
+    np.testing.assert_array_equal(layer["mlp"]["gate_up"]["kernel"], np.concatenate(gate_up, 1))
+    np.testing.assert_array_equal(params["embedding"], stored["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["head"], stored["lm_head.weight"])
+    stored, params = load_file(pair.drafter / "model.safetensors"), load_drafter(pair.drafter)[1]
+    np.testing.assert_array_equal(params["fc"]["kernel"], stored["fc.weight"].T)
+    qkv = [stored[f"layers.0.self_attn.{x}_proj.weight"].T for x in "qkv"]
+    np.testing.assert_array_equal(
+        params["layers_0"]["attention"]["qkv"]["kernel"], np.concatenate(qkv, 1)
+    )
+
+
+def test_all_that_does_not_fit_is_listed_in_one_error(pair):
+    norm = "model.layers.0.input_layernorm.weight"
+    edit_tensors(
+        pair.target,
+        drop=("model.norm.weight", "model.layers.1.mlp.up_proj.weight"),
+        **{"model.extra.weight": np.zeros(2, np.float32), norm: np.ones(31, np.float32)},
+        **{"lm_head.weight": np.zeros((300, 32), np.int32)},
+    )
+    again = {"model.embed_tokens.weight": np.zeros((300, 32), np.float32)}
+    save_file(again, pair.target / "more.safetensors")
+    message = error_of(pair.target)
+    for part in (
+        str(pair.target),
+        "missing: model.norm.weight",
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "unknown: model.extra.weight",
+        f"wrong shape: {norm} is (31,), expected (32,)",
+        "given twice: model.embed_tokens.weight",
+        "in model.safetensors",
+        "in more.safetensors",
+        "unsupported dtype: lm_head.weight is I32",
+    ):
+        assert part in message
+
+
+def test_a_transposed_tensor_is_a_wrong_shape(pair):
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored = load_file(pair.target / "model.safetensors")
+    edit_tensors(pair.target, **{name: np.ascontiguousarray(stored[name].T)})
+    assert f"wrong shape: {name} is (48, 32), expected (32, 48)" in error_of(pair.target)
+
+
+def test_a_long_list_is_cut_and_counted(pair):
+    edit_tensors(pair.target, **{f"extra.{i}": np.zeros(1, np.float32) for i in range(25)})
+    assert "… and 5 more" in error_of(pair.target)
+
+
+def shard(folder: Path, names_in_first: int = 5) -> None:
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    weight_map = {
+        name: f"model-0000{1 + (i >= names_in_first)}-of-00002.safetensors"
+        for i, name in enumerate(tensors)
+    }
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_load_as_the_whole_does(pair):
+    whole = load_target(pair.target)[1]
+    shard(pair.target)
+    jax.tree.map(np.testing.assert_array_equal, whole, load_target(pair.target)[1])
+
+
+def test_shards_that_are_missing_cut_or_not_indexed(pair):
+    shard(pair.target)
+    second = pair.target / "model-00002-of-00002.safetensors"
+    os.truncate(second, second.stat().st_size - 10)
+    assert f"{second} is corrupt or truncated" in error_of(pair.target)
+    second.unlink()
+    assert "files that are not there: model-00002" in error_of(pair.target)
+    (pair.target / "model.safetensors.index.json").write_text("{}")
+    assert "has no weight_map" in error_of(pair.target)
+
+
+def test_both_checkpoints_are_checked_before_either_is_read(pair, monkeypatch):
+    edit_tensors(pair.drafter, drop=("norm.weight",))
+    read = []
+    monkeypatch.setattr("jflash.io.read_ahead.read", lambda *args: read.append(args))
+    with pytest.raises(ValueError, match=r"missing: norm\.weight"):
+        load_pair(*pair)
+    assert not read
+
+
+def test_dropped_names_are_no_errors(pair):
+    """Old files store RoPE tables; a tied model may store its head; re-exports prefix `model.`."""
+    edit_tensors(pair.target, **{"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, "f4")})
+    load_target(pair.target)
+    edit_config(pair.target, tie_word_embeddings=True)
+    assert "head" not in load_target(pair.target)[1]
+    stored = load_file(pair.drafter / "model.safetensors")
+    want = load_drafter(pair.drafter)[1]
+    renamed = {f"model.{name}": tensor for name, tensor in stored.items()}
+    save_file(renamed, pair.drafter / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, want, load_drafter(pair.drafter)[1])
+    save_file(renamed | stored, pair.drafter / "model.safetensors")
+    assert "given twice: fc.weight (fc.weight in" in error_of(pair.drafter, load_drafter)
+
+
+@pytest.mark.parametrize("change", [{"qkv_bias": True, "qk_norm": False}, {"mlp_bias": True}, {}])
+def test_every_leaf_of_every_family_has_a_source(change):
+    config = replace(TARGET, **change)
+    names = [part.name for parts in leaf_sources(config).values() for part in parts]
+    assert len(names) == len(set(names))
+    assert any(name.endswith("q_proj.bias") for name in names) == bool(change.get("qkv_bias"))
+    assert any("q_norm" in name for name in names) == change.get("qk_norm", True)
+
+
+def test_dtype_on_request(pair):
+    assert load_target(pair.target, "bfloat16")[1]["embedding"].dtype == "bfloat16"
+    with pytest.raises(ValueError, match="float16"):
+        load_target(pair.target, "float16")
+
+
+def test_configuring_a_pair_reads_no_weights(pair):
+    for folder in pair:
+        (folder / "model.safetensors").unlink()
+    files = configure_pair(*pair, block_size=3)
+    assert (files.models.block_size, files.models.taps) == (3, (0, 1))
+
+
+def test_written_configs_are_read_back(pair):
+    assert read_config(pair.target, target_config) == TARGET
+    assert read_config(pair.drafter, drafter_config) == DRAFTER
+
+
+def test_stop_ids_in_their_order_of_preference(pair):
+    tokenizer = load_tokenizer(pair.target)
+    assert stop_token_ids(pair.target, tokenizer) == [EOS]
+    (pair.target / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert stop_token_ids(pair.target, tokenizer) == [7, 8]
+    (pair.target / "generation_config.json").write_text("{}")
+    edit_config(pair.target, eos_token_id=9)
+    assert stop_token_ids(pair.target, tokenizer) == [9]
+    edit_config(pair.target, eos_token_id=None)
+    assert stop_token_ids(pair.target, tokenizer) == [tokenizer.eos_token_id]
+    assert stop_token_ids(pair.target) == []
+
+
+def test_a_config_is_whole_or_not_there(tmp_path, monkeypatch):
+    """It says that the weights beside it are finished."""
+    write = Path.write_text
+
+    def full_disc(path: Path, text: str, **kwargs):
+        write(path, text[: len(text) // 2], **kwargs)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full_disc)
+    with pytest.raises(OSError, match="no space left"):
+        save_checkpoint(tmp_path, DRAFTER, random_params(DRAFTER, 0), "float32")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_hub_id_offline_is_a_clear_and_quick_error():
+    code = (
+        "import time; from jflash.io import resolve; start = time.perf_counter()\n"
+        "try: resolve('nobody/no-such-model')\n"
+        "except ValueError as error: print(error, time.perf_counter() - start, sep='\\n')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    message, seconds = done.stdout.splitlines()
+    assert "nobody/no-such-model: no such folder, and the hub cannot be reached" in message
+    assert float(seconds) < 10

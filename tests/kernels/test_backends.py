@@ -1,0 +1,91 @@
+"""Which kernels a pair gets on which device, and what is refused by name."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from jflash.backends import BACKENDS, with_backends
+from jflash.bench.shapes import model_shape
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.speculative import Models
+from tests.support.pairs import random_pair
+
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
+AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
+BLACKWELL = SimpleNamespace(platform="gpu", compute_capability="10.0", device_kind="NVIDIA B200")
+OLD = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+def of_shape(name: str, head_dim: int | None = None) -> Models:
+    target, drafter = (
+        replace(config, head_dim=head_dim or config.head_dim) for config in model_shape(name)
+    )
+    return Models(Target(target), Drafter(drafter), drafter.block_size)
+
+
+def qwen3() -> Models:
+    return of_shape("qwen3-8b")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "want"),
+    [
+        (HOPPER, "bfloat16", ("mosaic_gpu", "tuned", "triton")),
+        (HOPPER, "float32", ("triton", "tuned", "triton")),
+        (AMPERE, "bfloat16", ("triton", "xla", "triton")),
+        (BLACKWELL, "bfloat16", ("triton", "xla", "triton")),
+        (OLD, "bfloat16", ("xla", "xla", "xla")),
+        (CPU, "float32", ("xla", "xla", "xla")),
+    ],
+)
+def test_the_best_that_the_device_has(device, dtype, want):
+    chosen = with_backends(qwen3(), dtype, device)
+    assert (chosen.attention_backend, chosen.matmul_backend, chosen.heads_backend) == want
+
+
+def test_sizes_that_no_kernel_takes_go_to_xla():
+    models = random_pair().models  # heads of 16
+    assert with_backends(models, "bfloat16", HOPPER).attention_backend == "xla"
+
+
+ATTENTION, MATMUL, HEADS = BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "device", "dtype", "why"),
+    [
+        (ATTENTION, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'xla'"),
+        (ATTENTION, "mosaic_gpu", AMPERE, "bfloat16", "9.x, and this is sm80: use 'triton'"),
+        (ATTENTION, "mosaic_gpu", HOPPER, "float32", "not float32: use 'triton'"),
+        (ATTENTION, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
+        (ATTENTION, "flash", HOPPER, "bfloat16", "no backend 'flash'"),
+        (MATMUL, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'xla'"),
+        (MATMUL, "tuned", CPU, "float32", "matmul backend 'tuned' needs .* cpu device: use 'xla'"),
+        (MATMUL, "tuned", AMPERE, "bfloat16", "9.x, and this is sm80: use 'xla'"),
+        (MATMUL, "mosaic_gpu", HOPPER, "float32", "bfloat16 alone, not float32: use 'tuned'"),
+        (MATMUL, "triton", HOPPER, "bfloat16", "matmul has no backend 'triton': use one of"),
+        (HEADS, "triton", CPU, "float32", "heads backend 'triton' needs .* cpu device: use 'xla'"),
+        (HEADS, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
+        (HEADS, "mosaic_gpu", HOPPER, "bfloat16", "heads has no backend 'mosaic_gpu': use one of"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_by_name(field, name, device, dtype, why):
+    with pytest.raises(ValueError, match=why):
+        with_backends(qwen3(), dtype, device, **{field: name})
+
+
+def test_sizes_and_layers_that_a_backend_lacks_are_refused():
+    with pytest.raises(ValueError, match="powers of two, not 96: use 'xla'"):
+        with_backends(of_shape("qwen3-8b", 96), "bfloat16", HOPPER, heads_backend="triton")
+    with pytest.raises(ValueError, match="'mosaic_gpu' for experts: use one of reference, xla, t"):
+        with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, matmul_backend="mosaic_gpu")
+
+
+def test_a_backend_on_request():
+    own = with_backends(qwen3(), "bfloat16", HOPPER)
+    asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla"}
+    assert with_backends(qwen3(), "bfloat16", HOPPER, **asked) == replace(own, **asked)
+    assert with_backends(qwen3(), "bfloat16", HOPPER, **dict.fromkeys(BACKENDS, "auto")) == own

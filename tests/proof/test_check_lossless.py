@@ -1,0 +1,196 @@
+"""check_lossless.py: the whole command, what fails it, and what it refuses."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.bench.shapes import SHAPES, ModelShape
+from jflash.config import Sight
+from jflash.models.dflash2 import Drafter2
+from jflash.programs import new_state
+from jflash.proof import cases as lossless_cases
+from jflash.proof import check as lossless_check
+from jflash.proof.lossless import CORRUPTION
+from tests.support.lossless_case import small_case
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_lossless.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("check_lossless", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def case():
+    return small_case()
+
+
+def run_script(script, capsys, *argv: str) -> tuple[int, str, str]:
+    code = script.main(["--pairs", "tiny-math", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+SMALL = ("--batches", "2", "--tokens", "100", "--min-count", "2", "--min-distinct", "20")
+CAUGHT = {"pair": "small", "capacity": 4096, "splits": 4, "prompt_tokens": [9]} | {
+    half: {"differences": count, "first_difference": None}
+    for half, count in (("without", 0), ("with", 1))
+}
+
+
+def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
+    """The whole command: all modes equal, every acceptance length seen, the fault caught."""
+    file = tmp_path / "result.json"
+    done = as_users(
+        "check_lossless.py", "--pairs", "tiny-math", "--batches", "2", "--tokens", "240",
+        "--min-count", "1", "--min-distinct", "30", "--dtype", "float32", "--json", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found, lines = json.loads(file.read_text()), done.stdout.splitlines()
+    assert json.loads(lines[-1]) == found
+    assert lines[-2].startswith("LOSSLESS: ")
+    assert found["failures"] == []
+    assert found["differences"] == 0
+    assert found["tokens"] >= 240
+    assert len(found["replay_histogram"]) == 16
+    assert min(found["replay_histogram"]) >= 1
+    (result,) = found["checks"]
+    assert list(result["modes"]) == ["trained drafter", "random drafter", "replay"]
+    for name, mode in result["modes"].items():
+        times = result["replays"] if name == "replay" else 1
+        assert mode["tokens"] == times * result["tokens"]
+        assert mode["logits_rows"] == times * (result["tokens"] - result["sequences"])
+    steps = {name: mode["steps"] for name, mode in result["modes"].items()}
+    assert steps["trained drafter"] < steps["random drafter"] / 2
+    fault = found["planted_fault"]
+    assert fault["without"]["differences"] == 0
+    assert fault["with"]["differing_logits_rows"] > 0
+    assert fault["with"]["first_difference"]["largest_difference"] > 0
+    assert [w["pair"] for w in found["width_1"]] == ["tiny-math"]
+
+
+def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatch):
+    """One mode's target differs a little: exit code 1, and both tokens with both logits."""
+    faithful = lossless_check.modes_of
+    norm = case.params.target["norm"]["scale"]
+    target = case.params.target | {"norm": {"scale": norm * (1 + 0.3 * jnp.arange(32) / 32)}}
+
+    def modes_of(*args):
+        for mode in faithful(*args):
+            wrong = mode.name == "another random drafter"
+            yield mode._replace(params=mode.params._replace(target=target)) if wrong else mode
+
+    monkeypatch.setattr(script, "load_case", lambda *_: case)
+    monkeypatch.setattr(script, "planted_fault", lambda *_: CAUGHT)
+    monkeypatch.setattr(lossless_check, "modes_of", modes_of)
+    code, out, _ = run_script(script, capsys, *SMALL, "--batches", "1,3")
+    assert code == 1
+    found = json.loads(out.splitlines()[-1])
+    assert [c["batch"] for c in found["checks"]] == [1, 3]
+    assert all(c["tokens"] >= 25 * c["batch"] for c in found["checks"])
+    assert [w["batch"] for w in found["width_1"]] == [3]
+    first = found["checks"][0]["first_difference"]
+    assert first["mode"] == "another random drafter"
+    assert "first difference: another random drafter against the oracle, sequence " in out
+    tokens = [first[which]["token"] for which in ("oracle", "other")]
+    for which in ("oracle", "other"):
+        for token in tokens:
+            assert f"{token}: {first[which]['logits'][str(token)]:.9g}" in out
+    assert "FAILED: not lossless" in out
+    clean = [m for n, m in found["checks"][0]["modes"].items() if n != "another random drafter"]
+    assert not any(count for mode in clean for kind, count in mode.items() if "differing" in kind)
+
+
+def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch):
+    """With the right attention in the fault's place the check refuses to vouch for itself."""
+    for module in (lossless_cases, lossless_check):  # the command above runs the real one
+        monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
+    monkeypatch.setattr(script, "load_case", lambda *_: case)
+    monkeypatch.setattr(lossless_check, "with_fault", lambda models: models)
+    code, out, _ = run_script(script, capsys, *SMALL)
+    assert code == 1
+    assert "FAILED: the planted fault was not caught" in out
+    assert json.loads(out.splitlines()[-1])["differences"] == 0
+
+
+def test_too_little_shown_fails(script):
+    """Each threshold by itself, on a result that is otherwise fine."""
+    found = {
+        "differences": 0, "planted_fault": CAUGHT, "replay_histogram": [30, 31, 30, 99],
+        "distinct_tokens": 68,
+    }  # fmt: skip
+    enough = SimpleNamespace(min_count=30, min_distinct=68)
+    assert script.failures(found, enough) == []
+    short = script.failures(found, SimpleNamespace(min_count=31, min_distinct=68))
+    assert short == ["acceptance lengths seen less than 31 times: 1 (30), 3 (30)"]
+    few = script.failures(found, SimpleNamespace(min_count=30, min_distinct=69))
+    assert few == ["the outputs have 68 distinct tokens, less than 69"]
+    fault = CAUGHT | {"without": {"differences": 5}}
+    worse = script.failures(found | {"planted_fault": fault}, enough)
+    assert worse == ["not lossless at capacity 4096: 5 differences from the oracle"]
+
+
+def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_passed(monkeypatch):
+    assert set(lossless_cases.PAIRS) - {"tiny-math"} < SHAPES.keys()
+    target, drafter = SHAPES["tiny-dflash2"]
+    sights = (Sight(window=2048), *[Sight()] * (drafter.num_layers - 1))
+    shape = ModelShape(target, replace(drafter, sights=sights))
+    monkeypatch.setitem(SHAPES, "tiny-window", shape)
+    case = lossless_cases.load_case("tiny-window", "float32", 0, {}, 1)
+    made = case.models.drafter
+    assert isinstance(made, Drafter2)
+    assert made.config.windows == (lossless_cases.LONGEST_PROMPT, *[None] * (len(sights) - 1))
+    state = new_state(case.models, lossless_cases.case_shape(case, 1, "float32"))
+    assert [cache.wraps for cache in state.drafter_cache] == [True] + [False] * (len(sights) - 1)
+    one, other = (p.drafter["fc"]["kernel"] for p in (case.params, case.other_drafter))
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        (["--pairs", "tiny-math,gpt"], "no pair is called 'gpt'"),
+        (["--pairs", "qwen3-coder-30b"], "qwen3-coder-30b takes days on a CPU: use --pairs tiny"),
+        (["--pairs", "tiny-math", "--batches", "0,2"], "--batches 0: at least 1"),
+        (["--pairs", "tiny-math", "--batches", "two"], "'two' is no list"),
+        (["--pairs", "tiny-math", "--tokens", "0"], "--tokens 0: at least 1"),
+        (["--pairs", "tiny-math", "--min-count", "0"], "--min-count 0: at least 1"),
+        (["--pairs", "tiny-math", "--seed", "-1"], "seed -1"),
+        (["--pairs", "tiny-math", "--overwrite"], "--overwrite without --json"),
+        (["--pairs", "tiny-math", "--json", "/nowhere/result.json"], "cannot write /nowhere"),
+        (["--pairs", "tiny-math", "--attention-backend", "magic"], "no backend 'magic'"),
+        (["--pairs", "tiny-math", "--matmul-backend", "tuned"], "this is a cpu device: use 'xla'"),
+        (["--pairs", "tiny-math", "--heads-backend", "triton"], "this is a cpu device: use 'xla'"),
+        (["--pairs", "tiny-math", "--dtype", "float8"], "float8"),
+    ],
+)
+def test_bad_input_is_one_line(script, capsys, argv, words):
+    assert script.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = [text for text in err.splitlines() if text.startswith("check_lossless.py: ")]
+    assert len(line) == 1
+    assert words in line[0]
+
+
+def test_the_default_amount_shows_every_length_a_thousand_times():
+    """Drawn with the corruption's own law: the rarest length, with the replays that are planned."""
+    replays = lossless_check.replays_needed(100_000, 16, 1000)
+    assert replays <= 8
+    rng = np.random.default_rng(0)
+    right = rng.random((100_000, 15)) >= CORRUPTION
+    lengths = 1 + np.cumprod(right, axis=1).sum(axis=1)
+    steps = np.searchsorted(np.cumsum(lengths), 100_000) * 0.95  # the rest ends sequences
+    share = np.bincount(lengths, minlength=17)[1:] / len(lengths)
+    assert replays * steps * share.min() > 1000

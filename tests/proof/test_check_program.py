@@ -1,0 +1,94 @@
+"""scripts/check_program.py: its report and exit code, and what it refuses.
+
+What it checks is tests/proof/test_gates.py's; here the check itself is replaced.
+"""
+
+import json
+
+import jax
+import pytest
+
+from jflash.cli.command import run_command
+from jflash.proof.gates import Result
+from scripts import check_program
+
+SMALL = ["--shape", "tiny", "--capacity", "512"]
+FINE = Result("one command buffer", 61, "61 launches", ())
+NO_COPY = Result("no copy of a cache", 0, "0 copies", ())
+COPIES = NO_COPY._replace(
+    value=5, measured="5 copies", offences=tuple(f"copy.{i} in the loop" for i in range(5))
+)
+
+
+def run(*argv: str) -> int:
+    return run_command(check_program.make_parser(), check_program.main, [*SMALL, *argv])
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(check_program, "leave_compilation_cache", lambda: None)
+
+
+@pytest.mark.parametrize("broken", ["", "step B=2"])
+def test_the_report(on_gpu, broken, monkeypatch, capsys, tmp_path):
+    """Exit code 1 if one program of all breaks one gate; screen and file name it."""
+    seen = []
+
+    def check_one(program):
+        seen.append((program.models.drafter is not None, program.arguments[1].length.shape[0]))
+        return [FINE, COPIES if broken and seen[-1] == (True, 2) else NO_COPY], 12.34
+
+    monkeypatch.setattr(check_program, "check_one", check_one)
+    file = tmp_path / "report.json"
+    if broken:
+        with pytest.raises(SystemExit) as exit_code:
+            run("--batch", "1,2", "--json", str(file))
+        assert exit_code.value.code == check_program.FAILED
+    else:
+        assert run("--batch", "1,2", "--json", str(file)) == 0
+    assert seen == [(False, 1), (False, 2), (True, 1), (True, 2)]
+    out = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert json.loads(out.splitlines()[-1]) == report
+    assert list(report["programs"]) == ["plain B=1", "plain B=2", "step B=1", "step B=2"]
+    assert report["failed"] == bool(broken) and report["heads_backend"] == "xla"
+    passed = {name: all(g["passed"] for k, g in gates.items() if k != "compile_seconds")
+              for name, gates in report["programs"].items()}  # fmt: skip
+    assert [name for name, well in passed.items() if not well] == ([broken] if broken else [])
+    assert (
+        out.count("compiled in 12 s") == 4
+        and out.count("  ok     one command buffer  61 launches\n") == 4
+    )
+    if broken:
+        assert "  FAILED no copy of a cache  5 copies\n" in out
+        assert "copy.2 in the loop" in out and "copy.3" not in out.rpartition("\n{")[0]
+        assert "and 2 more" in out
+        assert len(report["programs"][broken][COPIES.gate]["offences"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--shape huge", "no shape is called 'huge'"),
+        ("--capacity 1000", "--capacity 1000"),
+        ("--batch 0", "'0' is no list"),
+        ("--overwrite", "--overwrite without --json"),
+        ("--json /nowhere/report.json", "cannot write /nowhere"),
+        ("--attention-backend mosaic_gpu", "9.x, and this is a cpu device: use 'xla'"),
+        ("--matmul-backend tuned", "matmul backend 'tuned' needs"),
+        ("--heads-backend triton", "heads backend 'triton' needs"),
+    ],
+)
+def test_refusals(on_gpu, options, named, capsys):
+    assert run(*options.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert named in captured.err
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    assert run() == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "NVIDIA GPU" in captured.err

@@ -1,0 +1,320 @@
+"""The step as an H200 gets it, compiled here: what the gates ask of it, and what each one refuses.
+
+Qwen3-8B's widths with four target layers and a two-layer drafter. Every gate is also shown a
+program that breaks it.
+"""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jflash.backends import with_backends
+from jflash.bench.shapes import model_shape
+from jflash.config import Sight
+from jflash.proof.compile_target import (
+    A100,
+    H200,
+    L4,
+    Part,
+    compile_for,
+    device_mesh,
+    inspect,
+    lower_for,
+)
+from jflash.proof.gates import (
+    Program,
+    bounded_temporaries,
+    check,
+    cublas_workspace,
+    no_cache_copy,
+    no_spills,
+    no_weight_copy,
+    one_command_buffer,
+    read_kernels,
+    read_thunks,
+)
+from jflash.proof.hlo import parse
+from jflash.proof.step_program import (
+    StepProgram,
+    cut,
+    pair_models,
+    plain_models,
+    step_program,
+)
+from jflash.speculative import Models, draft, speculative_step, verify
+from pallas_kernels.block_attention import block_attention, default_backend
+from pallas_kernels.shapes import BLOCK_ATTENTION
+
+COMPILED_FULLY = True  # what the compiler makes of the step is what is looked at
+SHAPE = cut(model_shape("qwen3-8b"), target_layers=4, drafter_layers=2)
+SMALL = cut(model_shape("qwen3-8b"), target_layers=1, drafter_layers=1)
+CAPACITY, DTYPE = 2048, "bfloat16"
+
+
+def on_h200(models: Models) -> Models:
+    """With the kernels that jflash takes on an H200."""
+    return with_backends(models, DTYPE, device_mesh(H200).devices.flat[0])
+
+
+def compiled(step: StepProgram, run=None, donate=(1,), **options) -> Program:
+    return inspect(
+        lambda dump: compile_for(
+            H200, run or step.run, *step.arguments, donate=donate, options={**dump, **options}
+        )
+    )
+
+
+def failed(program: Program, bound: int) -> dict[str, tuple[str, ...]]:
+    return {r.gate: r.offences for r in check(program, bound) if not r.passed}
+
+
+def looped(body):
+    """`run` with another step: `body(params, state)`, until all sequences are done."""
+
+    def run(params, state, max_steps, cancel):
+        def unfinished(carry):
+            step, state = carry
+            return (step < max_steps) & ~jnp.all(state.done)
+
+        start = (jnp.int32(0), state._replace(done=state.done | cancel))
+        return lax.while_loop(unfinished, lambda c: (c[0] + 1, body(params, c[1])), start)[1]
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("pair", 1), ("pair", 8), ("pair", 32), ("plain", 1)])
+def test_the_step_passes_every_gate(kind: str, batch: int):
+    models = {"pair": pair_models, "plain": plain_models}[kind](SHAPE)
+    step = step_program(on_h200(models), batch, CAPACITY, DTYPE)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    # What was looked at is the step: all layers of attention, in one loop.
+    layers = 6 if kind == "pair" else 4
+    assert program.hlo.count('custom_call_target="mosaic_gpu') >= layers
+    launches = [t.inside for t in read_thunks(program.thunks)]
+    assert launches.count(("kWhile/body", "kCommandBuffer")) > 50
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (6, 16), (9, 9), (20, 16), (31, 11)])
+def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
+    """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
+    models = on_h200(replace(pair_models(SMALL), block_size=width))
+    step = step_program(models, batch, CAPACITY, DTYPE)
+    lowered = lower_for(H200, step.run, *step.arguments, donate=(1,))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize(("heads", "width"), [(2, 5), (3, 16), (5, 6), (7, 10), (9, 7), (16, 31)])
+def test_attention_of_any_group_and_width_can_be_made(heads: int, width: int):
+    q = jax.ShapeDtypeStruct((1, width, heads, 64), DTYPE)
+    cache, at = jax.ShapeDtypeStruct((1, 128, 1, 64), DTYPE), jax.ShapeDtypeStruct((1,), jnp.int32)
+    attend = functools.partial(block_attention, causal=True, scale=0.1, backend="mosaic_gpu")
+    assert "mosaic_gpu" in lower_for(H200, attend, q, cache, cache, at, at).as_text()
+
+
+def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
+    """The best of a vocabulary are found by XLA's own kernel; drafts are followed in one or two."""
+    shape = cut(model_shape("qwen3-8b-dflash2"), target_layers=2, drafter_layers=2)
+    sights = (Sight(window=700, causal=True), Sight(window=300))  # in rings that wrap
+    shape = shape._replace(drafter=replace(shape.drafter, sights=sights))
+    step = step_program(on_h200(pair_models(shape)), 8, CAPACITY, DTYPE)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    assert program.hlo.count('custom_call_target="__gpu$TopK"') == 2
+    assert " sort(" not in program.hlo
+
+
+def test_the_step_with_experts_passes():
+    """Grouped products by our kernel, for 16 tokens at 8 experts each, and no weight copied."""
+    shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)
+    step = step_program(on_h200(pair_models(shape)), 1, CAPACITY, DTYPE)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
+    assert sorted(kernel.findall(program.hlo)) == ["2048", "768"]
+
+
+def test_products_by_cublas_pass_too():
+    """As a real device has them where they win; their workspace is told apart."""
+    step = small_plain()
+    program = compiled(step, xla_gpu_enable_triton_gemm=False)
+    assert "kCublasLtMatmul" in {t.kind for t in read_thunks(program.thunks)}
+    assert cublas_workspace(parse(program.hlo)) == 4 * 2**20
+    assert not failed(program, step.temporary_bound)
+
+
+def test_einsum_attention_copies_caches_and_fails_that_gate():
+    """XLA wants the batch of a cache elsewhere: it transposes all of them around the loop."""
+    step = step_program(plain_models(SMALL), 8, CAPACITY, DTYPE)
+    offences = failed(compiled(step), step.temporary_bound)
+    assert "one command buffer" not in offences and "no copy of weights" not in offences
+    assert any("transpose" in o and "outside the loop" in o for o in offences["no copy of a cache"])
+
+
+def small_pair() -> StepProgram:
+    return step_program(on_h200(pair_models(SMALL)), 1, CAPACITY, DTYPE)
+
+
+def small_plain() -> StepProgram:
+    return step_program(on_h200(plain_models(SMALL)), 1, CAPACITY, DTYPE)
+
+
+def small_einsum() -> StepProgram:
+    return step_program(plain_models(SMALL), 1, CAPACITY, DTYPE)
+
+
+def test_command_buffers_switched_off_fail_their_gate():
+    program = compiled(small_einsum(), xla_gpu_enable_command_buffer="")
+    offences = one_command_buffer(program.thunks).offences
+    assert len(offences) > 10 and all("the host launches k" in o for o in offences)
+
+
+def test_a_loop_inside_the_step_fails_the_command_buffer_gate():
+    step = small_einsum()
+
+    def body(params, state):
+        once = functools.partial(speculative_step, step.models, params)
+        return lax.fori_loop(0, state.limit[0], lambda _, s: once(s), state)
+
+    program = compiled(step, looped(body))
+    assert any("kWhile" in o for o in one_command_buffer(program.thunks).offences)
+
+
+def test_a_program_without_a_loop_fails_the_command_buffer_gate():
+    assert one_command_buffer("001: kCopy [source | sink] kCopy").offences
+
+
+def test_a_state_that_is_not_donated_fails_the_cache_gate():
+    program = compiled(small_plain(), donate=())
+    module = parse(program.hlo)
+    offences = no_cache_copy(module).offences
+    assert any("is not donated" in o for o in offences)
+    assert any("writes 4,194,304 bytes of state.target_cache[0].k" in o for o in offences)
+
+
+def test_a_cache_read_after_its_update_fails_the_cache_gate():
+    """Keys and values that change places: neither can be written where it lies."""
+    step = small_plain()
+
+    def body(params, state):
+        state = speculative_step(step.models, params, state)
+        swapped = tuple(c._replace(k=c.v, v=c.k) for c in state.target_cache)
+        return state._replace(target_cache=swapped)
+
+    module = parse(compiled(step, looped(body)).hlo)
+    offences = no_cache_copy(module).offences
+    assert any("in the loop" in o for o in offences)
+
+
+def test_context_weights_taken_apart_in_the_step_fail_the_weight_gate():
+    """A drafter without `context_kernel`: its layers' columns are sliced out of fused kernels."""
+    step = small_pair()
+    params = step.arguments[0]
+    drafter = {k: v for k, v in params.drafter.items() if k != "context_kernel"}
+    without = step._replace(arguments=(params._replace(drafter=drafter), *step.arguments[1:]))
+    module = parse(compiled(without).hlo)
+    offences = no_weight_copy(module).offences
+    assert any("['qkv']['kernel']" in o for o in offences), offences
+
+
+def test_a_scan_over_stacked_layers_fails_the_weight_gate():
+    def run(params, state):
+        def layers(x):
+            return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stacked"])[0]
+
+        return lax.while_loop(lambda x: jnp.sum(x) < 1, layers, state)
+
+    stacked = jax.ShapeDtypeStruct((4, 4096, 4096), DTYPE)
+    rows = jax.ShapeDtypeStruct((16, 4096), DTYPE)
+    program = inspect(lambda o: compile_for(H200, run, {"stacked": stacked}, rows, options=o))
+    module = parse(program.hlo)
+    offences = no_weight_copy(module).offences
+    assert any("writes 33,554,432 bytes of params['stacked']" in o for o in offences)
+    assert one_command_buffer(program.thunks).offences
+
+
+def test_a_product_taken_apart_fails_the_weight_gate():
+    """As XLA may do with a matrix and one row: all products are written before they are read."""
+
+    def run(params, state):
+        def layer(x):
+            return jnp.sort(params["kernel"] * x[:, None], axis=0)[0]
+
+        return lax.while_loop(lambda x: jnp.sum(x) < 1, layer, state)
+
+    kernel = jax.ShapeDtypeStruct((4096, 4096), DTYPE)
+    row = jax.ShapeDtypeStruct((4096,), DTYPE)
+    program = inspect(lambda o: compile_for(H200, run, {"kernel": kernel}, row, options=o))
+    offences = no_weight_copy(parse(program.hlo)).offences
+    assert any("writes 33,554,432 bytes of params['kernel']" in o for o in offences), offences
+
+
+def test_several_copies_of_the_logits_fail_the_temporaries_gate():
+    """With the head by XLA, which may write the logits once."""
+    wide = replace(plain_models(SMALL), block_size=16)
+    models = replace(on_h200(wide), matmul_backend="xla")
+    step = step_program(models, 8, CAPACITY, DTYPE)
+
+    def body(params, state, sorts: bool):
+        proposal, state = draft(models, params, state)
+        verdict, state = verify(models, params, state, proposal)
+        # A sort needs its input and its result at once.
+        best = jnp.sort(verdict.logits, axis=-1)[:, 0, -1] if sorts else verdict.choices[:, 0]
+        return state._replace(length=state.length + best.astype(jnp.int32))
+
+    once, twice = (
+        compiled(step, looped(functools.partial(body, sorts=sorts))) for sorts in (False, True)
+    )
+    assert not bounded_temporaries(once.temporary_bytes, step.temporary_bound).offences
+    assert bounded_temporaries(twice.temporary_bytes, step.temporary_bound).offences
+
+
+def shares(x: jax.Array) -> jax.Array:
+    """Each row over its sum, by one warpgroup that keeps the whole tile in registers meanwhile."""
+
+    def kernel(x_ref, out_ref):
+        tile = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        out_ref[...] = tile / lax.broadcast_in_dim(jnp.sum(tile, axis=1), tile.shape, [0])
+
+    return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def test_a_tile_that_does_not_fit_registers_fails_the_spill_gate():
+    def built(columns: int) -> Program:
+        x = jax.ShapeDtypeStruct((64, columns), jnp.float32)
+        return inspect(lambda options: compile_for(H200, shares, x, options=options))
+
+    small, large = built(64), built(512)  # 32 and 256 registers a thread for the tile alone
+    assert not no_spills(small.hlo, small.assembler).offences
+    assert [k.spilled_bytes for k in read_kernels(small.assembler)] == [0]
+    assert "spills" in no_spills(large.hlo, large.assembler).offences[0]
+    assert [k.spilled_bytes > 0 for k in read_kernels(large.assembler)] == [True]
+    # A kernel of which ptxas says nothing must not pass either.
+    assert no_spills(small.hlo, "").offences
+
+
+@pytest.mark.parametrize(
+    ("part", "backend"), [(H200, "mosaic_gpu"), (A100, "triton"), (L4, "triton")]
+)
+def test_attention_compiles_for_each_part(part: Part, backend: str):
+    """The kernel that a device gets by default: on those without wgmma, Triton's."""
+    assert default_backend(device_mesh(part).devices.flat[0]) == backend
+    shape = BLOCK_ATTENTION["qwen3-b1-2k"]
+    q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), DTYPE)
+    cache = jax.ShapeDtypeStruct((shape.B, shape.S, shape.K, shape.H), DTYPE)
+    lengths = jax.ShapeDtypeStruct((shape.B,), jnp.int32)
+    attend = functools.partial(block_attention, causal=True, scale=shape.H**-0.5, backend=backend)
+    text = compile_for(part, attend, q, cache, cache, lengths, lengths).as_text()
+    kernel = "mosaic_gpu" if backend == "mosaic_gpu" else "xla.gpu.triton"
+    assert text is not None and kernel in text
+
+
+def test_a_jitted_function_keeps_its_own_donations():
+    with pytest.raises(ValueError, match="jitted already"):
+        compile_for(H200, jax.jit(jnp.sin), jnp.ones(3), donate=(0,))

@@ -1,0 +1,42 @@
+"""Within a capacity bucket nothing compiles twice, by JAX's own compile events."""
+
+import jax
+import pytest
+
+from jflash.generate import generate, stream
+from tests.support.pairs import prompts, random_pair
+
+
+@pytest.fixture
+def compilations():
+    events = []
+
+    def listen(name: str, seconds: float, **_) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_lengths_limits_and_stops_do_not_compile_anew(compilations):
+    pair = random_pair(intermediate_size=37)  # a shape of its own: no other test compiled it
+    generate(pair, prompts(1, seed=1), max_new_tokens=5)
+    assert compilations, "the listener hears nothing: the test would pass in vain"
+    list(stream(pair, prompts(1, seed=1)[0], max_new_tokens=5))
+    before = len(compilations)
+    for seed, (new, stops) in enumerate([(1, ()), (2, (3,)), (17, (4, 5, 6)), (100, range(16))]):
+        prompt = prompts(1, seed=seed, low=1, high=120)[0]
+        generate(pair, [prompt], max_new_tokens=new, stop_token_ids=list(stops))
+        generate(pair, [prompt], max_new_tokens=new, oracle=True, seed=seed)
+        list(stream(pair, prompt, max_new_tokens=new, stop_token_ids=list(stops)))
+    assert len(compilations) == before
+
+
+def test_another_bucket_does_compile(compilations):
+    pair = random_pair(intermediate_size=38)
+    generate(pair, prompts(1), max_new_tokens=5)
+    before = len(compilations)
+    generate(pair, prompts(1), max_new_tokens=400)
+    assert len(compilations) > before

@@ -1,0 +1,165 @@
+"""Drafts of a DFlash 2 drafter that are drawn leave the target's distribution as it is.
+
+Each draft hangs on the one before it, and so does the q that it is tested with. Chi-square over
+four tokens as in test_sampling_distribution, whose target this is.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jflash.config import Drafter2Config, second_version
+from jflash.models.dflash2 import Drafter2, drafter_of
+from jflash.prefill import prefill
+from jflash.programs import Shape, make_request, new_state, run
+from jflash.sampling import Sampling, filters_of
+from jflash.speculative import Models, Params, State, draft
+from tests.step import test_sampling_distribution as version_1
+from tests.step.test_sampling_distribution import NEW, PROMPT, V, W, along, p_value, paths, target_p
+from tests.support.pairs import random_params
+
+K, BATCH, CALLS = 3, 25_000, 8  # candidates of a place; 200,000 samples a mode
+COMPILED_FULLY = True  # it runs long
+MODES = {name: version_1.MODES[name] for name in ("temperature", "top-p", "all")}
+LEVEL = 0.001 / (len(MODES) * 4)
+
+
+@functools.cache
+def config() -> Drafter2Config:
+    drafter = version_1.pair()[0].drafter
+    assert drafter is not None
+    return second_version(drafter.config, conv_group_size=2, selector_rank=3, selector_top_k=K)
+
+
+@functools.cache
+def pair() -> tuple[Models, Params]:
+    models, params = version_1.pair()
+    models = replace(models, drafter=drafter_of(config()), draft_rule="sampled")
+    return models, Params(params.target, random_params(config(), 5, 0.7))
+
+
+@functools.cache
+def start() -> State:
+    """The prompt but its last token prefilled; that token, already known, is the newest."""
+    models, params = pair()
+    shape = Shape(1, 12, 4, 1, "float32")
+    request = make_request(shape, PROMPT[:-1], NEW + 1, (), W - 1, jax.random.key(0))
+    fill = jax.jit(functools.partial(prefill, models, shape.chunk))
+    state = fill(params, new_state(models, shape), jnp.int32(0), request)
+    return state._replace(tokens=state.tokens.at[0, 2].set(PROMPT[-1]))
+
+
+@functools.cache
+def runner(models: Models):
+    return jax.jit(functools.partial(run, models))
+
+
+def samples(models: Models, sampling: Sampling, calls: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each continuation comes out, and how many tokens each first step committed."""
+    counts, lengths = np.zeros(V**NEW), []
+    state = start()._replace(keys=jnp.zeros(1), filters=filters_of(sampling))
+    wide = jax.tree.map(lambda x: jnp.repeat(x, BATCH, axis=0), state)
+    for call in range(calls):
+        state = wide._replace(keys=jax.random.split(jax.random.key(call), BATCH))
+        report = runner(models)(pair()[1], state, jnp.int32(99), jnp.zeros(BATCH, bool))[1]
+        drawn = np.asarray(report.tokens[:, len(PROMPT) : len(PROMPT) + NEW])
+        counts += np.bincount(drawn @ V ** np.arange(NEW)[::-1], minlength=V**NEW)
+        lengths.append(np.asarray(report.acceptance_lengths[:, 0]))
+    return counts, np.concatenate(lengths)
+
+
+@functools.cache
+def first_scores() -> tuple[np.ndarray, np.ndarray]:
+    """Candidates of the first block's places and their scores, as `propose` sees them."""
+    seen = {}
+
+    class Watched(Drafter2):
+        def propose(self, hidden, anchor, tools):
+            logits = self.adjust_logits(tools.logits(hidden))
+            seen["found"] = self.candidate_scores(hidden, anchor, logits)
+            return super().propose(hidden, anchor, tools)
+
+    models, params = pair()
+    watched = Watched(config())
+    filters = jax.tree.map(lambda x: x[None], filters_of(Sampling(temperature=1.0)))
+
+    @jax.jit
+    def found(params, state):
+        draft(replace(models, drafter=watched), params, state)
+        return seen["found"]
+
+    candidates, scores = found(params, start()._replace(filters=filters))
+    return np.asarray(candidates[0]), np.asarray(scores[0], np.float64)
+
+
+def conditional_q(temperature: float) -> np.ndarray:
+    """q of every continuation's first drafts, each behind the one before, [V^NEW, W - 1]."""
+    candidates, scores = first_scores()
+    weights = np.exp((scores - scores.max(axis=-1, keepdims=True)) / temperature)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    q = np.zeros((V**NEW, W - 1))
+    for n, path in enumerate(paths()):
+        before = 0
+        for i in range(W - 1):
+            own = np.flatnonzero(candidates[i] == path[i])
+            if not len(own):
+                break
+            q[n, i] = weights[i, before, own[0]]
+            before = own[0]
+    return q
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_over_two_steps_follow_the_target(mode: str):
+    sampling = MODES[mode]
+    q, p = conditional_q(sampling.temperature), along(target_p(sampling))
+    spread = q.reshape(V, V, -1, W - 1)[:, :, 0, 1]
+    assert np.ptp(spread, axis=0).max() > 0.1, "q must hang on the draft before"
+    counts, lengths = samples(pair()[0], sampling, CALLS)
+    assert counts.sum() >= 200_000
+    assert np.mean(lengths < NEW) > 0.5, "most continuations must take more than one step"
+    assert p_value(counts, sampling) > LEVEL
+    # The first i drafts are accepted with the chance that each is both drawn and confirmed.
+    both = np.cumprod(np.minimum(p[:, : W - 1], q), axis=1)
+    for i in range(1, W):
+        rate = both[:: V ** (NEW - i), i - 1].sum()
+        assert rate > 0.003
+        bound = stats.norm.isf(LEVEL / 2) * np.sqrt(rate * (1 - rate) / len(lengths))
+        assert abs(np.mean(lengths > i) - rate) <= bound, (i, rate)
+
+
+class Unconditional(Drafter2):
+    """Says of every draft that it was drawn behind the place before's best candidate."""
+
+    def propose(self, hidden, anchor, tools):
+        tokens, right = super().propose(hidden, anchor, tools)
+        assert right is not None
+        logits = self.adjust_logits(tools.logits(hidden))
+        candidates, scores = self.candidate_scores(hidden, anchor, logits)
+        q = tools.choose(scores[:, :, 0], False)[1]
+        assert q is not None
+        one_hot = jax.nn.one_hot(candidates, right.shape[-1])
+        return tokens, jnp.einsum("BTC,BTCV->BTV", q, one_hot, precision="highest")
+
+
+class Hotter(Drafter2):
+    """q without the request's temperature."""
+
+    def propose(self, hidden, anchor, tools):
+        tokens, q = super().propose(hidden, anchor, tools)
+        assert q is not None
+        q = q**0.7
+        return tokens, q / jnp.sum(q, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("wrong", [Unconditional, Hotter])
+def test_a_wrong_q_fails(wrong: type[Drafter2]):
+    """With an eighth of the samples already."""
+    models = replace(pair()[0], drafter=wrong(config()))
+    counts, _ = samples(models, MODES["temperature"], CALLS // 8)
+    assert p_value(counts, MODES["temperature"]) < LEVEL

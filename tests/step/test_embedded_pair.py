@@ -1,0 +1,86 @@
+"""The pair in checkpoints/: README's prompt and example, and the promise kept on real text."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jflash import encode_prompt, generate, load_pair, load_tokenizer, stop_token_ids, stream
+from jflash.io import random_drafter
+from jflash.speculative import Params
+from tiny_pair.word_problems import extract_result, problems
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "checkpoints" / "tiny-math"
+GOLDEN = Path(__file__).parents[1] / "golden" / "default_prompt.json"
+REFERENCE = GOLDEN.with_name("tiny_math_reference.json")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair(TINY / "target", TINY / "drafter", dtype="float32")
+
+
+def test_default_prompt_is_golden(as_users):
+    """Tokens and acceptance lengths of `generate.py --json`, as they were when the pair shipped."""
+    done = as_users("generate.py", "--json", "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    got, want = json.loads(done.stdout), json.loads(GOLDEN.read_text())
+    assert {key: got[key] for key in want} == want
+    assert got["mean_acceptance_length"] >= 5
+    assert extract_result(got["text"]) == next(problems("eval", seed=38)).result
+
+
+def test_the_reference_decodes_it_alike(pair):
+    """dflash 0.1.0 (record_pair.py) gives these tokens in these steps, in torch and float32."""
+    record = json.loads(REFERENCE.read_text())
+    stops = stop_token_ids(TINY / "target")
+    assert len(record["cases"]) == 24
+    for case in record["cases"]:
+        got = generate(
+            pair, [case["prompt_ids"]], max_new_tokens=record["max_new_tokens"],
+            stop_token_ids=stops, capacity=512,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"]
+        assert got.acceptance_lengths == case["acceptance_lengths"]
+
+
+def test_readme_example_runs(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) == 1
+    exec(compile(blocks[0], "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "#### 21" in printed
+    assert "#### 29" in printed
+
+
+def test_trained_random_and_no_drafts_say_the_same(pair):
+    """On real prompts, in one batch: bits of the drafter's weights never reach the text."""
+    tokenizer = load_tokenizer(TINY / "target")
+    stops = stop_token_ids(TINY / "target", tokenizer)
+    asked = list(problems("eval", 99, 6)) + list(problems("held_out", 99, 2))
+    prompts = [encode_prompt(tokenizer, problem.question) for problem in asked]
+    how = {"max_new_tokens": 160, "stop_token_ids": stops}
+    trained = generate(pair, prompts, **how)
+    drafter, weights = random_drafter(TINY / "drafter", 5, "float32")
+    random = replace(
+        pair,
+        models=replace(pair.models, drafter=drafter),
+        params=Params(pair.params.target, weights),
+    )
+    lengths = [n for g in trained for n in g.acceptance_lengths]
+    assert sum(lengths) / len(lengths) > 4
+    for other in (generate(random, prompts, **how), generate(pair, prompts, oracle=True, **how)):
+        assert [g.token_ids for g in other] == [g.token_ids for g in trained]
+    streamed = list(stream(pair, prompts[0], **how))[-1].generation
+    assert streamed.token_ids == trained[0].token_ids
+    right = [extract_result(tokenizer.decode(g.token_ids[:-1])) for g in trained[:6]]
+    assert right == [problem.result for problem in asked[:6]]
+
+
+def test_checkpoints_stay_small():
+    size = sum(f.stat().st_size for f in TINY.rglob("*") if f.is_file())
+    assert size <= 18e6

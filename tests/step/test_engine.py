@@ -1,0 +1,204 @@
+"""The engine: everybody's own tokens, freed slots filled at once, nothing compiled anew."""
+
+import random
+import time
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jflash import engine
+from jflash.engine import Job, buckets, serve
+from jflash.generate import generate
+from jflash.sampling import GREEDY, Sampling
+from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
+
+STOPS = [3, 9]
+
+
+def some_jobs(count: int, seed: int = 0, new: tuple[int, int] = (1, 50)) -> list[Job]:
+    rng = random.Random(seed)
+    return [
+        Job(index=i, prompt_ids=prompt, max_new_tokens=rng.randrange(*new))
+        for i, prompt in enumerate(prompts(count, seed=seed, high=150))
+    ]
+
+
+def alone(pair, job: Job, **how):
+    return generate(
+        pair, [job.prompt_ids], max_new_tokens=job.max_new_tokens, first_index=job.index, **how
+    )[0]
+
+
+@pytest.fixture
+def compilations():
+    events = []
+
+    def listen(name: str, seconds: float, **_) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_everybody_gets_the_tokens_of_generate():
+    """Whatever the batch, the order and the steps a call; the oracle the same one by one."""
+    pair, jobs = random_pair(), some_jobs(13)
+    free = [alone(pair, job).token_ids for job in jobs]
+    stops = [ids[len(ids) // 2] for ids in free[:3]]
+    own = {job.index: alone(pair, job, stop_token_ids=stops) for job in jobs}
+    assert {g.finish_reason for g in own.values()} == {"stop", "length"}
+    assert any(len(g.token_ids) == 1 for g in own.values())
+    for batch, steps in ((1, 8), (2, 1), (5, 4)):
+        random.Random(batch).shuffle(jobs)
+        how = dict(batch_size=batch, steps_per_call=steps, stop_token_ids=stops)
+        answers = list(serve(pair, jobs, **how))
+        assert sorted(job.index for job, _ in answers) == list(range(len(jobs)))
+        for job, answer in answers:
+            want = own[job.index]
+            assert answer.token_ids == want.token_ids
+            assert answer.acceptance_lengths == want.acceptance_lengths
+            assert answer.finish_reason == want.finish_reason
+            assert answer.prompt_tokens == len(job.prompt_ids)
+    for job, answer in serve(pair, jobs, batch_size=2, stop_token_ids=stops, oracle=True):
+        assert answer.token_ids == own[job.index].token_ids
+        assert set(answer.acceptance_lengths) <= {1}
+
+
+def test_draws_depend_on_seed_and_index_alone():
+    """In a batch with greedy ones, in any order, as `generate` draws them one by one."""
+    pair, jobs = random_pair(), some_jobs(5, seed=2)
+    ways = [Sampling(temperature=1.0), GREEDY, Sampling(temperature=0.7, top_k=9, top_p=0.8)]
+    jobs = [job._replace(sampling=ways[job.index % 3]) for job in jobs]
+    drawn = replace(pair, models=replace(pair.models, sampled=True))  # one program for all
+    for seed in (0, 7):
+        own = {j.index: alone(drawn, j, sampling=j.sampling, seed=seed) for j in jobs}
+        for order in (jobs, jobs[::-1]):
+            for job, answer in serve(pair, order, batch_size=2, seed=seed):
+                assert answer.token_ids == own[job.index].token_ids
+    first, other = (
+        {j.index: g.token_ids for j, g in serve(pair, jobs, batch_size=2, seed=s)} for s in (7, 8)
+    )
+    assert [first[i] == other[i] for i in range(5)] == [False, True, False, False, True]
+
+
+def test_a_free_slot_is_filled_while_the_others_go_on(monkeypatch):
+    """One long job beside many short ones takes no more calls than the long one alone."""
+    pair, short = random_pair(), some_jobs(8, new=(5, 9))
+    long = Job(index=99, prompt_ids=prompts(1)[0], max_new_tokens=150)
+    steps = alone(pair, long).steps
+    calls = []
+    compiled = engine.compile_programs
+
+    def counted(*args):
+        programs = compiled(*args)
+
+        def run(*args):
+            calls.append(1)
+            return programs.run(*args)
+
+        return programs._replace(run=run)
+
+    monkeypatch.setattr(engine, "compile_programs", counted)
+    answers = list(serve(pair, [*short, long], batch_size=2, steps_per_call=2))
+    assert [job.index for job, _ in answers][-1] == 99
+    assert len(answers) == 9
+    assert len(calls) == -(-steps // 2)
+
+
+def test_nothing_compiles_anew_within_a_capacity(compilations):
+    pair = random_pair(intermediate_size=39)  # a shape of its own: no other test compiled it
+    list(serve(pair, some_jobs(3), batch_size=2))
+    assert compilations, "the listener hears nothing: the test would pass in vain"
+    before = len(compilations)
+    for seed in (1, 2):
+        jobs = some_jobs(9, seed=seed)
+        list(serve(pair, jobs, batch_size=2, stop_token_ids=STOPS, seed=seed))
+        list(serve(pair, jobs, batch_size=2, steps_per_call=seed, oracle=True))
+    assert len(compilations) == before
+
+
+def test_seconds_add_up_to_the_run():
+    pair = random_pair()
+    list(serve(pair, some_jobs(4), batch_size=2))
+    begin = time.perf_counter()
+    answers = list(serve(pair, some_jobs(9), batch_size=2))
+    wall = time.perf_counter() - begin
+    spent = {
+        part: sum(getattr(g.seconds, part) for _, g in answers)
+        for part in ("compile", "prefill", "decode")
+    }
+    assert spent["prefill"] > 0 and spent["decode"] > 0
+    assert 0.5 * wall < sum(spent.values()) <= wall
+    assert spent["compile"] < 0.5 * wall  # the second run found its programs
+
+
+def needing(slots: list[int], first: int = 0) -> list[Job]:
+    """Jobs that need as many cache slots, at width 8."""
+    return [Job(i, [1], max_new_tokens=n - 9) for i, n in enumerate(slots, first)]
+
+
+def test_jobs_are_grouped_by_capacity():
+    many = engine.FILLS * 2
+    how = dict(batch_size=2, block_size=8)
+
+    def sizes(slots: list[int]) -> list[tuple[int, int]]:
+        jobs = needing(slots)
+        random.Random(0).shuffle(jobs)
+        found = buckets(jobs, **how)
+        assert sorted(job.index for b in found for job in b.jobs) == list(range(len(slots)))
+        for bucket in found:
+            new = [job.max_new_tokens for job in bucket.jobs]
+            assert new == sorted(new, reverse=True)
+        return [(b.capacity, len(b.jobs)) for b in found]
+
+    assert sizes([256] * many + [1024] * many) == [(1024, many), (256, many)]
+    assert sizes([256] * 3 + [1024] * many) == [(1024, many + 3)]  # few join the next larger
+    assert sizes([256] * many + [512]) == [(512, many + 1)]  # few at the top: the rest joins
+    assert sizes([256] * many + [4096]) == [(4096, 1), (256, many)]  # not at any price
+    assert sizes([100]) == [(256, 1)]
+    assert [b.capacity for b in buckets(needing([100]), **how, capacity=999)] == [999]
+    assert buckets([], **how) == []
+
+
+def test_what_was_answered_is_not_run_and_keeps_the_shapes(monkeypatch):
+    """The rest of an interrupted run is grouped as the whole was."""
+    pair, jobs, asked = random_pair(), needing([100] * 8 + [512] * 2), []
+    monkeypatch.setattr(
+        engine,
+        "_serve_bucket",
+        lambda way, shape, jobs: asked.append((shape.capacity, [j.index for j in jobs])) or (),
+    )
+    for answered in ((), [0, 1, 2, 8, 9], range(10)):
+        assert list(serve(pair, jobs, batch_size=2, answered=answered)) == []
+    assert asked == [(512, [8, 9, *range(8)]), (512, [3, 4, 5, 6, 7])]
+    assert list(serve(pair, [], batch_size=2)) == []
+
+
+def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
+    """Rows of the drafter's context are right after a refill, not only the target's."""
+    pair, job = unit_head(random_pair()), Job(5, prompts(1, seed=8)[0], max_new_tokens=41)
+    text = alone(pair, job).token_ids
+    knowing = replay_pair(pair, job.prompt_ids + text)
+    others = some_jobs(5, new=(3, 20))
+    served = serve(knowing, [*others, job], batch_size=2)
+    answers = {job.index: answer for job, answer in served}
+    assert answers[5].acceptance_lengths == [8] * 5
+
+
+@pytest.mark.parametrize(
+    ("jobs", "how", "named"),
+    [
+        ([Job(0, [])], {}, "job 0: the prompt is empty"),
+        ([Job(7, [1, 67])], {}, "job 7: token id 67"),
+        ([Job(0, [1]), Job(0, [2])], {}, "same index"),
+        ([Job(0, [1])], {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ([Job(0, [1])], {"steps_per_call": 0}, "steps_per_call must be at least 1, got 0"),
+        ([Job(0, [1] * 500)], {"capacity": 256}, "capacity 256 is below the 768 slots"),
+    ],
+)
+def test_bad_jobs_are_refused_at_the_call(jobs, how, named):
+    with pytest.raises(ValueError, match=named):
+        serve(random_pair(), jobs, **({"batch_size": 2} | how))

@@ -1,0 +1,186 @@
+"""What must hold for any weights: the drafter changes the speed, never a token."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.generate import Pair, generate, stream
+from jflash.prefill import prefill
+from jflash.programs import Shape, compile_programs, make_request, new_state
+from jflash.sampling import Sampling
+from jflash.speculative import speculative_step
+from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
+
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
+NEW = 40
+
+
+def ids(generations):
+    return [g.token_ids for g in generations]
+
+
+def test_any_drafter_gives_the_oracles_tokens():
+    batch = prompts(4, seed=3)
+    pairs = [random_pair(drafter_seed=s) for s in (1, 2)]
+    oracle = generate(pairs[0], batch, max_new_tokens=NEW, oracle=True)
+    assert all(set(g.acceptance_lengths) == {1} for g in oracle)
+    for pair in pairs:
+        assert ids(generate(pair, batch, max_new_tokens=NEW)) == ids(oracle)
+
+
+def test_corrupted_replay_gives_the_oracles_tokens_at_every_acceptance_length():
+    pair = unit_head(random_pair())
+    rng = np.random.default_rng(0)
+    seen = set()
+    for prompt in prompts(6, seed=5):
+        oracle = generate(pair, [prompt], max_new_tokens=120, oracle=True)[0].token_ids
+        wrong = rng.random(len(oracle)) < 0.15
+        drafts = np.where(wrong, rng.integers(0, 67, len(oracle)), oracle).tolist()
+        replayed = generate(replay_pair(pair, prompt + drafts), [prompt], max_new_tokens=120)[0]
+        assert replayed.token_ids == oracle
+        seen |= set(replayed.acceptance_lengths)
+    assert seen == set(range(1, pair.models.block_size + 1))
+
+
+def test_a_drafter_that_knows_the_text_is_accepted_whole():
+    pair = unit_head(random_pair())
+    prompt, width = prompts(1, seed=8)[0], pair.models.block_size
+    text = generate(pair, [prompt], max_new_tokens=1 + 5 * width)[0].token_ids
+    knowing = generate(replay_pair(pair, prompt + text), [prompt], max_new_tokens=1 + 5 * width)[0]
+    assert knowing.token_ids == text
+    assert knowing.acceptance_lengths == [width] * 5
+
+
+def test_width_one_and_drafterless_width_w_agree_with_the_pair():
+    pair, batch = random_pair(), prompts(3, seed=9)
+    want = ids(generate(pair, batch, max_new_tokens=NEW))
+    for width in (1, pair.models.block_size):
+        alone = replace(pair, models=replace(pair.models, drafter=None, block_size=width))
+        assert ids(generate(alone, batch, max_new_tokens=NEW)) == want
+
+
+def test_neighbours_and_slots_change_nothing():
+    pair, (own, *others) = random_pair(), prompts(7, seed=11)
+    alone = generate(pair, [own, own, own, own], max_new_tokens=NEW, capacity=512)
+    for slot in range(4):
+        batch = others[slot : slot + 3]
+        batch.insert(slot, own)
+        mixed = generate(pair, batch, max_new_tokens=NEW, capacity=512)[slot]
+        assert mixed.token_ids == alone[0].token_ids
+        assert mixed.acceptance_lengths == alone[0].acceptance_lengths
+
+
+def test_sequences_end_at_different_times():
+    """Each of a batch stops where it stops alone, by its own stop token or its limit."""
+    pair, batch = random_pair(), prompts(4, seed=12)
+    free = generate(pair, batch, max_new_tokens=NEW)
+    stops = [free[0].token_ids[5], free[1].token_ids[20]]
+    stopped = generate(pair, batch, max_new_tokens=NEW, stop_token_ids=stops)
+    for whole, cut in zip(free, stopped, strict=True):
+        at = [i for i, token in enumerate(whole.token_ids) if token in stops]
+        end = at[0] + 1 if at else NEW
+        assert cut.token_ids == whole.token_ids[:end]
+        assert cut.finish_reason == ("stop" if at else "length")
+        assert len(cut.token_ids) == 1 + sum(cut.acceptance_lengths)
+    assert len({len(g.token_ids) for g in stopped}) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_stream_equals_generate(temperature):
+    pair, prompt = random_pair(), prompts(1, seed=13)[0]
+    how = {"max_new_tokens": NEW, "sampling": Sampling(temperature=temperature), "seed": 4}
+    whole = generate(pair, [prompt], **how)[0]
+    chunks = list(stream(pair, prompt, **how))
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert [len(c.token_ids) for c in chunks[1:]] == whole.acceptance_lengths
+    assert [c.generation is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].generation.finish_reason == whole.finish_reason
+
+
+def test_stream_and_generate_cut_alike_at_a_stop_of_the_host():
+    pair, prompt = unit_head(random_pair()), prompts(1, seed=13)[0]
+    text = generate(pair, [prompt], max_new_tokens=NEW)[0].token_ids
+    pair = replay_pair(pair, prompt + text)
+    for keep in (1, 2, 9, 10, 11, NEW):
+        when = lambda new, keep=keep: keep if len(new) >= keep else None  # noqa: E731
+        cut = generate(pair, [prompt], max_new_tokens=NEW, stop_when=when)[0]
+        assert cut.token_ids == text[:keep]
+        assert 1 + sum(cut.acceptance_lengths) == keep
+        assert cut.finish_reason == "stop"
+        last = list(stream(pair, prompt, max_new_tokens=NEW, stop_when=when))
+        assert [t for c in last for t in c.token_ids] == text[:keep]
+        assert last[-1].generation.acceptance_lengths == cut.acceptance_lengths
+
+
+def test_prefill_chunks_agree_within_float32():
+    """Another chunk size is another order of sums: caches differ by rounding and no more."""
+    pair, prompt = random_pair(), prompts(1, seed=14, low=50, high=60)[0]
+    states = []
+    for chunk in (7, 16, 128):
+        shape = Shape(2, 256, chunk, 16, "float32")
+        request = make_request(shape, prompt, 10, (), 7, jax.random.key(0))
+        state = new_state(pair.models, shape)
+        prefilled = jax.jit(partial(prefill, pair.models, chunk))  # `run` is not compiled in vain
+        states.append(prefilled(pair.params, state, jnp.int32(1), request))
+    filled = lambda cache: [np.asarray(x[1, : len(prompt)]) for x in jax.tree.leaves(cache)]  # noqa: E731
+    for other in states[1:]:
+        assert other.tokens[1, len(prompt)] == states[0].tokens[1, len(prompt)]
+        for name in ("target_cache", "drafter_cache"):
+            want, got = filled(getattr(states[0], name)), filled(getattr(other, name))
+            for a, b in zip(want, got, strict=True):
+                assert np.abs(a).max() > 0.1
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def one_hot_pair(**changes) -> Pair:
+    """Whose drafts draw nothing."""
+    pair = random_pair(**changes)
+    return replace(pair, models=replace(pair.models, draft_rule="greedy"))
+
+
+def test_sampling_depends_on_seed_and_request_not_on_drafter_or_neighbours():
+    batch = prompts(3, seed=15)
+    how = {"max_new_tokens": NEW, "sampling": Sampling(temperature=1.0)}
+    first, second = (generate(one_hot_pair(drafter_seed=s), batch, seed=7, **how) for s in (1, 2))
+    assert ids(first) == ids(second)
+    assert ids(first) == ids(generate(one_hot_pair(), batch, seed=7, oracle=True, **how))
+    assert ids(first) != ids(generate(one_hot_pair(), batch, seed=8, **how))
+    swapped = generate(one_hot_pair(), [batch[0], batch[2], batch[1]], seed=7, **how)
+    assert swapped[0].token_ids == first[0].token_ids
+    drawn = generate(random_pair(), batch, seed=7, **how)  # the default
+    assert ids(drawn) != ids(first)
+    swapped = generate(random_pair(), [batch[0], batch[2], batch[1]], seed=7, **how)
+    assert swapped[0].token_ids == drawn[0].token_ids
+
+
+def test_float32_matmuls_ask_for_full_precision():
+    """On a GPU float32 must mean float32: no dot of the step may be left at the default."""
+    pair = random_pair()
+    state = new_state(pair.models, Shape(1, 256, 64, 16, "float32"))
+    step = lambda p, s: speculative_step(pair.models, p, s)  # noqa: E731
+    jaxpr = str(jax.make_jaxpr(step)(pair.params, state))
+    dots = jaxpr.count("dot_general[")
+    assert dots > 10
+    assert jaxpr.count("HIGHEST, Precision.HIGHEST") + jaxpr.count("precision=HIGHEST") >= dots
+
+
+def test_the_report_counts_live_steps_only():
+    """The tokens of every step, in their order; a sequence that is done takes no more of them."""
+    pair, batch = unit_head(random_pair()), prompts(2, seed=17)
+    text = generate(pair, [batch[0]], max_new_tokens=NEW)[0].token_ids
+    pair = replay_pair(pair, batch[0] + text)
+    shape = Shape(2, 256, 64, 16, "float32")
+    programs = compile_programs(pair.models, pair.params, shape)
+    state = new_state(pair.models, shape)
+    for b, (prompt, new) in enumerate(zip(batch, (NEW, 5), strict=True)):
+        request = make_request(shape, prompt, new, (), 7, jax.random.key(0))
+        state = programs.prefill(pair.params, state, jnp.int32(b), request)
+    _, report = programs.run(pair.params, state, jnp.int32(1000), jnp.zeros(2, bool))
+    lengths = [np.asarray(report.acceptance_lengths[b, : report.steps[b]]) for b in range(2)]
+    assert lengths[0].tolist() == [8, 8, 8, 8, 7]  # 39 tokens by a drafter that knows them
+    assert lengths[1].sum() == 4 and lengths[1].all()
+    assert not np.asarray(report.acceptance_lengths[1, report.steps[1] :]).any()

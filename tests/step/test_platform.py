@@ -1,0 +1,223 @@
+"""What a process decides about JAX: flags, GPU memory, and programs kept for the next process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from jaxlib import xla_client
+
+from jflash import platform
+from jflash.platform import Flag, cache_folder, configure
+from tests.support.small_checkpoints import make_pair
+
+ROOT = Path(__file__).parents[2]
+VARIABLES = ("XLA_FLAGS", *platform.MEMORY_FRACTION, platform.PREALLOCATE, "XDG_CACHE_HOME")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """os.environ without our variables, as it was afterwards; no device is in use, it seems."""
+    before = dict(os.environ)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    monkeypatch.setattr(platform.xla_bridge, "backends_are_initialized", lambda: False)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess:
+    inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    environment = {**inherited, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+# Flags and memory
+
+
+def test_importing_decides_nothing_and_starts_no_device():
+    code = (
+        "import os, jax; before = dict(os.environ)\n"
+        "import jflash, jflash.platform, jflash.cli.generate\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "changed = {k for k in before | os.environ if before.get(k) != os.environ.get(k)}\n"
+        "assert not any('XLA' in k for k in changed), changed\n"
+        "assert jax.config.jax_compilation_cache_dir is None\n"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_flags_of_the_table_come_before_the_users(environment, monkeypatch):
+    table = (Flag("--xla_a", "1", "why"), Flag("--xla_b", "2", "why"))
+    monkeypatch.setattr(platform, "XLA_FLAGS", table)
+    assert configure() == [] and environment["XLA_FLAGS"] == "--xla_a=1 --xla_b=2"
+    assert configure() == [] and environment["XLA_FLAGS"] == "--xla_a=1 --xla_b=2"
+    environment["XLA_FLAGS"] = " --xla_b=7  --xla_c"
+    assert configure() == [] and environment["XLA_FLAGS"] == "--xla_a=1 --xla_b=7  --xla_c"
+
+
+def test_what_the_user_sets_wins_and_a_line_says_so(environment):
+    graphs = "--xla_gpu_enable_command_buffer"
+    environment |= {"XLA_FLAGS": f"{graphs}=FUSION", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".4"
+    before = {name: environment[name] for name in VARIABLES if name in environment}
+    notices = configure(cuda_graphs=False, memory_fraction=0.9, preallocate=False)
+    assert {name: environment[name] for name in VARIABLES if name in environment} == before
+    assert [notice.split(" ")[0] for notice in notices] == [
+        *("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION=.4", "XLA_PYTHON_CLIENT_PREALLOCATE=true")
+    ]
+    assert graphs in notices[0]
+
+
+def test_flags_in_a_file_are_left_alone(environment):
+    environment["XLA_FLAGS"] = "flags.txt"
+    assert configure() == []
+    [notice] = configure(cuda_graphs=False)
+    assert environment["XLA_FLAGS"] == "flags.txt" and "flags.txt names a file" in notice
+
+
+def test_memory_settings_reach_jax(environment):
+    assert configure(memory_fraction=0.9, preallocate=False) == []
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert options["memory_fraction"] == 0.9 and options["preallocate"] is False
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
+def test_a_fraction_that_is_none(environment, fraction):
+    with pytest.raises(ValueError, match=f"memory fraction {fraction}"):
+        configure(memory_fraction=fraction)
+
+
+def test_too_late_is_an_error_that_changes_nothing(environment, monkeypatch):
+    jnp.zeros(1).block_until_ready()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"too late to set XLA_FLAGS, XLA_CLIENT_MEM_FRACTION"):
+        configure(cuda_graphs=False, memory_fraction=0.5)
+    assert not set(VARIABLES) & environment.keys()
+
+
+GRAPHS = """
+import pathlib, jax.numpy as jnp
+from jflash.platform import configure
+configure(cuda_graphs={graphs}, compilation_cache=False)
+from jflash.proof.compile_target import H200, compile_for
+x = jnp.zeros((512, 512), jnp.bfloat16)
+compile_for(H200, lambda a, b: jnp.sin(a @ b) @ b @ a, x, x)
+thunks = [f.read_text() for f in pathlib.Path({dump!r}).iterdir() if "thunk_sequence" in f.name]
+assert any(text.strip() for text in thunks)
+print(any("kCommandBuffer" in text for text in thunks))
+"""
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_switch_turns_cuda_graphs_off(tmp_path, graphs):
+    """XLA also refuses flags that it does not know, so ours exist in the version installed."""
+    code = GRAPHS.format(graphs=graphs, dump=str(tmp_path))
+    done = python(code, XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(graphs)
+
+
+def test_xla_refuses_flags_that_it_does_not_know():
+    """Otherwise the test above could not tell."""
+    code = "import jax.numpy as jnp; jnp.zeros(1)"
+    assert python(code, XLA_FLAGS="--xla_gpu_enable_command_bufer=").returncode != 0
+
+
+# Programs kept for the next process
+
+
+def test_the_cache_lies_in_the_users_folder(environment):
+    home = Path.home() / ".cache" / "jflash" / "compiled"
+    assert cache_folder() == home
+    environment["XDG_CACHE_HOME"] = "relative"
+    assert cache_folder() == home
+    environment["XDG_CACHE_HOME"] = "/somewhere"
+    assert cache_folder() == Path("/somewhere/jflash/compiled")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Without a tokenizer, whose library takes seconds to import."""
+    made = make_pair(tmp_path_factory.mktemp("pair"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (made.target / name).unlink()
+    return made
+
+
+@pytest.fixture
+def decode(pair, tmp_path):
+    """Runs generate.py in a process whose caches lie in a folder; its JSON and its stderr."""
+
+    def call(cache: Path, *options: str) -> tuple[dict, str]:
+        argv = ["--prompt-ids", "1,2", "--target", str(pair.target), "--drafter", str(pair.drafter)]
+        command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *argv]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)}
+        done = subprocess.run(
+            [*command, "--max-new-tokens", "8", "--json", *options],
+            capture_output=True, env=environment, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    return call
+
+
+def entries(cache: Path) -> dict[str, bytes]:
+    folder = cache / "jflash" / "compiled"
+    return {file.name: file.read_bytes() for file in folder.glob("*-cache")}
+
+
+def test_a_second_process_compiles_nothing(decode, tmp_path):
+    first, err = decode(tmp_path)
+    kept = entries(tmp_path)
+    assert err == "" and {"jit_prefill", "jit_run"} <= {name.split("-")[0] for name in kept}
+    second, err = decode(tmp_path)
+    assert err == "" and entries(tmp_path) == kept
+    assert second["token_ids"] == first["token_ids"]
+
+    for file in (tmp_path / "jflash" / "compiled").glob("*-cache"):
+        file.write_bytes(file.read_bytes()[:50])
+    third, err = decode(tmp_path)
+    assert third["token_ids"] == first["token_ids"] and "cache" in err
+
+
+def test_no_cache_on_request(decode, tmp_path):
+    decode(tmp_path, "--no-compilation-cache")
+    assert not (tmp_path / "jflash").exists()
+
+
+def test_an_unusable_folder_is_one_line(decode, tmp_path):
+    (tmp_path / "jflash").write_text("not a folder")
+    _, err = decode(tmp_path)
+    assert err.count("\n") == 1 and str(tmp_path / "jflash") in err and "not kept" in err
+
+
+LEAVES_THE_CACHE = """
+import jax, jax.numpy as jnp
+from jflash.platform import configure, leave_compilation_cache
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
+def compile_again():
+    jax.clear_caches()
+    before = sum(hits)
+    jax.jit(lambda x: jnp.sin(x) * 3).lower(jnp.ones(8)).compile()
+    return sum(hits) - before
+configure()
+compile_again()
+kept = compile_again()
+leave_compilation_cache()
+print(kept > 0, compile_again())
+"""
+
+
+def test_the_cache_can_be_left_after_it_was_used(tmp_path):
+    done = python(LEAVES_THE_CACHE, XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.split() == ["True", "0"], done.stderr

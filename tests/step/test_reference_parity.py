@@ -1,0 +1,207 @@
+"""jflash against dflash 0.1.0, transformers and torch: their random checkpoints, their record.
+
+tests/reference/make_cases.py writes such sets. A small one is committed; .ci/run makes a fresh one
+with a new seed in an environment of its own and names it in JFLASH_FRESH_CASES.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jflash import cache, generate, load_pair, stream
+from jflash.cache import empty_cache
+from jflash.layers import XLA, BlockAttend, MaskAttend
+from jflash.programs import Shape, new_state
+from jflash.speculative import apply
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+COMMITTED = Path(__file__).parents[1] / "reference" / "cases"
+FRESH = os.environ.get("JFLASH_FRESH_CASES")
+WINDOWS = COMMITTED.with_name("window_cases")
+SETS = [COMMITTED, *([Path(FRESH)] if FRESH else [])]
+SKIPPED = pytest.mark.skip(reason="no JFLASH_FRESH_CASES")
+FOLDERS = [folder for cases in (*SETS, WINDOWS) for folder in sorted(cases.glob("pair*"))]
+CONTEXT = 12  # tokens before the recorded block
+CAPACITY = 512  # of all cases: each width of a pair is compiled once
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "record.json").read_text())
+
+
+@functools.lru_cache(8)
+def pair(folder: Path, block_size: int | None = None):
+    return load_pair(folder / "target", folder / "drafter", dtype="float32", block_size=block_size)
+
+
+def close(got, want) -> None:
+    """Equal to 1e-4 of the largest entry: float32 sums in another order."""
+    got, want = np.asarray(got), np.asarray(want)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+def recorded_forward(both, tokens):
+    """Logits and features of the tokens; hidden states and logits of a block behind CONTEXT."""
+    models, params = both.models, both.params
+    drafter = models.drafter
+    assert drafter is not None
+    c, width = drafter.config, models.block_size
+    positions = jnp.arange(tokens.shape[1] + width)[None]
+    causal = MaskAttend(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None, None])
+    caches = (None,) * models.target.config.num_layers
+    hidden, features, _ = apply(
+        models.target, params.target, tokens, positions[:, : tokens.shape[1]], caches, causal,
+        models.taps,
+    )  # fmt: skip
+    context = jnp.arange(CONTEXT)[None]
+    rows = apply(drafter, params.drafter, features[:, :CONTEXT], context, method="context")
+    caches = tuple(
+        projected.write(cache, context, "xla")[1]
+        for cache, projected in zip(
+            empty_cache(c.num_layers, 1, 64, c.num_kv_heads, c.head_dim, "float32"),
+            rows, strict=True,
+        )
+    )  # fmt: skip
+    block = jnp.full((1, width), c.mask_token_id).at[0, 0].set(tokens[0, CONTEXT])
+    attend = BlockAttend(jnp.full(1, CONTEXT), jnp.full(1, width), False, XLA)
+    embeddings = apply(models.target, params.target, block, method="embed")
+    place = positions[:, CONTEXT : CONTEXT + width]
+    states, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)
+    logits, drafts = (
+        apply(models.target, params.target, x, method="logits") for x in (hidden, states)
+    )
+    drafts = apply(drafter, params.drafter, drafts, method="adjust_logits")
+    return logits, features, states, drafts
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+def test_logits_features_and_drafter_states(folder: Path):
+    both, want = pair(folder), load_file(folder / "tensors.safetensors")
+    tokens = jnp.asarray(want["prompt_ids"], jnp.int32).reshape(1, -1)
+    found = jax.jit(lambda t: recorded_forward(both, t))(tokens)
+    names = ("logits", "features", "draft_hidden", "draft_logits")
+    for name, got in zip(names, found, strict=True):
+        close(got[0], want[name])
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+def test_whole_generations(folder: Path):
+    """Tokens and acceptance lengths, one by one, streamed and in one loop."""
+    for number, case in enumerate(record(folder)["cases"]):
+        both = pair(folder, case["block_size"])
+        how = {
+            "max_new_tokens": case["max_new_tokens"],
+            "stop_token_ids": case["stop_token_ids"] or [],
+            "prefill_chunk": 32,
+            "capacity": CAPACITY,
+        }
+        if number % 4:
+            got = generate(both, [case["prompt_ids"]], **how)[0]
+        else:
+            got = list(stream(both, case["prompt_ids"], **how))[-1].generation
+        assert got.token_ids == case["output_ids"], case["name"]
+        assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]
+        assert got.finish_reason == {"stop": "stop", "limit": "length"}[case["ended_by"]]
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [COMMITTED / "pair00", COMMITTED / "pair01", WINDOWS / "pair00"],  # Qwen2, Llama, Qwen3
+    ids=lambda f: f"{f.parent.name}-{f.name}",
+)
+def test_plain_decoding_gives_the_same_tokens(folder: Path):
+    """The target alone at width 1: what its drafter's steps committed, whatever they accepted."""
+    alone = load_pair(folder / "target", None, dtype="float32", block_size=1)
+    for case in record(folder)["cases"]:
+        got = generate(
+            alone, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
+            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=32, capacity=CAPACITY,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"], case["name"]
+        assert set(got.acceptance_lengths) <= {1}
+
+
+def drafter_json(folder: Path) -> dict:
+    return json.loads((folder / "drafter" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("folder", sorted(WINDOWS.glob("pair*")), ids=lambda f: f.name)
+def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
+    """window + W - 1 slots and no more, and prompts in chunks longer than that."""
+    monkeypatch.setattr(cache, "RING_BLOCK", 1)
+    both, window = pair(folder), drafter_json(folder)["sliding_window"]
+    width, wrapped = both.models.block_size, 0
+    # A chunk that no other test takes: what is compiled does not know of the patched constant.
+    chunk = 48 + width
+    shape = Shape(1, CAPACITY, chunk, 16, "float32")
+    sizes = {c.k.shape[1] for c in new_state(both.models, shape).drafter_cache if c.wraps}
+    assert sizes == {window + width - 1} and window + width - 1 < chunk
+    for case in record(folder)["cases"]:
+        if case["block_size"] != width:
+            continue
+        got = generate(
+            both, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"],
+            stop_token_ids=case["stop_token_ids"] or [], prefill_chunk=chunk, capacity=CAPACITY,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"], case["name"]
+        assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]
+        wrapped += len(case["prompt_ids"]) > 2 * (window + width)
+    assert wrapped >= 1
+
+
+def test_the_window_cases_are_worth_their_name():
+    """Both kinds of windows, full layers beside them, causality said and unsaid, RoPE scaled."""
+    folders = sorted(WINDOWS.glob("pair*"))
+    configs = [drafter_json(folder) for folder in folders]
+    runs = [case for folder in folders for case in record(folder)["cases"]]
+    assert {c.get("is_causal") for c in configs} == {None, True, False}
+    assert any(len(set(c["layer_types"])) == 2 for c in configs)
+    assert any(c["sliding_window"] < 8 for c in configs)  # narrower than a block
+    scaling = [c.get("rope_parameters") or c["rope_scaling"] for c in configs]
+    assert {s["rope_type"] for s in scaling} == {"yarn", "linear"}
+    assert any("mscale_all_dim" in s for s in scaling)
+    assert any("final_logit_softcapping" in c.get("dflash_config", {}) for c in configs)
+    assert len(runs) >= 25 and max(len(case["prompt_ids"]) for case in runs) > 120
+    assert np.mean([n for case in runs for n in case["acceptance_lengths"]]) > 1.5
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [*SETS, *([] if FRESH else [pytest.param(None, id="fresh", marks=SKIPPED)])],
+    ids=lambda p: p.name,
+)
+def test_the_set_is_worth_its_name(cases: Path):
+    """Enough generations, of enough kinds, that equality means something."""
+    records = [record(folder) for folder in sorted(cases.glob("pair*"))]
+    runs = [case for r in records for case in r["cases"]]
+    lengths = [n for case in runs for n in case["acceptance_lengths"]]
+    inside = [case["ended_by"] for case in runs if case["end_inside_block"]]
+    assert {r["family"] for r in records} == {"qwen3", "qwen3_moe", "qwen2", "llama"}
+    assert len(runs) >= 40
+    assert np.mean(lengths) > 2
+    assert set(lengths) == set(range(1, 17))
+    assert inside.count("stop") >= 10
+    assert inside.count("limit") >= 10
+    assert any(case["block_size"] & (case["block_size"] - 1) for case in runs)
+    assert {1, 31, 32, 33} <= {len(case["prompt_ids"]) for case in runs}
+    targets = {
+        folder / "target": json.loads((folder / "target" / "config.json").read_text())
+        for folder in cases.glob("pair*")
+    }
+    assert {"float32"} == {config.get("dtype", "float32") for config in targets.values()}
+    experts = {f: c for f, c in targets.items() if c["model_type"] == "qwen3_moe"}
+    kinds = {(c["norm_topk_prob"], expert_tensors(f)) for f, c in experts.items()}
+    assert kinds == {(True, "each"), *([] if cases == COMMITTED else [(False, "stacked")])}
+
+
+def expert_tensors(folder: Path) -> str:
+    """Whether a target's file has a tensor for each expert, or one for all of a layer."""
+    names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+    return "stacked" if any(name.endswith(".experts.down_proj") for name in names) else "each"

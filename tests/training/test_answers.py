@@ -1,0 +1,40 @@
+"""Answers are the target's own, whatever batch a prompt fell in."""
+
+import pytest
+
+from jflash.generate import Pair, generate
+from jflash.models.decoder import Target
+from jflash.speculative import Models, Params
+from jflash.training.answers import answer_prompts
+from tests.support.pairs import prompts, random_params, target_config
+
+CONFIG = target_config(num_layers=1)
+PAIR = Pair(Models(Target(CONFIG), None, 1), Params(random_params(CONFIG, 0), None))
+STOPS = list(range(0, 67, 9))
+
+
+def test_answers_are_the_targets_own_in_order():
+    asked = prompts(5, low=3, high=40)
+    found = answer_prompts(PAIR, asked, batch_size=2, max_new_tokens=12, stop_token_ids=STOPS)
+    reasons = set()
+    for prompt, answer in zip(asked, found, strict=True):
+        alone = generate(PAIR, [prompt] * 2, max_new_tokens=12, stop_token_ids=STOPS)[0]
+        assert answer.token_ids == alone.token_ids
+        assert answer.finish_reason == alone.finish_reason
+        assert (answer.token_ids[-1] in STOPS) == (answer.finish_reason == "stop")
+        reasons.add(answer.finish_reason)
+    assert "stop" in reasons
+
+
+def test_unfit_requests_are_refused():
+    def ask(prompts, batch_size=2):
+        return answer_prompts(
+            PAIR, prompts, batch_size=batch_size, max_new_tokens=4, stop_token_ids=[]
+        )
+
+    with pytest.raises(ValueError, match="token id 67"):
+        ask([[1], [67]])
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        ask([[1]], 0)
+    with pytest.raises(ValueError, match="no prompts"):
+        ask([])

@@ -1,0 +1,364 @@
+"""The command from prompts to a drafter: killed at any moment, dry, and given bad input."""
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jflash import load_pair
+from jflash.cli.command import first_interrupt
+from jflash.sampling import GREEDY, Sampling
+from jflash.training.answers import WHOLE, Share, answer_into, read_answers
+from jflash.training.curve import metric_names
+from jflash.training.data import Conversation
+from jflash.training.drafter import (
+    default_mask_token_id,
+    read_records,
+    split_held_out,
+    without_long,
+)
+from jflash.training.trainer import Trained
+from tests.support.pairs import prompts
+from tests.support.small_checkpoints import edit_config, make_pair
+from tests.training.test_answers import PAIR
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/train_drafter.py"
+QUESTIONS = [f"{what} {i}?" for i in range(20) for what in ("how many", "why not", "say it")]
+SIZES = {
+    "--num-layers": 1, "--block-size": 4, "--anchors": 6, "--row-length": 96, "--batch": 2,
+    "--max-new-tokens": 40, "--answer-batch": 1, "--steps": 60, "--checkpoint-every": 4,
+    "--held-out": 2, "--eval-every": 20, "--intermediate-size": 24, "--loss": "tv",
+    "--position-weights": "dpace",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    make_pair(folder)
+    lines = [json.dumps({"prompt": question}) for question in QUESTIONS]
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "x" * 220}) + "\n")
+    for name, missing in (("bare", "tokenizer*"), ("base", "tokenizer_config.json")):
+        shutil.copytree(folder / "target", folder / name, ignore=shutil.ignore_patterns(missing))
+    shutil.copytree(folder / "drafter", folder / "other")
+    edit_config(folder / "other", vocab_size=301)
+    for name in ("cut", "itself"):
+        shutil.copytree(folder / "drafter", folder / name)
+    os.truncate(folder / "cut/model.safetensors", 1000)
+    (folder / "odd.jsonl").write_text(lines[0] + '\n{"prompt_ids": [1, 300]}\n')
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+FLAG = object()  # of an option without a value
+
+
+def arguments(place: Path, output: str, changes: dict[str, object]) -> list[str]:
+    given = {"--target": place / "target", "--data": place / "prompts.jsonl"} | SIZES
+    given |= {"--output": place / output}
+    given |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    kept = [pair for pair in given.items() if pair[1] is not None]
+    return [str(x) for pair in kept for x in pair if x != FLAG]
+
+
+def start(place: Path, output: str) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache"),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments(place, output, {})],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(run: subprocess.Popen) -> str:
+    out, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors[-3000:]
+    return out
+
+
+def kill_when(run: subprocess.Popen, ready, delay: float) -> None:
+    """SIGKILL, a moment after something was seen on the disk; a run that ended first is no kill."""
+    while not ready():
+        assert run.poll() is None, run.communicate()[1][-3000:]
+        time.sleep(0.01)
+    time.sleep(delay)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert run.returncode == -signal.SIGKILL
+
+
+def lines(work: Path) -> int:
+    return sum(file.read_bytes().count(b"\n") for file in work.glob("answers-*.jsonl"))
+
+
+def newest(work: Path) -> int:
+    """The last step of which a whole checkpoint lies there, 0 without one."""
+    steps = [p.name for p in (work / "training/checkpoints").glob("*") if p.name.isdigit()]
+    return max(map(int, steps), default=0)
+
+
+def test_killed_at_any_moment_it_gives_the_same_bits(place):
+    whole = finish(start(place, "whole"))
+    work, rng = place / "killed-work", random.Random()
+    delays = [rng.uniform(0, 0.3) for _ in range(3)]
+    print(f"killed after {delays}")  # what a failure needs to be seen again
+
+    kill_when(start(place, "killed"), lambda: lines(work) >= 3, delays[0] / 3)
+    assert 3 <= lines(work) < len(QUESTIONS)
+    kill_when(start(place, "killed"), lambda: newest(work) > 0, delays[1])
+    assert lines(work) == len(QUESTIONS)
+    before = newest(work)
+    assert 0 < before < SIZES["--steps"]
+    kill_when(start(place, "killed"), lambda: newest(work) > before, delays[2])
+    resumed = finish(start(place, "killed"))
+
+    a, b = (load_file(place / name / "model.safetensors") for name in ("whole", "killed"))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+    curves = [
+        json.loads((place / f"{n}-work/training/curve.json").read_text())
+        for n in ("whole", "killed")
+    ]
+    assert curves[0] == curves[1]
+    assert [r["step"] for r in curves[0] if "tau" in r] == [20, 40, 60]
+    assert {"loss", "accuracy", "tau", "accepted"} <= set(metric_names(curves[0]))
+    assert all(len(r["accepted"]) == 3 and r["tau"] >= 1 for r in curves[0] if "tau" in r)
+    assert (place / "killed-work/training/curve.png").stat().st_size > 1000
+    for said in ("memory of each of", "ms a step"):
+        assert said in whole and said in resumed
+    assert "answers were made before" not in whole
+    config = json.loads((place / "whole/config.json").read_text())
+    assert config["dflash_config"]["mask_token_id"] == 259  # the first that no text has
+    assert "mask token: id 259, which the tokenizer lacks" in whole
+    assert config["intermediate_size"] == 24
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_drafter", SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def command(
+    place: Path, output: str, *more: object, script: ModuleType | None = None, **changes: object
+) -> int:
+    """The same in this process."""
+    script = script or load_script()
+    return script.run_command(
+        script.make_parser(), script.main, arguments(place, output, changes) + list(more)
+    )
+
+
+NO_FORM: dict[str, object] = {"num_layers": None, "block_size": None, "intermediate_size": None}
+
+
+def test_a_drafter_is_trained_on(place, capsys):
+    """Steps of nearly nothing leave it as it was; then it is another run than from new weights."""
+    changes: dict[str, object] = {"init_from": place / "drafter", "steps": 2, "eval_every": 0}
+    changes |= NO_FORM | {"learning_rate": 1e-9, "max_new_tokens": 20, "answer_batch": 64}
+    assert command(place, "on", **changes) == 0
+    before, after = (load_pair(place / "target", place / name) for name in ("drafter", "on"))
+    assert before.models.drafter == after.models.drafter
+    leaves = jax.tree.leaves(before.params.drafter)
+    for was, now in zip(leaves, jax.tree.leaves(after.params.drafter), strict=True):
+        np.testing.assert_allclose(now, was, rtol=2**-8, atol=1e-7)  # written in bfloat16
+    run = json.loads((place / "on-work/training/run.json").read_text())
+    width = before.models.drafter.config.intermediate_size
+    assert run["intermediate_size"] == width != SIZES["--intermediate-size"]
+
+    with (place / "drafter/model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\x40")  # the last weight is another: 2
+    shutil.rmtree(place / "on")
+    assert command(place, "on", **changes) == 2
+    assert "holds a run with {'start_crc32'" in capsys.readouterr().err
+
+
+def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
+    """Of a target without a tokenizer, by ids alone."""
+    ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]
+    ids[0] = ids[0].replace("}", ', "answer_ids": [1, 2]}')
+    (place / "ids.jsonl").write_text("\n".join(ids))
+    (place / "long-ids.jsonl").write_text(json.dumps({"prompt_ids": [1] * 201}) + "\n" + ids[0])
+    changes = {"target": place / "bare", "data": place / "ids.jsonl"}
+    assert command(place, "dry", "--dry-run", **changes) == 2
+    assert "give --mask-token-id" in capsys.readouterr().err
+    changes |= {"answer_temperature": "0,1", "keep_answers": FLAG}
+    changes |= {"mask_token_id": 299, "eval_prompts": place / "long-ids.jsonl"}
+    assert command(place, "dry", "--dry-run", **changes) == 0
+    out = capsys.readouterr().out
+    assert "long-ids.jsonl: 1 prompts are too long for 201 tokens: left out" in out
+    assert "activations and gradients" in out and "minutes for 60 steps" in out
+    assert "attention of the training: xla; objective: loss tv, weights dpace" in out
+    assert f"answers: {2 * (len(QUESTIONS) - 1)} of at most 40 tokens" in out
+    assert not (place / "dry").exists() and not (place / "dry-work").exists()
+
+
+def test_bad_input_is_a_line(place, capsys):
+    tiny = {"row_length": 3, "anchors": 2}
+    for changes, complaint in [
+        ({"decay": -1}, "decay must be positive, got -1"),
+        ({"eval_prompts": place / "none"}, "none: no such file"),
+        ({"eval_prompts": place / "long.jsonl"}, "long.jsonl: all 1 prompts are too long for 201"),
+        ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
+        ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
+        (tiny, "all 60 prompts are too long for 3 tokens"),
+        ({"answer_part": "2/2"}, "argument --answer-part"),
+        ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
+        ({"answer_temperature": "-1"}, "temperature"),
+        ({"mask_token_id": 300}, "mask_token_id 300"),
+        ({"init_from": place / "drafter"}, "--num-layers: the drafter of --init-from is as it is"),
+        (NO_FORM | {"init_from": place / "target"}, "Qwen3ForCausalLM"),
+        (NO_FORM | {"init_from": place / "other"}, "vocab_size is 301 in the drafter, 300 in"),
+        (NO_FORM | {"init_from": place / "cut"}, "corrupt or truncated"),
+        ({"held_out": 60}, "60 of 60 different prompts held out leave none"),
+        ({"target": place / "base"}, "prompts.jsonl:1: the tokenizer has no chat template: pass"),
+        (tiny | {"target": place / "base", "no_chat_template": FLAG}, "(the shortest has 9)"),
+        (tiny, "(the shortest has 11)"),
+        ({"target": place / "bare", "mask_token_id": 9}, "prompts.jsonl:1: the target holds no to"),
+    ]:
+        assert command(place, "bad", **changes) == 2
+        assert complaint in capsys.readouterr().err.splitlines()[-1]
+    itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
+    assert command(place, "itself", **itself) == 2
+    assert "itself would be replaced by its own training" in capsys.readouterr().err
+    assert (place / "itself/config.json").exists()
+    assert not (place / "bad").exists() and not (place / "bad-work").exists()
+
+
+def test_ctrl_c_ends_where_all_is_saved(place, capsys):
+    script = load_script()
+
+    def answered(*_) -> list[Conversation]:
+        return [Conversation([i], [1, 2]) for i in range(9)]
+
+    def train(*_, should_stop, **__) -> Trained:
+        assert not should_stop(0)
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop(4)
+        return Trained({}, 4, [])
+
+    script.answered, script.train_drafter = answered, train
+    with pytest.raises(SystemExit) as ended:
+        command(place, "stopped", script=script)
+    assert ended.value.code == 130
+    assert "stopped at step 4 of 60; the same command goes on" in capsys.readouterr().out
+
+    def pressed(*_):  # pytest's own processes ignore the signal
+        raise KeyboardInterrupt
+
+    script.answered = pressed
+    assert command(place, "stopped", script=script) == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted; the same command goes on\n")
+
+    with first_interrupt() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_sampled_answers_are_shared_out(tmp_path):
+    """Two shares make what one process makes alone, each its own; a third call finds them all."""
+    asked = prompts(5, low=3, high=20)
+
+    both_ways = [GREEDY, Sampling(temperature=1.0)]
+
+    def answers(folder: Path, share: Share = WHOLE, ways=both_ways) -> list[list[int]] | None:
+        folder.mkdir(exist_ok=True)
+        return answer_into(
+            folder, "a", PAIR, asked, batch_size=2, max_new_tokens=12, stop_token_ids=[0],
+            samplings=ways, seed=3, share=share,
+        )  # fmt: skip
+
+    alone, both = answers(tmp_path / "alone"), tmp_path / "both"
+    assert alone and len(alone) == 10
+    assert answers(both, Share(1, 2)) is None
+    assert set(read_answers(both / "a-1-of-2.jsonl", mend=False)) == {2, 3, 6, 7}
+    assert answers(both, Share(0, 2)) == alone
+    assert set(read_answers(both / "a-0-of-2.jsonl", mend=False)) == {0, 1, 4, 5, 8, 9}
+    assert answers(both) == alone and (both / "a.jsonl").read_bytes() == b""
+    assert answers(tmp_path / "greedy", ways=[GREEDY]) == alone[::2]
+    assert sum(a != b for a, b in zip(alone[::2], alone[1::2], strict=True)) >= 4
+
+
+def test_half_a_line_is_taken_off(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    assert read_answers(file, mend=True) == {}
+    whole = '{"index": 3, "answer_ids": [1, 2]}\n'
+    file.write_text(whole + '{"index": 4, "answer_')
+    assert read_answers(file, mend=False) == {3: [1, 2]}
+    assert read_answers(file, mend=True) == {3: [1, 2]}
+    assert file.read_text() == whole
+
+
+class FullTokenizer:
+    """All ids in use, some of them for tokens that texts do not hold."""
+
+    mask_token_id = None
+    eos_token_id = 9
+    chat_template = "<start>{{ m }}"
+
+    def __init__(self, *special: str) -> None:
+        class Token(str):
+            special = True
+
+        self.added_tokens_decoder = {7 + i: Token(text) for i, text in enumerate(special)}
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_mask_token_of_a_full_vocabulary_is_one_without_a_part():
+    choose = default_mask_token_id
+    assert choose(FullTokenizer("<file>", "<start>", "<end>", "<empty>", "<last>"), 12) == 11
+    assert choose(FullTokenizer("<file>", "<start>", "<end>", "<reserved_0>", "<last>"), 12) == 10
+    with pytest.raises(ValueError, match="uses all 12 ids"):
+        choose(FullTokenizer(), 12)
+    with pytest.raises(ValueError, match="uses all 12 ids"):
+        choose(FullTokenizer("x<start>"[1:], "<start>", "<end>"), 12)
+
+
+def test_a_record_ends_at_a_newline_alone(tmp_path):
+    """Prompts hold what str.splitlines would break at."""
+    texts = ["one\u2028two", "a\x0bb\x0cc", "d\x85e"]
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file.write_text("\n".join([*lines[:1], "", *lines[1:]]) + "\n", encoding="utf-8")
+    asked = []
+    read_records(file, lambda text: asked.append(text) or [1], lambda text: [], 2)
+    assert asked == texts
+    file.write_text("\n".join([*lines, "{"]), encoding="utf-8")
+    with pytest.raises(ValueError, match="jsonl:4 is not JSON"):
+        read_records(file, lambda text: [1], lambda text: [], 2)
+
+
+def test_records_are_left_out_and_held_out():
+    records = [Conversation([i] * (1 + i % 5), [i]) for i in range(30)]
+    records += records[:3]
+    kept, dropped = without_long(records, 5)
+    assert dropped == 6 and all(len(r.prompt_ids) < 5 for r in kept)
+    learnt, held = split_held_out(kept, 4, seed=1)
+    names = {tuple(h.prompt_ids) for h in held}
+    assert len(names) == 4 and not any(tuple(r.prompt_ids) in names for r in learnt)
+    assert {tuple(r.prompt_ids) for r in learnt} | names == {tuple(r.prompt_ids) for r in kept}
+    assert split_held_out(kept, 4, seed=1) == (learnt, held)
+    assert split_held_out(kept, 4, seed=2)[1] != held

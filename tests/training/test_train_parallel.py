@@ -1,0 +1,72 @@
+"""Four devices train as one does: the same losses, and whole copies of what is trained."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jflash.training.steps import device_mesh
+
+ROOT = Path(__file__).parents[2]
+# A drafter's training with chunked logits and soft labels: all that a batch is cut up for.
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from jflash.training.drafter import make_lesson, made_up_rows
+from jflash.training.objective import Objective
+from jflash.training.steps import TrainConfig
+from jflash.training.trainer import train
+from tests.support.pairs import random_pair
+
+pair = random_pair()
+rows = made_up_rows(12, 40, 60)
+config = TrainConfig(steps=6, batch_size=4, learning_rate=1e-2, compute_dtype="float32",
+                     steps_per_call=2, checkpoint_every=100)
+lesson = make_lesson(pair.models.target, pair.models.drafter.config, rows, anchors=6,
+                     training=config, objective=Objective(loss="tv", weights="dpace"))
+trained = train(lesson.loss, lesson.start, pair.params.target, rows, config, sys.argv[1],
+                identity={})
+leaves = jax.tree.leaves(trained.params)
+assert len(leaves[0].sharding.device_set) == jax.local_device_count()
+assert all(leaf.sharding.is_fully_replicated for leaf in leaves)
+json.dump({"devices": jax.local_device_count(), "history": trained.history,
+           "sums": [float(abs(leaf).sum()) for leaf in leaves]}, sys.stdout)
+"""
+
+
+def start(directory: Path, devices: int) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {
+        "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiled soon; the losses need not be fast
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(directory)],
+        env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_four_devices_give_the_losses_of_one(tmp_path):
+    runs = [start(tmp_path / str(n), n) for n in (1, 4)]
+    outputs = [run.communicate(timeout=300) for run in runs]
+    for run, (_, errors) in zip(runs, outputs, strict=True):
+        assert run.returncode == 0, errors[-3000:]
+    one, four = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert (one["devices"], four["devices"]) == (1, 4)
+    assert "memory of each of 4 device(s)" in outputs[1][0]
+    for a, b in zip(one["history"], four["history"], strict=True):
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(one["sums"], four["sums"], rtol=1e-4)
+    losses = [record["loss"] for record in one["history"]]
+    assert len(losses) == 3 and losses[0] != losses[-1]
+
+
+def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
+    monkeypatch.setattr("jax.local_devices", lambda: [None] * 4)
+    with pytest.raises(ValueError, match="batch of 6 rows does not divide by 4 devices"):
+        device_mesh(6)

@@ -1,0 +1,142 @@
+"""Training prompts: every source, no test question, and user turns that a target writes itself."""
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from jflash.engine import Job, serve
+from jflash.io import load_pair, load_tokenizer
+from jflash.io.text import decode
+from jflash.sampling import Sampling
+from jflash.training.prompts import Prompt, boxed, collected
+from jflash.training.self_written import user_prefix
+from tests.support.small_checkpoints import EOS, USER, make_pair
+
+SCRIPT = Path(__file__).parents[2] / "scripts/make_prompts.py"
+LONG = "Tom has 3 pens and buys 14 more pens in the shop. How many pens has Tom got now?"
+ASKED = "Ann picks 12 pears and eats two of them on her way home. How many are left in the end?"
+
+
+def command(*arguments: object) -> int:
+    spec = importlib.util.spec_from_file_location("make_prompts", SCRIPT)
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.run_command(script.make_parser(), script.main, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, Path]:
+    questions = [LONG, "Short?", ASKED]
+    train = [{"question": q, "answer": "1+1=<<1+1=2>>2\n#### 2"} for q in questions]
+    task = {"instruction": "Name it.", "instances": [{"input": "a cat"}, {"input": ""}]}
+    story = {"Body": "Jo had 4 hats", "Question": "How many hats?"}
+    texts = {
+        "train.jsonl": "\n".join(json.dumps(r) for r in train),
+        "tasks.jsonl": json.dumps(task) + "\n",
+        "svamp.json": json.dumps([story, story]),
+        "problems.jsonl": "".join(
+            json.dumps({"question": f"Is {i} odd?", "source": "word-problems"}) + "\n"
+            for i in range(5)
+        ),
+        "test.jsonl": json.dumps({"question": "SHORT", "answer": "1"}) + "\n\n"
+        + json.dumps({"turns": [f"Mind this. {ASKED}", "and more"]}),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return {name: tmp_path / name for name in texts}
+
+
+def test_collects_every_source_but_test_questions(files, tmp_path, capsys):
+    output = tmp_path / "out" / "prompts.jsonl"
+    given = ["--output", output, "--gsm8k-train", files["train.jsonl"], "--variants", 3]
+    given += ["--self-instruct", files["tasks.jsonl"], "--svamp", files["svamp.json"]]
+    given += ["--questions", files["problems.jsonl"], "--exclude-test", files["test.jsonl"]]
+    assert command(*given) == 0
+    told = capsys.readouterr().out
+    prompts = [json.loads(line) for line in output.read_text().splitlines()]
+    by_source: dict[str, list[str]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt["source"], []).append(prompt["prompt"])
+    # "Short?" is a test question but for its case; ASKED shares more than 13 words with one.
+    assert by_source["gsm8k-train"] == [boxed(LONG)]
+    assert all(
+        "\\boxed{}" in text and text != boxed(LONG) for text in by_source["gsm8k-renumbered"]
+    )
+    assert sorted(by_source["self-instruct"]) == ["Name it.", "Name it.\n\na cat"]
+    assert by_source["svamp"] == [boxed("Jo had 4 hats. How many hats?")]
+    assert sorted(by_source["word-problems"]) == [boxed(f"Is {i} odd?") for i in range(5)]
+    assert f"{len(prompts)} prompts" in told and "2 left out" not in told.split("\n")[0]
+    assert not [p for p in prompts if "pears" in p["prompt"] and "12" in p["prompt"]]
+
+    assert command(*given) == 2
+    assert "exists already: pass --overwrite" in capsys.readouterr().err
+    before = output.read_text()
+    assert command(*given, "--overwrite") == 0 and output.read_text() == before
+
+
+def test_equal_prompts_count_once():
+    prompts = [Prompt("One two?", "a"), Prompt("one  TWO", "b"), Prompt("three", "b")]
+    assert collected(prompts, []) == ([prompts[0], prompts[2]], 0)
+    assert collected(prompts, ["Three!"]) == ([prompts[0]], 1)
+    assert collected([Prompt(boxed("three"), "b")], ["Three!"]) == ([], 1)
+
+
+def test_target_writes_user_turns(tmp_path, capsys):
+    """What is written is what sampling behind the template's user mark gives, as one can redo."""
+    folders = make_pair(tmp_path)
+    output = tmp_path / "prompts.jsonl"
+    given = ["--output", output, "--written-by", folders.target, "--count", 24, "--batch", 4]
+    given += ["--max-new-tokens", 160, "--seed", 5]
+    assert command(*given) == 0
+    written = {json.loads(line)["prompt"] for line in output.read_text().splitlines()}
+    tokenizer = load_tokenizer(folders.target)
+    assert user_prefix(tokenizer) == [USER]
+    jobs = [Job(i, [USER], Sampling(temperature=1.0), 160) for i in range(24)]
+    found = serve(load_pair(folders.target), jobs, batch_size=8, stop_token_ids=[EOS], seed=5)
+    texts = [decode(tokenizer, g.token_ids).strip() for _, g in found if g.finish_reason == "stop"]
+    assert written == {text for text in texts if len(text) >= 12} and len(written) > 2
+    assert "of 24 user turns are worth asking" in capsys.readouterr().out
+
+
+def test_bad_input_is_a_line(files, tmp_path, capsys):
+    output = ["--output", tmp_path / "p.jsonl"]
+    (tmp_path / "broken.jsonl").write_text('{"instruction": "x", "instances": []}\n{"a\n')
+    whole = gzip.compress(files["test.jsonl"].read_bytes() * 9)
+    for name, content in {
+        "cut.gz": whole[:-9],
+        "damaged.gz": whole[:20] + b"damaged" + whole[27:],
+        "number.jsonl": b'{"text": "x"}\n{"text": 5}',
+        "among.jsonl": b'{"turns": ["x", 5]}',
+        "latin.jsonl": b'{"text": "\xe9"}',
+        "body.json": b'[{"Body": "x", "Question": "y"}, {"Body": 5, "Question": "y"}]',
+        "gsm8k.jsonl": b'{"question": "x", "answer": "1"}\n{"question": "x", "answer": 1}',
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    made = ["--questions", files["problems.jsonl"]]
+    test = [*made, "--exclude-test"]
+    for given, complaint in [
+        ([], "no source of prompts"),
+        (["--exclude-test", files["test.jsonl"]], "no source of prompts"),
+        (["--gsm8k-train", tmp_path / "none"], "none: no such file"),
+        (["--self-instruct", tmp_path / "broken.jsonl"], "broken.jsonl:2 is not JSON"),
+        (["--self-instruct", files["train.jsonl"]], "train.jsonl:1 is no self-instruct task"),
+        (["--svamp", files["train.jsonl"]], "is not SVAMP's JSON"),
+        (["--svamp", tmp_path / "body.json"], "body.json entry 2 is no SVAMP problem"),
+        (["--gsm8k-train", tmp_path / "gsm8k.jsonl"], "gsm8k.jsonl:2 is not a GSM8K record"),
+        ([*test, files["tasks.jsonl"]], "none of the fields"),
+        ([*test, tmp_path / "cut.gz"], "cut.gz cannot be read"),
+        ([*test, tmp_path / "damaged.gz"], "damaged.gz cannot be read"),
+        ([*test, tmp_path / "latin.jsonl"], "latin.jsonl cannot be read"),
+        ([*test, tmp_path / "number.jsonl"], "number.jsonl:2: text must be a text or a list"),
+        ([*test, tmp_path / "among.jsonl"], "among.jsonl:1: turns must be a text or a list"),
+        (["--questions", files["tasks.jsonl"]], "tasks.jsonl:1 needs a text `question`"),
+        ([*made, "--variants", "-1"], "--variants must be at least 0"),
+        ([*made, "--top-p", "0"], "top_p"),
+    ]:
+        assert command(*output, *given) == 2
+        assert complaint in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "p.jsonl").exists()
