@@ -46,6 +46,7 @@ def convert_checkpoint(
     destination = Path(destination)
     check_destination(destination, overwrite)
     folder = resolve(source)
+    _check_apart(folder, destination)
     config = read_config(folder, _either)
     check_params(folder, config)
     tokenizer = load_tokenizer(folder) if is_gguf(folder) and has_tokenizer(folder) else None
@@ -63,6 +64,13 @@ def convert_checkpoint(
         save_orbax(part, load_params(folder, config, dtype))
 
     write_whole(destination, overwrite, fill)
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    """ValueError if writing `destination` would change or replace `source`."""
+    ours, theirs = destination.resolve(), source.resolve()
+    if ours == theirs or theirs in ours.parents or ours in theirs.parents:
+        raise ValueError(f"{destination} would change the source {source}: give another DST")
 
 
 def _either(raw: dict[str, Any]):

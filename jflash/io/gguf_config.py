@@ -4,6 +4,7 @@ The result goes through hf_config like any other: nothing guessed, nothing ignor
 is not known here is refused by its name unless it is 0, false or empty.
 """
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from gguf import GGMLQuantizationType
 from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io.gguf_file import GgufFile
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
+from jflash.io.hf_values import ID, POSITIVE, SIZE, SWITCH, TEXT, shown
 from jflash.rope import rope_frequencies
 
 ARCHITECTURES = {
@@ -20,6 +22,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+LAYER = re.compile(r"blk\.(\d+)\.")
 _NEEDED = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -34,28 +37,39 @@ _ALSO_KNOWN = {
     "tensor_data_layout",
 }  # fmt: skip
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+_KEYS = {
+    SIZE: "block_count embedding_length feed_forward_length context_length vocab_size"
+    " attention.head_count attention.head_count_kv attention.key_length attention.value_length"
+    " rope.dimension_count",
+    POSITIVE: "attention.layer_norm_rms_epsilon rope.freq_base",
+    SWITCH: "attention.causal",
+    TEXT: "rope.scaling.type",
+}
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 
 def hf_config_of(file: GgufFile) -> dict[str, Any]:
     """config.json of the model in `file`; ValueError for what is missing or not supported."""
+    file.check({"general.architecture": TEXT})
     name = file.need("general.architecture")
     if name not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: unsupported GGUF architecture {name!r}; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    file.check({f"{name}.{key}": kind for kind, keys in _KEYS.items() for key in keys.split()})
     own = _own_metadata(file, name)
     if EMBEDDING not in file.tensors:
         raise ValueError(f"{file.path} does not fit: missing: {EMBEDDING}")
+    if len(shape := file.tensors[EMBEDDING].shape) != 2:
+        raise ValueError(f"{file.path} does not fit: wrong shape: {EMBEDDING} is {shape}")
     config = {key: file.need(f"{name}.{source}") for key, source in _NEEDED.items()}
+    _check_layers(file, config["num_hidden_layers"])
     heads = config["num_attention_heads"]
-    if type(heads) is not int or heads < 1:
-        raise ValueError(f"{file.path}: {name}.attention.head_count {heads!r} is not supported")
     config |= {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
-        "vocab_size": own.get("vocab_size", file.tensors[EMBEDDING].shape[0]),
+        "vocab_size": own.get("vocab_size", shape[0]),
         "num_key_value_heads": own.get("attention.head_count_kv", heads),
         "head_dim": own.get("attention.key_length", config["hidden_size"] // heads),
         "rope_theta": own.get("rope.freq_base", DEFAULT_ROPE_THETA),
@@ -73,8 +87,19 @@ def hf_config_of(file: GgufFile) -> dict[str, Any]:
 
 def stop_ids(file: GgufFile) -> list[int]:
     """Ids that end a text, a turn or a message, as the metadata names them."""
-    ids = [file.metadata.get(f"tokenizer.ggml.{name}") for name in _STOPS]
-    return list(dict.fromkeys(int(i) for i in ids if i is not None))
+    keys = [f"tokenizer.ggml.{name}" for name in _STOPS]
+    file.check(dict.fromkeys(keys, ID))
+    return list(dict.fromkeys(file.metadata[key] for key in keys if key in file.metadata))
+
+
+def _check_layers(file: GgufFile, num_layers: int) -> None:
+    """Before anything is made of each layer: the tensors' names say how many there are."""
+    numbers = [int(match[1]) for match in map(LAYER.match, file.tensors) if match]
+    if num_layers != (stored := max(numbers, default=-1) + 1):
+        raise ValueError(
+            f"{file.path} does not fit: block_count is {num_layers}, the tensors are those of "
+            f"{stored} layers"
+        )
 
 
 def _own_metadata(file: GgufFile, name: str) -> dict[str, Any]:
@@ -87,7 +112,7 @@ def _own_metadata(file: GgufFile, name: str) -> dict[str, Any]:
     if not own.get("attention.causal", True):
         raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
     known = {*_NEEDED.values(), *_ALSO_KNOWN}
-    foreign = [f"{prefix}{key} ({own[key]!r})" for key in own if own[key] and key not in known]
+    foreign = [f"{prefix}{key} ({shown(own[key])})" for key in own if own[key] and key not in known]
     if foreign:
         raise ValueError(f"{file.path}: not supported: {', '.join(foreign)}")
     return own
@@ -114,6 +139,8 @@ def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
             f"expected F32 ({head_dim // 2},)"
         )
     divisors = np.fromfile(file.path, np.float32, head_dim // 2, offset=stored.begin)
+    if not np.all((divisors > 0) & np.isfinite(divisors)):
+        raise ValueError(f"{file.path}: {ROPE_FACTORS} holds numbers that divide nothing")
     scaling = Llama3Scaling(
         factor=float(divisors.max()),
         low_freq_factor=1.0,

@@ -1,23 +1,15 @@
-"""A GGUF file's header by the `gguf` library: metadata, and where each tensor lies.
+"""A GGUF file's header, parsed once: metadata, and where each tensor lies.
 
 Knows no model: what the keys and names mean is for the modules beside this one.
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf import GGMLQuantizationType, GGUFReader
-
-MAGIC = b"GGUF"
-
-
-class Stored(NamedTuple):
-    """A tensor in the file; the shape has its rows first, as everywhere outside GGUF."""
-
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    begin: int  # in the file, bytes
+from jflash.io.gguf_header import MAGIC, Stored, read_header
+from jflash.io.hf_values import TEXT, WHOLE, Kind, shown
 
 
 class GgufFile(NamedTuple):
@@ -32,6 +24,13 @@ class GgufFile(NamedTuple):
         if key not in self.metadata:
             raise ValueError(f"{self.path}: the metadata lacks {key}")
         return self.metadata[key]
+
+    def check(self, kinds: Mapping[str, Kind]) -> None:
+        """ValueError for the first key of `kinds` whose value is of another kind."""
+        for key, kind in kinds.items():
+            value = self.metadata.get(key)
+            if value is not None and not kind.holds(value):
+                raise ValueError(f"{self.path}: {key} must be {kind.words}, got {shown(value)}")
 
 
 def is_gguf(path: Path) -> bool:
@@ -55,23 +54,16 @@ def open_gguf(path: Path) -> GgufFile:
 def _parse(path: Path, size: int, changed: int) -> GgufFile:
     """`size` and `changed` tell a file from the one that had its name before."""
     try:
-        reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        # The library slices past the end: what it raises then says nothing of truncation.
+        with path.open("rb") as stream:
+            metadata, tensors = read_header(stream, size)
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} is corrupt or truncated: {error}") from None
-    if reader.byte_order != "I":
-        raise ValueError(f"{path}: a GGUF file in the other byte order is not supported")
+    file = GgufFile(path, metadata, tensors)
+    file.check({"general.type": TEXT, "split.count": WHOLE})
     if metadata.get("general.type", "model") != "model":
         raise ValueError(f"{path} holds a GGUF {metadata['general.type']}, not a model")
     if metadata.get("split.count", 1) > 1:
         raise ValueError(
             f"{path}: split.count is {metadata['split.count']}: merge the parts into one file"
         )
-    tensors = {
-        tensor.name: Stored(
-            tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape)), tensor.data_offset
-        )
-        for tensor in reader.tensors
-    }
-    return GgufFile(path, metadata, tensors)
+    return file

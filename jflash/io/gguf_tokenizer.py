@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from jflash.io.gguf_file import GgufFile
+from jflash.io.hf_values import ID, NUMBERS, SWITCH, TEXT, TEXTS, WHOLES
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
 SPACE = "▁"  # how sentencepiece writes one
@@ -20,6 +21,16 @@ _LATER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KEYS = {
+    TEXT: "model pre",
+    TEXTS: "tokens merges",
+    WHOLES: "token_type",
+    NUMBERS: "scores",
+    ID: "bos_token_id eos_token_id unknown_token_id padding_token_id",
+    SWITCH: "add_bos_token add_eos_token add_space_prefix",
+}
+_KINDS = {f"tokenizer.ggml.{key}": kind for kind, keys in _KEYS.items() for key in keys.split()}
+_KINDS |= {"tokenizer.chat_template": TEXT}
 
 
 class Split(NamedTuple):
@@ -49,9 +60,17 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     """The file's tokenizer with its special tokens and chat template; ValueError if unsupported."""
     from transformers import PreTrainedTokenizerFast
 
+    file.check(_KINDS)
     tokens = file.need("tokenizer.ggml.tokens")
+    for name in ("token_type", "scores"):
+        of_each = file.metadata.get(f"tokenizer.ggml.{name}", tokens)
+        if len(of_each) != len(tokens):
+            raise ValueError(
+                f"tokenizer.ggml.{name} has {len(of_each)} values for "
+                f"{len(tokens)} tokens"
+            )
     if len(set(tokens)) != len(tokens):
-        raise ValueError(f"{file.path}: tokenizer.ggml.tokens holds a token twice")
+        raise ValueError(f"tokenizer.ggml.tokens holds a token twice")
     kind = file.need("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer, begins = _byte_level(file, tokens)
@@ -59,7 +78,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         tokenizer, begins = _sentencepiece(file, tokens)
     else:
         raise ValueError(
-            f"{file.path}: tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama'"
+            f"tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama'"
         )
     _add_tokens(file, tokenizer, tokens)
     special = {
@@ -83,14 +102,14 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     name = file.metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise ValueError(
-            f"{file.path}: tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}"
+            f"tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}"
         )
     split = SPLITS[name]
     merges = [merge.split(" ") for merge in file.need("tokenizer.ggml.merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     broken = [m for m in merges if len(m) != 2 or m[0] + m[1] not in vocabulary]
     if broken:
-        raise ValueError(f"{file.path}: tokenizer.ggml.merges: {' '.join(broken[0])!r} is no merge")
+        raise ValueError(f"tokenizer.ggml.merges: {' '.join(broken[0])!r} is no merge")
     pairs = [(left, right) for left, right in merges]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.whole_words))
     if split.nfc:
@@ -138,7 +157,7 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None
     kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     added = [
         AddedToken(token, normalized=False, special=kind != USER_DEFINED)
-        for token, kind in zip(tokens, kinds, strict=False)
+        for token, kind in zip(tokens, kinds or [1] * len(tokens), strict=True)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
@@ -147,7 +166,7 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None
 def _begin(file: GgufFile, tokenizer: Tokenizer, begin: str | None, begins: bool) -> None:
     """The begin token before plain text, where the file or its kind of tokenizer wants it."""
     if file.metadata.get("tokenizer.ggml.add_eos_token"):
-        raise ValueError(f"{file.path}: tokenizer.ggml.add_eos_token is not supported")
+        raise ValueError(f"tokenizer.ggml.add_eos_token is not supported")
     if not file.metadata.get("tokenizer.ggml.add_bos_token", begins) or begin is None:
         return
     tokenizer.post_processor = TemplateProcessing(
@@ -161,5 +180,5 @@ def _token(file: GgufFile, tokens: list[str], name: str) -> str | None:
     if index is None:
         return None
     if not 0 <= index < len(tokens):
-        raise ValueError(f"{file.path}: tokenizer.ggml.{name}_token_id {index} names no token")
+        raise ValueError(f"tokenizer.ggml.{name}_token_id {index} names no token")
     return tokens[index]

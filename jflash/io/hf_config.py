@@ -43,8 +43,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"mlp_bias": False},
 }
 # Keys without a default there.
-_OF_TRUNK = ("layer_types", "quantization_config", "rope_parameters", "rope_scaling")
-_OF_TRUNK += ("use_sliding_window", "num_local_experts", "mlp_bias")
+_OF_TRUNK = ("quantization_config", "rope_parameters", "rope_scaling", "num_local_experts")
+_OF_WINDOWS = ("layer_types", "use_sliding_window")  # that transformers' Llama does not read
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TARGETS = {
     "Qwen3ForCausalLM": "qwen3",
@@ -68,7 +68,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} has no {path.name}: not a checkpoint folder") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON here: it is nested too deep") from None
+    except ValueError as error:  # the encoding, the syntax, or a number of thousands of digits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, expected a JSON object")
@@ -91,15 +93,16 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
         raise ValueError(f"unsupported target {name}{hint}; supported: {', '.join(TARGETS)}")
     family = TARGETS[name]
     trunk, value = _trunk(raw, family)
-    windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
-    if value.get("use_sliding_window") or windowed:
+    seen = said(raw, _OF_WINDOWS) if family != "llama" else {}
+    windowed = [t for t in seen.get("layer_types", []) if t != "full_attention"]
+    if seen.get("use_sliding_window") or windowed:
         raise ValueError("sliding_window: targets with sliding-window layers are not supported")
     return TargetConfig(
         **trunk,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2" or value["attention_bias"],
         out_bias=family != "qwen2" and value["attention_bias"],
-        mlp_bias=value.get("mlp_bias", False),
+        mlp_bias=family == "llama" and value["mlp_bias"],
         tie_embeddings=value["tie_word_embeddings"],
         moe=_moe(value) if family == "qwen3_moe" else None,
     )

@@ -17,31 +17,45 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-_SIZE = Kind("a whole number of at least 1", lambda v: type(v) is int and v >= 1)
-_COUNT = Kind("a whole number of at least 0", lambda v: type(v) is int and v >= 0)
-_WHOLE = Kind("a whole number", lambda v: type(v) is int)
-_NUMBER = Kind("a number", is_number)
-_POSITIVE = Kind("a number above 0", lambda v: is_number(v) and v > 0)
-_SWITCH = Kind("true or false", lambda v: type(v) is bool)
+MOST = 2**31 - 1  # of sizes and ids: they are int32 on the device
+MOST_PARTS = 1024  # of what modules, names and tables are made one by one: layers, experts, …
+
+
+def _whole(least: int, most: int) -> Kind:
+    words = f"a whole number from {least} to {most}"
+    return Kind(words, lambda v: type(v) is int and least <= v <= most)
+
+
+SIZE, _COUNT = _whole(1, MOST), _whole(0, MOST)
+_PARTS, _FEW = _whole(1, MOST_PARTS), _whole(0, MOST_PARTS)
+WHOLE = _whole(-MOST, MOST)
+ID = _COUNT
+NUMBER = Kind("a number", is_number)
+POSITIVE = Kind("a number above 0", lambda v: is_number(v) and v > 0)
+SWITCH = Kind("true or false", lambda v: type(v) is bool)
+TEXT = Kind("a text", lambda v: type(v) is str)
 _OBJECT = Kind("an object", lambda v: type(v) is dict)
-_IDS = Kind("a list of whole numbers", lambda v: type(v) is list and all(map(_WHOLE.holds, v)))
-_NAMES = Kind(
-    "a list of names", lambda v: type(v) is list and all(isinstance(name, str) for name in v)
+WHOLES = Kind(
+    "a list of whole numbers", lambda v: type(v) is list and all(map(WHOLE.holds, v))
 )
+NUMBERS = Kind("a list of numbers", lambda v: type(v) is list and all(map(is_number, v)))
+TEXTS = Kind("a list of names", lambda v: type(v) is list and all(map(TEXT.holds, v)))
+IDS = Kind("a whole number or a list of them", lambda v: WHOLE.holds(v) or WHOLES.holds(v))
 _KEYS = {
-    _SIZE: "vocab_size hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads"
-    " num_key_value_heads max_position_embeddings num_experts_per_tok moe_intermediate_size"
-    " decoder_sparse_step",
-    _COUNT: "num_experts num_local_experts",
-    _WHOLE: "num_target_layers block_size mask_token_id conv_kernel_size conv_group_size"
-    " selector_rank selector_top_k max_window_layers",
-    _NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
-    _POSITIVE: "rms_norm_eps",
-    _SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
+    SIZE: "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads"
+    " max_position_embeddings moe_intermediate_size decoder_sparse_step",
+    _PARTS: "num_hidden_layers num_target_layers head_dim num_experts_per_tok",
+    _FEW: "num_experts num_local_experts block_size conv_kernel_size",
+    _COUNT: "conv_group_size selector_rank selector_top_k max_window_layers",
+    WHOLE: "mask_token_id",
+    NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
+    POSITIVE: "rms_norm_eps",
+    SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
     " is_causal truncate",
-    _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling",
-    _IDS: "target_layer_ids mlp_only_layers",
-    _NAMES: "architectures layer_types",
+    _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling weight_map",
+    IDS: "eos_token_id",
+    WHOLES: "target_layer_ids mlp_only_layers",
+    TEXTS: "architectures layer_types",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
@@ -51,5 +65,11 @@ def said(raw: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         value = raw.get(name)
         if value is not None and name in KINDS and not KINDS[name].holds(value):
-            raise ValueError(f"{name} must be {KINDS[name].words}, got {value!r}")
+            raise ValueError(f"{name} must be {KINDS[name].words}, got {shown(value)}")
     return {key: value for key, value in raw.items() if value is not None}
+
+
+def shown(value: Any) -> str:
+    """A value of foreign data in an error: one line, cut where it is long."""
+    text = repr(value) if not isinstance(value, int) or abs(value) <= 10**40 else "a huge number"
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -22,7 +22,7 @@ from jflash.io.gguf_config import hf_config_of
 from jflash.io.gguf_file import is_gguf, open_gguf
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
-from jflash.io.orbax_checkpoint import PARAMS, check_orbax, load_orbax
+from jflash.io.orbax_checkpoint import PARAMS, check_orbax, is_orbax, load_orbax
 from jflash.io.weights import check_safetensors, load_safetensors, save_safetensors
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
@@ -284,7 +284,7 @@ def load_params(
     if is_gguf(folder):
         assert isinstance(config, TargetConfig)
         return load_gguf(folder, config, dtype, progress)
-    if (folder / PARAMS).is_dir():
+    if is_orbax(folder):
         return load_orbax(folder, config, dtype, progress)
     return load_safetensors(folder, config, dtype, progress)
 
@@ -294,7 +294,7 @@ def check_params(folder: Path, config: TargetConfig | DrafterConfig) -> None:
     if is_gguf(folder):
         assert isinstance(config, TargetConfig)
         check_gguf(folder, config)
-    elif (folder / PARAMS).is_dir():
+    elif is_orbax(folder):
         check_orbax(folder, config)
     else:
         check_safetensors(folder, config)

@@ -13,11 +13,20 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.checksums import compared, write_checksums
+from jflash.io.foreign import named, one_line
 from jflash.io.names import abstract_params
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
 GROUP = 2**30  # bytes restored at a time: a step of the progress bar, and enough to be fast
 QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether a folder holds parameters in our form, rather than a folder of that name."""
+    return (folder / PARAMS / "_METADATA").is_file() or (
+        (folder / PARAMS).is_dir() and not any(folder.glob("*.safetensors"))
+    )
 
 
 def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
@@ -98,6 +107,7 @@ def save_orbax(folder: Path, params: Any) -> None:
     """Writes parameters under `folder`."""
     with _checkpointer() as checkpointer:
         checkpointer.save(_path(folder), params)
+    write_checksums(_path(folder))
 
 
 def load_orbax(
@@ -121,7 +131,7 @@ def load_orbax(
         disable=not progress,
     )  # fmt: skip
     params = {}
-    with _checkpointer(ocp.PyTreeCheckpointer) as checkpointer, bar:
+    with _checkpointer(ocp.PyTreeCheckpointer) as checkpointer, compared(_path(folder)), bar:
         for part in _groups(wanted):
             params |= _restore(checkpointer, _path(folder), part)
             bar.update(_bytes(part))
@@ -140,7 +150,7 @@ def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:
         reason = error.__cause__ if type(error) is Exception else error
         if not isinstance(reason, (OSError, ValueError)):
             raise
-        said = str(reason).split(" [")[0]
+        said = one_line(reason).split(" [")[0]
         raise ValueError(f"{path} is corrupt or truncated: {said}") from None
 
 
@@ -166,10 +176,12 @@ def _stored(
     checkpointer: ocp.Checkpointer, folder: Path, config: TargetConfig | DrafterConfig
 ) -> dict[str, Any]:
     """What is stored of each leaf, by its path; ValueError unless exactly the config's leaves."""
-    metadata = checkpointer.metadata(_path(folder)).item_metadata
-    if metadata is None:
-        raise ValueError(f"{_path(folder)} is corrupt: it has no metadata")
-    stored, expected = _flat(metadata.tree), _flat(abstract_params(config))
+    with named(f"{_path(folder)} is corrupt"):
+        metadata = checkpointer.metadata(_path(folder)).item_metadata
+        if metadata is None:
+            raise ValueError("it has no metadata")
+        stored = _flat(metadata.tree)
+    expected = _flat(abstract_params(config))
     problems = [f"missing: {name}" for name in expected if name not in stored]
     problems += [f"unknown: {name}" for name in stored if name not in expected]
     problems += [

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jflash.io.foreign import named
 from jflash.io.gguf_config import stop_ids
 from jflash.io.gguf_file import is_gguf, open_gguf
 from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
 from jflash.io.hf_config import read_json
+from jflash.io.hf_values import said
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -19,12 +21,10 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ValueError(
             f"{folder} holds no tokenizer: text needs one, token ids (--prompt-ids) do not"
         )
-    if is_gguf(folder):
-        return gguf_tokenizer(open_gguf(folder))
-    try:
+    with named(f"the tokenizer in {folder} does not load"):
+        if is_gguf(folder):
+            return gguf_tokenizer(open_gguf(folder))
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"the tokenizer in {folder} does not load: {error}") from None
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -45,9 +45,11 @@ def stop_token_ids(folder: str | Path, tokenizer: Any = None) -> list[int]:
         return stop_ids(open_gguf(folder))
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
-            ids = read_json(folder / name).get("eos_token_id")
+            raw = read_json(folder / name)
+            with named(str(folder / name)):
+                ids = said(raw, ["eos_token_id"]).get("eos_token_id")
             if ids is not None:
-                return [int(i) for i in ids] if isinstance(ids, list) else [int(ids)]
+                return ids if isinstance(ids, list) else [ids]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         return [int(tokenizer.eos_token_id)]
     return []
@@ -89,14 +91,10 @@ def through_template(tokenizer: Any, messages: list[dict[str, str]], **names: An
 
     ValueError if the template is broken or has no place for them, such as for a system message.
     """
-    from jinja2 import TemplateError
-
-    try:
+    with named("the chat template refuses"):
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **names
         )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses: {error}") from None
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

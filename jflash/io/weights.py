@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -131,6 +131,8 @@ def _files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map: which files hold the tensors?")
+        if not all(isinstance(name, str) and _is_inside(name) for name in weight_map.values()):
+            raise ValueError(f"{index} must name files of its folder alone in weight_map")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
@@ -140,6 +142,12 @@ def _files(folder: Path) -> list[Path]:
     if not files:
         raise ValueError(f"{folder} holds no safetensors files")
     return files
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a folder's index stays below that folder."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _open(file: Path) -> Any:

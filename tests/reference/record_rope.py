@@ -26,6 +26,9 @@ ROPES = {
     "yarn of deepseek": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
     "yarn with mscale alone": YARN | {"mscale": 0.5},
     "yarn of a short context": YARN | {"original_max_position_embeddings": 8, "beta_slow": 4.0},
+    # `beta_slow` turns lie past the frequencies of half a head, and past a whole head's.
+    "yarn of a long context": YARN | {"original_max_position_embeddings": 2**20},
+    "yarn of an endless context": YARN | {"original_max_position_embeddings": 2**44},
     "yarn that says little": {"rope_type": "yarn", "factor": 4.0},
 }  # fmt: skip
 

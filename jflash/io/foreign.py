@@ -1,0 +1,31 @@
+"""Errors of libraries that run a checkpoint's data: tokenizers, chat templates, Orbax metadata."""
+
+import contextlib
+from collections.abc import Iterator
+
+MOST_SHOWN = 300  # characters of a library's message
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Makes whatever the block raises a ValueError of one line that begins with `what`.
+
+    A template may divide by zero, a tokenizer's file may make its Rust code panic: which exception
+    foreign data ends in is the data's choice. Lack of memory is not its fault.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what}: {one_line(error)}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's derives from BaseException
+            raise
+        raise ValueError(f"{what}: {one_line(error)}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line, with its kind where it says little."""
+    text = " ".join(str(error).split())[:MOST_SHOWN]
+    return text if " " in text else f"{type(error).__name__} {text}".strip()
