@@ -62,24 +62,21 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
     file.check(_KINDS)
     tokens = file.need("tokenizer.ggml.tokens")
+    if len(set(tokens)) != len(tokens):
+        raise ValueError("tokenizer.ggml.tokens holds a token twice")
     for name in ("token_type", "scores"):
         of_each = file.metadata.get(f"tokenizer.ggml.{name}", tokens)
         if len(of_each) != len(tokens):
             raise ValueError(
-                f"tokenizer.ggml.{name} has {len(of_each)} values for "
-                f"{len(tokens)} tokens"
+                f"tokenizer.ggml.{name} has {len(of_each)} values for {len(tokens)} tokens"
             )
-    if len(set(tokens)) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.tokens holds a token twice")
     kind = file.need("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer, begins = _byte_level(file, tokens)
     elif kind == "llama":
         tokenizer, begins = _sentencepiece(file, tokens)
     else:
-        raise ValueError(
-            f"tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama'"
-        )
+        raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama'")
     _add_tokens(file, tokenizer, tokens)
     special = {
         name: _token(file, tokens, key)
@@ -101,9 +98,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     """GPT-2's kind: bytes written as letters, merged within the pieces that a split gives."""
     name = file.metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
-        raise ValueError(
-            f"tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}"
-        )
+        raise ValueError(f"tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}")
     split = SPLITS[name]
     merges = [merge.split(" ") for merge in file.need("tokenizer.ggml.merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -166,7 +161,7 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None
 def _begin(file: GgufFile, tokenizer: Tokenizer, begin: str | None, begins: bool) -> None:
     """The begin token before plain text, where the file or its kind of tokenizer wants it."""
     if file.metadata.get("tokenizer.ggml.add_eos_token"):
-        raise ValueError(f"tokenizer.ggml.add_eos_token is not supported")
+        raise ValueError("tokenizer.ggml.add_eos_token is not supported")
     if not file.metadata.get("tokenizer.ggml.add_bos_token", begins) or begin is None:
         return
     tokenizer.post_processor = TemplateProcessing(

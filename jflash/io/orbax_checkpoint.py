@@ -13,18 +13,20 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.io.checksums import compared, write_checksums
+from jflash.io.checksums import check_small_files, compared, write_checksums
 from jflash.io.foreign import named, one_line
+from jflash.io.hf_config import read_json
 from jflash.io.names import abstract_params
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
+METADATA = "_METADATA"  # Orbax's file in it
 GROUP = 2**30  # bytes restored at a time: a step of the progress bar, and enough to be fast
 QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
 
 
 def is_orbax(folder: Path) -> bool:
     """Whether a folder holds parameters in our form, rather than a folder of that name."""
-    return (folder / PARAMS / "_METADATA").is_file() or (
+    return (folder / PARAMS / METADATA).is_file() or (
         (folder / PARAMS).is_dir() and not any(folder.glob("*.safetensors"))
     )
 
@@ -176,7 +178,9 @@ def _stored(
     checkpointer: ocp.Checkpointer, folder: Path, config: TargetConfig | DrafterConfig
 ) -> dict[str, Any]:
     """What is stored of each leaf, by its path; ValueError unless exactly the config's leaves."""
+    check_small_files(_path(folder))
     with named(f"{_path(folder)} is corrupt"):
+        read_json(_path(folder) / METADATA)
         metadata = checkpointer.metadata(_path(folder)).item_metadata
         if metadata is None:
             raise ValueError("it has no metadata")

@@ -42,7 +42,7 @@ def test_convert_destinations(pair, refused, tmp_path):
     other.mkdir()
     (other / "chapter").write_text("1")
     convert_refused(refused, [pair.drafter, other, "--overwrite"], "thesis exists and is no")
-    below = pair.drafter / "config.json" / "dst"
+    below = pair.target / "config.json" / "dst"
     convert_refused(refused, [pair.drafter, below], "cannot write", "dst")
     convert_refused(refused, [pair.drafter, "/proc/dst"], "cannot write /proc/dst")
     convert_refused(refused, [pair.drafter, pair.drafter / "config.json", "--overwrite"], "no chec")

@@ -65,10 +65,14 @@ def test_the_stored_dtype_is_kept_unless_told_otherwise(tmp_path, stored):
 
 def test_companions_travel_and_weights_do_not(pair, converted):
     names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert {p.name for p in converted.target.iterdir()} == {*names, "orbax"}
+    assert {p.name for p in converted.target.iterdir()} == {*names, "orbax", "orbax.crc32.json"}
     for name in names:
         assert (converted.target / name).read_bytes() == (pair.target / name).read_bytes()
-    assert {p.name for p in converted.drafter.iterdir()} == {"config.json", "orbax"}
+    assert {p.name for p in converted.drafter.iterdir()} == {
+        "config.json",
+        "orbax",
+        "orbax.crc32.json",
+    }
 
 
 def test_either_form_generates_the_same(pair, converted, capsys):
@@ -94,9 +98,9 @@ def test_the_orbax_form_converts_again(converted, tmp_path, capsys):
     same_bits(load_target(tmp_path / "again")[1], load_target(converted.target)[1])
 
 
-def test_overwrite_replaces_also_the_source_itself(pair, tmp_path):
-    folder = Path(shutil.copytree(pair.drafter, tmp_path / "drafter"))
-    assert convert.main([str(folder), str(folder), "--overwrite"]) == 0
+def test_overwrite_replaces_a_checkpoint(pair, tmp_path):
+    folder = Path(shutil.copytree(pair.target, tmp_path / "drafter"))
+    assert convert.main([str(pair.drafter), str(folder), "--overwrite"]) == 0
     same_bits(load_drafter(folder)[1], load_drafter(pair.drafter)[1])
     assert not (folder / "model.safetensors").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]

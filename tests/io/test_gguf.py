@@ -265,7 +265,7 @@ BAD = {
     "encoder": ({}, {"llama.attention.causal": False}, "causal: false"),
     "partial": ({}, {"llama.rope.dimension_count": 32}, "rope.dimension_count 32 differs"),
     "values": ({}, {"llama.attention.value_length": 32}, "value_length 32 differs"),
-    "per layer": ({}, {"llama.attention.head_count": [4, 4]}, r"head_count \[4, 4\]"),
+    "per layer": ({}, {"llama.attention.head_count": [4, 4]}, r"head_count must be .* \[4, 4\]"),
     "KV per layer": ({}, {"llama.attention.head_count_kv": [2, 1]}, r"must be a whole .* \[2, 1\]"),
     "split": ({}, {"split.count": 3}, "split.count is 3: merge"),
     "adapter": ({}, {"general.type": "adapter"}, "holds a GGUF adapter, not a model"),

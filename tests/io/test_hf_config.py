@@ -249,9 +249,15 @@ REFUSED_DRAFTERS = [
     ({"dflash_config": {"is_causal": False, "mask_token_id": 3}}, "says is_causal: put it at the"),
     ({"num_target_layers": None}, "num_target_layers"),
     ({"dflash_config": {"num_target_layers": 36}, "num_target_layers": None}, "num_target_layers"),
-    ({"num_target_layers": "36"}, "num_target_layers must be a whole number, got '36'"),
+    (
+        {"num_target_layers": "36"},
+        "num_target_layers must be a whole number from 1 to 1024, got '36'",
+    ),
     ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
-    ({"dflash_config": {"block_size": 8.5}}, "block_size must be a whole number, got 8.5"),
+    (
+        {"dflash_config": {"block_size": 8.5}},
+        "block_size must be a whole number from 0 to 1024, got 8.5",
+    ),
     ({"target_layer_ids": 5}, "target_layer_ids must be a list of whole numbers, got 5"),
     ({"dflash_config": {"target_layer_ids": [1, "9"]}}, "target_layer_ids must be a list of"),
     ({"input_embedding_scale": float("nan")}, "input_embedding_scale must be a number, got nan"),

@@ -275,7 +275,7 @@ def test_the_shape_to_time_is_the_published_one():
     [
         ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 must be within 1 … 128"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number"),
-        ({"num_experts": "x"}, "num_experts must be a whole number of at least 0, got 'x'"),
+        ({"num_experts": "x"}, "num_experts must be a whole number from 0 to 1024, got 'x'"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of whole numbers, got 3"),
         ({"norm_topk_prob": "no"}, "norm_topk_prob must be true or false, got 'no'"),
         ({"moe_intermediate_size": "x"}, "moe_intermediate_size must be a whole number"),
