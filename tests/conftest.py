@@ -21,19 +21,6 @@ HASTE = (
     "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX512_VNNI"
 )
 MOST_PROCESSES = 4  # each takes a core and up to 4 GB
-# The longest files, which begin first: no process is to wait for another at the end.
-LONGEST = (
-    *("reference_parity", "check_lossless", "gguf_reference", "gates", "train_drafter", "engine"),
-    *(
-        "laws",
-        "evaluate",
-        "smollm2_pair",
-        "benchmark_command",
-        "tiny_math",
-        "sampling_distribution",
-    ),
-    *("experts", "train_parallel", "memory", "embedded_pair", "dflash2_training", "dflash2_parity"),
-)
 gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
 _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
 os.environ["XDG_CACHE_HOME"] = _FOLDER.name  # of the processes that tests start
@@ -47,6 +34,7 @@ if not ON_GPU:
     os.environ.setdefault("XLA_FLAGS", HASTE)
 
 
+pytest_plugins = ["tests.support.durations"]
 pytest.register_assert_rewrite(
     "tests.support.attention_checks", "tests.support.logits", "tests.support.refusals"
 )
@@ -79,11 +67,6 @@ def _await_reference() -> None:
         time.sleep(0.5)
     if end != Path(os.devnull) and (not end.exists() or end.read_text() != "made\n"):
         raise pytest.UsageError(f"the reference's cases were not made: see {end.with_name('log')}")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {f"test_{name}": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture

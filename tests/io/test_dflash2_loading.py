@@ -15,8 +15,14 @@ from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params, leaf_sources
 from jflash.memory import memory_budget
 from jflash.programs import Shape, new_state
-from tests.support.small_checkpoints import DRAFTER, Folders, edit_config, edit_tensors, make_pair
-from tests.support.small_checkpoints import random_params as random_weights
+from tests.support.small_checkpoints import (
+    DRAFTER,
+    Folders,
+    edit_config,
+    edit_tensors,
+    make_pair,
+    unit_gain_params,
+)
 
 SMALL = second_version(
     DRAFTER, conv_kernel_size=3, conv_group_size=4, selector_rank=6, selector_top_k=5
@@ -37,7 +43,7 @@ VOCABULARY = 248_320
 @pytest.fixture
 def pair(tmp_path) -> Folders:
     folders = make_pair(tmp_path)
-    save_checkpoint(folders.drafter, SMALL, random_weights(SMALL, 7), "float32")
+    save_checkpoint(folders.drafter, SMALL, unit_gain_params(SMALL, 7), "float32")
     return folders
 
 

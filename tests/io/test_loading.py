@@ -25,7 +25,7 @@ from tests.support.small_checkpoints import (
     edit_config,
     edit_tensors,
     make_pair,
-    random_params,
+    unit_gain_params,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -203,7 +203,7 @@ def test_a_config_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full_disc)
     with pytest.raises(OSError, match="no space left"):
-        save_checkpoint(tmp_path, DRAFTER, random_params(DRAFTER, 0), "float32")
+        save_checkpoint(tmp_path, DRAFTER, unit_gain_params(DRAFTER, 0), "float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 

@@ -1,23 +1,7 @@
 """Within a capacity bucket nothing compiles twice, by JAX's own compile events."""
 
-import jax
-import pytest
-
 from jflash.generate import generate, stream
 from tests.support.pairs import prompts, random_pair
-
-
-@pytest.fixture
-def compilations():
-    events = []
-
-    def listen(name: str, seconds: float, **_) -> None:
-        if name == "/jax/core/compile/backend_compile_duration":
-            events.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_lengths_limits_and_stops_do_not_compile_anew(compilations):

@@ -4,7 +4,6 @@ import random
 import time
 from dataclasses import replace
 
-import jax
 import pytest
 
 from jflash import engine
@@ -24,31 +23,18 @@ def some_jobs(count: int, seed: int = 0, new: tuple[int, int] = (1, 50)) -> list
     ]
 
 
-def alone(pair, job: Job, **how):
+def by_itself(pair, job: Job, **how):
     return generate(
         pair, [job.prompt_ids], max_new_tokens=job.max_new_tokens, first_index=job.index, **how
     )[0]
 
 
-@pytest.fixture
-def compilations():
-    events = []
-
-    def listen(name: str, seconds: float, **_) -> None:
-        if name == "/jax/core/compile/backend_compile_duration":
-            events.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_everybody_gets_the_tokens_of_generate():
     """Whatever the batch, the order and the steps a call; the oracle the same one by one."""
     pair, jobs = random_pair(), some_jobs(13)
-    free = [alone(pair, job).token_ids for job in jobs]
+    free = [by_itself(pair, job).token_ids for job in jobs]
     stops = [ids[len(ids) // 2] for ids in free[:3]]
-    own = {job.index: alone(pair, job, stop_token_ids=stops) for job in jobs}
+    own = {job.index: by_itself(pair, job, stop_token_ids=stops) for job in jobs}
     assert {g.finish_reason for g in own.values()} == {"stop", "length"}
     assert any(len(g.token_ids) == 1 for g in own.values())
     for batch, steps in ((1, 8), (2, 1), (5, 4)):
@@ -74,7 +60,7 @@ def test_draws_depend_on_seed_and_index_alone():
     jobs = [job._replace(sampling=ways[job.index % 3]) for job in jobs]
     drawn = replace(pair, models=replace(pair.models, sampled=True))  # one program for all
     for seed in (0, 7):
-        own = {j.index: alone(drawn, j, sampling=j.sampling, seed=seed) for j in jobs}
+        own = {j.index: by_itself(drawn, j, sampling=j.sampling, seed=seed) for j in jobs}
         for order in (jobs, jobs[::-1]):
             for job, answer in serve(pair, order, batch_size=2, seed=seed):
                 assert answer.token_ids == own[job.index].token_ids
@@ -88,7 +74,7 @@ def test_a_free_slot_is_filled_while_the_others_go_on(monkeypatch):
     """One long job beside many short ones takes no more calls than the long one alone."""
     pair, short = random_pair(), some_jobs(8, new=(5, 9))
     long = Job(index=99, prompt_ids=prompts(1)[0], max_new_tokens=150)
-    steps = alone(pair, long).steps
+    steps = by_itself(pair, long).steps
     calls = []
     compiled = engine.compile_programs
 
@@ -180,7 +166,7 @@ def test_what_was_answered_is_not_run_and_keeps_the_shapes(monkeypatch):
 def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
     """Rows of the drafter's context are right after a refill, not only the target's."""
     pair, job = unit_head(random_pair()), Job(5, prompts(1, seed=8)[0], max_new_tokens=41)
-    text = alone(pair, job).token_ids
+    text = by_itself(pair, job).token_ids
     knowing = replay_pair(pair, job.prompt_ids + text)
     others = some_jobs(5, new=(3, 20))
     served = serve(knowing, [*others, job], batch_size=2)

@@ -49,7 +49,7 @@ def published(name: str, layers: int | None = None, backend: str = "xla") -> Mod
     return Models(Target(target), drafter_of(drafter), drafter.block_size, backend)
 
 
-def alone(models: Models) -> Models:
+def without_drafter(models: Models) -> Models:
     return replace(models, drafter=None, block_size=1)
 
 
@@ -72,13 +72,16 @@ PUBLISHED = [  # parameters as their model cards give them
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED)
 def test_weights_of_published_models(name, parameters):
     models = published(name)
-    assert memory_budget(alone(models), sized()).weights == 2 * parameters
-    assert memory_budget(alone(models), sized(dtype="float32")).weights == 4 * parameters
+    assert memory_budget(without_drafter(models), sized()).weights == 2 * parameters
+    assert memory_budget(without_drafter(models), sized(dtype="float32")).weights == 4 * parameters
 
 
 def test_the_drafter_and_its_context_kernel_count():
     models = published("qwen3-8b")
-    extra = memory_budget(models, sized()).weights - memory_budget(alone(models), sized()).weights
+    extra = (
+        memory_budget(models, sized()).weights
+        - memory_budget(without_drafter(models), sized()).weights
+    )
     context = 5 * 2 * 8 * 128 * 4096 * 2  # keys and values of five layers, once more
     assert 2.09 * GB < extra - context < 2.11 * GB
 
@@ -111,7 +114,7 @@ def test_a_window_takes_a_ring_however_long_the_context():
 
 def test_rings_alone_keep_the_drafters_part_as_it_is():
     models = windowed(published("qwen3-8b", backend="mosaic_gpu"), *[2048] * 5)
-    plain = alone(models)
+    plain = without_drafter(models)
     taken = [
         memory_budget(models, sized(1, capacity)).caches
         - memory_budget(plain, sized(1, capacity)).caches

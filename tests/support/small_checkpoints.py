@@ -58,7 +58,7 @@ class Folders(NamedTuple):
     drafter: Path
 
 
-def random_params(config: TargetConfig | DrafterConfig, seed: int) -> Any:
+def unit_gain_params(config: TargetConfig | DrafterConfig, seed: int) -> Any:
     """Weights of unit gain, so that a random model says different things."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
@@ -80,11 +80,11 @@ def make_pair(
     say token 0 ("!") for ever, so every draft is accepted.
     """
     folders = Folders(folder / "target", folder / "drafter")
-    params = random_params(TARGET, seed)
+    params = unit_gain_params(TARGET, seed)
     if monotone:
         params["head"] *= 0
     save_checkpoint(folders.target, TARGET, params, dtype, {"eos_token_id": EOS})
-    save_checkpoint(folders.drafter, DRAFTER, random_params(DRAFTER, seed + 1), dtype)
+    save_checkpoint(folders.drafter, DRAFTER, unit_gain_params(DRAFTER, seed + 1), dtype)
     write_tokenizer(folders.target)
     return folders
 
