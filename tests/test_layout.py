@@ -1,7 +1,9 @@
-"""The tree's own rules: imports point down, every config field is read, the top level is fixed."""
+"""The rules of the tree: imports point down README's tree, every config field is read, the top
+level is fixed."""
 
 import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,29 +11,36 @@ import pytest
 from jflash import config
 
 ROOT = Path(__file__).parents[1]
-# Top to bottom: a module may import from its own room and from those below it.
-ROOMS = [
-    ("scripts",),
-    ("tables", "tiny_pair"),
-    ("jflash.cli",),
-    ("jflash.evals", "jflash.proof"),
-    ("jflash.bench",),
-    ("jflash.training",),
-    ("jflash",),
-    ("jflash.memory",),
-    ("jflash.io",),
-    ("jflash.engine",),
-    ("jflash.acceptance", "jflash.backends", "jflash.generate", "jflash.programs"),
-    ("jflash.prefill",),
-    ("jflash.speculative",),
-    ("jflash.sampling",),
-    ("jflash.models",),
-    ("jflash.layers",),
-    ("jflash.experts",),
-    ("jflash.cache", "jflash.rope"),
-    ("jflash.config", "jflash.device", "jflash.files", "jflash.platform"),
-    ("pallas_kernels",),
-]
+TREE = re.compile(r"^## The tree\n+```\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def rooms_of(readme: str) -> list[list[str]]:
+    """README's tree, top to bottom: the modules of each line, whose paths stand before its text.
+
+    A module may import from its line and from those below it.
+    """
+    tree = TREE.search(readme)
+    assert tree, "README has no tree"
+    floors = []
+    for line in tree[1].splitlines():
+        path = line.split("  ")[0]
+        match = re.fullmatch(r"(.*?)(?:\{(.*)\})?([^{}]*)", path)
+        assert match, f"README's tree: {line}"
+        start, names, end = match.groups()
+        paths = [start + name + end for name in (names or "").split(",")]
+        for one in paths:
+            assert list(ROOT.glob(one)), f"README's tree has {one}, which is not there"
+        floors.append([module_of(one) for one in paths])
+    return floors
+
+
+def module_of(path: str) -> str:
+    """What Python calls a path of the tree; scripts/ is where Python finds its folders."""
+    path = re.sub(r"^scripts/(?=\w)", "", path)
+    return re.sub(r"/__init__\.py$|/\*\.py$|\.py$|/$", "", path).replace("/", ".")
+
+
+ROOMS = rooms_of((ROOT / "README.md").read_text(encoding="utf-8"))
 FILES = sorted(
     file for top in ("jflash", "pallas_kernels", "scripts") for file in (ROOT / top).rglob("*.py")
 )
@@ -47,7 +56,9 @@ def floor(module: str) -> int | None:
     ]
     if fits:
         return max(fits)[1]
-    assert not module.startswith(("jflash.", "pallas_kernels")), f"{module} has no room"
+    assert not module.startswith(("jflash.", "pallas_kernels")), (
+        f"{module} has no line in README's tree"
+    )
     return None
 
 
@@ -71,6 +82,17 @@ def test_imports_point_down(file: Path):
     for name in imports(file):
         level = floor(name)
         assert level is None or level >= own, f"{file} imports {name}, which lies above it"
+
+
+def test_the_tree_is_read_from_readme():
+    assert ROOMS[0] == ["scripts"] and ROOMS[-1] == ["pallas_kernels"]
+    assert floor("jflash.cli.generate") < floor("jflash.io.load") < floor("jflash.speculative")
+    assert floor("tables.cells") == floor("tiny_pair.recipe") < floor("jflash")
+    assert rooms_of("## The tree\n```\njflash/{cache,rope}.py  a text\njflash/io/  b\n```") == [
+        ["jflash.cache", "jflash.rope"], ["jflash.io"],
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="is not there"):
+        rooms_of("## The tree\n```\njflash/nothing.py  a\n```")
 
 
 def test_every_config_field_is_read():

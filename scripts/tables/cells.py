@@ -29,7 +29,7 @@ def full_cases(results: list[Result]) -> list[dict[str, Any]]:
     return [case for case in all_cases(results) if "plain" in case]
 
 
-def only(cases: list[dict[str, Any]]) -> dict[str, Any] | None:
+def the_one(cases: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The one case, None without any; ValueError if several files hold it."""
     if len(cases) > 1:
         names = ", ".join(sorted(case["file"] for case in cases))
@@ -37,7 +37,7 @@ def only(cases: list[dict[str, Any]]) -> dict[str, Any] | None:
     return cases[0] if cases else None
 
 
-def near(case: dict[str, Any], context: int) -> bool:
+def at_context(case: dict[str, Any], context: int) -> bool:
     return abs(case["context"] - context) <= NEAR * context
 
 

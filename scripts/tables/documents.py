@@ -1,4 +1,4 @@
-"""Tables of README and of model cards from the files in benchmarks/: every number has a result.
+"""Tables of README, benchmarks/*.md and the model cards, made from the files in benchmarks/.
 
 Text stands between `<!-- table: NAME -->` and `<!-- end table -->`; nothing else is touched.
 Measures nothing. A case that two files hold is an error: which of them should be shown?
@@ -9,34 +9,28 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tables.beside import reference, summary, vllm
 from tables.cells import Result
-from tables.evidence import (
-    evaluations,
-    families,
-    lossless,
-    tiny_pair,
-    tiny_pair_speed,
-    trainings,
-)
-from tables.steps import (
-    beside,
-    goals,
-    kernels,
-    pairs,
-    reference,
-    spent,
-    steps,
-    widths,
-)
+from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, trainings
+from tables.losslessness import lossless, plain_text, width_1
+from tables.steps import goals, in_turns, kernels, spent, steps, widths
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     table.__name__: table
     for table in (
-        *(goals, steps, spent, widths, reference, beside, pairs, kernels),
-        *(lossless, evaluations, trainings, families, tiny_pair, tiny_pair_speed),
+        *(summary, families),  # README
+        *(goals, steps, spent, in_turns, vllm, reference, widths, kernels),  # benchmarks/README
+        *(lossless, width_1, plain_text),  # benchmarks/LOSSLESS
+        *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards
     )
 }
+
+
+def documents(root: Path) -> list[Path]:
+    """The texts with tables."""
+    patterns = ("README.md", "CONTRIBUTING.md", "benchmarks/*.md", "checkpoints/**/README.md")
+    return [file for pattern in patterns for file in sorted(root.glob(pattern))]
 
 
 def read_results(folder: Path) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Tables of what was shown: losslessness, data sets decoded, drafters trained, families."""
+"""Tables of what was shown: data sets decoded, drafters trained, families of targets."""
 
 import shlex
 from typing import Any
@@ -11,28 +11,6 @@ TINY_PROMPTS = {  # what evaluate_tiny_pair.py asks
     "gsm8k": "first {} GSM8K test questions",
 }
 CELLS = ("target", "drafter v1", "window", "DFlash 2", "parity tested", "run on a GPU")
-
-
-def lossless(results: list[Result]) -> str:
-    """What check_lossless.py found, a run a line: everything compared with the oracles' own."""
-    found = [r for r in results if "planted_fault" in r.content]
-    cases: list[dict[str, Any]] = [r.content | {"file": r.name} for r in found]
-    rows = []
-    for case in sorted(cases, key=lambda c: -c["tokens"]):
-        pairs = dict.fromkeys(check["pair"] for check in case["checks"])
-        batches = sorted({check["batch"] for check in case["checks"]})
-        fault = case["planted_fault"]
-        caught = fault["with"]["differences"] and not fault["without"]["differences"]
-        rows.append([
-            ", ".join(pairs), ", ".join(map(str, batches)), f"{case['tokens']:,}",
-            f"{case['differences']}",
-            f"{min(case['replay_histogram']):,}", "caught" if caught else "NOT CAUGHT",
-        ])  # fmt: skip
-    head = [
-        *("pair", "batches", "tokens of the oracles", "differences, in any mode"),
-        *("steps replayed of each length, at least", "planted fault"),
-    ]
-    return table(head, rows, cases)
 
 
 def evaluations(results: list[Result]) -> str:
@@ -170,13 +148,10 @@ def _where(case: dict[str, Any]) -> str:
 
 
 def families(results: list[Result]) -> str:
-    """What is supported of each family of targets; every "yes" links to the test or result."""
-    found = [row for r in results for row in r.content.get("families", [])]
+    """What is supported of each family of targets: ✓ where families.json names a test or result."""
     rows = [
-        [
-            row["family"],
-            *(f"[yes]({row[name].split('::')[0]})" if row[name] else "no" for name in CELLS),
-        ]
-        for row in found
+        [row["family"], *("✓" if row[name] else "–" for name in CELLS)]
+        for r in results
+        for row in r.content.get("families", [])
     ]
     return table(["family", *CELLS], rows, [])

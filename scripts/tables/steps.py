@@ -1,4 +1,4 @@
-"""Tables of times: steps beside their goals and floors, widths, other code, kernels."""
+"""Tables of times: steps beside their goals and floors, widths, kernels."""
 
 from typing import Any
 
@@ -9,14 +9,13 @@ from pallas_kernels.shapes import MATMUL
 from tables.cells import (
     Result,
     all_cases,
+    at_context,
     full_cases,
     ms,
-    near,
-    only,
-    pairs_of,
     percent,
     share,
     table,
+    the_one,
 )
 
 GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
@@ -39,17 +38,17 @@ def goals(results: list[Result]) -> str:
     for what, goal, batch, context, part in GOALS:
         fits = [
             [c for c in cases if c["shape"] == GOAL_SHAPE and c["batch"] == batch
-             and near(c, context) and part in c]
+             and at_context(c, context) and part in c]
             for cases in (whole, steps_alone)
         ]  # fmt: skip
-        case = only(fits[0] or fits[1])
+        case = the_one(fits[0] or fits[1])
         if case is None:
             rows.append([what, f"≤ {goal} ms", "not measured", "", ""])
             continue
         used += [] if case in used else [case]
         p = case[part]
         rows.append([what, f"≤ {goal} ms", ms(p), f"{p['floor_ms']:.2f}", share(p)])
-    first = only([c for c in used if c["batch"] == 1 and near(c, 1024)])
+    first = the_one([c for c in used if c["batch"] == 1 and at_context(c, 1024)])
     if first is not None:
         rows.append(
             ["draft share of the step, batch 1", "≤ 22 %", percent(first["draft"]["share_of_step"])]
@@ -92,7 +91,7 @@ def steps(results: list[Result]) -> str:
 
 
 def spent(results: list[Result]) -> str:
-    """A verify of Qwen3-8B's beside what its products and its attention take alone."""
+    """A verify of Qwen3-8B's beside its products and its attention, timed kernel by kernel."""
     layers = SHAPES[GOAL_SHAPE].target.num_layers
     alone = {
         (row["backend"], row["shape"]): (row["us"] / 1e3, r.content | {"file": r.name})
@@ -107,7 +106,7 @@ def spent(results: list[Result]) -> str:
         often = {f"{GOAL_SHAPE}-{name}-m{m}": layers for name in PRODUCTS}
         often[f"{GOAL_SHAPE}-head-m{m}"] = 1
         keys = [*(("tuned", shape) for shape in often), attention]
-        if case["shape"] != GOAL_SHAPE or not near(case, 1024) or not alone.keys() >= {*keys}:
+        if case["shape"] != GOAL_SHAPE or not at_context(case, 1024) or not alone.keys() >= {*keys}:
             continue
         rates = Rates(*(case["floors"][name] for name in Rates._fields))
         products = sum(n * alone["tuned", shape][0] for shape, n in often.items())
@@ -117,7 +116,7 @@ def spent(results: list[Result]) -> str:
             percent(floor / products), f"{layers * alone[attention][0]:.2f} ms",
         ])  # fmt: skip
         used += [case, *(alone[key][1] for key in keys)]
-    head = ["batch", "verify", "its products alone", "their floor", "share", "its attention alone"]
+    head = ["batch", "verify", "its products", "their floor", "share", "its attention"]
     return table(head, rows, used)
 
 
@@ -152,28 +151,7 @@ def best_cell(times: dict[int, float], full: int, tau: float) -> str:
     return f"{width} (+{gain:.0%})" if width != full else f"{width}"
 
 
-def reference(results: list[Result]) -> str:
-    """The authors' PyTorch code beside jflash, on the same weights."""
-    found = [
-        (r.content["reference"], c)
-        for r, c in pairs_of(results)
-        if "reference" in r.content and c["batch"] == 1
-    ]
-    rows = []
-    for theirs, case in found:
-        ratio = theirs["times_as_long"]
-        versions = f"dflash {theirs['versions']['dflash']}, torch {theirs['versions']['torch']}"
-        for label, part, a in (("plain", "plain", "plain"), ("DFlash step", "dflash", "step")):
-            milliseconds = theirs[part]["ms_per_step"]
-            rows.append(
-                [f"{case['shape']}, {label}", f"{milliseconds:.1f}", ms(case[a]),
-                 f"{ratio[a]:.1f} ×", versions]
-            )  # fmt: skip
-    head = ["batch 1, ms", "PyTorch", "jflash", "ratio", "versions"]
-    return table(head, rows, [case for _, case in found])
-
-
-def beside(results: list[Result]) -> str:
+def in_turns(results: list[Result]) -> str:
     """Steps of shapes that were timed in turns with another one."""
     cases = [c for c in all_cases(results) if "beside" in c]
     rows = [
@@ -184,21 +162,6 @@ def beside(results: list[Result]) -> str:
         for c in cases
     ]  # fmt: skip
     return table(["shape", "batch", "step", "beside", "its step", "as long"], rows, cases)
-
-
-def pairs(results: list[Result]) -> str:
-    """Tokens a second of real pairs, measured."""
-    cases = [c for c in all_cases(results) if "measured_speed" in c]
-    rows = [
-        [
-            c["weights"], f"{c['batch']}", f"{m['mean_acceptance_length']:.2f}",
-            f"{m['tokens_per_second']:.0f}", f"{m['plain_tokens_per_second']:.0f}",
-            f"{m['speed_up']:.2f} ×",
-        ]
-        for c in cases
-        for m in [c["measured_speed"]]
-    ]  # fmt: skip
-    return table(["pair", "batch", "τ", "tokens/s", "plain tokens/s", "speed-up"], rows, cases)
 
 
 def kernels(results: list[Result]) -> str:

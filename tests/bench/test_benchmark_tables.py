@@ -1,4 +1,4 @@
-"""The tables of README and of the model cards: what they show, and that they are up to date."""
+"""The tables of README, benchmarks/*.md and the cards: what they show, and that they are fresh."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from jflash.bench import widths
 from jflash.cli.command import run_command
 from scripts import benchmark_tables
 from tables.cells import Result
-from tables.documents import TABLES, read_results, with_tables
+from tables.documents import MARKED, TABLES, documents, read_results, with_tables
 from tables.evidence import CELLS
 from tables.steps import spent
 
@@ -61,7 +61,8 @@ def evaluated() -> list[Result]:
         }
         return Result(f"{tau}.json", content | more)
 
-    plain = {"baseline": {"speed_up": 2.0, "speed_up_with_prefill": 1.75}}
+    plain = {"baseline": {"speed_up": 2.0, "speed_up_with_prefill": 1.75,
+                          "identical_outputs": 3, "answers": 10}}  # fmt: skip
     same = {"same_as": {"identical_outputs": 9, "answers": 10}}
     return [
         summary(2.0, 2.0, {}, temperature=0.5),
@@ -72,15 +73,37 @@ def evaluated() -> list[Result]:
 
 def checked() -> Result:
     """What check_lossless.py wrote, what the table shows of it."""
-    checks = [{"pair": pair, "batch": batch} for pair in "pq" for batch in (1, 8)]
+    modes = {"random drafter": {"tokens": 10}, "replay": {"tokens": 200}}
+    checks = [{"pair": p, "batch": batch, "modes": modes} for p in "pq" for batch in (1, 8)]
     fault = {"with": {"differences": 3}, "without": {"differences": 0}}
-    found = {"tokens": 1234, "differences": 5, "replay_histogram": [9000, 2000, 3000]}
+    narrow = {
+        "pair": "p", "batch": 8, "sequences": 4, "sequences_that_differ": 3,
+        "first_differences_per_1000_tokens": 12.5,
+        "equal_tokens_before": {"median": 2.0, "most": 36},
+        "nats_at_width_w": {"median": 0.5, "most": 4.0},
+        "nats_at_width_1": {"median": 0.25, "most": 2.0},
+    }  # fmt: skip
+    found = {"tokens": 1234, "differences": 5, "replay_histogram": [9000, 2000, 3000],
+             "seconds": 450.0, "width_1": [narrow]}  # fmt: skip
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
     return Result("l.json", where | found | {"checks": checks, "planted_fault": fault})
 
 
+def timed_beside_vllm() -> Result:
+    """A run of vLLM and of jflash, what the tables show of it."""
+    plain = {"vllm": {"1": 6, "8": 7}, "jflash": {"1": 4, "8": 5}, "floor": {"8": 3}}
+    step = {"vllm": {"1": 4, "8": 9}, "jflash": {"1": 5}, "floor": {}}
+    steps = {"shape": "qwen9", "context": 656, "ms": {"plain": plain, "step": step}}
+    speeds = {"plain": {"vllm": {"4": 800}, "jflash": {"4": 1000}},
+              "dflash": {"vllm": {"4": 1000}, "jflash": {"4": 2500}}}  # fmt: skip
+    same = {"with_and_without_drafts_at_32": {"of": 9, "vllm": 8, "jflash": 7}}
+    pair = {"target": "m", "tokens_per_second": speeds, "same_text": same}
+    where = {"device": "GPU", "versions": {"jax": "1", "vllm": "9"}, "date": "today"}
+    return Result("v.json", where | {"beside_vllm": {"steps": steps, "pair": pair}})
+
+
 def test_every_table_shows_its_numbers(results):
-    step = results[0].content["cases"][0]["step"]
+    step, plain = (results[0].content["cases"][0][part] for part in ("step", "plain"))
     shown = {
         "goals": [f"| DFlash step, batch 1 | ≤ 5.1 ms | {step['ms']:.2f} ms |", "3.1 %", "41.0 s",
                   "| the same while compiling from nothing |  | 7.9 % |",
@@ -89,11 +112,24 @@ def test_every_table_shows_its_numbers(results):
         "spent": ["Not measured yet."],  # by the test below
         "widths": ["| ms a step at width | 4 | 16 |", "| batch 1 |"],
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
-        "beside": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
-        "pairs": ["Not measured yet."],
-        "families": ["| Qwen9 | [yes](tests/test_x.py) | no | no |"],
+        "in_turns": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
+        "families": ["| Qwen9 | ✓ | – | – |"],
         "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
-        "lossless": ["| p, q | 1, 8 | 1,234 | 5 | 2,000 | caught |", "`benchmarks/l.json`"],
+        "summary": [
+            "| plain step, qwen9, context 656, batch 1 / 8 | 4.00 / 5.00 ms | 6.00 / 7.00 ms |",
+            "| DFlash step, qwen9, context 656, batch 1 | 5.00 ms | 4.00 ms | vLLM 9 |",
+            f"context 1024, batch 1 | {plain['ms']:.2f} / {step['ms']:.2f} ms | 50.0 / 120.0 ms |",
+            "| m, GSM8K, batch 4: plain → DFlash, tokens/s "
+            "| 1,000 → 2,500 (2.50 ×) | 800 → 1,000 (1.25 ×) |",
+            "answers equal to plain decoding's | 7 of 9 | 8 of 9 | vLLM 9 |",
+            "| 840, 5 differ |",
+        ],
+        "vllm": ["| qwen9, plain | 8 | 7.00 ms | 5.00 ms | 1.40 × | 3.00 ms |",
+                 "| qwen9, DFlash | 8 | 9.00 ms |  |  |  |", "`benchmarks/v.json`"],
+        "lossless": ["| p, q | 1, 8 | 1,234 | 840 | 5 | 2,000 | caught | 7.5 |",
+                     "`benchmarks/l.json`"],
+        "width_1": ["| p | 8 | 3 of 4 | 12.5 | 2 / 36 | 0.50 / 4.00 | 0.25 / 2.00 |"],
+        "plain_text": ["| gsm8k | 32 | 3 of 10 |"],
         "evaluations": [
             "| gsm8k | greedy | 32 | 4.39 (8) | 5.60 (2) | 1,234 | 2.00 × / 1.75 × |  |",
             "| gsm8k | random drafter | 32 | 1.00 (8) | 1.00 (2) | 1,234 |  | 9 of 10 |",
@@ -110,7 +146,7 @@ def test_every_table_shows_its_numbers(results):
         ],
         "tiny_pair_speed": ["| GPU, float32 | 1,234 | 321 | 2.50 × | 49 of 50 |"],
     }  # fmt: skip
-    results = [*results, *evaluated(), checked(), trained(), embedded()]
+    results = [*(*results, *evaluated(), checked(), trained(), embedded(), timed_beside_vllm())]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"
@@ -186,7 +222,7 @@ def test_check_notices_a_stale_readme(results, tmp_path):
     readme.write_text("# x\n<!-- table: steps -->\n<!-- end table -->\n")
 
     def code(*more: str) -> int:
-        argv = ["--readme", str(readme), "--results", str(tmp_path), *more]
+        argv = ["--documents", str(readme), "--results", str(tmp_path), *more]
         try:
             return run_command(benchmark_tables.make_parser(), benchmark_tables.main, argv)
         except SystemExit as exit:
@@ -197,11 +233,31 @@ def test_check_notices_a_stale_readme(results, tmp_path):
     assert code("--check") == 1
 
 
-def test_readme_agrees_with_the_results():
+def test_a_check_names_every_stale_document(results, tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(results[0].content))
+    texts = [tmp_path / f"{name}.md" for name in ("one", "two")]
+    for text in texts:
+        text.write_text("<!-- table: steps -->\n<!-- end table -->\n")
+    argv = ["--documents", *map(str, texts), "--results", str(tmp_path), "--check"]
+    with pytest.raises(SystemExit):
+        run_command(benchmark_tables.make_parser(), benchmark_tables.main, argv)
+    printed = capsys.readouterr().err
+    assert all(f"{text} and {tmp_path} disagree" in printed for text in texts)
+
+
+def test_documents_agree_with_the_results_and_no_table_is_printed_twice():
     results = read_results(ROOT / "benchmarks")
-    for file in (ROOT / "README.md", *ROOT.glob("checkpoints/**/README.md")):
+    printed = []
+    for file in documents(ROOT):
         text = file.read_text(encoding="utf-8")
         assert with_tables(text, results) == text, file
+        assert "Not measured yet." not in text
+        printed += [name for _, name, _, _ in MARKED.findall(text)]
+    assert sorted(printed) == sorted(TABLES)
     for file in (ROOT / "benchmarks").glob("*.json"):
         for table in widths.read_tables(file):
             assert math.isfinite(sum(table.ms.values()))
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -1,4 +1,4 @@
-"""README's table of families: what it says yes to has a test or a result, of that family."""
+"""README's table of families: every ✓ has a test or a result, of that family."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def problem_of(row: dict, cell: str, backing: str) -> str:
 @pytest.mark.parametrize(
     ("row", "cell", "backing"), BACKED, ids=[f"{r['family']}, {c}" for r, c, _ in BACKED]
 )
-def test_every_yes_is_backed(row, cell, backing):
+def test_every_mark_is_backed(row, cell, backing):
     assert not problem_of(row, cell, backing)
 
 

@@ -1,0 +1,118 @@
+"""Tables of jflash beside vLLM and the authors' PyTorch code, and README's summary of results.
+
+vLLM was measured by hand on the same GPU as jflash (benchmarks/h200-vllm-*.json says how); its
+numbers and jflash's of that run stand together and are never mixed with those of other runs.
+"""
+
+from typing import Any
+
+from tables.cells import Result, ms, pairs_of, table
+from tables.losslessness import checks_of, compared_tokens
+
+
+def summary(results: list[Result]) -> str:
+    """README's table: steps and a real pair beside other code, and what was compared."""
+    rows: list[list[str]] = []
+    used: list[dict[str, Any]] = []
+    for case in vllm_cases(results):
+        other, steps, pair = vllm_name(case), case["beside_vllm"]["steps"], pair_of(case)
+        for label, part in (("plain", "plain"), ("DFlash", "step")):
+            batches = list(steps["ms"][part]["jflash"])
+            rows.append([
+                f"{label} step, {steps['shape']}, context {steps['context']}, "
+                f"batch {' / '.join(batches)}",
+                *(joined(steps["ms"][part][who], batches, ".2f") + " ms" for who in WHO),
+                other,
+            ])  # fmt: skip
+        speeds = pair["tokens_per_second"]
+        for batch in speeds["plain"]["jflash"]:
+            both = [[speeds[how][who][batch] for how in ("plain", "dflash")] for who in WHO]
+            rows.append([
+                f"{pair['target']}, GSM8K, batch {batch}: plain → DFlash, tokens/s",
+                *(f"{plain:,} → {fast:,} ({fast / plain:.2f} ×)" for plain, fast in both), other,
+            ])  # fmt: skip
+        same = pair["same_text"]["with_and_without_drafts_at_32"]
+        rows.append([
+            "the same, batch 32: answers equal to plain decoding's",
+            *(f"{same[who]} of {same['of']}" for who in WHO), other,
+        ])  # fmt: skip
+        used.append(case)
+    for theirs, case in referenced(results):
+        rows.insert(len(rows) and 2, [
+            f"plain / DFlash step, {case['shape']}, context {case['context']:.0f}, batch 1",
+            f"{case['plain']['ms']:.2f} / {case['step']['ms']:.2f} ms",
+            f"{theirs['plain']['ms_per_step']:.1f} / {theirs['dflash']['ms_per_step']:.1f} ms",
+            f"PyTorch, dflash {theirs['versions']['dflash']}",
+        ])  # fmt: skip
+        used.append(case)
+    checks = checks_of(results)
+    if checks:
+        different = sum(check["differences"] for check in checks)
+        rows.append([
+            "tokens with drafts, compared with the same program's without",
+            f"{compared_tokens(checks):,}, {different} differ",
+        ])  # fmt: skip
+        used += checks
+    return table(["", "jflash", "other", "the other is"], rows, used)
+
+
+def vllm(results: list[Result]) -> str:
+    """Steps of jflash and of vLLM by batch: milliseconds, their ratio, the floor."""
+    rows, cases = [], vllm_cases(results)
+    for case in cases:
+        steps = case["beside_vllm"]["steps"]
+        for label, part in (("plain", "plain"), ("DFlash", "step")):
+            times = steps["ms"][part]
+            for batch, theirs in times["vllm"].items():
+                ours = times["jflash"].get(batch)
+                rows.append([
+                    f"{steps['shape']}, {label}", batch, f"{theirs:.2f} ms",
+                    *([f"{ours:.2f} ms", f"{theirs / ours:.2f} ×"] if ours else ["", ""]),
+                    f"{times['floor'][batch]:.2f} ms" if batch in times["floor"] else "",
+                ])  # fmt: skip
+    head = ["step", "batch", "vLLM", "jflash", "vLLM / jflash", "floor"]
+    return table(head, rows, cases)
+
+
+def reference(results: list[Result]) -> str:
+    """The authors' PyTorch code beside jflash, on the same weights."""
+    rows, cases = [], []
+    for theirs, case in referenced(results):
+        ratio = theirs["times_as_long"]
+        versions = f"dflash {theirs['versions']['dflash']}, torch {theirs['versions']['torch']}"
+        for label, part, a in (("plain", "plain", "plain"), ("DFlash step", "dflash", "step")):
+            milliseconds = theirs[part]["ms_per_step"]
+            rows.append(
+                [f"{case['shape']}, {label}", f"{milliseconds:.1f}", ms(case[a]),
+                 f"{ratio[a]:.1f} ×", versions]
+            )  # fmt: skip
+        cases.append(case)
+    return table(["batch 1, ms", "PyTorch", "jflash", "ratio", "versions"], rows, cases)
+
+
+WHO = ("jflash", "vllm")
+
+
+def vllm_cases(results: list[Result]) -> list[dict[str, Any]]:
+    return [r.content | {"file": r.name} for r in results if "beside_vllm" in r.content]
+
+
+def vllm_name(case: dict[str, Any]) -> str:
+    return f"vLLM {case['versions']['vllm']}"
+
+
+def pair_of(case: dict[str, Any]) -> dict[str, Any]:
+    return case["beside_vllm"]["pair"]
+
+
+def joined(times: dict[str, float], batches: list[str], form: str) -> str:
+    return " / ".join(f"{times[batch]:{form}}" for batch in batches)
+
+
+def referenced(results: list[Result]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the PyTorch code took, and the case at batch 1 that it stands beside."""
+    return [
+        (r.content["reference"], c)
+        for r, c in pairs_of(results)
+        if "reference" in r.content and c["batch"] == 1
+    ]

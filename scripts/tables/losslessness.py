@@ -1,0 +1,86 @@
+"""Tables of losslessness: one program with and without drafts, and width 1 beside width 16."""
+
+from typing import Any
+
+from tables.cells import Result, table
+
+
+def lossless(results: list[Result]) -> str:
+    """What check_lossless.py counted, a run a line: all modes compared with the oracle's texts."""
+    cases = checks_of(results)
+    rows = []
+    for case in cases:
+        pairs = dict.fromkeys(check["pair"] for check in case["checks"])
+        batches = sorted({check["batch"] for check in case["checks"]})
+        fault = case["planted_fault"]
+        caught = fault["with"]["differences"] and not fault["without"]["differences"]
+        rows.append([
+            ", ".join(pairs), ", ".join(map(str, batches)), f"{case['tokens']:,}",
+            f"{compared_tokens([case]):,}", f"{case['differences']}",
+            f"{min(case['replay_histogram']):,}", "caught" if caught else "NOT CAUGHT",
+            f"{case['seconds'] / 60:.1f}",
+        ])  # fmt: skip
+    head = [
+        *("pair", "batches", "tokens of the oracle", "tokens compared", "differences, in any mode"),
+        *("steps replayed of each length, at least", "planted fault", "minutes"),
+    ]
+    return table(head, rows, cases)
+
+
+def width_1(results: list[Result]) -> str:
+    """How often the pair's width and width 1 part, and by how many nats at the first token."""
+    cases = [case for case in checks_of(results) if any(case["width_1"])]
+    rows = [
+        [
+            w["pair"], f"{w['batch']}", f"{w['sequences_that_differ']} of {w['sequences']}",
+            f"{w['first_differences_per_1000_tokens']:.1f}",
+            " / ".join(f"{w['equal_tokens_before'][k]:g}" for k in ("median", "most")),
+            *(
+                " / ".join(f"{w[where][k]:.2f}" for k in ("median", "most"))
+                for where in ("nats_at_width_w", "nats_at_width_1")
+            ),
+        ]
+        for case in cases
+        for w in case["width_1"]
+    ]  # fmt: skip
+    head = [
+        *("pair", "batch", "sequences that part", "first differences in 1,000 tokens"),
+        *("equal tokens before, median / most", "nats at width 16, median / most"),
+        "nats at width 1, median / most",
+    ]
+    return table(head, rows, cases)
+
+
+def plain_text(results: list[Result]) -> str:
+    """Greedy answers of a real pair that equal plain decoding's to the last token."""
+    cases = [
+        r.content["environment"] | r.content | {"file": r.name}
+        for r in results
+        if "acceptance" in r.content and "baseline" in r.content
+    ]
+    rows = [
+        [
+            case["settings"]["dataset"], f"{case['settings']['batch']}",
+            f"{case['baseline']['identical_outputs']} of {case['baseline']['answers']}",
+        ]
+        for case in cases
+    ]  # fmt: skip
+    return table(["data set", "batch", "answers equal to plain decoding's"], rows, cases)
+
+
+def checks_of(results: list[Result]) -> list[dict[str, Any]]:
+    """The runs of check_lossless.py, the longest first."""
+    cases: list[dict[str, Any]] = [
+        r.content | {"file": r.name} for r in results if "planted_fault" in r.content
+    ]
+    return sorted(cases, key=lambda case: -case["tokens"])
+
+
+def compared_tokens(cases: list[dict[str, Any]]) -> int:
+    """Tokens that drafters and replays gave and that were compared with the oracle's."""
+    return sum(
+        mode["tokens"]
+        for case in cases
+        for check in case["checks"]
+        for mode in check["modes"].values()
+    )
