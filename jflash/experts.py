@@ -7,7 +7,6 @@ Axes: B batch, T tokens, D width, M = B·T, k experts a token, E experts, F an e
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import MoeConfig
+from jflash.kernels import Kernels
 from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul
 
 ROUTING = "routing"  # of Flax's collections
@@ -43,11 +43,9 @@ class Experts(nn.Module):
         self.down = Kernel((c.num_experts, c.intermediate_size, width))
 
     def __call__(
-        self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Any
+        self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Kernels
     ) -> Float[Array, "B T D"]:
         """The experts' weighted sum, on top of `residual` if given.
-
-        `kernels` are jflash.layers' Kernels.
 
         A token's outputs are weighted and added in float32 and rounded once.
         """
@@ -57,7 +55,7 @@ class Experts(nn.Module):
         self.sow(ROUTING, "ids", ids)  # nothing, unless somebody asks for it
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
-        rows, backend = flat[order // k], kernels.experts or kernels.matmul
+        rows, backend = flat[order // k], kernels.experts
         inner = grouped_gate_up(rows, self.gate_up.kernel, sizes, backend=backend)
         outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
         # Back to the tokens' own order: where each row was sorted to.

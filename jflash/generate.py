@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.config import DecoderConfig
 from jflash.programs import (
     STOP_SLOTS,
     Programs,
@@ -90,11 +89,8 @@ def check_request(
     models: Models, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Sequence[int] = ()
 ) -> None:
     """ValueError, before anything runs, for a request that the models cannot serve."""
-    configs: list[DecoderConfig] = [models.target.config]
-    if models.drafter:
-        configs.append(models.drafter.config)
-    positions = min(c.max_position_embeddings for c in configs)
-    vocabulary = configs[0].vocab_size
+    positions = min(c.max_position_embeddings for c in models.configs)
+    vocabulary = models.target.config.vocab_size
     if not len(prompt):
         raise ValueError("the prompt is empty: give at least one token")
     outside = [int(t) for t in (*prompt, *stop_token_ids) if not 0 <= t < vocabulary]

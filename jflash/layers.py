@@ -17,27 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash.cache import Cache, one_sequence, write_chunk
 from jflash.config import DecoderConfig, MoeConfig, Sight
 from jflash.experts import Experts
+from jflash.kernels import Kernels
 from jflash.rope import rope_angles
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul import gate_up, matmul, partial_products
 from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
-
-
-class Kernels(NamedTuple):
-    """Backends of the step's operations, by the names of their folders in pallas_kernels.
-
-    matmul 'tuned' takes the Mosaic GPU kernel for the shapes in its table and XLA for others.
-    experts are the grouped products of a mixture of experts: by default as matmul.
-    """
-
-    attention: str = "xla"
-    matmul: str = "xla"
-    heads: str = "xla"
-    experts: str | None = None
-
-
-XLA = Kernels()
 
 
 class Projected(NamedTuple):

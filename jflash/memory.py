@@ -55,7 +55,7 @@ def memory_budget(models: Models, shape: Shape) -> Budget:
     state = jax.eval_shape(lambda: new_state(models, shape))
     caches = (state.target_cache, state.drafter_cache)
     return Budget(
-        weights=size * sum(_parameters(config) for config in _configs(models)),
+        weights=size * sum(_parameters(config) for config in models.configs),
         caches=tree_bytes(state),
         temporaries=max(
             _step_bytes(models, shape, tree_bytes(caches)), _prefill_bytes(models, shape)
@@ -65,7 +65,7 @@ def memory_budget(models: Models, shape: Shape) -> Budget:
 
 def largest_that_fit(models: Models, shape: Shape, context: int, limit: int) -> Largest:
     """The largest context at the shape's batch, and the largest batch at `context` tokens."""
-    positions = min(config.max_position_embeddings for config in _configs(models))
+    positions = min(config.max_position_embeddings for config in models.configs)
 
     def too_much(batch: int, context: int) -> bool:
         return memory_budget(models, at(models, shape, batch, context)).total > limit
@@ -151,10 +151,6 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _configs(models: Models) -> list[DecoderConfig]:
-    return [m.config for m in (models.target, models.drafter) if m is not None]
-
-
 @functools.cache
 def _parameters(config: Any) -> int:
     """How many numbers a model holds while it decodes."""
@@ -171,8 +167,8 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     logits = rows * models.target.config.vocab_size * FLOAT32
     live = 4 if models.sampled else 2  # draft's and verify's; probabilities and draws
     reports = 4 * shape.batch * shape.capacity * FLOAT32
-    attention = max(_attention_bytes(config, models, shape, rows) for config in _configs(models))
-    if models.attention_backend == "xla" and shape.batch > 1:
+    attention = max(_attention_bytes(config, models, shape, rows) for config in models.configs)
+    if models.kernels.attention == "xla" and shape.batch > 1:
         attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
     experts = _expert_bytes(models, rows, shape.dtype)
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
@@ -181,7 +177,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
 def _attention_bytes(config: DecoderConfig, models: Models, shape: Shape, rows: int) -> int:
     queries = rows * config.num_heads
     slots = _longest_cache(config, models.block_size, shape.capacity)
-    if models.attention_backend in ("xla", "reference"):
+    if models.kernels.attention in ("xla", "reference"):
         return _einsum_bytes(config, queries, shape._replace(capacity=slots))
     splits = -(-slots // SMALLEST_SPLIT)
     return queries * splits * (config.head_dim + 2) * FLOAT32
@@ -208,7 +204,7 @@ def _prefill_bytes(models: Models, shape: Shape) -> int:
     attention = max(
         _einsum_bytes(config, shape.chunk * config.num_heads, shape)
         + one_cache * config.num_kv_heads * config.head_dim
-        for config in _configs(models)
+        for config in models.configs
     )
     logits = models.target.config.vocab_size * FLOAT32
     experts = _expert_bytes(models, shape.chunk, shape.dtype)
@@ -226,7 +222,7 @@ def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:
     moe, size = c.moe, jnp.dtype(dtype).itemsize
     rows = tokens * moe.experts_per_token
     count = rows * (3 * c.hidden_size + 3 * moe.intermediate_size) * FLOAT32
-    if models.matmul_backend == "xla":
+    if models.kernels.experts == "xla":
         widest = max(c.hidden_size, moe.intermediate_size)
         stack = 2 * c.hidden_size * moe.intermediate_size
         count += moe.num_experts * (rows * widest + stack) * size
@@ -237,7 +233,7 @@ def _row_bytes(models: Models) -> int:
     """Activations of a token in float32: a layer's own, a few residuals, and the features."""
     widths = [
         3 * c.intermediate_size + 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        for c in _configs(models)
+        for c in models.configs
     ]
     features = max(4, 2 * len(models.taps)) * models.target.config.hidden_size
     context = 0

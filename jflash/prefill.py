@@ -12,7 +12,8 @@ from jax import lax
 from jaxtyping import Array, Int, Key
 
 from jflash.cache import write_context
-from jflash.layers import XLA, PrefillAttend
+from jflash.kernels import XLA
+from jflash.layers import PrefillAttend
 from jflash.sampling import Filters, choose, greedy, through_first_stop
 from jflash.speculative import Models, Params, State, apply
 
@@ -68,7 +69,7 @@ def prefill(
         attend = PrefillAttend(slot, offset)
         hidden, features, target_cache = apply(
             models.target, params.target, tokens, positions, target_cache, attend, models.taps,
-            XLA._replace(experts=models.matmul_backend),
+            XLA._replace(experts=models.kernels.experts),
         )  # fmt: skip
         if models.drafter is not None:
             context = apply(models.drafter, params.drafter, features, positions, method="context")

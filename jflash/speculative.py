@@ -15,7 +15,9 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jflash.cache import Cache
-from jflash.layers import BlockAttend, Kernels
+from jflash.config import DecoderConfig
+from jflash.kernels import XLA, Kernels
+from jflash.layers import BlockAttend
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, Tools
 from jflash.sampling import (
@@ -36,7 +38,7 @@ DRAFT_RULES = ("greedy", "sampled")  # the drafter's best tokens; drawn from its
 
 @dataclass(frozen=True)
 class Models:
-    """What is compiled: two modules, the block width W, and how attention and draws are done.
+    """What is compiled: two modules, the block width W, the kernels, and how draws are done.
 
     Without a drafter nothing is drafted and each step commits one token, at any width. Unless
     `sampled`, every request is greedy, and so are the drafts, whatever the draft rule.
@@ -45,11 +47,9 @@ class Models:
     target: Target
     drafter: Drafter | None
     block_size: int
-    attention_backend: str = "xla"
+    kernels: Kernels = XLA
     sampled: bool = False
     draft_rule: str = "sampled"
-    matmul_backend: str = "xla"
-    heads_backend: str = "xla"
 
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size
@@ -63,8 +63,9 @@ class Models:
             raise ValueError(f"draft rule {self.draft_rule!r}: {' or '.join(DRAFT_RULES)}")
 
     @property
-    def kernels(self) -> Kernels:
-        return Kernels(self.attention_backend, self.matmul_backend, self.heads_backend)
+    def configs(self) -> tuple[DecoderConfig, ...]:
+        """The target's, then the drafter's if there is one."""
+        return tuple(model.config for model in (self.target, self.drafter) if model is not None)
 
     @property
     def draws_drafts(self) -> bool:
@@ -149,7 +150,7 @@ def drafting_tools(
     """The target's head and the draft rule, for drafts of the tokens at `indices`."""
 
     def best(hidden: Array) -> Array:
-        return apply(models.target, params.target, hidden, models.matmul_backend, method="best")
+        return apply(models.target, params.target, hidden, models.kernels.matmul, method="best")
 
     def logits(hidden: Array) -> Array:
         return apply(models.target, params.target, hidden, method="logits")
@@ -188,7 +189,7 @@ def verify(
         if models.sampled:
             choices = choose(logits, positions + 1, state.keys, state.filters)
         else:
-            backend = models.matmul_backend
+            backend = models.kernels.matmul
             choices = apply(models.target, params.target, hidden, backend, method="best")
         accepted = accepted_drafts(proposal.tokens, choices, widths)
     return Verdict(logits, choices, accepted, features), state._replace(target_cache=cache)
@@ -217,7 +218,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
             method="context",
         )  # fmt: skip
         drafter_cache = tuple(
-            projected.write(cache, cache.slots(positions, kept), models.heads_backend)[1]
+            projected.write(cache, cache.slots(positions, kept), models.kernels.heads)[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )
     length = state.length + count

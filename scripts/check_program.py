@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jflash.backends import BACKENDS, with_backends
+from jflash.backends import BACKENDS, named, with_backends
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Parser, run_command
 from jflash.cli.output_file import check_whole_file, keep_newest
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
     leave_compilation_cache()  # the assembler says nothing of a program that is not compiled
     report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}
     models = next(iter(todo.values())).models
-    report |= {name: getattr(models, name) for name in BACKENDS} | {"programs": {}, "failed": 0}
+    report |= named(models.kernels) | {"programs": {}, "failed": 0}
     for name, program in todo.items():
         results, seconds = check_one(program)
         print_results(name, results, seconds)

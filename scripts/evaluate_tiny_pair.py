@@ -73,7 +73,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = describe_device() | {
         "dtype": args.dtype or default_dtype(),
         "block_size": pair.models.block_size,
-        "attention_backend": pair.models.attention_backend,
+        "attention_backend": pair.models.kernels.attention,
         "max_new_tokens": args.max_new_tokens,
     }
     for split in SPLITS:

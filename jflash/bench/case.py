@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.backends import BACKENDS, with_backends
+from jflash.backends import named, with_backends
 from jflash.bench.clock import Clock
 from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.pair_speed import measured_speed
@@ -111,7 +111,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "capacity": task.capacity,
         "block_size": models.block_size,
         "dtype": dtype,
-        **{name: getattr(models, name) for name in BACKENDS},
+        **named(models.kernels),
         "timed_steps": window.steps,
         "repeats": window.repeats,
         "step": clock.part(seconds, clock.step_work(models.block_size, experts), experts),

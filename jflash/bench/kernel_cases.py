@@ -15,8 +15,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jflash.bench.kernel_times import Case, Missing
+from pallas_kernels import block_attention as attention_op
 from pallas_kernels import grouped_matmul, matmul
-from pallas_kernels.block_attention import Sizes, block_attention, check_backend
+from pallas_kernels.block_attention import block_attention
+from pallas_kernels.choice import check
 from pallas_kernels.shapes import (
     BLOCK_ATTENTION,
     GROUPED_MATMUL,
@@ -52,8 +54,8 @@ def attention_calls(shape: BlockShape, dtype: str, backend: str) -> dict[str, Ca
     options = {"causal": shape.causal, "window": shape.window, "softcap": shape.softcap}
     if backend == "flash-attn3":
         return flash_attn3_calls(shape, dtype)
-    sizes = Sizes(shape.T, shape.N // shape.K, shape.H, dtype)
-    check_backend(backend, sizes, jax.devices()[0])
+    sizes = attention_op.Sizes(shape.T, shape.N // shape.K, shape.H, dtype)
+    check("attention", attention_op, backend, [sizes], jax.devices()[0])
     attend = functools.partial(
         block_attention, scale=shape.H**-0.5, sinks=_sinks(shape), backend=backend, **options
     )
@@ -212,11 +214,9 @@ def make_grouped_case(name: str, shape: GroupedShape, dtype: str, backend: str) 
 
 def _check_grouped(shape: GroupedShape, dtype: str, backend: str) -> None:
     """ValueError for what the op would refuse later, or compile for another device."""
-    if backend in ("triton", "tuned") and jax.default_backend() != "gpu":
-        raise ValueError("needs an NVIDIA GPU")
-    if backend not in grouped_matmul.BACKENDS:
-        names = sorted(grouped_matmul.BACKENDS)
-        raise ValueError(f"grouped matmul has no backend {backend!r}: use {names}")
+    inner = shape.K if shape.op == "grouped_matmul" else shape.N // 2
+    sizes = grouped_matmul.Sizes(shape.N if shape.op == "grouped_matmul" else shape.K, inner, dtype)
+    check("grouped matmul", grouped_matmul, backend, [sizes], jax.devices()[0])
     jax.eval_shape(
         functools.partial(getattr(grouped_matmul, shape.op), backend=backend),
         jax.ShapeDtypeStruct((shape.M * shape.k, shape.K), dtype),
@@ -227,11 +227,7 @@ def _check_grouped(shape: GroupedShape, dtype: str, backend: str) -> None:
 
 def _check_matmul(shape: MatmulShape, dtype: str, backend: str) -> None:
     """ValueError for what the op would refuse later, or compile for another GPU."""
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-    if backend == "mosaic_gpu" and not (dtype == "bfloat16" and capability.startswith("9.")):
-        raise ValueError("needs bfloat16 and an NVIDIA GPU of compute capability 9.x")
-    if backend not in matmul.BACKENDS:
-        raise ValueError(f"matmul has no backend {backend!r}: use {sorted(matmul.BACKENDS)}")
+    check("matmul", matmul, backend, [matmul.Sizes(dtype)], jax.devices()[0])
     jax.eval_shape(
         functools.partial(getattr(matmul, shape.op), backend=backend),
         jax.ShapeDtypeStruct((shape.M, shape.K), dtype),

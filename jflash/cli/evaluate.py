@@ -180,7 +180,7 @@ def _settings(
         "block_size": files.models.block_size,
         "dtype": files.dtype,
         "device": device_name(),
-        "attention_backend": files.models.attention_backend,
+        "attention_backend": files.models.kernels.attention,
         "draft_rule": files.models.draft_rule,
         **{option: getattr(options, option) for option in same},
         "problems": len(evaluation.problems),

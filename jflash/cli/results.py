@@ -42,7 +42,7 @@ def describe(pair: Pair, target: str, drafter: str, seed: int, load_seconds: flo
         block_size=pair.models.block_size,
         dtype=str(pair.params.target["embedding"].dtype),
         device=jax.devices()[0].device_kind,
-        attention_backend=pair.models.attention_backend,
+        attention_backend=pair.models.kernels.attention,
         draft_rule=pair.models.draft_rule,
         seed=seed,
         load_seconds=load_seconds,

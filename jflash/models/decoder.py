@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jflash.cache import Cache
 from jflash.config import TargetConfig
-from jflash.layers import XLA, Attend, DecoderLayer, Kernels, RMSNorm, head_argmax
+from jflash.kernels import XLA, Kernels
+from jflash.layers import Attend, DecoderLayer, RMSNorm, head_argmax
 
 Caches = tuple[Cache | None, ...]
 

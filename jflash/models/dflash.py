@@ -15,11 +15,10 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jflash.config import DrafterConfig
+from jflash.kernels import XLA, Kernels
 from jflash.layers import (
-    XLA,
     DecoderLayer,
     DrafterAttend,
-    Kernels,
     Projected,
     Projection,
     RMSNorm,

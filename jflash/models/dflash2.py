@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import Drafter2Config, DrafterConfig
-from jflash.layers import Attend, DecoderLayer, Kernels, Projection
+from jflash.kernels import Kernels
+from jflash.layers import Attend, DecoderLayer, Projection
 from jflash.models.dflash import Drafter, Tools
 
 GROUP = 128  # tokens of which the best is found first

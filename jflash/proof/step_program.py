@@ -92,12 +92,11 @@ def temporary_bound(models: Models, batch: int, dtype: str) -> int:
     experts: one being read, one being written. And ROOM.
     """
     rows, size = batch * models.block_size, jnp.dtype(dtype).itemsize
-    configs = [m.config for m in (models.target, models.drafter) if m is not None]
-    widths = [2 * c.intermediate_size for c in configs]
+    widths = [2 * c.intermediate_size for c in models.configs]
     moe = models.target.config.moe
     if moe is not None:
         widths.append(
-            moe.experts_per_token * max(2 * moe.intermediate_size, configs[0].hidden_size)
+            moe.experts_per_token * max(2 * moe.intermediate_size, models.target.config.hidden_size)
         )
     widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch, dtype) else 0
@@ -110,9 +109,9 @@ def writes_logits(models: Models, batch: int, dtype: str) -> bool:
     chosen = isinstance(drafter, Drafter2Config)  # from the best logits
     if models.sampled or chosen or (drafter is not None and drafter.changes_logits):
         return True
-    if models.matmul_backend == "mosaic_gpu":
+    if models.kernels.matmul == "mosaic_gpu":
         return False
-    if models.matmul_backend != "tuned" or dtype != "bfloat16":
+    if models.kernels.matmul != "tuned" or dtype != "bfloat16":
         return True
     widths = [models.block_size] + ([models.block_size - 1] if models.drafter else [])
     c = models.target.config

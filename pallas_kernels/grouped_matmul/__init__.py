@@ -15,11 +15,23 @@ ValueError what its tiles do not divide. "tuned" is for Hopper: "triton" where t
 "xla", told by shape and dtype alone.
 """
 
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.grouped_matmul import reference, triton, tuned, xla
 
-BACKENDS = {"reference": reference, "xla": xla, "triton": triton, "tuned": tuned}
+BACKENDS = {"tuned": tuned, "xla": xla, "triton": triton, "reference": reference}
+
+
+class Sizes(NamedTuple):
+    """What a backend must be able to take: a token's width, an expert's, and the dtype."""
+
+    hidden_size: int
+    intermediate_size: int
+    dtype: Any
 
 
 def grouped_matmul(
@@ -36,7 +48,21 @@ def grouped_gate_up(
     return _backend(backend).grouped_gate_up(x, w, sizes)
 
 
+def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
+    """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    kinds = {"triton": "triton", "tuned": "mosaic_gpu"}  # tuned is measured on Hopper alone
+    lacking = device_refusal(kinds[backend], device) if backend in kinds else None
+    if lacking or backend != "triton":
+        return lacking
+    hidden, inner, dtype = sizes.hidden_size, sizes.intermediate_size, jnp.dtype(sizes.dtype).name
+    if dtype != "bfloat16":
+        return f"has bfloat16 alone, not {dtype}"
+    if not (triton.divides(hidden, inner) and triton.divides(inner, hidden)):
+        return f"has sizes that its tiles divide, not {hidden} and {inner}"
+    return None
+
+
 def _backend(name: str):
     if name not in BACKENDS:
-        raise ValueError(f"grouped matmul has no backend {name!r}: use {sorted(BACKENDS)}")
+        raise ValueError(no_backend("grouped matmul", name, BACKENDS))
     return BACKENDS[name]

@@ -14,17 +14,20 @@ ones.
 "xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.heads_to_cache import reference, triton
 
-BACKENDS = {
-    "reference": reference.heads_to_cache,
-    "xla": reference.heads_to_cache,
-    "triton": triton.heads_to_cache,
-}
+BACKENDS = {"triton": triton, "xla": reference, "reference": reference}
+
+
+class Sizes(NamedTuple):
+    """What a backend must be able to take."""
+
+    head_dim: int
 
 
 class Heads(NamedTuple):
@@ -56,6 +59,15 @@ def heads_to_cache(
     `backend` is one of BACKENDS; any other name is a ValueError.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"heads_to_cache has no backend {backend!r}: use {sorted(BACKENDS)}")
-    op = BACKENDS[backend]
+        raise ValueError(no_backend("heads_to_cache", backend, BACKENDS))
+    op = BACKENDS[backend].heads_to_cache
     return op(x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads, rising=rising)
+
+
+def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
+    """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    if backend != "triton":
+        return None
+    if sizes.head_dim & (sizes.head_dim - 1):  # it cuts heads in halves
+        return f"has head dims that are powers of two, not {sizes.head_dim}"
+    return device_refusal("triton", device)

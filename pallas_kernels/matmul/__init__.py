@@ -21,11 +21,21 @@ compute capability 9.0, and refuses with a ValueError what its tiles do not divi
 `tuning.tuning_for` when it is built and then decides; nothing falls back here.
 """
 
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.matmul import mosaic_gpu, reference, tuned, xla
 
-BACKENDS = {"reference": reference, "xla": xla, "mosaic_gpu": mosaic_gpu, "tuned": tuned}
+BACKENDS = {"tuned": tuned, "xla": xla, "mosaic_gpu": mosaic_gpu, "reference": reference}
+
+
+class Sizes(NamedTuple):
+    """What a backend must be able to take."""
+
+    dtype: Any
 
 
 def matmul(
@@ -61,7 +71,17 @@ def head_argmax(
     return _backend(backend).head_argmax(x, head)
 
 
+def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
+    """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    if backend not in ("tuned", "mosaic_gpu"):
+        return None
+    dtype = jnp.dtype(sizes.dtype).name
+    if backend == "mosaic_gpu" and dtype != "bfloat16":
+        return f"has bfloat16 alone, not {dtype}"
+    return device_refusal("mosaic_gpu", device)
+
+
 def _backend(name: str):
     if name not in BACKENDS:
-        raise ValueError(f"matmul has no backend {name!r}: use {sorted(BACKENDS)}")
+        raise ValueError(no_backend("matmul", name, BACKENDS))
     return BACKENDS[name]

@@ -10,13 +10,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.block_attention import (
-    BACKENDS,
-    Sizes,
-    block_attention,
-    check_backend,
-    default_backend,
-)
+from pallas_kernels import block_attention as package
+from pallas_kernels.block_attention import BACKENDS, Sizes, block_attention
+from pallas_kernels.choice import best, check
 from tests.support.attention_checks import ON_GPU, SHAPES, SMALLEST, inputs
 
 COMPILED_FULLY = True  # what the compiler makes of the kernels is what is looked at
@@ -42,16 +38,17 @@ QWEN3 = Sizes(width=16, groups=4, head_dim=128, dtype=jnp.bfloat16)
 
 
 def test_default_backend_suits_the_device():
-    chosen = [default_backend(d) for d in DEVICES]
+    chosen = [best(package, [QWEN3], d) for d in DEVICES]
     assert chosen == ["xla", "xla", "triton", "triton", "mosaic_gpu", "triton", "triton"]
-    assert default_backend(device("gpu", "gfx942")) == "xla"
-    assert default_backend(SM90, QWEN3) == "mosaic_gpu"
-    assert default_backend(SM90, QWEN3._replace(dtype=jnp.float32)) == "triton"
-    assert default_backend(SM90, QWEN3._replace(head_dim=96)) == "xla"
+    narrow, odd = QWEN3._replace(dtype=jnp.float32), QWEN3._replace(head_dim=96)
+    assert best(package, [QWEN3], device("gpu", "gfx942")) == "xla"
+    assert best(package, [narrow], SM90) == "triton"
+    assert best(package, [odd], SM90) == "xla"
+    assert best(package, [QWEN3, narrow], SM90) == "triton"  # one that takes all of them
     for d in DEVICES:
-        check_backend(default_backend(d, QWEN3), QWEN3, d)
+        check("attention", package, best(package, [QWEN3], d), [QWEN3], d)
         for backend in ("xla", "reference"):
-            check_backend(backend, QWEN3._replace(head_dim=96, dtype=jnp.float16), d)
+            check("attention", package, backend, [odd._replace(dtype=jnp.float16)], d)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_default_backend_suits_the_device():
 )
 def test_a_backend_that_cannot_do_it_is_refused(backend, sizes, where, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        check_backend(backend, sizes, where)
+        check("attention", package, backend, [sizes], where)
 
 
 def test_bad_options_are_refused():

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from jflash.backends import BACKENDS, with_backends
+from jflash.backends import BACKENDS, named, with_backends
 from jflash.bench.shapes import model_shape
+from jflash.kernels import Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.speculative import Models
+from pallas_kernels import grouped_matmul
+from pallas_kernels.choice import check
 from tests.support.pairs import random_pair
 
 HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
@@ -43,15 +46,15 @@ def qwen3() -> Models:
 )
 def test_the_best_that_the_device_has(device, dtype, want):
     chosen = with_backends(qwen3(), dtype, device)
-    assert (chosen.attention_backend, chosen.matmul_backend, chosen.heads_backend) == want
+    assert chosen.kernels == Kernels(*want)  # a pair without experts needs no kernel for them
 
 
 def test_sizes_that_no_kernel_takes_go_to_xla():
     models = random_pair().models  # heads of 16
-    assert with_backends(models, "bfloat16", HOPPER).attention_backend == "xla"
+    assert with_backends(models, "bfloat16", HOPPER).kernels.attention == "xla"
 
 
-ATTENTION, MATMUL, HEADS = BACKENDS
+ATTENTION, MATMUL, HEADS, EXPERTS = BACKENDS
 
 
 @pytest.mark.parametrize(
@@ -80,12 +83,26 @@ def test_a_backend_that_cannot_run_is_refused_by_name(field, name, device, dtype
 def test_sizes_and_layers_that_a_backend_lacks_are_refused():
     with pytest.raises(ValueError, match="powers of two, not 96: use 'xla'"):
         with_backends(of_shape("qwen3-8b", 96), "bfloat16", HOPPER, heads_backend="triton")
-    with pytest.raises(ValueError, match="'mosaic_gpu' for experts: use one of reference, xla, t"):
-        with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, matmul_backend="mosaic_gpu")
+    unknown = "experts has no backend 'mosaic_gpu': use one of tuned, xla, triton, reference"
+    with pytest.raises(ValueError, match=unknown):
+        with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, experts_backend="mosaic_gpu")
+    narrow = grouped_matmul.Sizes(64, 40, "bfloat16")
+    with pytest.raises(ValueError, match="its tiles divide, not 64 and 40: use 'tuned'"):
+        check("experts", grouped_matmul, "triton", [narrow], HOPPER)
+
+
+def test_experts_have_a_backend_of_their_own():
+    moe = of_shape("tiny-moe")
+    assert with_backends(moe, "bfloat16", HOPPER).kernels.experts == "tuned"
+    assert with_backends(moe, "bfloat16", AMPERE).kernels.experts == "xla"
+    chosen = with_backends(moe, "bfloat16", HOPPER, experts_backend="xla").kernels
+    assert (chosen.matmul, chosen.experts) == ("tuned", "xla")
 
 
 def test_a_backend_on_request():
     own = with_backends(qwen3(), "bfloat16", HOPPER)
-    asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla"}
-    assert with_backends(qwen3(), "bfloat16", HOPPER, **asked) == replace(own, **asked)
+    asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla", EXPERTS: "reference"}
+    chosen = with_backends(qwen3(), "bfloat16", HOPPER, **asked)
+    assert chosen == replace(own, kernels=Kernels(*asked.values()))
+    assert named(chosen.kernels) == asked
     assert with_backends(qwen3(), "bfloat16", HOPPER, **dict.fromkeys(BACKENDS, "auto")) == own

@@ -21,7 +21,7 @@ from jflash.io.convert import convert_checkpoint
 from jflash.io.hf_config import target_config as read_target
 from jflash.io.load import read_config
 from jflash.io.names import abstract_params
-from jflash.layers import XLA
+from jflash.kernels import XLA
 from jflash.memory import weight_bytes
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter

@@ -48,7 +48,9 @@ from jflash.proof.step_program import (
     step_program,
 )
 from jflash.speculative import Models, draft, speculative_step, verify
-from pallas_kernels.block_attention import block_attention, default_backend
+from pallas_kernels import block_attention as attention_op
+from pallas_kernels.block_attention import block_attention
+from pallas_kernels.choice import best
 from pallas_kernels.shapes import BLOCK_ATTENTION
 
 COMPILED_FULLY = True  # what the compiler makes of the step is what is looked at
@@ -258,7 +260,7 @@ def test_a_product_taken_apart_fails_the_weight_gate():
 def test_several_copies_of_the_logits_fail_the_temporaries_gate():
     """With the head by XLA, which may write the logits once."""
     wide = replace(plain_models(SMALL), block_size=16)
-    models = replace(on_h200(wide), matmul_backend="xla")
+    models = replace(on_h200(wide), kernels=on_h200(wide).kernels._replace(matmul="xla"))
     step = step_program(models, 8, CAPACITY, DTYPE)
 
     def body(params, state, sorts: bool):
@@ -304,8 +306,9 @@ def test_a_tile_that_does_not_fit_registers_fails_the_spill_gate():
 )
 def test_attention_compiles_for_each_part(part: Part, backend: str):
     """The kernel that a device gets by default: on those without wgmma, Triton's."""
-    assert default_backend(device_mesh(part).devices.flat[0]) == backend
     shape = BLOCK_ATTENTION["qwen3-b1-2k"]
+    sizes = attention_op.Sizes(shape.T, shape.N // shape.K, shape.H, DTYPE)
+    assert best(attention_op, [sizes], device_mesh(part).devices.flat[0]) == backend
     q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), DTYPE)
     cache = jax.ShapeDtypeStruct((shape.B, shape.S, shape.K, shape.H), DTYPE)
     lengths = jax.ShapeDtypeStruct((shape.B,), jnp.int32)

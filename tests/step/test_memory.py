@@ -16,6 +16,7 @@ from jflash.cli import generate as cli
 from jflash.config import Sight
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
+from jflash.kernels import Kernels
 from jflash.memory import (
     WORKSPACE,
     at,
@@ -46,7 +47,7 @@ def published(name: str, layers: int | None = None, backend: str = "xla") -> Mod
         drafter = replace(
             drafter, num_layers=layers, num_target_layers=layers, target_layer_ids=ids
         )
-    return Models(Target(target), drafter_of(drafter), drafter.block_size, backend)
+    return Models(Target(target), drafter_of(drafter), drafter.block_size, Kernels(backend))
 
 
 def without_drafter(models: Models) -> Models:

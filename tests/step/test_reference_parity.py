@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 
 from jflash import cache, generate, load_pair, stream
 from jflash.cache import empty_cache
-from jflash.layers import XLA, BlockAttend, MaskAttend
+from jflash.kernels import XLA
+from jflash.layers import BlockAttend, MaskAttend
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 

@@ -10,7 +10,8 @@ from flax import linen as nn
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.io.names import abstract_params
-from jflash.layers import XLA, Projected
+from jflash.kernels import XLA
+from jflash.layers import Projected
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.rope import rope_angles

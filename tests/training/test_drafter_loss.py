@@ -10,7 +10,8 @@ import pytest
 
 from jflash.cache import LayerCache, empty_cache
 from jflash.config import Sight
-from jflash.layers import XLA, BlockAttend
+from jflash.kernels import XLA
+from jflash.layers import BlockAttend
 from jflash.models.dflash import Drafter
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend

@@ -1,0 +1,57 @@
+"""Which backend of an op runs: what a device has, what is refused by name, what is best.
+
+An op's package has BACKENDS, its modules by name with the best first, where what stands after "xla"
+runs on request only; and `refusal(backend, sizes, device)`, which says why a backend cannot do it,
+or None. `device` is a jax.Device, or None to leave it out of the question.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def no_backend(op: str, backend: str, backends: Iterable[str]) -> str:
+    """The error for a name that an op does not know."""
+    return f"{op} has no backend {backend!r}: use one of {', '.join(backends)}"
+
+
+def best(package: Any, sizes: Iterable[Any], device: Any) -> str:
+    """The first of a package's backends that takes all of `sizes` on a jax.Device."""
+    sizes = list(sizes)
+    return next(
+        name
+        for name in package.BACKENDS
+        if not any(package.refusal(name, each, device) for each in sizes)
+    )
+
+
+def check(op: str, package: Any, backend: str, sizes: Iterable[Any], device: Any) -> None:
+    """ValueError, with the reason and what to use instead, if `backend` cannot do this."""
+    sizes = list(sizes)
+    if backend not in package.BACKENDS:
+        raise ValueError(no_backend(op, backend, package.BACKENDS))
+    for each in sizes:
+        reason = package.refusal(backend, each, device)
+        if reason:
+            instead = "xla" if device is None else best(package, sizes, device)
+            raise ValueError(f"{op} backend {backend!r} {reason}: use {instead!r}")
+
+
+def device_refusal(kind: str, device: Any) -> str | None:
+    """Why a jax.Device runs no kernel of a kind, "mosaic_gpu" or "triton"; None if it does."""
+    if device is None:
+        return None
+    major, minor = _compute_capability(device)
+    here = f"sm{major}{minor}" if major else f"a {device.platform} device"
+    if kind == "mosaic_gpu" and major != 9:  # wgmma is sm90's own: sm100 and sm120 lack it
+        return f"needs an NVIDIA GPU of compute capability 9.x, and this is {here}"
+    if kind == "triton" and major < 8:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or more, and this is {here}"
+    return None
+
+
+def _compute_capability(device: Any) -> tuple[int, int]:
+    """(9, 0) for sm90; (0, 0) for what is no NVIDIA GPU (other makers' say "gfx942" there)."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    if device.platform not in ("gpu", "cuda") or not (major.isdigit() and minor.isdigit()):
+        return 0, 0
+    return int(major), int(minor)
