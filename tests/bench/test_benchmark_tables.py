@@ -257,7 +257,3 @@ def test_documents_agree_with_the_results_and_no_table_is_printed_twice():
     for file in (ROOT / "benchmarks").glob("*.json"):
         for table in widths.read_tables(file):
             assert math.isfinite(sum(table.ms.values()))
-
-
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
