@@ -1,6 +1,7 @@
-"""Files that appear whole or not at all, and lines of JSON."""
+"""Files that appear whole or not at all, lines of JSON, and the lock of a running command."""
 
 import contextlib
+import fcntl
 import gzip
 import json
 import zlib
@@ -21,6 +22,22 @@ def replacing(path: Path) -> Iterator[Path]:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(file: Path, what: Path) -> Iterator[None]:
+    """Holds a lock on `file`, which is made if need be; the system frees it if the process dies.
+
+    ValueError, naming `what` it guards, while another process holds it.
+    """
+    with file.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{what} is in use by another process: wait for its end, or give another place"
+            ) from None
+        yield
 
 
 def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:

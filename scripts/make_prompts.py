@@ -113,6 +113,8 @@ def main(args: argparse.Namespace) -> None:
         written = self_written(args, sampling)
         print(f"{len(written)} of {args.count} user turns are worth asking")
         found += written
+    if not found:
+        raise ValueError("no source gave a prompt: nothing to write")
     prompts, asked = collected(found, tests)
     if not prompts:
         raise ValueError(f"all {len(found)} prompts are test questions: nothing is left")

@@ -36,7 +36,7 @@ from jflash.evals.folder import (
     check_settings,
     finished_answers,
     open_folder,
-    read_lines,
+    read_answers,
     write_whole,
 )
 from jflash.evals.plots import write_plots
@@ -85,13 +85,13 @@ def _run(dataset: str | None, options: argparse.Namespace) -> None:
     if notice:
         print(notice, file=sys.stderr)
     _check_device(run)
-    open_folder(folder, run.settings, options.overwrite)
-    _announce(folder, options.baseline)
-    try:
-        summary = _evaluate(run, folder, options, others)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
-        raise
+    with open_folder(folder, run.settings, options.overwrite):
+        _announce(folder, options.baseline)
+        try:
+            summary = _evaluate(run, folder, options, others)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
+            raise
     print(table(summary))
     print(f"\n{folder}: summary.json, answers.jsonl and pictures")
     if others and summary["same_as"]["identical_outputs"] < len(others):
@@ -198,7 +198,7 @@ def _check_device(run: Run) -> None:
 
 def _announce(folder: Path, baseline: bool) -> None:
     for name, what in (("answers", "answers"), ("baseline", "answers of plain decoding")):
-        count = len(read_lines(folder / f"{name}.jsonl"))
+        count = len(read_answers(folder / f"{name}.jsonl"))
         if count and (name == "answers" or baseline):
             print(f"resuming: {count} {what} are in {folder}", file=sys.stderr)
 

@@ -18,7 +18,7 @@ from jflash.engine import Job, buckets, serve
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import NEXT_EXAMPLE, Problem
-from jflash.evals.folder import appended, read_lines
+from jflash.evals.folder import appended, read_answers, read_lines
 from jflash.evals.summary import Record
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
@@ -106,7 +106,7 @@ def answer_all(
     Later turns follow on the answers of `turns_of`, or of this run: a baseline is asked the very
     same prompts.
     """
-    records = read_lines(file)
+    records = read_answers(file)
     total = sum(len(problem.turns) for problem in evaluation.problems)
     bar = tqdm(total=total, initial=len(records), desc=name, unit="answer", file=sys.stderr)
     with bar, appended(file) as add:

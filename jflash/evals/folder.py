@@ -6,14 +6,13 @@ models nor data sets.
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jflash.files import replacing
+from jflash.files import locked, replacing
 
-SETTINGS = "run.json"
+SETTINGS, LOCK = "run.json", "run.lock"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
 ALIKE = (  # what tokens may depend on; the drafter is not among them
     *("dataset", "target", "prompts", "problems", "max_new_tokens", "temperature", "top_k"),
@@ -22,21 +21,25 @@ ALIKE = (  # what tokens may depend on; the drafter is not among them
 RESULTS = ("summary.json", "histogram.png", "position.png", "progress.png")
 
 
-def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    """Makes the folder of a run with these settings, or finds it again; nothing else is touched.
+@contextlib.contextmanager
+def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Iterator[None]:
+    """Makes the folder of a run with these settings, or finds it again, and locks it for the block.
 
-    ValueError, by name, if it holds a run with other settings; `overwrite` removes that run.
+    ValueError, by name, if another process holds the folder, or if it holds a run with other
+    settings; `overwrite` removes that run.
     """
     file = folder / SETTINGS
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, expected a folder for the results")
-    if overwrite:
-        for name in (SETTINGS, *LINES, *RESULTS):
-            (folder / name).unlink(missing_ok=True)
-    check_settings(folder, settings)
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(settings, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / LOCK, folder):
+        if overwrite:
+            for name in (SETTINGS, *LINES, *RESULTS):
+                (folder / name).unlink(missing_ok=True)
+        check_settings(folder, settings)
+        if not file.exists():
+            write_whole(file, json.dumps(settings, indent=1) + "\n")
+        yield
 
 
 def check_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -81,10 +84,8 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
             "under --draft-rule greedy alone"
         )
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    answers, expected = (
-        read_lines(folder / "answers.jsonl"),
-        summary["acceptance"]["all"]["prompts"],
-    )
+    answers = read_answers(folder / "answers.jsonl")
+    expected = summary["acceptance"]["all"]["prompts"]
     if len(answers) != expected:
         raise ValueError(
             f"{folder / 'answers.jsonl'} has {len(answers)} answers, its summary {expected}: "
@@ -93,19 +94,38 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
     return answers
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, if there is one; a half-written last line is cut off the file.
+def read_answers(file: Path) -> list[dict[str, Any]]:
+    """The answers of a file, each (index, turn) once: the first of equal ones counts.
 
-    ValueError for a broken line before the last.
+    ValueError, by the problem, if two answers to it have different tokens, and for a line that is
+    no answer.
+    """
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for number, record in enumerate(read_lines(file), 1):
+        try:
+            first = found.setdefault((record["index"], record["turn"]), record)
+            same = first["token_ids"] == record["token_ids"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{file} line {number} is no answer: try --overwrite") from None
+        if not same:
+            raise ValueError(
+                f"{file} has two different answers to problem {record['index']}, turn "
+                f"{record['turn']}: give another --output, or --overwrite"
+            )
+    return list(found.values())
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a file, if there is one, without a half-written last line.
+
+    The file is only read: another process may be writing it. ValueError for a broken line before
+    the last.
     """
     if not file.exists():
         return []
     data = file.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):  # what was being written when the run was killed
-        os.truncate(file, whole)
     records = []
-    for number, line in enumerate(data[:whole].splitlines(), 1):
+    for number, line in enumerate(data[: _whole(data)].splitlines(), 1):
         try:
             records.append(json.loads(line))
         except ValueError as error:
@@ -113,9 +133,20 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return records
 
 
+def _whole(data: bytes) -> int:
+    """Where the last whole line ends."""
+    return data.rfind(b"\n") + 1
+
+
 @contextlib.contextmanager
 def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives a function that adds a record: when it returns, the line is with the system."""
+    """Gives a function that adds a record: when it returns, the line is with the system.
+
+    Cuts off the line that a killed run did not finish, so the caller holds the folder's lock.
+    """
+    with file.open("a+b") as found:
+        found.seek(0)
+        found.truncate(_whole(found.read()))
     with file.open("a", encoding="utf-8") as lines:
 
         def add(record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 Answers go to disk as they come, so that a run killed at any moment loses what was in flight only.
 """
 
+import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from jflash.engine import Job, serve
+from jflash.files import locked
 from jflash.generate import Generation, Pair
 from jflash.sampling import GREEDY, Sampling
 
@@ -67,7 +69,8 @@ def answer_into(
 
     Goes on from the lines that are there, of this and of all shares. In the order of the prompts,
     one prompt's answers side by side; a stop token that ended an answer is its last. None if the
-    share leaves answers to others that they have not made yet.
+    share leaves answers to others that they have not made yet. ValueError while another process
+    makes the same share.
     """
     jobs = [
         Job(index=i * len(samplings) + k, prompt_ids=list(prompt), sampling=sampling,
@@ -78,23 +81,24 @@ def answer_into(
     suffix = f"-{share.index}-of-{share.of}" if share.of > 1 else ""
     own = folder / f"{name}{suffix}.jsonl"
     answers: dict[int, list[int]] = {}
-    for file in sorted(folder.glob(f"{name}*.jsonl")):
-        answers |= read_answers(file, mend=file == own)
-    if answers:
-        print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
-    others = {j.index for j in jobs if j.index // len(samplings) % share.of != share.index}
-    missing = len(jobs) - len(answers.keys() | others)
-    found = serve(
-        pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids, seed=seed,
-        answered=answers.keys() | others,
-    )  # fmt: skip
-    with own.open("a", encoding="utf-8") as out, tqdm(total=missing, desc="answers") as bar:
-        for job, generation in found:
-            answers[job.index] = generation.token_ids
-            line = {"index": job.index, "answer_ids": generation.token_ids}
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            bar.update()
+    with locked(own, own):
+        for file in sorted(folder.glob(f"{glob.escape(name)}*.jsonl")):
+            answers |= read_answers(file, mend=file == own)
+        if answers:
+            print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
+        others = {j.index for j in jobs if j.index // len(samplings) % share.of != share.index}
+        missing = len(jobs) - len(answers.keys() | others)
+        found = serve(
+            pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids, seed=seed,
+            answered=answers.keys() | others,
+        )  # fmt: skip
+        with own.open("a", encoding="utf-8") as out, tqdm(total=missing, desc="answers") as bar:
+            for job, generation in found:
+                answers[job.index] = generation.token_ids
+                line = {"index": job.index, "answer_ids": generation.token_ids}
+                out.write(json.dumps(line) + "\n")
+                out.flush()
+                bar.update()
     if len(answers) < len(jobs):
         return None
     return [answers[job.index] for job in jobs]

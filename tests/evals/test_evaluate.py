@@ -14,6 +14,8 @@ import pytest
 
 from jflash.cli import evaluate
 from jflash.evals import evaluation
+from jflash.evals.folder import LOCK
+from jflash.files import locked
 from jflash.io import encode_prompt, load_tokenizer
 from tiny_pair.word_problems import problems
 
@@ -345,3 +347,36 @@ def test_another_run_in_the_folder_is_refused_by_name(run, refused, data, tmp_pa
     (folder / "run.json").unlink()
     refused([*argv, "--limit", "2"], "without a run.json")
     assert run(data, folder, "--limit", "2", "--overwrite")[0]["answers"] == 2
+
+
+def test_a_folder_that_another_process_holds_is_refused_and_left_alone(
+    run, refused, data, tmp_path
+):
+    folder = tmp_path / "run"
+    run(data, folder, "--limit", "2")
+    file = folder / "answers.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"index": 1, "tok')  # what the other one is writing
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    argv = ["--dataset", "gsm8k", "--data", str(data), "--output", str(folder), *SAME]
+    with locked(folder / LOCK, folder):
+        refused([*argv, "--limit", "2"], f"{folder} is in use by another process")
+        refused([*argv, "--limit", "2", "--overwrite"], f"{folder} is in use by another process")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_answer_that_stands_twice_counts_once(run, refused, data, tmp_path, capsys):
+    folder = tmp_path / "run"
+    once, _, _ = run(data, folder, "--limit", "3")
+    file = folder / "answers.jsonl"
+    found = file.read_text().splitlines(True)
+    file.write_text("".join([*found, *found[1:]]))
+    twice, _, err = run(data, folder, "--limit", "3")
+    assert f"resuming: 3 answers are in {folder}" in err
+    assert twice["answers"] == 3 and without_times(twice) == without_times(once)
+    other = json.loads(found[0])
+    other["token_ids"][-1] += 1
+    file.write_text("".join([*found, json.dumps(other) + "\n"]))
+    argv = ["--data", str(data), "--output", str(folder), *SAME, "--limit", "3"]
+    assert evaluate.main(argv, dataset="gsm8k") == 2
+    told = f"two different answers to problem {other['index']}, turn 0"
+    assert told in capsys.readouterr().err

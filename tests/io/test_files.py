@@ -1,8 +1,11 @@
 """What replaces a file replaces it whole or leaves it alone."""
 
+import subprocess
+import sys
+
 import pytest
 
-from jflash.files import replacing
+from jflash.files import locked, replacing
 
 
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
@@ -29,3 +32,19 @@ def test_what_is_not_finished_leaves_nothing(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(file):
         pass  # nothing was written: there is nothing to put in its place
     assert file.read_text() == "old"
+
+
+def test_a_lock_is_one_process_s_and_ends_with_it(tmp_path):
+    """A killed process leaves no lock; while it lives, the second one is refused by name."""
+    lock = tmp_path / "run.lock"
+    code = "import sys, time; from pathlib import Path; from jflash.files import locked\n"
+    code += "with locked(Path(sys.argv[1]), Path()): print(flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(ValueError, match=f"{tmp_path} is in use by another process"):
+        locked(lock, tmp_path).__enter__()
+    holder.kill()
+    holder.communicate()
+    with locked(lock, tmp_path), pytest.raises(ValueError, match="in use"):
+        locked(lock, tmp_path).__enter__()

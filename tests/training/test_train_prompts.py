@@ -102,6 +102,20 @@ def test_target_writes_user_turns(tmp_path, capsys):
     assert "of 24 user turns are worth asking" in capsys.readouterr().out
 
 
+def test_a_name_with_brackets_goes_on_too(tmp_path, capsys):
+    """The answers' name is no pattern: what was written before is found again."""
+    target = make_pair(tmp_path).target
+    given = ["--output", tmp_path / "p[1].jsonl", "--written-by", target, "--count", 4]
+    given += ["--batch", 4, "--max-new-tokens", 8, "--overwrite"]
+    for again in (False, True):
+        assert command(*given) == 2  # too short to be kept
+        out, err = capsys.readouterr()
+        assert ("4 of 4 answers were made before" in out) == again
+        assert "no source gave a prompt" in err
+    (written,) = tmp_path.glob("*written*.jsonl")
+    assert len(written.read_text().splitlines()) == 4
+
+
 def test_bad_input_is_a_line(files, tmp_path, capsys):
     output = ["--output", tmp_path / "p.jsonl"]
     (tmp_path / "broken.jsonl").write_text('{"instruction": "x", "instances": []}\n{"a\n')
