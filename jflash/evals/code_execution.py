@@ -1,80 +1,101 @@
-"""Does a program that a model wrote pass its tests: run in a process of its own, with limits.
+"""Does a program that a model wrote pass its tests: run in processes of its own, with limits.
 
-The limits are on time, memory, processor time and written files. It is no sandbox: the program
-runs as this user, may read what the user may read and use the network. Run it only where that is
-no harm.
+The limits hold for a program and all that it starts together: time, memory, processes, files in its
+folder; when it ends, all of that ends. It is no sandbox: the program runs as this user, may read
+and write what the user may, kill what the user runs (its supervisor too) and use the network. Run
+it only where that is no harm.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WALL_SECONDS, CPU_SECONDS = 10.0, 10
-MEMORY_BYTES, FILE_BYTES = 2 * 2**30, 2**20
-FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+from jflash.evals import program_supervisor
+from jflash.evals.program_supervisor import PASSED, TIMEOUT, Limits
 
-# The child limits itself before it reads a line of the program.
-LIMITED = """
-import resource, runpy, sys
-for name, value in zip(("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_CORE"), sys.argv[2:]):
-    resource.setrlimit(getattr(resource, name), (int(value), int(value)))
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+LIMITS = Limits()
+END_SECONDS = 10.0  # for the supervisor, after a program's time, to end what there is
+FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def program(dataset: str, record: dict[str, Any], text: str) -> str:
     """The whole of what is run: the answer's code, then the data set's tests of it."""
     if dataset == "humaneval":
-        name = record["entry_point"]
-        code = _code(text, f"def {name}")
-        if f"def {name}" not in code:  # the answer goes on where the prompt ended
-            code = record["prompt"] + code
-        else:  # imports and helpers of the prompt stay known
-            code = record["prompt"].rpartition("def ")[0] + "\n" + code
+        name, prompt = record["entry_point"], record["prompt"]
+        definition = re.compile(rf"^(?:async +)?def +{re.escape(name)}\b", re.MULTILINE)
+        code = _code(text, definition)
+        if not definition.search(code):  # the answer goes on where the prompt ended
+            code = prompt + code
+        elif begin := definition.search(prompt):  # imports and helpers of the prompt stay known
+            code = prompt[: begin.start()] + "\n" + code
         return f"{code}\n{record['test']}\ncheck({name})\n"
     tests = "\n".join(record["test_list"])
     setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or [])
-    return f"{_code(text, 'def ')}\n{setup}\n{tests}\n"
+    return f"{_code(text, re.compile('def '))}\n{setup}\n{tests}\n"
 
 
-def passes(source: str, wall_seconds: float = WALL_SECONDS) -> str:
-    """'passed', 'failed' or 'timeout'. Passed is only what reaches its own end."""
+def passes(source: str, limits: Limits = LIMITS) -> str:
+    """'passed', 'failed' or 'timeout'. Passed is only what reaches its own end.
+
+    ValueError on a system without /proc, where what a program starts cannot be ended.
+    """
+    if not Path("/proc/self/stat").exists():
+        raise ValueError(
+            f"programs run on Linux alone, this is {sys.platform}: leave out --execute"
+        )
     end = secrets.token_hex(16)  # a program that leaves early cannot say it
-    with tempfile.TemporaryDirectory(prefix="jflash-run-") as folder:
-        file = Path(folder) / "program.py"
-        file.write_text(f"{source}\nprint({end!r})\n", encoding="utf-8")
-        limits = map(str, (CPU_SECONDS, MEMORY_BYTES, FILE_BYTES, 0))
-        printed = Path(folder) / "printed"  # a file, because a pipe's content has no limit
-        with printed.open("wb") as stdout:
-            child = subprocess.Popen(
-                [sys.executable, "-I", "-c", LIMITED, str(file), *limits],
-                cwd=folder,
-                env={"PATH": os.environ.get("PATH", ""), "HOME": folder},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            try:
-                code = child.wait(wall_seconds)
-            except subprocess.TimeoutExpired:
-                return "timeout"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # and whatever it started
-                child.wait()
-        ended = printed.read_bytes().endswith(f"{end}\n".encode())
-    return "passed" if code == 0 and ended else "failed"
+    # What is printed goes to a file, because a pipe's content has no limit, and to one that the
+    # program cannot remove.
+    with tempfile.TemporaryFile() as printed, _folder() as folder:
+        file = folder / "program.py"
+        # A text that is no Unicode is no program either: Python says so when it reads it.
+        file.write_bytes(f"{source}\nprint({end!r})\n".encode("utf-8", "surrogatepass"))
+        supervisor = subprocess.Popen(
+            [sys.executable, "-I", program_supervisor.__file__, str(file), json.dumps(limits)],
+            cwd=folder,
+            env={"PATH": os.environ.get("PATH", ""), "HOME": str(folder), "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = supervisor.wait(limits.wall_seconds + END_SECONDS)
+        except subprocess.TimeoutExpired:  # the program has stopped its supervisor
+            supervisor.kill()
+            code = TIMEOUT
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.terminate()  # if it is Ctrl-C that ends the waiting
+                supervisor.wait(END_SECONDS)
+        printed.seek(0)
+        ended = printed.read().endswith(f"{end}\n".encode())
+    if code == TIMEOUT:
+        return "timeout"
+    return "passed" if code == PASSED and ended else "failed"
 
 
-def _code(text: str, wanted: str) -> str:
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """An empty folder, gone afterwards whatever a program made of it."""
+    folder = tempfile.mkdtemp(prefix="jflash-run-")
+    try:
+        yield Path(folder)
+    finally:
+        # Python's own removal stops at folders a thousand deep.
+        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _code(text: str, wanted: re.Pattern[str]) -> str:
     """The first fenced block that holds `wanted`, else the first block, else the text itself."""
     blocks = FENCE.findall(text)
-    return next((block for block in blocks if wanted in block), blocks[0] if blocks else text)
+    return next((block for block in blocks if wanted.search(block)), blocks[0] if blocks else text)

@@ -1,13 +1,15 @@
 """What an answer says and whether it is right, programs under limits, and what many amount to."""
 
 import json
+import subprocess
+import tempfile
 import time
 
 import pytest
 from scipy.stats import binomtest
 
 from jflash.evals.answer_check import check_answer, extract_answer
-from jflash.evals.code_execution import passes, program
+from jflash.evals.code_execution import LIMITS, passes, program
 from jflash.evals.report import table
 from jflash.evals.summary import (
     accuracy,
@@ -66,6 +68,9 @@ HUMANEVAL = {
     "entry_point": "half",
     "test": "def check(f):\n    assert f(3) == 1.5\n",
 }
+TOLD = HUMANEVAL | {
+    "prompt": 'import math\n\ndef half(x):\n    """Half, as in\n    def half_of(x): ...\n    """\n'
+}
 MBPP = {"prompt": "Double a number.", "test_list": ["assert twice(2) == 4"]}
 
 
@@ -77,6 +82,21 @@ MBPP = {"prompt": "Double a number.", "test_list": ["assert twice(2) == 4"]}
         ("humaneval", HUMANEVAL, "```python\ndef half(x):\n    return math.ceil(x)\n```", "failed"),
         ("humaneval", HUMANEVAL, "```\n1\n```\n```\ndef half(x):\n  return x / 2\n", "passed"),
         ("humaneval", HUMANEVAL, "I do not know.", "failed"),
+        ("humaneval", TOLD, "```python\ndef half(x):\n    return x / 2\n```", "passed"),
+        ("humaneval", TOLD, "    return math.fsum([x / 2])\n", "passed"),
+        # Another function whose name begins alike is not the one that is wanted.
+        (
+            "humaneval",
+            HUMANEVAL,
+            "    return half_of(x)\ndef half_of(x):\n    return x / 2\n",
+            "passed",
+        ),
+        (
+            "humaneval",
+            HUMANEVAL,
+            "```\ndef half_of(x):\n  return x\n```\n```\ndef half(x):\n  return x / 2\n```",
+            "passed",
+        ),
         ("mbpp", MBPP, "```python\ndef twice(x):\n    return 2 * x\n```", "passed"),
         ("mbpp", MBPP, "```python\ndef twice(x):\n    return x\n```", "failed"),
     ],
@@ -85,27 +105,80 @@ def test_programs_run_with_their_tests(dataset, record, text, result):
     assert passes(program(dataset, record, text)) == result
 
 
+LIMITED = """
+import os, sys, time
+def many(count, child):
+    for _ in range(count):
+        if not os.fork():
+            os.setsid()
+            child()
+            os._exit(0)
+"""
+
+
 @pytest.mark.parametrize(
-    ("source", "result"),
+    ("source", "limits", "result"),
     [
-        ("import os\nos._exit(0)", "failed"),  # leaves before its tests
-        ("raise SystemExit(0)", "failed"),
-        ("x = bytearray(3 * 2**30)", "failed"),
-        ("while True: print('x' * 10000)", "failed"),
-        ("import time\ntime.sleep(60)", "timeout"),
+        ("import os\nos._exit(0)", {}, "failed"),  # leaves before its tests
+        ("raise SystemExit(0)", {}, "failed"),
+        ("x = bytearray(3 * 2**30)", {}, "failed"),
+        ("while True: print('x' * 10000)", {}, "failed"),
+        ("import time\ntime.sleep(60)", {"wall_seconds": 1.0}, "timeout"),
+        ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", {}, "failed"),
+        ("x = '\ud800'", {}, "failed"),  # no Unicode, so no program
+        ("x = '\0'", {}, "failed"),
+        ("import os, shutil\nshutil.rmtree(os.getcwd())", {}, "passed"),
+        ("import os\nfor _ in range(1100): os.mkdir('a'); os.chdir('a')", {}, "passed"),
+        # Of the processes together: none of them takes too much.
+        (
+            LIMITED + "many(4, lambda: (bytearray(b'x' * 60 * 2**20), time.sleep(60)))\n"
+            "time.sleep(5)",
+            {"memory_bytes": 2**28},
+            "failed",
+        ),
+        (LIMITED + "many(20, lambda: time.sleep(60))\ntime.sleep(5)", {"processes": 16}, "failed"),
+        (
+            "for i in range(40): open(f'{i}', 'w').write('x' * 2**19)",
+            {"folder_bytes": 2**24},
+            "failed",
+        ),
+        ("for i in range(40): open(f'{i}', 'w').write('x' * 2**19)", {}, "passed"),
     ],
 )
-def test_a_program_is_held_by_limits(source, result):
-    assert passes(source, wall_seconds=5.0 if result == "failed" else 1.0) == result
+def test_a_program_is_held_by_limits(source, limits, result, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert passes(source, LIMITS._replace(**limits)) == result
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_program_starts_ends_with_it(tmp_path):
-    """A child process that outlives it is killed."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_program_starts_ends_with_it(tmp_path, waits):
+    """A child process that outlives it is killed, in a session of its own too; so is its child."""
     mark = tmp_path / "mark"
-    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
-    source = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])"
-    assert passes(source) == "passed"
+    source = LIMITED
+    source += f"def late():\n    os.fork()\n    time.sleep(2.5)\n    open({str(mark)!r}, 'w')\n"
+    source += "many(3, late)\n" + ("time.sleep(60)" if waits else "time.sleep(0.2)")
+    limits = LIMITS._replace(wall_seconds=1.0)
+    assert passes(source, limits) == ("timeout" if waits else "passed")
     time.sleep(2.5)
+    assert not mark.exists()
+
+
+def test_ctrl_c_ends_a_program_too(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    source = LIMITED + f"many(1, lambda: (time.sleep(2), open({str(mark)!r}, 'w')))\ntime.sleep(60)"
+    wait = subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        if timeout is not None and timeout > 15:
+            time.sleep(0.7)
+            raise KeyboardInterrupt
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        passes(source)
+    time.sleep(2)
     assert not mark.exists()
 
 
