@@ -16,6 +16,7 @@ from jflash.cli.generate import at_best_width, that_draw
 from jflash.cli.options import drafter_choice, drafter_name, sampling
 from jflash.device import describe_device, device_name
 from jflash.evals.datasets import (
+    NEXT_EXAMPLE,
     REFERENCE_COUNT,
     REFERENCE_SHUFFLE,
     Problem,
@@ -139,6 +140,7 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
         steps_per_call=options.steps_per_call,
         seed=options.seed,
         oracle=options.oracle,
+        ends=(NEXT_EXAMPLE,) if options.no_chat_template else (),
     )
     check_fits(evaluation, files.models)
     return Run(

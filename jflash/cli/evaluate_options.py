@@ -41,8 +41,10 @@ def make_parser(prog: str = "evaluate.py", dataset: str | None = None) -> Parser
     group.add_argument(
         "--execute",
         action="store_true",
-        help="run the programs of humaneval and mbpp with their tests. Limits on time, memory and "
-        "files are all that holds them: they run as you, with your network",
+        help="run the programs of humaneval and mbpp with their tests. A program and all that it "
+        "starts together are held to 10 s, 2 GiB, 64 processes and 64 MiB of files in a folder of "
+        "their own, and ended with it. That is no sandbox: they run as you, may read, write and "
+        "kill what you may, and use your network",
     )
     return parser
 

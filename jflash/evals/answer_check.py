@@ -8,8 +8,14 @@ import re
 from typing import NamedTuple
 
 SECONDS = 3  # for one comparison: 9^(9^(9^9)) is an answer too
-NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-UNIT = re.compile(r"(-?\$?[\d,]*\.?\d+)\s*[A-Za-z][A-Za-z ]*\.?")
+LONGEST = 500  # characters of an expression; longer ones are no answer, and slow to find so
+# A dash after a digit or a letter is none of a number: of "18-20 days" the last one is 20.
+NUMBER = re.compile(r"(?:(?<![\w)])-)?[$£€¥]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+UNIT = re.compile(r"(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*\.?")
+MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
+WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")  # LaTeX around the whole
+CURRENCY = re.compile(r"^(-?)(?:\\?\$|[£€¥])\s*|(?<=\d)\s*[£€¥]$")
+BRACES = re.compile(r"\\boxed\s*\{|[{}]")
 
 
 class Check(NamedTuple):
@@ -44,22 +50,35 @@ def is_equal(answer: str, gold: str) -> bool:
     """Whether two expressions say the same; not if that takes longer than SECONDS to find out."""
     if answer == gold:
         return True
+    if max(len(answer), len(gold)) > LONGEST:
+        return False
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a comparison given up is no news
-    # "18 apples." is 18: LaTeX would read a product of letters.
-    unit = UNIT.fullmatch(answer)
-    said = unit[1] if unit else answer
-    right, found = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in (gold, said))
+    both = (gold, _bare(answer))
+    right, found = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in both)
     return math_verify.verify(right, found, timeout_seconds=SECONDS)
+
+
+def _bare(answer: str) -> str:
+    """An answer without marks around it, currency and unit: "**£18**" and "18 apples." are 18.
+
+    LaTeX would read a product of letters.
+    """
+    while around := MARKS.fullmatch(answer) or WORDS.fullmatch(answer):
+        answer = (around[2] if around.re is MARKS else around[1]).strip()
+    answer = CURRENCY.sub(r"\1", answer)
+    unit = UNIT.fullmatch(answer)
+    return unit[1] if unit else answer
 
 
 def _last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed whose braces are closed."""
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for i in range(start, len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start:i].strip() or None
-    return None
+    last, open_boxes = (-1, -1), list[int]()  # begin and end; begins, -1 of other braces
+    for brace in BRACES.finditer(text):
+        if brace[0] != "}":
+            open_boxes.append(-1 if brace[0] == "{" else brace.end())
+        elif open_boxes:
+            last = max(last, (open_boxes.pop(), brace.start()))
+    begin, end = last
+    return None if begin < 0 else text[begin:end].strip() or None

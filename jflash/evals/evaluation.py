@@ -17,7 +17,7 @@ from jflash.acceptance import ending
 from jflash.engine import Job, buckets, serve
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
-from jflash.evals.datasets import NEXT_EXAMPLE, Problem
+from jflash.evals.datasets import Problem
 from jflash.evals.folder import appended, read_answers, read_lines
 from jflash.evals.summary import Record
 from jflash.generate import Generation, Pair, check_request
@@ -34,6 +34,7 @@ class Evaluation:
     """Which problems are asked, and how they are decoded.
 
     `encode(turns, text)` gives the token ids of a conversation that the user goes on with `text`.
+    An answer is judged as far as the first of `ends`.
     """
 
     problems: Sequence[Problem]
@@ -46,6 +47,7 @@ class Evaluation:
     steps_per_call: int
     seed: int
     oracle: bool
+    ends: Sequence[str] = ()
 
     @property
     def turns(self) -> int:
@@ -116,7 +118,7 @@ def answer_all(
             jobs = _jobs(evaluation, turn, said, pair.models)
             problems = {problem.index + turn * TURN: problem for problem in evaluation.problems}
             for job, generation in _serve(pair, evaluation, jobs, answered, room_for_width):
-                record = _record(problems[job.index], turn, generation, evaluation.tokenizer)
+                record = _record(problems[job.index], turn, generation, evaluation)
                 add(record)
                 records.append(record)
                 bar.update()
@@ -196,12 +198,12 @@ def _serve(
     )
 
 
-def _record(problem: Problem, turn: int, generation: Generation, tokenizer: Any) -> Record:
+def _record(problem: Problem, turn: int, generation: Generation, evaluation: Evaluation) -> Record:
     """An answer as a line of JSON: what it says, how it was decoded, whether it is right."""
-    text = decode(tokenizer, generation.token_ids)
+    text = decode(evaluation.tokenizer, generation.token_ids)
     check = None
     if problem.gold is not None:
-        found = check_answer(before_stop(text, [NEXT_EXAMPLE]), problem.gold)
+        found = check_answer(before_stop(text, evaluation.ends), problem.gold)
         check = found._asdict() | {"gold": problem.gold}
     seconds = generation.seconds
     return {

@@ -7,6 +7,7 @@ own. Linux only. Knows the standard library alone: it must start quickly.
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -105,16 +106,17 @@ def _takes_too_much(folder: Path, limits: Limits) -> bool:
 
 
 def _folder_bytes(folder: Path) -> float:
-    """Bytes of all files under a folder; more than any limit if they are too many to count."""
-    total = count = 0
-    for place, _, names in os.walk(folder):
+    """Bytes of all files under a folder; beyond any limit if they are too many or too deep."""
+    total, count, unseen = 0.0, 0, list[OSError]()
+    for place, _, names in os.walk(folder, onerror=unseen.append):
         count += 1 + len(names)
         if count > MOST_FILES:
             return float("inf")
         for name in names:
             with contextlib.suppress(OSError):
                 total += Path(place, name).lstat().st_size
-    return total
+    deep = any(error.errno == errno.ENAMETOOLONG for error in unseen)
+    return float("inf") if deep else total
 
 
 def _end_all() -> None:

@@ -242,6 +242,20 @@ def test_a_base_model_is_shown_examples(data, tmp_path, monkeypatch):
     assert load_tokenizer(TARGET).decode(asked[1]) == text
 
 
+@pytest.mark.parametrize("base", [False, True])
+def test_a_chat_answer_is_judged_whole_a_base_models_to_the_next_example(
+    data, tmp_path, monkeypatch, base
+):
+    gold = re.sub(r".*#### ", "", lines(data)[0]["answer"], flags=re.DOTALL)
+    text = f"I restate it.\nQuestion: how many?\nAnswer: \\boxed{{{gold}}}"
+    monkeypatch.setattr(evaluation, "decode", lambda tokenizer, ids: text)
+    argv = ["--data", str(data), "--output", str(tmp_path / "run"), *SAME, "--limit", "1"]
+    assert evaluate.main(argv + ["--no-chat-template"] * base, dataset="gsm8k") == 0
+    (answer,) = lines(tmp_path / "run" / "answers.jsonl")
+    assert answer["text"] == text
+    assert answer["check"]["correct"] is not base
+
+
 def test_the_second_turn_holds_the_first_answer(tmp_path, capsys):
     turns = [[p.question, "And twice that?"] for p in problems("eval", seed=7, limit=3)]
     data = tmp_path / "turns.jsonl"

@@ -32,6 +32,11 @@ from jflash.generate import Generation, Seconds
         ("3 eggs, 4 hens, so -1,234.50.", "-1,234.50", "last number"),
         (r"\boxed{} 9", "9", "last number"),
         ("none at all", None, "none"),
+        ("It takes 18-20 days", "20", "last number"),
+        ("from 20 to -18 degrees", "-18", "last number"),
+        ("that is £18.", "£18", "last number"),
+        (r"\boxed{\boxed{7}}", "7", "boxed"),
+        (r"} \boxed{ \frac{1}{2} } }", r"\frac{1}{2}", "boxed"),
     ],
 )
 def test_the_answer_is_found_by_a_named_rule(text, answer, rule):
@@ -45,6 +50,20 @@ def test_the_answer_is_found_by_a_named_rule(text, answer, rule):
         (r"\boxed{18\text{ dollars}}", "18", True),
         ("#### $1,800.00", "1800", True),
         ("#### 18 eggs a day.", "18", True),
+        ("#### **18**", "18", True),
+        ("#### **$18**.", "18", True),
+        ("#### £18", "18", True),
+        ("#### -£18", "-18", True),
+        ("#### 18 €", "18", True),
+        (r"\boxed{£18}", "18", True),
+        (r"\boxed{\$1,800}", "1800", True),
+        (r"\boxed{\text{18 apples}}", "18", True),
+        (r"\boxed{\text{Monday}}", r"\text{Monday}", True),
+        (r"\boxed{\text{Monday}}", r"\text{Friday}", False),
+        ("#### 18/day", "18", True),
+        ("#### 18/5", "18", False),
+        ("#### **19**", "18", False),
+        ("It takes 18-20 days", "20", True),
         (r"\boxed{0.5}", r"\frac{1}{2}", True),
         (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True),
         ("it is -18", "18", False),
@@ -61,6 +80,24 @@ def test_a_comparison_that_would_take_for_ever_is_given_up():
     begin = time.perf_counter()
     assert not check_answer(r"\boxed{9^{9^{9^{9}}}}", "18").correct
     assert time.perf_counter() - begin < 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### " + "1" * 50_000,
+        r"\boxed{" + "9" * 50_000 + "}",
+        r"\boxed{" * 5_000,
+        r"\boxed{" * 5_000 + "}" * 5_000,
+        "#### " + "1,111." * 20_000,
+        "#### " + "*" * 20_000,
+        "#" * 50_000 + " " * 50_000,
+    ],
+)
+def test_a_long_answer_is_judged_soon(text):
+    begin = time.perf_counter()
+    assert not check_answer(text, "18").correct
+    assert time.perf_counter() - begin < 1
 
 
 HUMANEVAL = {
