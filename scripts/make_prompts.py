@@ -22,6 +22,7 @@ from jflash.cli.command import Parser, run_command
 from jflash.files import replacing
 from jflash.generate import Pair
 from jflash.io import load_target, load_tokenizer, resolve, stop_token_ids
+from jflash.io.digest import checkpoint_digest
 from jflash.sampling import Sampling
 from jflash.speculative import Models, Params
 from jflash.training.prompts import (
@@ -94,7 +95,8 @@ def self_written(args: argparse.Namespace, sampling: Sampling) -> list[Prompt]:
         Models(target, None, 1), str(params["embedding"].dtype), jax.devices()[0]
     )
     systems = args.system or [None]
-    made_with = repr((args.written_by, systems, asdict(sampling), args.seed, args.max_new_tokens))
+    written_by = (args.written_by, checkpoint_digest(source))
+    made_with = repr((written_by, systems, asdict(sampling), args.seed, args.max_new_tokens))
     digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     return write_prompts(

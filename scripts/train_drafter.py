@@ -35,6 +35,7 @@ from jflash.io import (
     save_checkpoint,
     stop_token_ids,
 )
+from jflash.io.digest import checkpoint_digest
 from jflash.io.load import check_params
 from jflash.io.text import has_tokenizer
 from jflash.memory import check_decoding
@@ -110,7 +111,8 @@ def answered(
     None while other processes have answers to make.
     """
     seed = args.seed if any(s.temperature for s in samplings) else 0
-    made_with = (args.target, args.max_new_tokens, stops, samplings, seed)
+    weights = checkpoint_digest(resolve(args.target))
+    made_with = (args.target, weights, args.max_new_tokens, stops, samplings, seed)
     digest = hashlib.blake2b(repr((records, made_with)).encode(), digest_size=6).hexdigest()
     file = work / f"answers-{digest}.npz"
     if file.exists():

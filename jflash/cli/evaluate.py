@@ -52,6 +52,7 @@ from jflash.io import (
     load_weights,
     stop_token_ids,
 )
+from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
 from jflash.programs import STOP_SLOTS, Shape
 
@@ -178,7 +179,9 @@ def _settings(
     return {
         "dataset": name,
         "target": options.target,
+        "target_digest": checkpoint_digest(files.target),
         "drafter": drafter_name(options),
+        "drafter_digest": _drafter_digest(files),
         "block_size": files.models.block_size,
         "dtype": files.dtype,
         "device": device_name(),
@@ -188,6 +191,13 @@ def _settings(
         "problems": len(evaluation.problems),
         "prompts": digest(evaluation),
     }
+
+
+def _drafter_digest(files: PairFiles) -> str | None:
+    """None without a drafter; of drawn weights the name says the seed."""
+    if files.drafter is None:
+        return None
+    return checkpoint_digest(files.drafter, weights=files.drafter_seed is None)
 
 
 def _check_device(run: Run) -> None:

@@ -15,8 +15,9 @@ from jflash.files import locked, replacing
 SETTINGS, LOCK = "run.json", "run.lock"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
 ALIKE = (  # what tokens may depend on; the drafter is not among them
-    *("dataset", "target", "prompts", "problems", "max_new_tokens", "temperature", "top_k"),
-    *("top_p", "min_p", "seed", "batch", "block_size", "dtype", "device", "attention_backend"),
+    *("dataset", "target", "target_digest", "prompts", "problems", "max_new_tokens"),
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("batch", "block_size", "dtype", "device", "attention_backend"),
 )
 RESULTS = ("summary.json", "histogram.png", "position.png", "progress.png")
 

@@ -1,6 +1,5 @@
 """A drafter for any supported target: its configuration, its data, its training."""
 
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +19,9 @@ from jflash.training.data import Conversation, Rows, check_tokens, describe, pac
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
 from jflash.training.objective import PAPERS, Objective
 from jflash.training.steps import LossFn, TrainConfig
-from jflash.training.trainer import Evaluation, Trained, train
+from jflash.training.trainer import Evaluation, Trained, crc32_of, train
+
+SAMPLED = 4096  # numbers of each of the target's leaves that a training's identity is made of
 
 
 def drafter_config_for(
@@ -224,14 +225,13 @@ def make_lesson(
     if start is None:
         return Lesson(loss, init_drafter(config, training.seed), rows, identity)
     start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)
-    return Lesson(loss, start, rows, identity | {"start_crc32": _crc32(start)})
+    return Lesson(loss, start, rows, identity | {"start_crc32": crc32_of(start)})
 
 
-def _crc32(params: Any) -> int:
-    total = 0
-    for leaf in jax.tree.leaves(params):
-        total = zlib.crc32(np.asarray(leaf).tobytes(), total)
-    return total
+@jax.jit
+def _sample(params: Any) -> Any:
+    """Some numbers of each leaf: training changes all of them; gigabytes stay where they are."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1)[:: max(1, leaf.size // SAMPLED)], params)
 
 
 def made_up_rows(count: int, row_length: int, vocab_size: int) -> Rows:
@@ -273,5 +273,6 @@ def train_drafter(
     describe(rows, dropped)
     return train(
         lesson.loss, lesson.start, target_params, rows, training, directory,
-        identity=lesson.identity, should_stop=should_stop, title="drafter", evaluation=evaluation,
+        identity=lesson.identity | {"target_crc32": crc32_of(_sample(target_params))},
+        should_stop=should_stop, title="drafter", evaluation=evaluation,
     )  # fmt: skip

@@ -229,9 +229,16 @@ def _newest(
 
 def _settings(config: TrainConfig, identity: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """What tells a run from others, as run.json gives it back."""
-    rows = np.ascontiguousarray(jax.tree.leaves(data)[0])
-    own = {"rows": len(rows), "data_crc32": zlib.crc32(rows.tobytes())}
+    own = {"rows": len(jax.tree.leaves(data)[0]), "data_crc32": crc32_of(data)}
     return json.loads(json.dumps({**asdict(config), **identity, **own}))  # tuples become lists
+
+
+def crc32_of(tree: Any) -> int:
+    """A checksum over all leaves of a tree, in their order."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        total = zlib.crc32(np.asarray(leaf).tobytes(), total)
+    return total
 
 
 def _check_claim(directory: Path, settings: dict[str, Any]) -> None:

@@ -394,3 +394,24 @@ def test_an_answer_that_stands_twice_counts_once(run, refused, data, tmp_path, c
     assert evaluate.main(argv, dataset="gsm8k") == 2
     told = f"two different answers to problem {other['index']}, turn 0"
     assert told in capsys.readouterr().err
+
+
+def test_other_weights_at_the_same_path_are_another_run(refused, data, tmp_path):
+    folders = {name: tmp_path / name for name in ("target", "drafter")}
+    for name, folder in folders.items():
+        shutil.copytree(TARGET.parent / name, folder)
+    pair = ["--target", str(folders["target"]), "--drafter", str(folders["drafter"])]
+    argv = ["--data", str(data), *SAME, *pair, "--limit", "1"]
+    assert evaluate.main([*argv, "--output", str(tmp_path / "run")], dataset="gsm8k") == 0
+    argv = ["--dataset", "gsm8k", *argv]
+    for name in ("drafter", "target"):
+        file = folders[name] / "model.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[: -len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+        assert file.stat().st_size == len(whole)
+        told = f"holds a run with {name}_digest"
+        refused([*argv, "--output", str(tmp_path / "run")], told)
+        if name == "target":
+            same = ["--same-as", str(tmp_path / "run"), "--output", str(tmp_path / "other")]
+            refused([*argv, *same], told, "need not be the same")
+        file.write_bytes(whole)

@@ -192,6 +192,24 @@ def test_a_drafter_is_trained_on(place, capsys):
     assert "holds a run with {'start_crc32'" in capsys.readouterr().err
 
 
+def test_another_target_at_the_same_path_answers_and_teaches_anew(place, tmp_path, capsys):
+    target = tmp_path / "target"
+    shutil.copytree(place / "target", target)
+    changes: dict[str, object] = {"target": target, "steps": 2, "eval_every": 0}
+    changes |= {"max_new_tokens": 20, "answer_batch": 64}
+    assert command(tmp_path, "new", data=place / "prompts.jsonl", **changes) == 0
+    shutil.rmtree(tmp_path / "new")
+    file = target / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    for i in range(len(whole) // 2, len(whole), 2):  # bfloat16 weights of the other sign
+        whole[i + 1] ^= 0x80
+    file.write_bytes(whole)
+    assert command(tmp_path, "new", data=place / "prompts.jsonl", **changes) == 2
+    assert "target_crc32" in capsys.readouterr().err
+    made = list((tmp_path / "new-work").glob("answers-*.npz"))
+    assert len(made) == 2  # the answers of one target are none of the other's
+
+
 def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     """Of a target without a tokenizer, by ids alone."""
     ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]

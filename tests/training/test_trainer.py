@@ -85,6 +85,10 @@ def test_resumed_training_gives_the_same_bits(tmp_path, optimizer):
         run(**(parts | {"config": replace(config, seed=6)}))
     with pytest.raises(ValueError, match="data_crc32"):
         run(**(parts | {"data": rows()._replace(tokens=rows().tokens[::-1])}))
+    for name in Rows._fields:  # the same tokens with another border between prompt and answer too
+        other = rows()._replace(**{name: getattr(rows(), name)[:, ::-1]})
+        with pytest.raises(ValueError, match=r"holds a run with \{'data_crc32'"):
+            run(**(parts | {"data": other}))
 
 
 def test_steps_that_do_not_fit_are_refused_before_one_is_run(tmp_path, monkeypatch):
