@@ -21,6 +21,7 @@ from jflash.generate import (
     Generation,
     Pair,
     Seconds,
+    check_keys,
     check_request,
     generation_of,
     models_for,
@@ -44,7 +45,7 @@ FILLS = 8  # a bucket of fewer fills of the batch is not worth its compilation a
 
 
 class Job(NamedTuple):
-    """One sequence to decode; `index` names it and, with the seed, makes its key."""
+    """One sequence to decode; `index` (32 bits) names it and, with the seed, makes its key."""
 
     index: int
     prompt_ids: list[int]
@@ -110,6 +111,7 @@ def serve(
     over all answers they add up to the whole. What the caller does with an answer overlaps with the
     device. ValueError at the call, before anything runs, for jobs that the models cannot serve.
     """
+    check_keys(seed, (job.index for job in jobs), prefill_chunk)
     _check(pair, jobs, batch_size, steps_per_call, stop_token_ids)
     models = models_for(pair.models, [job.sampling for job in jobs])
     stops = tuple(stop_token_ids)

@@ -6,8 +6,9 @@ ids; text belongs to jflash.io.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import NamedTuple
 
 import jax
@@ -96,6 +97,8 @@ def check_request(
     outside = [int(t) for t in (*prompt, *stop_token_ids) if not 0 <= t < vocabulary]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
+    if not isinstance(max_new_tokens, Integral):
+        raise ValueError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if len(prompt) + max_new_tokens > positions:
@@ -105,6 +108,15 @@ def check_request(
             f"{len(prompt)} prompt tokens + {max_new_tokens} new tokens pass the model's "
             f"{positions} positions: {advice}"
         )
+
+
+def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
+    """ValueError for a seed or an index that a key cannot hold, and for chunks of no token."""
+    for name, value in (("seed", seed), *(("index", index) for index in indices)):
+        if not (isinstance(value, Integral) and 0 <= value < 2**32):
+            raise ValueError(f"{name} {value} must be a whole number within 0 … {2**32 - 1}")
+    if prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
 
 
 def models_for(models: Models, samplings: Sequence[Sampling]) -> Models:
@@ -131,8 +143,9 @@ def generate(
     `oracle` accepts no draft: the same executable then commits the target's own tokens one by one.
     `sampling` is one for all prompts or one for each. Sequence i draws from a key made of `seed`
     and `first_index` + i: later batches of one seed start where the last one ended.
-    `stop_when(new_ids)` may end a sequence after as many tokens as it returns; the host then looks
-    every few steps. `capacity` overrides the cache slots a sequence (see capacity_for).
+    `stop_when(new_ids)` may end a sequence after as many tokens as it returns, at least one of
+    those that it is given; the host then looks every few steps. `capacity` overrides the cache
+    slots a sequence (see capacity_for).
     Raises ValueError for a request that does not fit.
     """
     session = _start(
@@ -150,7 +163,8 @@ def generate(
         report = jax.device_get(report)
         if stop_when:
             for b in range(len(prompts)):
-                keep = None if b in cut else stop_when(_new_ids(report, b, len(prompts[b])))
+                ids = _new_ids(report, b, len(prompts[b]))
+                keep = None if b in cut else _kept(stop_when, ids)
                 if keep is not None:
                     cut[b], cancel[b] = keep, True
         if (report.done | cancel).all():
@@ -195,7 +209,7 @@ def stream(
         state, upcoming = call(state, STEPS_PER_CALL)
         report = jax.device_get(report)
         if stop_when and keep is None:
-            keep = stop_when(_new_ids(report, 0, len(prompt)))
+            keep = _kept(stop_when, _new_ids(report, 0, len(prompt)))
         result = generation_of(
             report, 0, len(prompt), stop_token_ids, keep, session.seconds(time.perf_counter())
         )
@@ -239,6 +253,7 @@ def _start(
     samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     if len(samplings) != len(prompts):
         raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts: give one or each")
+    check_keys(seed, (first_index, first_index + len(prompts) - 1), chunk)
     for prompt in prompts:
         check_request(pair.models, prompt, max_new_tokens, stops)
     models = models_for(pair.models, samplings)
@@ -269,6 +284,14 @@ def _start(
     jax.block_until_ready(state.length)
     ready = time.perf_counter()
     return _Session(programs, state, compiled - begin, ready - compiled, ready)
+
+
+def _kept(stop_when: StopWhen, ids: list[int]) -> int | None:
+    """What `stop_when` keeps of the new tokens; ValueError unless that is some of them."""
+    keep = stop_when(ids)
+    if keep is not None and not 1 <= keep <= len(ids):
+        raise ValueError(f"stop_when returned {keep}: None, or a number within 1 … {len(ids)}")
+    return keep
 
 
 def _new_ids(report: Report, b: int, prompt_tokens: int) -> list[int]:

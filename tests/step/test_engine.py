@@ -182,6 +182,10 @@ def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
         ([Job(0, [1]), Job(0, [2])], {}, "same index"),
         ([Job(0, [1])], {"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ([Job(0, [1])], {"steps_per_call": 0}, "steps_per_call must be at least 1, got 0"),
+        ([Job(0, [1]), Job(-1, [2])], {}, "index -1 must be a whole number within 0 …"),
+        ([Job(2**32, [1])], {}, "index 4294967296"),
+        ([Job(0, [1])], {"seed": 2**32}, "seed 4294967296"),
+        ([Job(0, [1])], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
         ([Job(0, [1] * 500)], {"capacity": 256}, "capacity 256 is below the 768 slots"),
     ],
 )

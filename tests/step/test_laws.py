@@ -1,5 +1,7 @@
 """What must hold for any weights: the drafter changes the speed, never a token."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -8,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.generate import Pair, generate, stream
+from jflash.generate import Pair, check_keys, generate, stream
 from jflash.prefill import prefill
-from jflash.programs import Shape, compile_programs, make_request, new_state
+from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
 from jflash.sampling import Sampling
 from jflash.speculative import speculative_step
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
@@ -89,6 +91,41 @@ def test_sequences_end_at_different_times():
     assert len({len(g.token_ids) for g in stopped}) > 1
 
 
+def test_sequences_of_a_batch_stop_at_tokens_of_their_own():
+    """Stop ids are a sequence's: each ends where it ends alone with them, and at no other's."""
+    pair, batch = random_pair(), prompts(3, seed=12)
+    free = ids(generate(pair, batch, max_new_tokens=NEW))
+    stops = [(free[0][9],), (free[1][20], free[1][30]), ()]
+    shape = Shape(3, 256, 128, 16, "float32")
+    programs = compile_programs(pair.models, pair.params, shape)
+    state = new_state(pair.models, shape)
+    for b, (prompt, own) in enumerate(zip(batch, stops, strict=True)):
+        request = make_request(shape, prompt, NEW, own, 7, jax.random.key(0))
+        state = programs.prefill(pair.params, state, jnp.int32(b), request)
+    _, report = programs.run(pair.params, state, jnp.int32(NEW), jnp.zeros(3, bool))
+    ends = set()
+    for b, (whole, own) in enumerate(zip(free, stops, strict=True)):
+        end = min((whole.index(token) + 1 for token in own), default=NEW)
+        assert int(report.length[b]) == len(batch[b]) + end
+        assert report.tokens[b, len(batch[b]) : report.length[b]].tolist() == whole[:end]
+        ends.add(end)
+    assert len(ends) == 3
+
+
+def test_a_text_may_reach_the_edge_of_its_capacity():
+    """The rows of the last block fit in the cache, those without room for a token too."""
+    pair = unit_head(random_pair())
+    width, new = pair.models.block_size, 30
+    prompt = prompts(1, seed=15, low=256 - width - new, high=257 - width - new)[0]
+    assert capacity_for(len(prompt), new, width, 128) == 256
+    assert capacity_for(len(prompt), new + 1, width, 128) == 512
+    wide = generate(pair, [prompt], max_new_tokens=new, capacity=768, oracle=True)[0]
+    pair = replay_pair(pair, prompt + wide.token_ids)
+    edge = generate(pair, [prompt], max_new_tokens=new)[0]
+    assert edge.token_ids == wide.token_ids and len(edge.token_ids) == new
+    assert max(edge.acceptance_lengths) == width
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_stream_equals_generate(temperature):
     pair, prompt = random_pair(), prompts(1, seed=13)[0]
@@ -116,16 +153,34 @@ def test_stream_and_generate_cut_alike_at_a_stop_of_the_host():
         assert last[-1].generation.acceptance_lengths == cut.acceptance_lengths
 
 
-def test_prefill_chunks_agree_within_float32():
-    """Another chunk size is another order of sums: caches differ by rounding and no more."""
-    pair, prompt = random_pair(), prompts(1, seed=14, low=50, high=60)[0]
-    states = []
-    for chunk in (7, 16, 128):
-        shape = Shape(2, 256, chunk, 16, "float32")
-        request = make_request(shape, prompt, 10, (), 7, jax.random.key(0))
-        state = new_state(pair.models, shape)
-        prefilled = jax.jit(partial(prefill, pair.models, chunk))  # `run` is not compiled in vain
-        states.append(prefilled(pair.params, state, jnp.int32(1), request))
+CHUNKS = (7, 16, 128)
+
+
+@pytest.fixture(scope="module")
+def chunked():
+    """The states after a prompt's prefill in chunks of each size."""
+    pair = random_pair()
+    # `run` is not compiled in vain.
+    programs = [jax.jit(partial(prefill, pair.models, chunk)) for chunk in CHUNKS]
+
+    def call(prompt: list[int]) -> list:
+        states = []
+        for chunk, program in zip(CHUNKS, programs, strict=True):
+            shape = Shape(2, 256, chunk, 16, "float32")
+            request = make_request(shape, prompt, 10, (), 7, jax.random.key(0))
+            state = new_state(pair.models, shape)
+            states.append(program(pair.params, state, jnp.int32(1), request))
+        return states
+
+    return call
+
+
+@pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 56, 59, 112, 127, 128, 129])
+def test_prefill_chunks_agree_within_float32(chunked, length):
+    """Another chunk size is another order of sums: caches differ by rounding and no more. So at a
+    prompt of whole chunks, and of one token more or less."""
+    prompt = prompts(1, seed=14, low=length, high=length + 1)[0]
+    states = chunked(prompt)
     filled = lambda cache: [np.asarray(x[1, : len(prompt)]) for x in jax.tree.leaves(cache)]  # noqa: E731
     for other in states[1:]:
         assert other.tokens[1, len(prompt)] == states[0].tokens[1, len(prompt)]
@@ -184,3 +239,50 @@ def test_the_report_counts_live_steps_only():
     assert lengths[0].tolist() == [8, 8, 8, 8, 7]  # 39 tokens by a drafter that knows them
     assert lengths[1].sum() == 4 and lengths[1].all()
     assert not np.asarray(report.acceptance_lengths[1, report.steps[1] :]).any()
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"seed": 2**32}, "seed 4294967296 must be a whole number within 0 … 4294967295"),
+        ({"seed": -1}, "seed -1"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ({"stop_when": lambda new: 0}, "stop_when returned 0: None, or a number within 1 … 1"),
+        ({"stop_when": lambda new: -3}, "stop_when returned -3"),
+        ({"stop_when": lambda new: len(new) + 1}, "stop_when returned"),
+    ],
+)
+def test_what_no_driver_can_do_is_refused(how, named):
+    pair = random_pair()
+    with pytest.raises(ValueError, match=named):
+        list(stream(pair, [1, 2], **how))
+    with pytest.raises(ValueError, match=named.replace("1 … 1", "1 … ")):
+        generate(pair, [[1, 2]], **how)
+
+
+def test_a_batch_ends_within_the_indices():
+    check_keys(2**32 - 1, (2**32 - 2, 2**32 - 1), 1)
+    for first, named in ((2**32 - 1, 2**32), (-1, -1)):
+        with pytest.raises(ValueError, match=f"index {named} must be"):
+            generate(random_pair(), [[1], [2]], first_index=first)
+
+
+def test_numbers_that_are_not_whole_are_refused():
+    """In a process of its own: here the tests' type checks would speak first."""
+    code = """
+from jflash.generate import check_keys, check_request
+from jflash.models.decoder import Target
+from jflash.speculative import Models
+from tests.support.pairs import target_config
+models = Models(Target(target_config()), None, 1)
+for call in (lambda: check_keys(0.5, (), 1), lambda: check_request(models, [1], 2.5)):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "seed 0.5 must be a whole number within 0 … 4294967295",
+        "max_new_tokens must be a whole number, got 2.5",
+    ]

@@ -174,6 +174,14 @@ def test_a_stop_counts_only_among_the_committed():
     assert stopped.tolist() == [True, False, False]
 
 
+def test_each_sequence_has_stops_of_its_own():
+    tokens = jnp.asarray([[1, 9, 2, 7]] * 4)
+    stops = jnp.asarray([[7, -1], [9, -1], [2, 1], [-1, -1]])
+    count, stopped = through_first_stop(tokens, jnp.full(4, 4), stops)
+    assert count.tolist() == [4, 2, 1, 4]
+    assert stopped.tolist() == [True, True, True, False]
+
+
 def test_models_refuse_a_width_or_a_rule_that_there_is_not():
     models = random_pair().models
     for width in (0, 1, 9):
