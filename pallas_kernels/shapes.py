@@ -92,10 +92,11 @@ MATMUL: dict[str, MatmulShape] = {
     )
 }
 
-# Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: plain decoding, and 1, 8 and 32 sequences of 16 tokens.
+# Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: 1, 8 and 32 sequences of one token (plain decoding), and
+# of 16.
 GROUPED_MATMUL: dict[str, GroupedShape] = {
     f"qwen3-30b-a3b-{name}-m{M}": GroupedShape(op, M, 8, 128, K, N)
-    for M in (1, 16, 128, 512)
+    for M in (1, 8, 16, 32, 128, 512)
     for name, op, K, N in (
         ("gate-up", "grouped_gate_up", 2048, 1536),
         ("down", "grouped_matmul", 768, 2048),

@@ -94,7 +94,10 @@ def _decoding_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="of the draws, default 0")
     group.add_argument(
-        "--oracle", action="store_true", help="the same executable, but no draft is accepted"
+        "--oracle",
+        action="store_true",
+        help="the same executable, but no draft is accepted: the same greedy tokens, one a step. "
+        "Above temperature 0 the tokens are the same under --draft-rule greedy alone",
     )
     group.add_argument(
         "--steps-per-call",

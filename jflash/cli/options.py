@@ -43,7 +43,8 @@ def model_options(group: argparse._ArgumentGroup) -> None:
         "--drafter",
         metavar="SOURCE",
         help="default: the embedded one; none: without; random:SEED or random:SEED:SOURCE: "
-        "that drafter's config with random weights",
+        "that drafter's config with random weights (the same greedy tokens, slower; above "
+        "temperature 0 the same ones under --draft-rule greedy alone)",
     )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     group.add_argument(
@@ -109,7 +110,10 @@ def _decoding_options(group: argparse._ArgumentGroup) -> None:
         "--ignore-eos", action="store_true", help="do not stop at the model's own stop tokens"
     )
     group.add_argument(
-        "--oracle", action="store_true", help="the same executable, but no draft is accepted"
+        "--oracle",
+        action="store_true",
+        help="the same executable, but no draft is accepted: the same greedy tokens, one a step. "
+        "Above temperature 0 the tokens are the same under --draft-rule greedy alone",
     )
 
 

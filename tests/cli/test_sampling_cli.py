@@ -1,9 +1,11 @@
 """generate.py's sampling options, for all prompts and for a line of a file of its own."""
 
 import json
+import re
 
 import pytest
 
+from jflash.cli import evaluate_options, options
 from jflash.cli import generate as cli
 from tests.support.refusals import decode
 from tests.support.small_checkpoints import Folders, make_pair
@@ -106,3 +108,14 @@ def test_a_line_draws_as_it_says(pair, capsys, tmp_path):
     run(pair, "--prompt-ids", "1,2", "--json")
     assert json.loads(capsys.readouterr().out)["token_ids"] == got[1]["token_ids"]
     assert len({tuple(line["token_ids"]) for line in got}) > 1
+
+
+@pytest.mark.parametrize("parser", [options.make_parser(), evaluate_options.make_parser()])
+def test_help_says_where_the_drafter_changes_no_token(parser):
+    """Drafts drawn from q decide which tokens are drawn; greedy ones never do."""
+    told = " ".join(parser.format_help().split())
+    (oracle,) = re.findall(r"--oracle the same executable.*?alone", told)
+    (random,) = re.findall(r"random:SEED or random:SEED:SOURCE.*?alone\)", told)
+    for what in (oracle, random):
+        assert "the same greedy tokens" in what
+        assert "temperature 0" in what and "--draft-rule greedy alone" in what
