@@ -17,6 +17,7 @@ from jflash.training.overlap import overlap
 
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question
+SHORTEST_WORDS = 4  # of a test question that no prompt may hold: fewer occur by chance
 # How the reference's benchmark asks for a result.
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -108,22 +109,24 @@ def questions_of_tests(files: Iterable[Path]) -> list[str]:
 def collected(prompts: Iterable[Prompt], tests: Sequence[str]) -> tuple[list[Prompt], int]:
     """Different prompts that no test set asks, in their order, and how many were left out for that.
 
-    Left out is what equals a test question but for case, spaces and punctuation, with the style's
-    ending or without, or shares 13 words in a row with one.
+    Words count, without case and punctuation. Left out is what equals a test question, with the
+    style's ending or without, shares 13 words in a row with one, or holds a whole one of 4 to 12.
     """
     different = list({normal(prompt.text): prompt for prompt in reversed(list(prompts))}.values())
     different.reverse()
-    bare = {prompt.text: prompt.text.removesuffix(f"\n{BOXED}") for prompt in different}
+    words = [normal(prompt.text.removesuffix(f"\n{BOXED}")) for prompt in different]
     known = {normal(test) for test in tests}
-    shared = set(overlap(bare.values(), tests, SHARED_WORDS))
-    kept = [
-        prompt
-        for prompt in different
-        if normal(bare[prompt.text]) not in known and bare[prompt.text] not in shared
-    ]
+    shared = set(overlap(words, known, SHARED_WORDS))
+    short = [t for t in known if SHORTEST_WORDS <= len(t.split()) < SHARED_WORDS]
+
+    def asked(text: str) -> bool:
+        return text in known or text in shared or any(f" {s} " in f" {text} " for s in short)
+
+    kept = [prompt for prompt, text in zip(different, words, strict=True) if not asked(text)]
     return kept, len(different) - len(kept)
 
 
 def normal(text: str) -> str:
     """The words alone, in lower case: two texts that differ in nothing else are the same."""
-    return " ".join(re.findall(r"\w+", text.lower()))
+    numbers_whole = re.sub(r"(?<=\d),(?=\d{3})", "", text.lower())
+    return " ".join(re.findall(r"[^\W_]+", numbers_whole))

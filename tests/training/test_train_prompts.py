@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_equal_prompts_count_once():
     assert collected(prompts, []) == ([prompts[0], prompts[2]], 0)
     assert collected(prompts, ["Three!"]) == ([prompts[0]], 1)
     assert collected([Prompt(boxed("three"), "b")], ["Three!"]) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: re.sub(r"[^\w\s]", "", text),
+        lambda text: text.replace(",", ""),
+        lambda text: re.sub(r"(\d[\d,]*)", r"**\1**", text),
+        lambda text: re.sub(r"(\d[\d,]*)", r"__\1__", text),
+        lambda text: text.upper().replace(" ", "\n\n"),
+    ],
+)
+def test_a_test_question_in_other_marks_is_left_out(change):
+    """A long one in part and a short one whole, inside of a prompt too."""
+    long = "Ann, who has 1,200 pears, eats two, on her way (home). How many are left, in the end?"
+    short = "Now explain, please: 5 of them?"
+    same = [Prompt(change(text), "a") for text in (long, short)]
+    inside = [Prompt(f"Solve this. {prompt.text} Thanks", "a") for prompt in same]
+    asked = [*same, *inside, Prompt("Go on, explain 5 of them now, please", "a")]
+    assert collected(asked, [long, short]) == (asked[-1:], 4)
+    # A test's turn of few words occurs by chance.
+    assert collected(asked, ["of them", "Thanks", "Go on"]) == (asked, 0)
 
 
 def test_target_writes_user_turns(tmp_path, capsys):
