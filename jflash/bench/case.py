@@ -60,8 +60,8 @@ class Task:
     batch: int
     context: int
     capacity: int
-    widths: tuple[int, ...]  # of the whole step, besides the drafter's own
-    only_step: bool  # leave plain decoding, verify and draft alone out
+    widths: tuple[int, ...]  # of the whole step, besides the drafter's width
+    only_step: bool  # do not time plain decoding, verify and draft by themselves
     dtype: str | None  # None: what suits the device
     backends: dict[str, str]  # fields of Models; those not named are jflash's own choice
     steps: int
@@ -152,7 +152,7 @@ def warm_case(task: Task) -> dict[str, Any]:
 
 
 def task_models(task: Task) -> Models:
-    """The pair that a task names, at the drafter's own width; ValueError: see with_backends."""
+    """The pair that a task names, at the drafter's width; ValueError: see with_backends."""
     if task.shape is not None:
         target, drafter = model_shape(task.shape)
         models = Models(Target(target), drafter_of(drafter), drafter.block_size)
@@ -164,7 +164,7 @@ def task_models(task: Task) -> Models:
 
 
 def memory(models: Models, shape: Shape, state: State, compiled: Any) -> dict[str, Any]:
-    """Bytes of weights and caches, and of a program's own temporaries as it was compiled."""
+    """Bytes of weights and caches, and of the compiled program's temporaries."""
     assert models.drafter is not None
     configs = (models.target.config, models.drafter.config)
     analysis = compiled.memory_analysis()
@@ -201,7 +201,7 @@ def prepare(
 def time_parts(
     clock: Clock, params: Params, state: State, step: dict[str, Any]
 ) -> tuple[dict[str, Any], State]:
-    """Verify and plain decoding by drafterless programs, draft as what the step takes beyond."""
+    """Times verify and plain decoding without a drafter; draft is the rest of the step."""
     models, batch = clock.models, clock.shape.batch
     drafterless = Params(params.target, None)
     drafter_cache, bare = state.drafter_cache, state._replace(drafter_cache=())
@@ -228,7 +228,7 @@ def time_parts(
 def time_widths(
     task: Task, clock: Clock, params: Params, state: State, step: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], State]:
-    """The whole step at every width asked for, the drafter's own included."""
+    """The whole step at each of the task's widths and at the drafter's."""
     full = clock.models.block_size
     rows = [{"block_size": full} | step]
     for width in sorted(set(task.widths) - {full}):

@@ -1,8 +1,8 @@
 """How fast a step could be: bytes and operations it cannot do without, and what a device delivers.
 
-Counted: weights, once for every time they are applied, and keys and values. Not counted:
-activations, norms, rows of the embedding, the arithmetic of softmax. The device's two rates are
-measured, never looked up. Knows nothing of how the step is implemented.
+It counts weights, once for every time they are applied, and keys and values. It does not count
+activations, norms, rows of the embedding, or the arithmetic of softmax. It measures the device's
+two rates and never looks them up. It knows nothing of how the step is implemented.
 """
 
 import statistics
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a device was measured to deliver: bytes read a second, operations a second."""
+    """What a device delivers, as measured: bytes read a second, operations a second."""
 
     bytes_per_second: float
     operations_per_second: float
@@ -63,10 +63,11 @@ def verify_work(
     itemsize: int,
     experts_read: float | None = None,
 ) -> Work:
-    """The target over [batch, width] rows behind `context` tokens each; width 1 is plain decoding.
+    """The target over [batch, width] rows that follow `context` tokens each.
 
-    `itemsize` is the bytes of a weight and of a cache entry. `experts_read` of a layer is what was
-    counted; without it, what to expect if every row drew its experts evenly and alone.
+    Width 1 is plain decoding. `itemsize` is the bytes of a weight and of a cache entry.
+    `experts_read` is a layer's measured count; without it, the expectation if every row drew its
+    experts evenly and independently.
     """
     head = target.vocab_size * target.hidden_size
     sparse = target.moe.sparse_layers if target.moe else ()
@@ -82,7 +83,7 @@ def draft_work(
 ) -> Work:
     """The drafter over the block, the head over all rows but the anchor's, and the context K/V.
 
-    Of a DFlash 2 drafter's codebooks it reads the rows of its candidates alone.
+    It reads only its candidates' rows of a DFlash 2 drafter's codebooks.
     """
     c = drafter
     layers = c.num_layers * layer_weights(c)
@@ -123,7 +124,7 @@ def mlp_weights(c: DecoderConfig) -> int:
 
 
 def expected_experts(c: TargetConfig, rows: int) -> float:
-    """Experts that `rows` tokens go to if each draws its own evenly and alone.
+    """The expected number of different experts that `rows` tokens reach by even, independent draws.
 
     Rows that resemble each other, as those of a text do, share experts and read less.
     """
@@ -132,7 +133,7 @@ def expected_experts(c: TargetConfig, rows: int) -> float:
 
 
 def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> Work:
-    """Routers and experts: `read` are those that some row goes to, computed those of each row."""
+    """Routers and experts: `read` experts are read, and every row computes its k experts."""
     assert c.moe is not None
     moe, layers = c.moe, len(c.moe.sparse_layers)
     read = expected_experts(c, rows) if read is None else read
@@ -149,7 +150,7 @@ def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> W
 def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tuple[float, float]:
     """Entries of keys and values read or written, and operations of scores and sums.
 
-    Behind a drafter's window nothing is read.
+    Keys older than a layer's window are not read.
     """
     windows = c.windows if isinstance(c, DrafterConfig) else (None,) * c.num_layers
     seen = sum(context if w is None else min(context, w - 1) for w in windows)
@@ -173,8 +174,8 @@ def _products(weights: int, rows: int, itemsize: int, attention: tuple[float, fl
 def measure_rates(dtype: str) -> dict[str, float]:
     """The device's read bandwidth (a sum) and matrix rate (a square product in `dtype`).
 
-    Random numbers, because a chip's clock depends on what it multiplies. Returns what was measured
-    and on how much: bytes_per_second, operations_per_second, array_bytes, matrix_size.
+    The arrays are random, because a chip's clock depends on what it multiplies. Returns the
+    rates and the sizes: bytes_per_second, operations_per_second, array_bytes, matrix_size.
     """
     cpu = jax.default_backend() == "cpu"
     array_bytes, size = (2**26, 512) if cpu else (2**31, 8192)

@@ -32,7 +32,7 @@ SPLITS = (1, 4, 8, 16, 32)  # of the KV axis, that flash-attn3 leaves to its cal
 
 
 class Op(NamedTuple):
-    """An op: its shapes by name, the backends timed unless others are named, and its cases."""
+    """An op: its shapes by name, the backends that are timed by default, and its cases."""
 
     shapes: dict[str, Any]
     backends: tuple[str, ...]
@@ -40,7 +40,7 @@ class Op(NamedTuple):
 
 
 def attention_case(name: str, dtype: str, backend: str) -> Case | Missing:
-    """Block attention in the middle of a text, all rows of the block real."""
+    """Block attention in the middle of a text; no row of the block is padding."""
     shape = BLOCK_ATTENTION[name]
     try:
         calls = attention_calls(shape, dtype, backend)
@@ -167,7 +167,7 @@ def matmul_case(name: str, dtype: str, backend: str) -> Case | Missing:
 
 
 def grouped_case(name: str, dtype: str, backend: str) -> Case | Missing:
-    """Products by expert, every token at experts of its own; read are those that have rows."""
+    """Grouped products. Every token draws its own experts; only experts with rows are read."""
     shape = GROUPED_MATMUL[name]
     try:
         _check_grouped(shape, dtype, backend)

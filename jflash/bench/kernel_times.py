@@ -1,4 +1,4 @@
-"""Times one kernel at a time, on its own: microseconds, share of the read bandwidth, error.
+"""Times one kernel at a time: microseconds, share of the read bandwidth, error.
 
 A loop on the device calls the op over and over, each call on other inputs than the last, which
 together exceed the caches, and fed with the last one's result. XLA makes the loop's body one CUDA
@@ -56,7 +56,7 @@ class Missing(NamedTuple):
 def measure(
     case: Case | Missing, bandwidth: float, rounds: int = 9, round_seconds: float = 0.05
 ) -> dict[str, Any]:
-    """A row: what was asked, and either us, share, error and note, or why there are none.
+    """A row: the case, and either us, share, error and note, or why there are none.
 
     bandwidth is in bytes a second; us is the median over `rounds` of the mean of a call; error is
     None if the result was not finite.

@@ -1,4 +1,4 @@
-"""Tokens a second of a real pair on real prompts, with the target alone beside it.
+"""Tokens a second of a real pair on real prompts, beside plain decoding.
 
 Measured by `jflash.generate`, prefill and compilation apart. Means nothing for random weights.
 """

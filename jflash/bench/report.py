@@ -10,7 +10,7 @@ SHARED = ("device", "versions", "xla_flags", "date", *BACKENDS)  # the same in a
 
 
 def add_speed(case: dict[str, Any], acceptance: float | None) -> None:
-    """Puts in what the step would give at an acceptance that somebody assumes."""
+    """Adds the tokens a second that the step would give at an assumed acceptance."""
     if acceptance is None:
         return
     case["assumed_speed"] = {
@@ -21,20 +21,20 @@ def add_speed(case: dict[str, Any], acceptance: float | None) -> None:
 
 
 def add_beside(case: dict[str, Any], other: dict[str, Any]) -> None:
-    """Puts in the step of another shape, timed right after this one, and the ratio to it."""
+    """Adds the step of another shape, timed right after this one, and the ratio to it."""
     step = {"shape": other["shape"], "step": other["step"]}
     case["beside"] = step | {"times_as_long": case["step"]["ms"] / other["step"]["ms"]}
 
 
 def add_peak(memory: dict[str, Any]) -> None:
-    """Puts the peak in relation to the weights and caches, where a device reports one."""
+    """Adds the peak over weights and caches, where a device reports one."""
     if memory.get("peak_bytes"):
         held = memory["weights_bytes"] + memory["caches_bytes"]
         memory["peak_over_weights_and_caches"] = memory["peak_bytes"] / held - 1
 
 
 def add_ratios(reference: dict[str, Any], case: dict[str, Any]) -> None:
-    """Puts in how many times longer the reference takes than jflash's case at batch 1."""
+    """Adds how many times longer the reference takes than jflash's case at batch 1."""
     reference["times_as_long"] = {
         "plain": reference["plain"]["ms_per_step"] / case["plain"]["ms"],
         "step": reference["dflash"]["ms_per_step"] / case["step"]["ms"],
@@ -137,7 +137,7 @@ def _memory_line(memory: dict[str, Any]) -> str:
 
 
 def _speed_line(case: dict[str, Any]) -> str:
-    """Tokens a second, if any acceptance was measured or assumed."""
+    """Tokens a second, if an acceptance was measured or assumed."""
     if "measured_speed" in case:
         m = case["measured_speed"]
         return (

@@ -26,7 +26,7 @@ class ModelShape(NamedTuple):
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, tie_embeddings: bool) -> ModelShape:
-    """36 layers with the 5-layer drafter of block 16, whose layers are the target's own shape."""
+    """36 layers with the 5-layer drafter of block 16, whose layers have the target's shape."""
     trunk: dict[str, Any] = dict(
         vocab_size=151936,
         hidden_size=hidden_size,
@@ -70,7 +70,7 @@ def _llama_8b() -> ModelShape:
     )
     target: dict[str, Any] = trunk | dict(intermediate_size=14336, rms_norm_eps=1e-5, qk_norm=False)
     drafter: dict[str, Any] = trunk | dict(intermediate_size=12288, rms_norm_eps=1e-6, qk_norm=True)
-    # Which id masks is of no matter here: one row of the embedding is read.
+    # Any id serves as the mask here: the step reads one row of the embedding.
     return ModelShape(
         TargetConfig(**target, num_layers=32, tie_embeddings=False),
         _drafter(

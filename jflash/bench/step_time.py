@@ -51,12 +51,12 @@ def window_around(context: int, capacity: int, width: int, steps: int, repeats: 
 def random_weights(configs: list[TargetConfig | DrafterConfig], dtype: str) -> list[dict]:
     """Parameters of each config, normal(0, 0.02) with norms 1, made on the device leaf by leaf.
 
-    The largest first: what it takes to draw a leaf is gone before memory fills up.
+    The largest leaf comes first: the memory for drawing it is free again before memory fills up.
 
-    Experts' down projections are 16 times as large. With less, what k narrow experts add is lost
-    beside attention's mean: all tokens become one, go to the same experts, and the text is the same
-    word over and over (at a quarter of Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts, 5
-    different ones of 400 tokens; so 380).
+    Experts' down projections are 16 times as large. At the usual scale the experts' output
+    vanishes beside the attention mean: tokens collapse and one word repeats (at a quarter of
+    Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts: 5 distinct tokens in 400; at this scale
+    380).
     """
     paths, tree = jax.tree.flatten_with_path([abstract_params(config) for config in configs])
     keys = jax.random.split(jax.random.key(0), len(paths))
@@ -111,10 +111,10 @@ def rewound(state: State, window: Window) -> State:
 
 
 def experts_read(models: Models, params: Params, state: State) -> float | None:
-    """How many experts some row of the next step's block goes to, the mean over the target's sparse
-    layers: their weights are what the step reads. None without experts.
+    """The number of experts that the next step's block reaches, the mean over the sparse layers.
 
-    Runs operation by operation: compiling a large model once more would take a minute.
+    The step reads the weights of these experts. None without experts. It runs operation by
+    operation, because compiling a large model once more would take a minute.
     """
     if models.target.config.moe is None:
         return None
@@ -131,7 +131,7 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
 
 
 def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
-    """The executable of `programs.run` for these models alone, and the seconds it took."""
+    """The executable of `programs.run` for these models, and the seconds of its compilation."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     cancel = jax.ShapeDtypeStruct(state.done.shape, jnp.bool_)
     begin = time.perf_counter()
@@ -164,13 +164,13 @@ def time_run(
 def time_draft(
     models: Models, params: Params, state: State, window: Window
 ) -> tuple[list[float], State]:
-    """Seconds of `speculative.draft` alone, in a loop of its own on the device."""
+    """Seconds of `speculative.draft` in a device loop that holds nothing else."""
 
     def loop(params: Params, state: State, steps: Array) -> tuple[State, Array]:
         def body(_, carry):
             state, total = carry
             proposal, state = draft(models, params, state)
-            # A longer text each time, so that nothing can be computed once before the loop.
+            # The text grows, so that the compiler cannot hoist the draft out of the loop.
             return state._replace(length=state.length + 1), total + proposal.tokens.sum()
 
         return lax.fori_loop(0, steps, body, (state, jnp.int32(0)))

@@ -58,7 +58,7 @@ def geometric_profile(tokens_a_step: float, width: int) -> list[float]:
 
 
 def usual_profile(width: int) -> list[float]:
-    """The profile assumed of a drafter that nothing is known of."""
+    """The assumed profile of a drafter that nobody measured."""
     return geometric_profile(USUAL_TOKENS_A_STEP, USUAL_WIDTH)[: width - 1]
 
 

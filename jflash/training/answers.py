@@ -1,6 +1,6 @@
-"""A target's answers to many prompts: what a drafter learns from, and what evals count.
+"""A target's answers to many prompts, from which a drafter learns.
 
-Answers go to disk as they come, so that a run killed at any moment loses what was in flight only.
+Each answer goes to disk when it comes, so that a killed run loses only what was in flight.
 """
 
 import glob
@@ -43,7 +43,7 @@ def answer_prompts(
 
 
 class Share(NamedTuple):
-    """Which prompts a process answers: those whose index leaves `index` when divided by `of`."""
+    """A share of the work: prompt i belongs to share i % `of`."""
 
     index: int = 0
     of: int = 1
@@ -67,10 +67,10 @@ def answer_into(
 ) -> list[list[int]] | None:
     """An answer to each prompt by each of `samplings`, a line of `folder`/`name`.jsonl as it comes.
 
-    Goes on from the lines that are there, of this and of all shares. In the order of the prompts,
-    one prompt's answers side by side; a stop token that ended an answer is its last. None if the
-    share leaves answers to others that they have not made yet. ValueError while another process
-    makes the same share.
+    It continues from the lines of this share and of all others. The result has the order of the
+    prompts, one prompt's answers side by side; a stop token that ended an answer is its last
+    token. None if another share has not made all of its answers yet.
+    ValueError while another process makes the same share.
     """
     jobs = [
         Job(index=i * len(samplings) + k, prompt_ids=list(prompt), sampling=sampling,
@@ -105,7 +105,7 @@ def answer_into(
 
 
 def read_answers(file: Path, mend: bool) -> dict[int, list[int]]:
-    """Answers by index, without a last line that a kill cut short; `mend` takes it off the file."""
+    """Answers by index, without a torn last line, which `mend` removes from the file."""
     if not file.exists():
         return {}
     raw = file.read_bytes()

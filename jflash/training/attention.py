@@ -1,4 +1,4 @@
-"""Attention of the trainings: whole rows, and a drafter's blocks against the row they stand in.
+"""Attention in training: whole rows, and a drafter's blocks against the row that holds them.
 
 Nothing is cached and everything is differentiable. Backend 'xla' writes the scores out; 'cudnn' is
 NVIDIA's fused attention (bfloat16, a GPU), several times faster on long rows.
@@ -35,7 +35,7 @@ class BlocksAttend(NamedTuple):
         return self._replace(sight=sight)
 
     def _masks(self, W: int) -> tuple[Bool[Array, "B 1 1 A _ T"], Bool[Array, "W W"]]:
-        """The context rows that each row of a block sees, and the rows of its own block."""
+        """The context rows and the rows of its block that each row of a block sees."""
         context, row = self.context[:, :, None], jnp.arange(W)
         if self.sight.window is not None:
             key = jnp.arange(context.shape[-1])
@@ -67,7 +67,7 @@ class BlocksAttend(NamedTuple):
 class GroupedBlocksAttend(NamedTuple):
     """The same for a fused backend: g blocks are one batch entry, with a copy of the context.
 
-    A query of a group has T + g·W keys, of which the mask leaves the context and its own block.
+    A query of a group has T + g·W keys; the mask leaves the context and the query's block.
     """
 
     mask: Bool[Array, "C 1 Q S"]  # C = B·A/g groups, Q = g·W queries, S = T + g·W keys
@@ -101,9 +101,9 @@ class GroupedBlocksAttend(NamedTuple):
 
 
 def causal_attend(rows: Rows, backend: Backend = "xla") -> MaskAttend:
-    """Every token sees itself and what came before it in its own conversation.
+    """Every token sees itself and the earlier tokens of its conversation.
 
-    Padding is a conversation of its own (segment 0), so no row of scores is empty.
+    Padding counts as one more conversation (segment 0), so no row of scores is empty.
     """
     T = rows.tokens.shape[1]
     same = rows.segments[:, :, None] == rows.segments[:, None, :]
@@ -114,7 +114,7 @@ def causal_attend(rows: Rows, backend: Backend = "xla") -> MaskAttend:
 def within(
     sight: Sight, query: Int[Array, "*lead Q"], key: Int[Array, "*_ S"]
 ) -> Bool[Array, "*lead Q S"]:
-    """Which keys a layer's windows and causality leave to each query, by their places in a row."""
+    """The keys that a layer's window and causality leave to each query, by places in a row."""
     ahead = key[..., None, :] - query[..., :, None]
     seen = (ahead <= 0) if sight.causal else jnp.ones_like(ahead, bool)
     return seen if sight.window is None else seen & (jnp.abs(ahead) < sight.window)
@@ -123,8 +123,8 @@ def within(
 def blocks_attend(
     context: Bool[Array, "B A T"], anchors: Int[Array, "B A"], block_size: int, backend: Backend
 ) -> BlocksAttend | GroupedBlocksAttend:
-    """Every row of a block sees the block, and the context rows that are its anchor's, or what a
-    layer's window and causality leave of them."""
+    """Each row sees its own block and its anchor's context, restricted by the layer's window and
+    causality."""
     if backend == "xla":
         return BlocksAttend(context, anchors)
     return grouped(context, anchors, block_size, backend)

@@ -1,7 +1,7 @@
 """A sum over chunks, whose gradient is made while each chunk's values are still there.
 
-For losses behind a head: the logits of all blocks of a batch would fill the device several times
-over. Knows no model.
+It serves losses on a head's logits, which would fill the device several times over for all blocks
+of a batch. It knows no model.
 """
 
 import functools
@@ -21,9 +21,9 @@ def sum_over_chunks(
 ) -> tuple[Array, Any]:
     """Σ_i fn(hidden[i], rest[i], shared, …) and the extras, stacked: axis 0 is that of the chunks.
 
-    Differentiable in `hidden` and `learnt` alone; their gradients, as large as themselves, are what
-    is kept between the two passes, so no chunk is computed twice. Those of `learnt`, parameters
-    that all chunks share, are summed in float32.
+    Only `hidden` and `learnt` have gradients. These are as large as the arrays and are all that the
+    two passes keep between them, so no chunk is computed twice. The gradients of `learnt`,
+    parameters that all chunks share, are summed in float32.
     """
     return cast(tuple[Array, Any], _summed(fn, hidden, rest, shared, learnt))
 

@@ -33,7 +33,7 @@ def drafter_config_for(
     target_layer_ids: tuple[int, ...] | None = None,
     intermediate_size: int | None = None,
 ) -> DrafterConfig:
-    """A drafter with its target's sizes, tapping the published rule's layers unless told others."""
+    """A drafter with its target's sizes; by default it taps the layers of the published rule."""
     if intermediate_size is not None and intermediate_size < 1:
         raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
     if num_layers < 1:
@@ -67,8 +67,9 @@ def drafter_config_for(
 
 
 def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:
-    """The tokenizer's mask token; else the first id it leaves unused; else a special token of its
-    that no text and no template holds (one called reserved or unused, else the last of them).
+    """The tokenizer's mask token, else the first unused id, else an idle special token.
+
+    An idle one occurs in no text and no template: one named reserved or unused, or the last.
 
     ValueError if there is none of these, or no tokenizer.
     """
@@ -88,7 +89,7 @@ def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:
 
 
 def _idle_special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Special tokens without a part in the chat template and in starting and ending texts."""
+    """Special tokens that neither the chat template nor the start or end of a text uses."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     template = str(getattr(tokenizer, "chat_template", None) or "")
     roles = ("bos", "eos", "pad", "unk", "sep", "cls")
@@ -144,7 +145,7 @@ def _ids(record: dict, name: str, encode: Callable[[str], list[int]], where: str
 
 
 def without_long(records: list[Conversation], longest: int) -> tuple[list[Conversation], int]:
-    """Those whose prompt leaves room for a token within `longest`, and how many do not.
+    """The conversations whose prompt leaves room for a token within `longest`, and how many do not.
 
     ValueError if none does.
     """
@@ -161,7 +162,7 @@ def without_long(records: list[Conversation], longest: int) -> tuple[list[Conver
 def split_held_out(
     records: list[Conversation], count: int, seed: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """What to learn from and `count` to look at, drawn by the seed; equal prompts stay together."""
+    """What to learn from, and `count` held out, drawn by the seed; equal prompts stay together."""
     prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in records))
     if count >= len(prompts):
         raise ValueError(f"{count} of {len(prompts)} different prompts held out leave none")
@@ -235,7 +236,7 @@ def _sample(params: Any) -> Any:
 
 
 def made_up_rows(count: int, row_length: int, vocab_size: int) -> Rows:
-    """Rows of random answers: for a plan, which asks what a step takes and not what it learns."""
+    """Rows of random answers, for a plan that measures a step and learns nothing."""
     shape = (count, row_length)
     return Rows(
         tokens=np.random.default_rng(0).integers(0, vocab_size, shape, np.int32),
@@ -263,7 +264,7 @@ def train_drafter(
 ) -> Trained:
     """Packs the conversations and trains a drafter for a frozen target; see trainer.train.
 
-    A new one, or with `start` the one that has these parameters.
+    It trains a new drafter, or with `start` the one that has these parameters.
     """
     rows, dropped = pack(conversations, row_length)
     lesson = make_lesson(

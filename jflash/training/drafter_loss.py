@@ -1,8 +1,8 @@
 """DFlash's training loss: blocks at random anchors of a row, all drafted in one forward.
 
 Every block is [anchor, mask × W-1] and sees what it would see when decoding: the context features
-strictly before its anchor, and its own rows in both directions, of both what the windows and
-causality of the drafter's layers leave. The target is frozen; one causal forward of it over the row
+strictly before its anchor and all of its own rows, restricted by each layer's window and
+causality. The target is frozen; one causal forward of it over the row
 gives the features of all blocks (arXiv 2602.06036), and its distribution at any place if the loss
 asks for it.
 Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.
@@ -42,7 +42,7 @@ LOGITS = 2**31  # bytes of one chunk's float32 logits on a device
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How a drafter's blocks are trained: how many a row, for what, and with which programs."""
+    """How a drafter's blocks are trained: their number a row, the objective, and the programs."""
 
     anchors: int  # of a row
     objective: Objective = PAPERS
@@ -64,7 +64,7 @@ def chunks_for(anchors: int, rows: int, block_size: int, vocab_size: int) -> int
 def init_drafter(config: DrafterConfig, seed: int) -> Any:
     """Float32 params of an untrained drafter: normal(0, 0.02), residual outputs scaled down.
 
-    Convolutions begin as nearly nothing: each row as it is.
+    Convolutions begin near the identity: each row passes as it is.
     """
     params = scale_residual_outputs(random_params(config, seed, "float32"), config.num_layers)
 
@@ -80,11 +80,11 @@ def draw_anchors(
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
     """Different random places of each row whose next token is supervised, and which of them exist.
 
-    A row with fewer than `count` such places fills up with others, marked as not existing.
+    A row with fewer than `count` such places is filled with places marked as not existing.
     """
     if count > rows.tokens.shape[1]:
         raise ValueError(f"{count} anchors do not fit rows of {rows.tokens.shape[1]} tokens")
-    # A prompt is never empty, so a supervised token's neighbour is of the same conversation.
+    # A prompt is never empty, so the token before a supervised one is in the same conversation.
     eligible = jnp.pad(rows.supervised[:, 1:], ((0, 0), (0, 1)))
     score = jnp.where(eligible, jax.random.uniform(key, eligible.shape), -1.0)
     score, anchors = jax.lax.top_k(score, count)
@@ -96,8 +96,8 @@ def block_labels(
 ) -> tuple[Int[Array, "B A K"], Bool[Array, "B A K"]]:
     """Tokens anchor + 1 … anchor + W - 1, and which of them count.
 
-    Those count that are supervised and of the anchor's conversation, up to the first that is not:
-    decoding would end there.
+    A token counts if it is supervised and in the anchor's conversation, and so are all tokens
+    between: decoding would end at the first that is not.
     """
     T = rows.tokens.shape[1]
     index = anchors[:, :, None] + jnp.arange(1, block_size)
@@ -120,7 +120,7 @@ def block_hidden(
     anchors: Int[Array, "B A"],
     backend: Backend = "xla",
 ) -> tuple[Float[Array, "B A W D"], Float[Array, "B T D"]]:
-    """The drafter's hidden states of all blocks, and the target's own of the rows."""
+    """The drafter's hidden states of all blocks, and the target's hidden states of the rows."""
     W = drafter.config.block_size
     B, A = anchors.shape
     own, features, _ = apply(
@@ -171,7 +171,7 @@ def drafter_loss(
     Σ w_k · loss_k by blocks and places. Metrics: `accuracy` [W - 1] by place, and
     `acceptance_length`, what a greedy step would commit on average at these anchors (bonus
     included). Bind the first three arguments for the trainer.
-    A DFlash 2 drafter adds its selector's loss at every place, and is judged by what that chooses.
+    A DFlash 2 drafter adds its selector's loss at every place; metrics use the selector's choice.
     """
     places, objective = drafter.config.block_size - 1, blocks.objective
     anchors, exist = draw_anchors(rows, blocks.anchors, key)

@@ -46,7 +46,7 @@ def head_logits(
 def lookup(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """matrix[tokens], whose gradient is a matmul with one-hot rows.
 
-    A gather's own gradient adds up in the compute dtype: in bfloat16 the thousands of small terms
+    A gather's gradient adds up in the compute dtype: in bfloat16 the thousands of small terms
     of a frequent token would be lost, and on a GPU their order, and so the bits, would be random.
     """
     return matrix[tokens]

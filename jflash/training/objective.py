@@ -21,7 +21,7 @@ class Objective:
 
     loss: 'ce' is cross-entropy on the target's own token; 'kl' is KL(p‖q) to the target's
     distribution p at the place; 'tv' is `ce_share` · ce + (1 - ce_share) · total variation of p, q.
-    weights: 'decay' is exp(-(k-1)/γ); 'dpace' follows the drafter's own confidence.
+    weights: 'decay' is exp(-(k-1)/γ); 'dpace' follows the drafter's confidence.
     """
 
     loss: str = "ce"
@@ -108,7 +108,7 @@ def place_losses(
     target: Float[Array, "*lead K V"] | None,
     labels: Int[Array, "*lead K"],
 ) -> tuple[Float[Array, "*lead K"], Float[Array, "*lead K"]]:
-    """The loss of each place, and the label's own cross-entropy; `target` if the loss is soft."""
+    """The loss of each place, and the label's cross-entropy; a soft loss needs `target`."""
     own = cross_entropy(logits, labels)
     if target is None:
         return own, own
@@ -119,7 +119,7 @@ def place_losses(
 
 
 def counted(objective: Objective, places: int, progress: Float[Array, ""]) -> Float[Array, " K"]:
-    """1 for the places that count yet, 0 for the rest; between them the one that is coming in.
+    """1 for the places that count so far, 0 for the rest, a fraction for the place between them.
 
     A curriculum over block length: from the first place alone to all of them, linearly over the
     first `curriculum` of the training.

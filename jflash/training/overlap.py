@@ -1,4 +1,4 @@
-"""Which texts share a run of words with a test set."""
+"""Finds texts that share a run of words with a test set."""
 
 from collections.abc import Iterable
 

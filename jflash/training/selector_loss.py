@@ -1,8 +1,8 @@
 """What a DFlash 2 drafter's selector learns: to choose the target's token among its candidates.
 
 The authors' loss is not public. This one is cross-entropy over the scores of a place's candidates,
-behind the token that the target did have before it; where the candidates lack the target's token,
-it is one more of them. The scores hold the head's logits, so the layers learn from it too.
+given the target's token before the place; where the candidates lack the target's token, the loss
+adds it to them. The scores hold the head's logits, so the layers learn from this loss too.
 Axes besides the package's: A anchors of a row, K places past an anchor, R rank.
 """
 
@@ -25,10 +25,10 @@ def selector_losses(
     previous: Int[Array, "B A K"],
     labels: Int[Array, "B A K"],
 ) -> tuple[Float[Array, "B A K"], Int[Array, "B A K"]]:
-    """The loss of each place, and the token that decoding chooses there behind `previous`.
+    """The loss of each place, and the token that decoding chooses there after `previous`.
 
-    All tokens are scored, and those that are no candidates left out: a matrix product of rank R
-    costs little beside the head's, and its gradients are sums in a fixed order.
+    Every token gets a score and only candidates count: a matrix product of rank R costs little
+    beside the head's, and its gradients are sums in a fixed order.
     """
     shape, vocab = labels.shape, logits.shape[-1]
     flat = hidden.reshape(shape[0], -1, hidden.shape[-1]), previous.reshape(shape[0], -1)
@@ -44,7 +44,7 @@ def selector_losses(
 def gains(
     selector: Any, hidden: Float[Array, "B T D"], previous: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-    """`CandidateSelector` for every token behind one that is known."""
+    """`CandidateSelector` for every token that may follow `previous`."""
     kernel = selector["hidden_projection"]["kernel"]
     projected = jnp.einsum("BTD,DR->BTR", hidden, kernel, precision="highest")
     left = lookup(selector["predecessor_codebook"], previous) * projected

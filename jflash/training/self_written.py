@@ -1,7 +1,7 @@
-"""Prompts that a chat model writes itself: asked for nothing, it goes on as its user would.
+"""Prompts that a chat model writes itself.
 
-The chat template up to where the user's text begins is all the model sees; what it samples then is
-a user's turn of the kind that it was trained on (arXiv 2406.08464).
+The model sees the chat template up to where the user's text begins. Its continuation is a user turn
+of the kind that it was trained on (arXiv 2406.08464).
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,10 @@ def write_prompts(
     folder: Path,
     name: str,
 ) -> list[Prompt]:
-    """`count` user turns sampled behind each system message in turn; those worth asking are kept.
+    """`count` sampled user turns, the system messages taking turns; only useful ones are kept.
 
-    Kept is what a stop token ended, without a loop and long enough. Resumes from `folder`.
+    A turn is kept if a stop token ended it, it has no loop and it is long enough. Resumes from
+    `folder`.
     """
     prefixes = [user_prefix(tokenizer, system) for system in systems]
     asked = [prefixes[i % len(prefixes)] for i in range(count)]

@@ -1,7 +1,7 @@
 """The compiled inside of a training: many optimizer steps in one program, over all local devices.
 
-Rows of a batch are shared out to the devices, everything else is on each of them; with one device
-it is the same program. Which rows a step sees and which key it draws from are functions of
+The devices share the rows of a batch, and everything else is on each of them; one device runs the
+same program. Which rows a step sees and which key it draws from are functions of
 (seed, step) alone.
 Knows no model: `loss_fn(params, frozen, batch, key, progress) -> (loss, metrics)`, where progress
 runs from 0 to 1 over the training.
@@ -64,7 +64,7 @@ class TrainState(NamedTuple):
 class Memory(NamedTuple):
     """What a training takes on each device, in bytes."""
 
-    frozen: int  # parameters that nobody trains
+    frozen: int  # parameters that are not trained
     trained: int  # float32 parameters and the optimizer's moments
     data: int
     temporaries: int  # what XLA allocates beside them: activations, gradients
@@ -87,8 +87,8 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW or Muon behind a clip by the global norm; vectors (norm scales) do not decay.
 
     Muon steps along the orthogonal part of each product's gradient (Jordan 2024), at the size of
-    AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. What is no product's
-    kernel (norms, tables of vectors) is Adam's, with Nesterov's momentum and without decay.
+    AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. Adam, with Nesterov's
+    momentum and without decay, takes all other parameters (norms, tables of vectors).
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -143,7 +143,7 @@ def on_all(mesh: Mesh, tree: Any) -> Any:
 
 
 def new_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:
-    """Step 0, in float32; copies: the state is donated, the caller's params are not ours."""
+    """Step 0, in float32. It copies the params, because the state is donated."""
     params = jax.tree.map(lambda x: np.array(x, np.float32), params)
     return on_all(mesh, TrainState(params, optimizer(config).init(params)))
 
@@ -159,7 +159,7 @@ def abstract_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainS
 
 
 def batch_indices(config: TrainConfig, num_rows: int, first: int, last: int) -> np.ndarray:
-    """Rows of steps first … last - 1, [steps, batch]; every epoch is a permutation of its own."""
+    """Rows of steps first … last - 1, [steps, batch]; every epoch is another permutation."""
     places = np.arange(first * config.batch_size, last * config.batch_size)
     epochs = places // num_rows
     rows = np.empty(len(places), np.int32)
@@ -238,7 +238,7 @@ class Compiled(NamedTuple):
 def compile_steps(
     loss_fn: LossFn, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
 ) -> Compiled:
-    """Compiles for a state that nobody made yet, without running anything."""
+    """Compiles from abstract shapes: no state exists and nothing runs."""
     begin = time.perf_counter()
     state = abstract_train_state(params, config, mesh)
     inputs = call_inputs(config, mesh, len(jax.tree.leaves(data)[0]), 0, 1)

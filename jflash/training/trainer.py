@@ -1,7 +1,7 @@
 """Training of any pure loss over float32 params: checkpoints, and the same bits on resuming.
 
 The device runs `steps_per_call` steps for each dispatch and the host never waits for the newest of
-them. What happens inside a call is jflash.training.steps'; this file knows files and progress.
+them. `jflash.training.steps` holds the inside of a call; this file knows files and progress.
 """
 
 import json
@@ -58,7 +58,7 @@ class Evaluation(NamedTuple):
 def plan_training(
     loss_fn: LossFn, params: Any, frozen: Any, data: Any, config: TrainConfig
 ) -> Plan:
-    """What `train` would take with the same arguments: compiles and runs a few steps for it.
+    """What `train` would take with the same arguments, measured on a few compiled steps.
 
     ValueError if that is more memory than the device has, before a step is run.
     """
@@ -117,9 +117,9 @@ def train(
     """Trains to the end, or until `should_stop(step)`; goes on from the newest checkpoint if any.
 
     `data` is a pytree of arrays with rows in front, held on the device; `frozen` is what the loss
-    reads and nobody trains. All local devices share the work. Prints what it will take, then writes
-    `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment goes on,
-    on the CPU to the same bits (GPUs: not shown). ValueError if the checkpoints there belong to
+    reads without training it. All local devices share the work. It prints a plan, then writes
+    `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment resumes,
+    on the CPU with the same bits (not shown on GPUs). ValueError if the checkpoints there belong to
     another run: other data or settings, or another `identity`, which holds what the loss was made
     with.
     """
@@ -133,7 +133,7 @@ def train(
     with ocp.CheckpointManager(directory / "checkpoints", options=options) as manager:
         compiled = None
         if (manager.latest_step() or 0) < config.steps:
-            # Before there is a state: what is measured makes one of its own.
+            # This comes before there is a state, because measuring makes one.
             compiled, plan = _compiled_that_fits(loss_fn, config, mesh, params, frozen, data)
             print("\n".join(plan_lines(plan, config)), flush=True)
             write_json(directory / "run.json", settings)  # not sooner: these settings can run
@@ -148,7 +148,7 @@ def train(
         waiting: tuple[int, dict[str, Array]] | None = None
         bar = tqdm(total=config.steps, initial=step, desc=title, unit="step", mininterval=1)
         while step < config.steps and not should_stop(step):
-            # Always the same boundaries, so that a resumed run sums the same.
+            # The boundaries are always the same, so that a resumed run sums in the same order.
             last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
             inputs = call_inputs(config, mesh, settings["rows"], step, last)
             state, metrics = compiled.run(state, frozen, data, *inputs)
@@ -185,7 +185,7 @@ def _due(every: int, before: int, after: int) -> bool:
 def _look(
     evaluation: Evaluation, state: TrainState, directory: Path, history: list[dict[str, Any]]
 ) -> None:
-    """Adds to the newest record; what this look is at was saved, whatever becomes of the look."""
+    """Adds to the newest record, after the checkpoint that it looks at was saved."""
     history[-1].pop(LOOK_DUE, None)
     history[-1] |= evaluation.run(state.params)
     write_json(directory / "curve.json", history)
@@ -195,7 +195,7 @@ def _save(manager, step: int, state: TrainState, directory: Path, history: list,
     loss = history[-1]["loss"] if history else 0.0
     if not np.isfinite(loss):
         raise ValueError(f"{title}: the loss is {loss} at step {step}; nothing was saved")
-    # Before the checkpoint: what a resumed run reads must reach at least to its step.
+    # The curve precedes the checkpoint: a resumed run reads it and needs its step in it.
     write_json(directory / "curve.json", history)
     manager.save(step, args=ocp.args.StandardSave(state))
 
@@ -228,7 +228,7 @@ def _newest(
 
 
 def _settings(config: TrainConfig, identity: Mapping[str, Any], data: Any) -> dict[str, Any]:
-    """What tells a run from others, as run.json gives it back."""
+    """The settings that identify a run, in the form that run.json gives back."""
     own = {"rows": len(jax.tree.leaves(data)[0]), "data_crc32": crc32_of(data)}
     return json.loads(json.dumps({**asdict(config), **identity, **own}))  # tuples become lists
 
