@@ -14,7 +14,7 @@ LOOP_RUN, LOOP_TIMES = 20, 3
 def is_looping(token_ids: Sequence[int]) -> bool:
     """Whether some run of 20 tokens occurs 3 times, overlaps counted.
 
-    A looping text is easy to foresee and says nothing about how well a drafter works.
+    A looping text is easy to predict and says nothing about how well a drafter works.
     """
     raw = np.asarray(token_ids, np.int32).tobytes()  # bytes hash four times as fast as tuples
     runs = (raw[4 * i : 4 * (i + LOOP_RUN)] for i in range(len(token_ids) - LOOP_RUN + 1))
@@ -31,8 +31,8 @@ def ending(generation: Generation) -> str:
 def acceptance(generations: Sequence[Generation], width: int) -> dict[str, Any]:
     """τ two ways and the histogram of steps that committed 1 … width tokens.
 
-    `tau_pooled` divides by all steps together, `tau_mean_of_means` is the mean of every prompt's
-    own mean; None without a step.
+    `tau_pooled` divides by all steps together, `tau_mean_of_means` is the mean over prompts of each
+    prompt's mean; None without a step.
     """
     lengths = [length for g in generations for length in g.acceptance_lengths]
     means = [g.mean_acceptance_length for g in generations if g.mean_acceptance_length is not None]
@@ -48,7 +48,7 @@ def acceptance(generations: Sequence[Generation], width: int) -> dict[str, Any]:
 
 
 def by_ending(generations: Sequence[Generation], width: int) -> dict[str, Any]:
-    """`acceptance` of all, of those that ended and of the rest; and how many ended in which way."""
+    """`acceptance` of all answers, of those that ended, and of the rest; and counts of endings."""
     kinds = [ending(g) for g in generations]
     ended = [g for g, kind in zip(generations, kinds, strict=True) if kind == "ended"]
     rest = [g for g, kind in zip(generations, kinds, strict=True) if kind != "ended"]

@@ -1,4 +1,4 @@
-"""What a result is worth nothing without: the device, the versions, the date."""
+"""The device, the versions and the date, without which a result is worth nothing."""
 
 import datetime
 import os
@@ -13,7 +13,7 @@ import jax
 
 
 def device_name() -> str:
-    """JAX's name of the device; of a CPU its model, because 'cpu' alone says nothing of a speed."""
+    """JAX's name of the device; a CPU's model, because 'cpu' says nothing about speed."""
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind
     model = platform.processor() or platform.machine()

@@ -1,6 +1,6 @@
-"""Is an answer in words the right one: what it says is found by a rule, math-verify compares.
+"""Judges an answer in words: a rule extracts its result, and math-verify compares it with the gold.
 
-The rule that applied is recorded, because the rules differ in trust. Knows no model.
+A check records the rule, because the rules differ in trust. This file knows no model.
 """
 
 import logging
@@ -19,7 +19,7 @@ BRACES = re.compile(r"\\boxed\s*\{|[{}]")
 
 
 class Check(NamedTuple):
-    """What an answer said, how that was found, and whether it is right."""
+    """The extracted result, the rule that extracted it, and whether it is right."""
 
     answer: str | None
     rule: str  # 'boxed', 'hashes', 'last number' or 'none'
@@ -47,14 +47,14 @@ def extract_answer(text: str) -> tuple[str | None, str]:
 
 
 def is_equal(answer: str, gold: str) -> bool:
-    """Whether two expressions say the same; not if that takes longer than SECONDS to find out."""
+    """Whether two expressions are equal; False if the comparison takes longer than SECONDS."""
     if answer == gold:
         return True
     if max(len(answer), len(gold)) > LONGEST:
         return False
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a comparison given up is no news
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs time-outs
     both = (gold, _bare(answer))
     right, found = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in both)
     return math_verify.verify(right, found, timeout_seconds=SECONDS)

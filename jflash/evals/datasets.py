@@ -1,7 +1,7 @@
-"""Data sets to evaluate on: where they come from, which fields they need, how they are asked.
+"""Data sets to evaluate on: their sources, their fields, and the prompts that they make.
 
-From the hub by the `datasets` library, or from a file of JSON lines with the same fields. Knows no
-model and no tokenizer.
+They come from the hub by the `datasets` library, or from a file of JSON lines with the same fields.
+This file knows no model and no tokenizer.
 """
 
 import random
@@ -23,7 +23,7 @@ NEXT_EXAMPLE = "\nQuestion:"  # where a base model, shown examples, goes on to t
 
 
 class Problem(NamedTuple):
-    """One problem as it is asked: the user's turns, and what its answer is judged by."""
+    """One problem: the user's turns, and what judges its answer."""
 
     index: int  # its place in the data set, from 0
     turns: list[str]
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data set: its place on the hub, its fields, and the styles in which it is asked."""
+    """A data set: its place on the hub, its fields, and its prompt styles."""
 
     hub: str
     config: str | None
@@ -115,7 +115,7 @@ def load_problems(
     """The problems of a data set, from `file` if given; ValueError that names what is wrong.
 
     `examples` are questions with worked answers that come before every question (few-shot).
-    `shuffle` is the seed of Python's own shuffling, which comes before `limit`.
+    `shuffle` is the seed of Python's shuffling, which comes before `limit`.
     """
     dataset = DATASETS[name]
     if style not in dataset.styles:

@@ -1,6 +1,6 @@
-"""Problems answered through the engine, every answer judged and written down as it comes.
+"""Answers problems through the engine; judges and writes every answer as it comes.
 
-What was written before is not decoded again. Knows nothing of options, tables and pictures.
+An answer that is on disk is not decoded again. This file knows no options, tables or pictures.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ TURN = 1_000_000  # a job's index is its problem's, plus this for every turn bef
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Which problems are asked, and how they are decoded.
+    """The problems of a run, and how they are decoded.
 
-    `encode(turns, text)` gives the token ids of a conversation that the user goes on with `text`.
-    An answer is judged as far as the first of `ends`.
+    `encode(turns, text)` gives the token ids of a conversation whose next user turn is `text`.
+    Only the answer before the first of `ends` is judged.
     """
 
     problems: Sequence[Problem]
@@ -86,7 +86,7 @@ def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
 
 
 def digest(evaluation: Evaluation) -> str:
-    """Names the prompts and right answers: another template, file or order is another run."""
+    """A digest of the prompts and right answers: another template, file or order is another run."""
     asked = [
         (problem.index, problem.gold, problem.turns, job.prompt_ids)
         for problem, job in zip(evaluation.problems, first_jobs(evaluation), strict=True)
@@ -103,9 +103,9 @@ def answer_all(
     room_for_width: int | None = None,
     name: str = "answers",
 ) -> list[Record]:
-    """Answers to all problems, those that `file` holds already included; in no order.
+    """Answers to all problems, including those that `file` holds already; in no order.
 
-    Later turns follow on the answers of `turns_of`, or of this run: a baseline is asked the very
+    Later turns follow the answers of `turns_of`, or of this run, so that a baseline gets the very
     same prompts.
     """
     records = read_answers(file)
@@ -199,7 +199,7 @@ def _serve(
 
 
 def _record(problem: Problem, turn: int, generation: Generation, evaluation: Evaluation) -> Record:
-    """An answer as a line of JSON: what it says, how it was decoded, whether it is right."""
+    """An answer as a line of JSON: its text, how it was decoded, whether it is right."""
     text = decode(evaluation.tokenizer, generation.token_ids)
     check = None
     if problem.gold is not None:

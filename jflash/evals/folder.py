@@ -1,6 +1,6 @@
 """The folder of an evaluation: its settings, a line for every answer as it comes, the results.
 
-Lines are flushed one by one, so a run that was killed goes on from what is there. Knows neither
+Lines are flushed one by one, so a killed run resumes from what is there. This file knows neither
 models nor data sets.
 """
 
@@ -141,7 +141,7 @@ def _whole(data: bytes) -> int:
 
 @contextlib.contextmanager
 def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives a function that adds a record: when it returns, the line is with the system.
+    """Gives a function that adds a record; when it returns, the system holds the line.
 
     Cuts off the line that a killed run did not finish, so the caller holds the folder's lock.
     """

@@ -1,6 +1,6 @@
-"""What the answers of an evaluation amount to: accuracy, acceptance, speed, plain decoding beside.
+"""The summary of an evaluation: accuracy, acceptance, speed, comparison with plain decoding.
 
-Computed from the records on disk alone, so that a resumed run sums up like an unbroken one.
+It reads only the records on disk, so that a resumed run gives the summary of an unbroken one.
 """
 
 import math
@@ -38,7 +38,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of records of one run; `baseline` are the same prompts decoded plainly.
 
-    At batch 1 an answer's seconds are its own: speed is also told of those that a stop token ended.
+    At batch 1 no other answer shares an answer's seconds, so there is also the speed of those
+    that a stop token ended.
     """
     answers = sorted(answers, key=_order)
     generations = [generation(record) for record in answers]
@@ -93,10 +94,10 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 
 
 def by_position(generations: Sequence[Generation], width: int) -> list[dict[str, Any]]:
-    """How often draft 1 … width - 1 was accepted: when all before it were, and of all steps.
+    """How often draft 1 … width - 1 was accepted: given that all before it were, and of all steps.
 
-    A stop token or the limit may cut the last step of an answer: what it would have accepted
-    after that is unknown and is counted nowhere.
+    A stop token or the limit may cut the last step of an answer; what it would have accepted
+    after the cut is unknown and counts nowhere.
     """
     tried, accepted = Counter[int](), Counter[int]()
     steps = 0
@@ -152,7 +153,7 @@ def compare(
 ) -> dict[str, Any]:
     """Plain decoding of the same prompts: its speed, and where its tokens part from ours.
 
-    At batch 1 also the speed where both answers ended.
+    At batch 1 there is also the speed over prompts where both answers ended.
     """
     plain = {_order(record): generation(record) for record in baseline}
     ours = [record for record in answers if _order(record) in plain]
@@ -180,9 +181,10 @@ def _speed_up(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
 
 
 def differences(answers: Sequence[Record], others: Sequence[Record], name: str) -> Record:
-    """How many of the answers have the same tokens in `others`, which hold all their prompts.
+    """How many answers have the same tokens in `others`, which hold all their prompts.
 
-    And where the first that have not part, the token of the others under `name`.
+    For the first few that differ: the position, and both tokens there (the other run's under
+    `name`).
     """
     theirs = {_order(record): record for record in others}
     found = [d for r in answers if (d := _difference(r, theirs[_order(r)], name)) is not None]

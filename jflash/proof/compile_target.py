@@ -1,8 +1,8 @@
-"""Compiles for an NVIDIA GPU on a machine that has none, and keeps what the compiler leaves behind.
+"""Compiles for an NVIDIA GPU on a machine that has none, and keeps what the compiler leaves.
 
-XLA wants a device's published numbers, nothing else: the plugin holds the whole compiler, assembler
-included. Nothing is timed on the way, so matrix products get XLA's default tiling where a real
-device would try several. Knows no model; what a program must show is `jflash.proof.gates`.
+XLA needs only a device's published numbers: the plugin holds the whole compiler and assembler.
+Nothing is timed, so matrix products get XLA's default tiling where a real device would try several.
+This file knows no model; `jflash.proof.gates` says what a program must show.
 
 Needs JAX's CUDA plugin (the `test` extra) and JAX_PLATFORMS=cpu, without which the plugin looks for
 a driver and gives up.
@@ -168,7 +168,7 @@ def compile_for(
 
 
 def inspect(compile: Callable[[Options], jax.stages.Compiled]) -> Program:
-    """What a compilation left behind, for `jflash.proof.gates`; `compile` must use the options.
+    """What a compilation leaves, for `jflash.proof.gates`; `compile` must use the options.
 
     Works for a described device and for a real one alike. RuntimeError if nothing was compiled,
     as with a program that JAX took from its compilation cache.

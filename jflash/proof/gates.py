@@ -1,4 +1,4 @@
-"""What the compiled step must show: pure functions over what the compiler left behind.
+"""What the compiled step must show: pure functions over what a compilation leaves.
 
 The program is `jflash.programs.run`: one loop around the step. Each gate measures one thing and
 says what breaks it, so that a failure names the instruction or the kernel at fault.
@@ -50,9 +50,9 @@ class Result(NamedTuple):
 
 
 def check(program: Program, temporary_bound: int) -> list[Result]:
-    """All gates, in the order of the functions below. cuBLAS's workspace comes on top of the bound.
+    """All gates, in the order of the functions below. cuBLAS's workspace is added to the bound.
 
-    A described device has none of it: only where products are timed does XLA take cuBLAS's.
+    A described device has no such workspace: XLA takes cuBLAS's products only where it times them.
     """
     module = parse(program.hlo)
     return [
@@ -127,7 +127,7 @@ def no_cache_copy(module: Module) -> Result:
 def no_weight_copy(module: Module) -> Result:
     """No slice, copy, concatenation, conversion or transposition of weights, LEAST_WEIGHT or more.
 
-    Nor a matrix product taken apart, its single products as large as the weights.
+    A matrix product taken apart, its single products as large as the weights, offends too.
     """
     found = moves(module, ARGUMENTS, LEAST_WEIGHT)
     made = [m for m in found if m.kind == WEIGHT and m.bytes >= LEAST_WEIGHT]

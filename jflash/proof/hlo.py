@@ -73,7 +73,7 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """What `compiled.as_text()` says. ValueError if it has no entry computation."""
+    """Parses `compiled.as_text()`. ValueError if it has no entry computation."""
     computations: dict[str, Computation] = {}
     entry = name = root = ""
     body: dict[str, Instruction] = {}
@@ -103,7 +103,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _shape(text: str) -> Shape:
-    """`bf16[2,3]{1,0}`, or such in brackets, nested; comments between them are passed over."""
+    """Parses `bf16[2,3]{1,0}`, or nested brackets of such shapes; skips comments between them."""
     open_tuples: list[list] = [[]]
     for piece in _PIECE.findall(text):
         if piece == "(":

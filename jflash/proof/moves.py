@@ -1,6 +1,6 @@
-"""Follows caches and weights through a compiled program: which instruction writes them elsewhere.
+"""Follows caches and weights through a compiled program and finds instructions that move them.
 
-Knows XLA's operations, no model and no limits.
+It knows XLA's operations, no model and no limits.
 """
 
 import operator
@@ -25,7 +25,7 @@ class Move(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An array and where it comes from: the kind and name of a parameter."""
+    """An array and its origin: the kind and name of a parameter."""
 
     kind: str
     source: str
@@ -177,7 +177,7 @@ def _renamed(shape: Shape, values: Values) -> Values:
 
 
 def _join(ends: list) -> Values:
-    """Of each array the most that any end says."""
+    """For each array, the strongest origin of all branches."""
     if isinstance(ends[0], Value):
         return max(ends)
     return [_join(list(parts)) for parts in zip(*ends, strict=True)]

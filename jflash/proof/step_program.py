@@ -1,6 +1,6 @@
-"""The loop around the speculative step as shapes alone, to be compiled and inspected.
+"""The loop around the speculative step as abstract shapes, to be compiled and inspected.
 
-No weight exists and nothing runs: the real sizes of a large model fit any machine.
+No weight exists and nothing runs, so the real sizes of a large model fit any machine.
 """
 
 import functools
@@ -55,12 +55,12 @@ def cut(shape: ModelShape, target_layers: int, drafter_layers: int) -> ModelShap
 
 
 def pair_models(shape: ModelShape) -> Models:
-    """The pair at the drafter's own width, by XLA alone."""
+    """The pair at the drafter's width, with XLA's kernels."""
     return Models(Target(shape.target), drafter_of(shape.drafter), shape.drafter.block_size)
 
 
 def plain_models(shape: ModelShape) -> Models:
-    """The target alone at width 1, plain decoding, by XLA alone."""
+    """Plain decoding: the target without a drafter at width 1, with XLA's kernels."""
     return Models(Target(shape.target), None, 1)
 
 
@@ -104,7 +104,7 @@ def temporary_bound(models: Models, batch: int, dtype: str) -> int:
 
 
 def writes_logits(models: Models, batch: int, dtype: str) -> bool:
-    """False if a kernel keeps every logit on chip and gives the best token alone."""
+    """False if a kernel keeps every logit on chip and gives only the best token."""
     drafter = models.drafter and models.drafter.config
     chosen = isinstance(drafter, Drafter2Config)  # from the best logits
     if models.sampled or chosen or (drafter is not None and drafter.changes_logits):
