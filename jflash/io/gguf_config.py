@@ -112,9 +112,10 @@ def _own_metadata(file: GgufFile, name: str) -> dict[str, Any]:
     if not own.get("attention.causal", True):
         raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
     known = {*_NEEDED.values(), *_ALSO_KNOWN}
-    foreign = [f"{prefix}{key} ({shown(own[key])})" for key in own if own[key] and key not in known]
+    foreign = [key for key in own if own[key] and key not in known]
     if foreign:
-        raise ValueError(f"{file.path}: not supported: {', '.join(foreign)}")
+        named = ", ".join(f"{prefix}{key} ({shown(own[key])})" for key in foreign)
+        raise ValueError(f"{file.path}: not supported: {' '.join(named.split())}")
     return own
 
 

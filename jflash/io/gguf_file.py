@@ -61,7 +61,7 @@ def _parse(path: Path, size: int, changed: int) -> GgufFile:
     file = GgufFile(path, metadata, tensors)
     file.check({"general.type": TEXT, "split.count": WHOLE})
     if metadata.get("general.type", "model") != "model":
-        raise ValueError(f"{path} holds a GGUF {metadata['general.type']}, not a model")
+        raise ValueError(f"{path} holds a GGUF {shown(metadata['general.type'])}, not a model")
     if metadata.get("split.count", 1) > 1:
         raise ValueError(
             f"{path}: split.count is {metadata['split.count']}: merge the parts into one file"

@@ -90,7 +90,9 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     name = architecture(raw)
     if name not in TARGETS:
         hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
-        raise ValueError(f"unsupported target {name}{hint}; supported: {', '.join(TARGETS)}")
+        raise ValueError(
+            f"unsupported target {' '.join(name.split())}{hint}; supported: {', '.join(TARGETS)}"
+        )
     family = TARGETS[name]
     trunk, value = _trunk(raw, family)
     seen = said(raw, _OF_WINDOWS) if family != "llama" else {}
@@ -112,7 +114,9 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     """A drafter's config, version 1 or 2, its own keys in `dflash_config` or at the top level."""
     name = architecture(raw)
     if name not in (DRAFTER, DRAFTER_2):
-        raise ValueError(f"unsupported drafter {name}; supported: {DRAFTER}, {DRAFTER_2}")
+        raise ValueError(
+            f"unsupported drafter {' '.join(name.split())}; supported: {DRAFTER}, {DRAFTER_2}"
+        )
     given = said(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
     own = given.get("dflash_config", {})
     value = given | {k: v for k, v in said(own, _OF_DRAFTER).items() if k in _OF_DRAFTER}
@@ -202,7 +206,7 @@ def _trunk(raw: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, 
         num_heads=heads,
         num_kv_heads=value["num_key_value_heads"] or heads,
         head_dim=head_dim,
-        rms_norm_eps=value["rms_norm_eps"],
+        rms_norm_eps=float(value["rms_norm_eps"]),
         rope=rope_config(raw, value["max_position_embeddings"]),
         max_position_embeddings=value["max_position_embeddings"],
     ), value

@@ -23,7 +23,7 @@ from jflash.io.gguf_file import is_gguf, open_gguf
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
 from jflash.io.orbax_checkpoint import PARAMS, check_orbax, is_orbax, load_orbax
-from jflash.io.weights import check_safetensors, load_safetensors, save_safetensors
+from jflash.io.weights import check_counts, check_safetensors, load_safetensors, save_safetensors
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.dflash2 import drafter_of
@@ -258,13 +258,18 @@ def save_checkpoint(
         part.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config[C](folder: Path, read: Callable[[dict[str, Any]], C]) -> C:
+def read_config[C: (TargetConfig, DrafterConfig)](
+    folder: Path, read: Callable[[dict[str, Any]], C]
+) -> C:
     """A checkpoint's config through one of hf_config's readers; its errors name the checkpoint."""
     raw = raw_config(folder)
     try:
-        return read(raw)
+        config = read(raw)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+    if not is_gguf(folder) and not is_orbax(folder) and any(folder.glob("*.safetensors")):
+        check_counts(folder, config)
+    return config
 
 
 def raw_config(folder: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def encode_prompt(
         if system:
             raise ValueError("a system message needs the chat template")
         said = [text for turn in history for text in turn]
-        return list(tokenizer("\n\n".join([*said, prompt]))["input_ids"])
+        return _ids(tokenizer, "\n\n".join([*said, prompt]), add_special_tokens=True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: pass --no-chat-template")
     turns = [dict(user=user, assistant=answer).items() for user, answer in history]
@@ -83,7 +83,12 @@ def encode_prompt(
     if system:
         messages.insert(0, {"role": "system", "content": system})
     text = through_template(tokenizer, messages, enable_thinking=reasoning)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    with named("the tokenizer fails"):
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def through_template(tokenizer: Any, messages: list[dict[str, str]], **names: Any) -> str:
@@ -99,7 +104,10 @@ def through_template(tokenizer: Any, messages: list[dict[str, str]], **names: An
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """New tokens as text, special tokens left out."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    with named("the tokenizer fails"):
+        return tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def stop_at_text(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], int | None]:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -16,13 +17,16 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.foreign import one_line
 from jflash.io.hf_config import read_json
+from jflash.io.hf_values import shown
 from jflash.io.names import is_dropped, is_stacked, leaf_sources
 from jflash.io.read_ahead import Piece, find_tensors, read_ahead, split_rows
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 sources_of = functools.cache(leaf_sources)  # traces the model
 _STACKS = ("gate_up", "down")  # an expert's matrices, [E, in, out] in a leaf
+LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 SHOWN = 20  # problems printed of a checkpoint that does not fit
 
 
@@ -88,6 +92,23 @@ def check_safetensors(folder: Path, config: TargetConfig | DrafterConfig) -> Non
     _open_checked(folder, config)
 
 
+def check_counts(folder: Path, config: TargetConfig | DrafterConfig) -> None:
+    """ValueError if the files' names show other numbers of layers or experts than `config` has.
+
+    Asked before anything is made of each of them: a config.json may say any number.
+    """
+    names = [name for file in _files(folder) for name in _open(file).keys()]  # noqa: SIM118
+    counts = {"num_hidden_layers": (LAYER, config.num_layers)}
+    if isinstance(config, TargetConfig) and config.moe is not None and not is_stacked(names):
+        counts["num_experts"] = (EXPERT, config.moe.num_experts)
+    problems = []
+    for key, (pattern, count) in counts.items():
+        stored = max((int(m[1]) for m in map(pattern.search, names) if m), default=-1) + 1
+        if stored and stored != count:
+            problems.append(f"{key} is {count}, the tensors are those of {stored}")
+    check_problems(folder, problems)
+
+
 def save_safetensors(
     path: Path, config: TargetConfig | DrafterConfig, params: Any, dtype: str
 ) -> None:
@@ -134,7 +155,7 @@ def _files(folder: Path) -> list[Path]:
         if not all(isinstance(name, str) and _is_inside(name) for name in weight_map.values()):
             raise ValueError(f"{index} must name files of its folder alone in weight_map")
         files = [folder / name for name in sorted(set(weight_map.values()))]
-        missing = [file.name for file in files if not file.exists()]
+        missing = [shown(file.name) for file in files if not file.exists()]
         if missing:
             raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
         return files
@@ -154,7 +175,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, "numpy")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is corrupt or truncated: {error}") from None
+        raise ValueError(f"{file} is corrupt or truncated: {one_line(error)}") from None
 
 
 def _check(folder: Path, config, sources, owners, handles) -> None:
@@ -182,7 +203,8 @@ def check_problems(source: Path, problems: list[str]) -> None:
     """ValueError with all that is wrong with the tensors of `source`, unless nothing is."""
     if problems:
         more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ValueError(f"{source} does not fit: " + "; ".join(problems[:SHOWN] + more))
+        listed = "; ".join(problems[:SHOWN] + more)  # with names of the file's choice
+        raise ValueError(f"{source} does not fit: {' '.join(listed.split())}")
 
 
 def _plan(sources: dict, owners: dict) -> dict[str, list[Piece]]:

@@ -268,7 +268,7 @@ BAD = {
     "per layer": ({}, {"llama.attention.head_count": [4, 4]}, r"head_count must be .* \[4, 4\]"),
     "KV per layer": ({}, {"llama.attention.head_count_kv": [2, 1]}, r"must be a whole .* \[2, 1\]"),
     "split": ({}, {"split.count": 3}, "split.count is 3: merge"),
-    "adapter": ({}, {"general.type": "adapter"}, "holds a GGUF adapter, not a model"),
+    "adapter": ({}, {"general.type": "adapter"}, "holds a GGUF 'adapter', not a model"),
     "type": (dict(data={"blk.0.ffn_up.weight": Q}), {}, "blk.0.ffn_up.weight is Q2_K"),
     "missing": (dict(data={"blk.1.attn_v.weight": None}), {}, "missing: blk.1.attn_v.weight"),
     "unknown": (dict(data={"blk.0.ffn_norm.bias": SQUARE}), {}, "unknown: blk.0.ffn_norm.bias"),

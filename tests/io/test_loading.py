@@ -124,7 +124,7 @@ def test_shards_that_are_missing_cut_or_not_indexed(pair):
     os.truncate(second, second.stat().st_size - 10)
     assert f"{second} is corrupt or truncated" in error_of(pair.target)
     second.unlink()
-    assert "files that are not there: model-00002" in error_of(pair.target)
+    assert "files that are not there: 'model-00002" in error_of(pair.target)
     (pair.target / "model.safetensors.index.json").write_text("{}")
     assert "has no weight_map" in error_of(pair.target)
 

@@ -3,6 +3,7 @@
 It cannot make K-quants: theirs are random blocks, valid as any bytes with finite scales are.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def stored(kind: GGMLQuantizationType, rng: np.random.Generator, shape: tuple[in
     return quantize((rng.standard_normal(shape) * shape[1] ** -0.5).astype(np.float32), kind)
 
 
+@functools.cache
 def tensors(arch: str, kind: GGMLQuantizationType, seed: int, tied: bool) -> dict[str, Any]:
     """Every tensor of a small model by its name, with its type."""
     rng = np.random.default_rng(seed)
