@@ -85,6 +85,10 @@ def architecture(raw: dict[str, Any]) -> str:
     return names[0]
 
 
+def _printed(name: str) -> str:
+    return " ".join(name.split())
+
+
 def target_config(raw: dict[str, Any]) -> TargetConfig:
     """A decoder's config; ValueError for another architecture or an unsupported feature."""
     name = architecture(raw)
