@@ -258,7 +258,7 @@ def save_checkpoint(
         part.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config[C: (TargetConfig, DrafterConfig)](
+def read_config[C: TargetConfig | DrafterConfig](
     folder: Path, read: Callable[[dict[str, Any]], C]
 ) -> C:
     """A checkpoint's config through one of hf_config's readers; its errors name the checkpoint."""
