@@ -36,8 +36,7 @@ from jflash.cli.command import BAD_INPUT, Parser, run_command
 from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.generate import check_request
-from jflash.io import load_tokenizer, pair_models, stop_token_ids
-from jflash.io.text import has_tokenizer
+from jflash.io import open_checkpoint, pair_models
 
 PROMPTS = (
     "A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are left?",
@@ -158,10 +157,11 @@ def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
     )
     prompts = read_prompts(how) if args.prompts else [Prompt(text, None) for text in PROMPTS]
     wanted = any(prompt.text is not None for prompt in prompts)
-    tokenizer = load_tokenizer(args.target) if wanted or has_tokenizer(args.target) else None
-    stops = stop_token_ids(args.target, tokenizer)
+    target = open_checkpoint(args.target)
+    tokenizer = target.tokenizer() if wanted or target.has_tokenizer() else None
+    stops = target.stop_ids(tokenizer)
     ids = [encode(prompt, tokenizer, how) for prompt in prompts]
-    models = pair_models(args.target, args.drafter)
+    models = pair_models(target, args.drafter)
     for one in ids:
         check_request(models, one, args.max_new_tokens, stops)
     return tuple(map(tuple, ids)), tuple(stops)

@@ -21,7 +21,7 @@ from jflash.backends import with_backends
 from jflash.cli.command import Parser, run_command
 from jflash.files import replacing
 from jflash.generate import Pair
-from jflash.io import load_target, load_tokenizer, resolve, stop_token_ids
+from jflash.io import load_target, open_checkpoint
 from jflash.io.digest import checkpoint_digest
 from jflash.sampling import Sampling
 from jflash.speculative import Models, Params
@@ -88,20 +88,20 @@ def from_files(args: argparse.Namespace) -> list[Prompt]:
 
 def self_written(args: argparse.Namespace, sampling: Sampling) -> list[Prompt]:
     """What the target writes; its turns stay beside the output, so that a killed run goes on."""
-    source = resolve(args.written_by)
-    target, params = load_target(args.written_by, progress=True)
-    tokenizer = load_tokenizer(source)
+    checkpoint = open_checkpoint(args.written_by)
+    target, params = load_target(checkpoint, progress=True)
+    tokenizer = checkpoint.tokenizer()
     models = with_backends(
         Models(target, None, 1), str(params["embedding"].dtype), jax.devices()[0]
     )
     systems = args.system or [None]
-    written_by = (args.written_by, checkpoint_digest(source))
+    written_by = (args.written_by, checkpoint_digest(checkpoint.path))
     made_with = repr((written_by, systems, asdict(sampling), args.seed, args.max_new_tokens))
     digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     return write_prompts(
         Pair(models, Params(params, None)), tokenizer, args.count, systems=systems,
-        stop_token_ids=stop_token_ids(source, tokenizer), sampling=sampling, seed=args.seed,
+        stop_token_ids=checkpoint.stop_ids(tokenizer), sampling=sampling, seed=args.seed,
         max_new_tokens=args.max_new_tokens, batch_size=args.batch, folder=args.output.parent,
         name=f"{args.output.stem}-written-{digest}",
     )  # fmt: skip

@@ -29,15 +29,12 @@ from jflash.io import (
     default_dtype,
     load_drafter,
     load_target,
-    load_tokenizer,
+    open_checkpoint,
     pair_models,
     resolve,
     save_checkpoint,
-    stop_token_ids,
 )
 from jflash.io.digest import checkpoint_digest
-from jflash.io.load import check_params
-from jflash.io.text import has_tokenizer
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
 from jflash.sampling import Sampling
@@ -68,11 +65,14 @@ def make_parser() -> Parser:
 def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
     form = drafter_form(args)
     if args.init_from is not None:
-        drafter, source = pair_models(args.target, args.init_from).drafter, resolve(args.init_from)
+        source = open_checkpoint(args.init_from)
+        drafter = pair_models(args.target, source).drafter
         assert drafter is not None
-        if source.resolve() == args.output.resolve():
-            raise ValueError(f"{source} would be replaced by its own training: another --output")
-        check_params(source, drafter.config)
+        if source.path.resolve() == args.output.resolve():
+            raise ValueError(
+                f"{source.path} would be replaced by its own training: another --output"
+            )
+        source.check(drafter.config)
         return drafter.config
     mask = form.mask_token_id
     if mask is None:
@@ -212,10 +212,10 @@ def run(args: argparse.Namespace) -> None:
     finished = args.output / "config.json"
     if finished.exists() and not (args.overwrite or args.dry_run):
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
-    source = resolve(args.target)
+    source = open_checkpoint(args.target)
     target = configure_target(source)
-    tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
-    stops = stop_token_ids(source, tokenizer)
+    tokenizer = source.tokenizer() if source.has_tokenizer() else None
+    stops = source.stop_ids(tokenizer)
     config = drafter_for(args, target, tokenizer)
     check_sizes(target.config, args.row_length, args.anchors)
     records = read_prompts(args, tokenizer, target, stops)
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> None:
     models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
     check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
-    _, params = load_target(args.target, dtype, progress=True)
+    _, params = load_target(source, dtype, progress=True)
     pair = Pair(models, Params(params, None))
     if args.dry_run:
         ways = len(samplings)

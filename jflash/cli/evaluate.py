@@ -48,9 +48,7 @@ from jflash.io import (
     PairFiles,
     configure_pair,
     encode_prompt,
-    load_tokenizer,
     load_weights,
-    stop_token_ids,
 )
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
@@ -129,14 +127,14 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
     if auto:
         files = at_best_width(files, options.batch)
     files = that_draw(files, [way], options.draft_rule)
-    tokenizer = load_tokenizer(files.target)
+    tokenizer = files.target.tokenizer()
     evaluation = Evaluation(
         problems=problems,
         encode=_encoder(options, tokenizer),
         tokenizer=tokenizer,
         sampling=way,
         max_new_tokens=options.max_new_tokens,
-        stop_token_ids=stop_token_ids(files.target, tokenizer),
+        stop_token_ids=files.target.stop_ids(tokenizer),
         batch_size=options.batch,
         steps_per_call=options.steps_per_call,
         seed=options.seed,
@@ -179,7 +177,7 @@ def _settings(
     return {
         "dataset": name,
         "target": options.target,
-        "target_digest": checkpoint_digest(files.target),
+        "target_digest": checkpoint_digest(files.target.path),
         "drafter": drafter_name(options),
         "drafter_digest": _drafter_digest(files),
         "block_size": files.models.block_size,
@@ -197,7 +195,7 @@ def _drafter_digest(files: PairFiles) -> str | None:
     """None without a drafter; of drawn weights the name says the seed."""
     if files.drafter is None:
         return None
-    return checkpoint_digest(files.drafter, weights=files.drafter_seed is None)
+    return checkpoint_digest(files.drafter.path, weights=files.drafter_seed is None)
 
 
 def _check_device(run: Run) -> None:

@@ -34,11 +34,9 @@ from jflash.generate import (
 from jflash.io import (
     PairFiles,
     configure_pair,
-    load_tokenizer,
     load_weights,
-    stop_token_ids,
 )
-from jflash.io.text import before_stop, decode, has_tokenizer, stop_at_text
+from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
 from jflash.sampling import Sampling
 
@@ -91,8 +89,8 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     # All batches of a run share one program, or a greedy prompt would meet two.
     files = that_draw(files, samplings, options.draft_rule)
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
-    tokenizer = load_tokenizer(files.target) if wanted or has_tokenizer(files.target) else None
-    own_stops = [] if options.ignore_eos else stop_token_ids(files.target, tokenizer)
+    tokenizer = files.target.tokenizer() if wanted or files.target.has_tokenizer() else None
+    own_stops = [] if options.ignore_eos else files.target.stop_ids(tokenizer)
     stops = list(dict.fromkeys([*own_stops, *options.stop_token_ids]))
     ids = []
     for prompt in prompts:

@@ -1,5 +1,12 @@
 """Files in and out: the only place that knows Hugging Face, safetensors, Orbax, tokenizers."""
 
+from jflash.io.checkpoint import (
+    Checkpoint,
+    load_tokenizer,
+    open_checkpoint,
+    resolve,
+    stop_token_ids,
+)
 from jflash.io.convert import convert_checkpoint
 from jflash.io.load import (
     PairFiles,
@@ -12,12 +19,12 @@ from jflash.io.load import (
     load_weights,
     pair_models,
     random_drafter,
-    resolve,
     save_checkpoint,
 )
-from jflash.io.text import encode_prompt, load_tokenizer, stop_token_ids
+from jflash.io.text import encode_prompt
 
 __all__ = [
+    "Checkpoint",
     "PairFiles",
     "configure_pair",
     "configure_target",
@@ -29,6 +36,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "load_weights",
+    "open_checkpoint",
     "pair_models",
     "random_drafter",
     "resolve",

@@ -1,36 +1,15 @@
 """From any form of a checkpoint to ours: parameters by Orbax, config and tokenizer as they were."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.io import hf_config
-from jflash.io.gguf_file import is_gguf
-from jflash.io.load import (
-    DTYPES,
-    check_params,
-    load_params,
-    raw_config,
-    read_config,
-    resolve,
-)
-from jflash.io.orbax_checkpoint import check_destination, save_orbax, write_whole
-from jflash.io.text import has_tokenizer, load_tokenizer
-
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+from jflash.io.checkpoint import open_checkpoint
+from jflash.io.load import DTYPES
+from jflash.io.orbax_checkpoint import save_orbax
+from jflash.io.whole_folder import check_destination, write_whole
 
 
 def convert_checkpoint(
@@ -45,25 +24,19 @@ def convert_checkpoint(
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     destination = Path(destination)
     check_destination(destination, overwrite)
-    folder = resolve(source)
-    _check_apart(folder, destination)
-    config = read_config(folder, _either)
-    check_params(folder, config)
-    tokenizer = load_tokenizer(folder) if is_gguf(folder) and has_tokenizer(folder) else None
+    checkpoint = open_checkpoint(source)
+    _check_apart(checkpoint.path, destination)
+    fill = checkpoint.check(checkpoint.config(_either))
+    companions = checkpoint.companions()
 
-    def fill(part: Path) -> None:
-        if is_gguf(folder):
-            _write_json(part / "config.json", raw_config(folder))
-        for name in COMPANIONS:
-            if (folder / name).exists():
-                shutil.copyfile(folder / name, part / name)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)
+    def write(part: Path) -> None:
+        for name, content in companions.items():
+            (part / name).write_bytes(content)
         if dtype is not None:
             _name_dtype(part / "config.json", dtype)
-        save_orbax(part, load_params(folder, config, dtype))
+        save_orbax(part, fill(dtype, False))
 
-    write_whole(destination, overwrite, fill)
+    write_whole(destination, overwrite, write)
 
 
 def _check_apart(source: Path, destination: Path) -> None:
@@ -73,7 +46,7 @@ def _check_apart(source: Path, destination: Path) -> None:
         raise ValueError(f"{destination} would change the source {source}: give another DST")
 
 
-def _either(raw: dict[str, Any]):
+def _either(raw: dict[str, Any]) -> TargetConfig | DrafterConfig:
     drafter = "DFlash" in hf_config.architecture(raw)
     return (hf_config.drafter_config if drafter else hf_config.target_config)(raw)
 
@@ -82,8 +55,4 @@ def _name_dtype(config: Path, dtype: str) -> None:
     """Corrects what config.json says of the weights; some files call it dtype, some torch_dtype."""
     raw = hf_config.read_json(config)
     said = {key: dtype for key in ("dtype", "torch_dtype") if key in raw}
-    _write_json(config, raw | said)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    config.write_text(json.dumps(raw | said, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
 """Our own form of a checkpoint: parameters by Orbax beside the config and tokenizer files."""
 
 import contextlib
+import functools
 import logging
-import shutil
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.checksums import check_small_files, compared, write_checksums
+from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
 from jflash.io.names import abstract_params
+from jflash.io.problems import check_problems
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
 METADATA = "_METADATA"  # Orbax's file in it
 GROUP = 2**30  # bytes restored at a time: a step of the progress bar, and enough to be fast
-QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
 
 
 def is_orbax(folder: Path) -> bool:
@@ -31,80 +32,6 @@ def is_orbax(folder: Path) -> bool:
     )
 
 
-def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
-    """Fills a folder beside `destination` and renames it when whole; nothing half-written stays.
-
-    ValueError if `destination` exists and `overwrite` is not set, or cannot be written.
-    """
-    check_destination(destination, overwrite)
-    destination = destination.resolve()
-    part = destination.with_name(f".{destination.name}.part")
-    old = destination.with_name(f".{destination.name}.old")
-    try:
-        made = [folder for folder in part.parents if not folder.exists()]
-        try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            fill(part)
-            _swap(part, destination, old)
-        except BaseException:
-            _remove(part, made)
-            raise
-    except (OSError, ValueError) as error:
-        # tensorstore says "no space left" by a ValueError, and appends all its settings.
-        said = str(error).split(" [tensorstore_spec=")[0]
-        raise ValueError(f"cannot write {destination}: {said}") from error
-
-
-def _remove(part: Path, made: list[Path]) -> None:
-    """Removes `part`, and the folders made for it, the innermost first.
-
-    A save that failed may have writes in the air, and Orbax does not wait for them; they make their
-    folders anew, and on a full disc find the room that the removal gave. So until none comes.
-    """
-    begun = last = time.monotonic()
-    while (now := time.monotonic()) - last < QUIET and now - begun < LONGEST:
-        if part.exists():
-            shutil.rmtree(part, ignore_errors=True)
-            last = now
-        time.sleep(0.02)
-    for folder in made:  # one that others use by now stays
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-def check_destination(destination: Path, overwrite: bool) -> None:
-    """ValueError unless a checkpoint may be written there; what is no checkpoint is never replaced.
-
-    Costs nothing: ask before the weights are read.
-    """
-    try:
-        if not destination.exists():
-            return
-        empty = destination.is_dir() and not any(destination.iterdir())
-        if not empty and not (destination / "config.json").exists():
-            raise ValueError(f"{destination} exists and is no checkpoint: give another DST")
-    except OSError as error:
-        raise ValueError(f"cannot write {destination}: {error}") from error
-    if not overwrite:
-        raise ValueError(f"{destination} exists already: pass --overwrite to replace it")
-
-
-def _swap(part: Path, destination: Path, old: Path) -> None:
-    """Puts `part` in the place of `destination`, which is put back if that fails."""
-    if not destination.exists():
-        part.rename(destination)
-        return
-    shutil.rmtree(old, ignore_errors=True)
-    destination.rename(old)
-    try:
-        part.rename(destination)
-    except OSError:
-        old.rename(destination)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def save_orbax(folder: Path, params: Any) -> None:
     """Writes parameters under `folder`."""
     with _checkpointer() as checkpointer:
@@ -112,15 +39,26 @@ def save_orbax(folder: Path, params: Any) -> None:
     write_checksums(_path(folder))
 
 
-def load_orbax(
-    folder: Path, config: TargetConfig | DrafterConfig, dtype: str | None, progress: bool = False
-) -> dict:
-    """Parameters as device arrays of `dtype`, None keeping the stored one.
+@dataclass(frozen=True)
+class Orbax(Folder):
+    """A folder in our own form."""
 
-    ValueError naming every leaf that does not fit `config`.
-    """
-    with _checkpointer() as checkpointer:
-        stored = _stored(checkpointer, folder, config)
+    def check(self, config: TargetConfig | DrafterConfig) -> Fill:
+        """What reads the parameters of `config`.
+
+        ValueError naming every leaf that does not fit, by the metadata alone.
+        """
+        return functools.partial(_fill, self.path, _stored(self.path, config), config)
+
+
+def _fill(
+    folder: Path,
+    stored: dict[str, Any],
+    config: TargetConfig | DrafterConfig,
+    dtype: str | None,
+    progress: bool,
+) -> dict:
+    """Parameters as device arrays."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(
@@ -168,20 +106,13 @@ def _groups(wanted: dict) -> Iterator[dict]:
         yield group
 
 
-def check_orbax(folder: Path, config: TargetConfig | DrafterConfig) -> None:
-    """The errors of load_orbax, by the stored metadata alone."""
-    with _checkpointer() as checkpointer:
-        _stored(checkpointer, folder, config)
-
-
-def _stored(
-    checkpointer: ocp.Checkpointer, folder: Path, config: TargetConfig | DrafterConfig
-) -> dict[str, Any]:
+def _stored(folder: Path, config: TargetConfig | DrafterConfig) -> dict[str, Any]:
     """What is stored of each leaf, by its path; ValueError unless exactly the config's leaves."""
     check_small_files(_path(folder))
     with named(f"{_path(folder)} is corrupt"):
         read_json(_path(folder) / METADATA)
-        metadata = checkpointer.metadata(_path(folder)).item_metadata
+        with _checkpointer() as checkpointer:
+            metadata = checkpointer.metadata(_path(folder)).item_metadata
         if metadata is None:
             raise ValueError("it has no metadata")
         stored = _flat(metadata.tree)
@@ -193,8 +124,7 @@ def _stored(
         for name, leaf in expected.items()
         if name in stored and tuple(stored[name].shape) != leaf.shape
     ]
-    if problems:
-        raise ValueError(f"{folder} does not fit: " + "; ".join(problems))
+    check_problems(folder, problems)
     return stored
 
 

@@ -1,58 +1,9 @@
-"""Tokenizers, chat templates and stops: between text and the ids that jflash.generate decodes."""
+"""Chat templates and tokens: between text and the ids that jflash.generate decodes."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jflash.io.foreign import named
-from jflash.io.gguf_config import stop_ids
-from jflash.io.gguf_file import is_gguf, open_gguf
-from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
-from jflash.io.hf_config import read_json
-from jflash.io.hf_values import said
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder or GGUF file, as transformers'; ValueError if none loads."""
-    from transformers import AutoTokenizer
-
-    folder = Path(folder)
-    if not has_tokenizer(folder):
-        raise ValueError(
-            f"{folder} holds no tokenizer: text needs one, token ids (--prompt-ids) do not"
-        )
-    with named(f"the tokenizer in {folder} does not load"):
-        if is_gguf(folder):
-            return gguf_tokenizer(open_gguf(folder))
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a checkpoint folder brings files of a tokenizer, or a GGUF file the metadata."""
-    if is_gguf(folder):
-        return has_gguf_tokenizer(open_gguf(folder))
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    return any((folder / name).exists() for name in known)
-
-
-def stop_token_ids(folder: str | Path, tokenizer: Any = None) -> list[int]:
-    """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none.
-
-    Of a GGUF file, what its metadata names: the ends of a text, a turn and a message.
-    """
-    folder = Path(folder)
-    if is_gguf(folder):
-        return stop_ids(open_gguf(folder))
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            raw = read_json(folder / name)
-            with named(str(folder / name)):
-                ids = said(raw, ["eos_token_id"]).get("eos_token_id")
-            if ids is not None:
-                return ids if isinstance(ids, list) else [ids]
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return [int(tokenizer.eos_token_id)]
-    return []
 
 
 def encode_prompt(

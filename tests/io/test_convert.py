@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from jflash.cli import convert, generate
-from jflash.io import load_drafter, load_target, random_drafter
-from jflash.io.load import load_params
-from jflash.io.orbax_checkpoint import write_whole
-from tests.support.small_checkpoints import Folders, edit_config, make_pair
+from jflash.io import load_drafter, load_target, open_checkpoint, random_drafter
+from jflash.io.whole_folder import write_whole
+from tests.support.small_checkpoints import DRAFTER, Folders, edit_config, make_pair
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def test_the_stored_dtype_is_kept_unless_told_otherwise(tmp_path, stored):
         destination = tmp_path / f"converted-{dtype}"
         options = [] if dtype is None else ["--dtype", dtype]
         assert convert.main([str(folders.drafter), str(destination), *options]) == 0
-        got = load_params(destination, load_drafter(destination)[0].config, None)
+        got = open_checkpoint(destination).check(DRAFTER)(None, False)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {dtype or stored}
         said = json.loads((destination / "config.json").read_text())["torch_dtype"]
         assert said == (dtype or stored)

@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from jflash.io import configure_pair, encode_prompt, load_tokenizer, stop_token_ids
-from jflash.io.load import check_params
 from jflash.memory import check_decoding
 from tests.support.gguf_files import TOKENS, metadata, sentencepiece, write_gguf
 from tests.support.small_checkpoints import Folders, make_pair
@@ -197,9 +196,9 @@ def check(target: Path, drafter: Path | None) -> None:
     """All that a command asks of two checkpoints before it reads a weight."""
     files = configure_pair(target, drafter)
     check_decoding(files.models, files.dtype, 1, 2, 4)
-    check_params(files.target, files.models.target.config)
+    files.target.check(files.models.target.config)
     if files.drafter is not None and files.models.drafter is not None:
-        check_params(files.drafter, files.models.drafter.config)
+        files.drafter.check(files.models.drafter.config)
 
 
 def other(folder: Path, name: str, content: bytes) -> Path:

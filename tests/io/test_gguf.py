@@ -18,9 +18,16 @@ from jflash import generate, load_pair
 from jflash.cli.convert import main as convert
 from jflash.cli.generate import main as generate_main
 from jflash.config import Llama3Scaling, RopeConfig
-from jflash.io import configure_pair, load_target, load_tokenizer, read_ahead, stop_token_ids
+from jflash.io import (
+    configure_pair,
+    load_target,
+    load_tokenizer,
+    load_weights,
+    open_checkpoint,
+    read_ahead,
+    stop_token_ids,
+)
 from jflash.io.hf_config import target_config
-from jflash.io.load import check_params, read_config
 from jflash.rope import rope_frequencies
 from tests.support.gguf_files import (
     EOS,
@@ -169,9 +176,8 @@ def test_dtypes(tmp_path):
 
 
 def read_params(file: Path, dtype: str | None) -> dict:
-    from jflash.io.load import load_params
-
-    return load_params(file, read_config(file, target_config), dtype)
+    checkpoint = open_checkpoint(file)
+    return checkpoint.check(checkpoint.config(target_config))(dtype, False)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q4_K], ids=lambda k: k.name)
@@ -204,8 +210,10 @@ def test_llama_3_scaling_is_found_in_its_factors(factor, tmp_path):
         original_max_position_embeddings=8192,
     )  # fmt: skip
     file = scaled(tmp_path, scaling)
-    assert read_config(file, target_config).rope == RopeConfig(theta=50000.0, scaling=scaling)
-    check_params(file, read_config(file, target_config))
+    assert open_checkpoint(file).config(target_config).rope == RopeConfig(
+        theta=50000.0, scaling=scaling
+    )
+    open_checkpoint(file).check(open_checkpoint(file).config(target_config))
 
 
 def test_other_frequency_factors_are_refused(tmp_path):
@@ -214,13 +222,15 @@ def test_other_frequency_factors_are_refused(tmp_path):
         original_max_position_embeddings=8192,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"rope_freqs\.weight is not Llama 3's scaling"):
-        read_config(scaled(tmp_path, other), target_config)
+        open_checkpoint(scaled(tmp_path, other)).config(target_config)
 
 
 def test_a_converted_target_decodes_the_same(tmp_path, capsys):
     file, folder = write_gguf(tmp_path / "m.gguf", kind=Kind.Q4_0), tmp_path / "converted"
     assert convert([str(file), str(folder)]) == 0
-    assert read_config(folder, target_config) == read_config(file, target_config)
+    assert open_checkpoint(folder).config(target_config) == open_checkpoint(file).config(
+        target_config
+    )
     jax.tree.map(
         np.testing.assert_array_equal, load_target(folder, "float32")[1], load_target(file)[1]
     )
@@ -309,7 +319,7 @@ def test_a_file_cut_short_after_its_header_was_read(tmp_path):
     files = configure_pair(file)
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(ValueError, match="corrupt or truncated"):
-        check_params(files.target, files.models.target.config)
+        load_weights(files)
 
 
 def test_places_that_are_no_target(tmp_path, capsys):

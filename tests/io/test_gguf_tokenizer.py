@@ -5,8 +5,7 @@ All expected splits were compared with llama.cpp's (2026-10) on SmolLM2's vocabu
 
 import pytest
 
-from jflash.io import encode_prompt, load_tokenizer
-from jflash.io.text import has_tokenizer
+from jflash.io import encode_prompt, load_tokenizer, open_checkpoint
 from tests.support.gguf_files import (
     ASSISTANT,
     BOS,
@@ -124,6 +123,6 @@ def test_what_is_refused(changes, said, tmp_path):
 
 def test_a_file_without_a_tokenizer(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", change={"tokenizer.ggml.model": None})
-    assert not has_tokenizer(file)
+    assert not open_checkpoint(file).has_tokenizer()
     with pytest.raises(ValueError, match="holds no tokenizer: text needs one"):
         load_tokenizer(file)

@@ -7,10 +7,10 @@ import transformers
 
 from jflash.bench.shapes import model_shape
 from jflash.config import Llama3Scaling
+from jflash.io import open_checkpoint
 from jflash.io.hf_config import DEFAULTS, drafter_config, target_config
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.hf_write import to_hf_config
-from jflash.io.load import read_config
 from jflash.io.names import leaf_sources
 from jflash.memory import weight_bytes
 
@@ -59,7 +59,7 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     config = CLASSES[family](num_hidden_layers=3, architectures=[NAMES[family]])
     config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     config.save_pretrained(tmp_path)
-    got = read_config(tmp_path, target_config)
+    got = open_checkpoint(tmp_path).config(target_config)
     assert (got.num_layers, got.rope.theta, got.rope.scaling) == (3, 5e5, None)
 
 

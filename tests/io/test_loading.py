@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +13,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.io import configure_pair, load_drafter, load_pair, load_target, save_checkpoint
+from jflash.io import (
+    configure_pair,
+    convert_checkpoint,
+    load_drafter,
+    load_pair,
+    load_target,
+    load_tokenizer,
+    load_weights,
+    open_checkpoint,
+    save_checkpoint,
+    stop_token_ids,
+)
 from jflash.io.hf_config import drafter_config, target_config
-from jflash.io.load import read_config
 from jflash.io.names import leaf_sources
-from jflash.io.text import load_tokenizer, stop_token_ids
+from tests.support.gguf_files import write_gguf
 from tests.support.small_checkpoints import (
     DRAFTER,
     EOS,
@@ -138,6 +149,28 @@ def test_both_checkpoints_are_checked_before_either_is_read(pair, monkeypatch):
     assert not read
 
 
+@pytest.mark.parametrize("form", ["safetensors", "orbax", "gguf"])
+def test_every_header_is_read_once(form, pair, tmp_path, monkeypatch):
+    """By all that a command asks: configs, tokenizer and stops, checks and weights."""
+    target, drafter = pair
+    if form == "orbax":
+        convert_checkpoint(pair.target, target := tmp_path / "target-orbax")
+        convert_checkpoint(pair.drafter, drafter := tmp_path / "drafter-orbax")
+    if form == "gguf":
+        target, drafter = write_gguf(tmp_path / "a.gguf"), None
+    readers = {
+        "safetensors": "jflash.io.safetensors_checkpoint._tensors",
+        "orbax": "jflash.io.orbax_checkpoint._stored",
+        "gguf": "jflash.io.gguf_file.read_header",
+    }
+    honest, read = pkgutil.resolve_name(readers[form]), []
+    monkeypatch.setattr(readers[form], lambda *given: read.append(given) or honest(*given))
+    files = configure_pair(target, drafter)
+    files.target.stop_ids(files.target.tokenizer())
+    load_weights(files)
+    assert len(read) == (1 if form == "gguf" else 2)
+
+
 def test_dropped_names_are_no_errors(pair):
     """Old files store RoPE tables; a tied model may store its head; re-exports prefix `model.`."""
     edit_tensors(pair.target, **{"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, "f4")})
@@ -176,8 +209,8 @@ def test_configuring_a_pair_reads_no_weights(pair):
 
 
 def test_written_configs_are_read_back(pair):
-    assert read_config(pair.target, target_config) == TARGET
-    assert read_config(pair.drafter, drafter_config) == DRAFTER
+    assert open_checkpoint(pair.target).config(target_config) == TARGET
+    assert open_checkpoint(pair.drafter).config(drafter_config) == DRAFTER
 
 
 def test_stop_ids_in_their_order_of_preference(pair):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.io import load_target, read_ahead, weights
-from jflash.io.load import load_params
+from jflash.io import assemble, load_target, open_checkpoint, read_ahead
 from jflash.io.names import leaf_sources
 from tests.support.small_checkpoints import (
     DRAFTER,
@@ -49,10 +48,10 @@ def test_pieces_make_the_same_bits(pair, monkeypatch, stored, turning):
     save_file(tensors, file)
     monkeypatch.setattr(read_ahead, "PIECE", 700)  # some rows of a tensor, less than one of others
     monkeypatch.setattr(read_ahead, "AHEAD", 5)
-    monkeypatch.setattr("jflash.io.weights._device_turns", lambda: turning)
+    monkeypatch.setattr("jflash.io.assemble._device_turns", lambda: turning)
     for dtype in (None, "float32", "bfloat16"):
         want = jnp.dtype(dtype or (stored if stored != "float64" else "float32"))
-        params = load_params(pair.drafter, DRAFTER, dtype)
+        params = open_checkpoint(pair.drafter).check(DRAFTER)(dtype, False)
         for leaf, parts in leaf_sources(DRAFTER).items():
             got = functools.reduce(lambda tree, key: tree[key], leaf.split("/"), params)
             whole = np.concatenate([tensors[part.name] for part in parts])
@@ -87,21 +86,21 @@ def test_no_more_is_read_than_may_be_under_way(pair, monkeypatch):
 def test_no_weight_is_held_twice_beside_one_leaf(pair, monkeypatch):
     """All bytes on the device, each time that a leaf is put together: its parts and itself too."""
     held, before = [], 0
-    honest = weights._join
+    honest = assemble._join
 
     def counted(parts, *rest):
         leaf = jax.block_until_ready(honest(parts, *rest))
         held.append(sum(array.nbytes for array in jax.live_arrays()) - before)
         return leaf
 
-    monkeypatch.setattr(weights, "_join", counted)
-    monkeypatch.setattr(weights, "_device_turns", lambda: True)
+    monkeypatch.setattr(assemble, "_join", counted)
+    monkeypatch.setattr(assemble, "_device_turns", lambda: True)
     monkeypatch.setattr(read_ahead, "PIECE", 700)
-    load_params(pair.target, TARGET, "float32")  # constants of its own are made
+    open_checkpoint(pair.target).check(TARGET)("float32", False)  # constants of its own are made
     held.clear()
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
-    params = load_params(pair.target, TARGET, "float32")
+    params = open_checkpoint(pair.target).check(TARGET)("float32", False)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     # Embedding and head, the largest, come while the rest is missing: no more than a layer's leaf
     # comes on top of all the parameters.

@@ -16,10 +16,9 @@ from jflash.bench.step_time import Window, busy_state, experts_read, random_weig
 from jflash.config import MoeConfig
 from jflash.experts import Experts, route, weighted_sum
 from jflash.generate import Pair, generate
-from jflash.io import load_target, save_checkpoint
+from jflash.io import load_target, open_checkpoint, save_checkpoint
 from jflash.io.convert import convert_checkpoint
 from jflash.io.hf_config import target_config as read_target
-from jflash.io.load import read_config
 from jflash.io.names import abstract_params
 from jflash.kernels import XLA
 from jflash.memory import weight_bytes
@@ -166,7 +165,7 @@ def saved(tmp_path):
 
 def test_both_layouts_and_orbax_give_the_same_bits(saved, tmp_path):
     folder, config, params = saved
-    assert read_config(folder, read_target) == config
+    assert open_checkpoint(folder).config(read_target) == config
     names = load_file(folder / "model.safetensors")
     up = names["model.layers.2.mlp.experts.4.up_proj.weight"]
     np.testing.assert_array_equal(params["layers_2"]["mlp"]["gate_up"]["kernel"][4, :, F:], up.T)

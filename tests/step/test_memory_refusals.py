@@ -8,7 +8,7 @@ from jflash import memory
 from jflash.bench import case as benchmark_case
 from jflash.bench.case import Task, run_task
 from jflash.cli.command import run_command
-from jflash.io import load
+from jflash.io import assemble
 from jflash.proof import cases as lossless_cases
 from scripts import check_lossless, evaluate_tiny_pair, train_drafter
 from tests.support.small_checkpoints import edit_config, make_pair
@@ -20,7 +20,7 @@ TINY_MATH = lossless_cases.EMBEDDED
 def small_device(monkeypatch):
     """A device of 60 MB, and no weights to be had. 64 MiB of every budget are workspace."""
     monkeypatch.setattr(memory, "device_memory", lambda: 60 * 10**6)
-    for module, name in ((load, "load_params"), (lossless_cases, "random_weights")):
+    for module, name in ((assemble, "read_ahead"), (lossless_cases, "random_weights")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("weights were read or made"))
 
 

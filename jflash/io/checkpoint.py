@@ -1,0 +1,77 @@
+"""A checkpoint, opened once: safetensors folder, our own form by Orbax, or a GGUF file.
+
+Each form reads its config; its `check` says by headers alone what does not fit a config, and gives
+what fills the parameters; each has a tokenizer and stop ids, or says that it has none.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jflash.io.gguf_checkpoint import Gguf, open_gguf
+from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
+from jflash.io.safetensors_checkpoint import Safetensors
+
+Checkpoint = Safetensors | Orbax | Gguf
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", f"{PARAMS}/*"]
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """The checkpoint at a folder, a GGUF file or a hub id; ValueError if there is none."""
+    path = resolve(source)
+    if not path.is_dir():
+        return open_gguf(path)
+    return Orbax(path) if is_orbax(path) else Safetensors(path)
+
+
+def resolve(source: str | Path) -> Path:
+    """A checkpoint's folder or GGUF file: `source` itself, or a hub id's folder, downloaded.
+
+    ValueError if it is none of them, or if the hub cannot give it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise ValueError(f"{path} is an empty folder")
+        return path
+    if path.suffix == ".gguf":
+        if not path.exists():
+            raise ValueError(f"{path}: no such file")
+        return path
+    if path.exists():
+        raise ValueError(f"{path} is a file, expected a checkpoint folder or a .gguf file")
+    if not HUB_ID.fullmatch(str(source)):
+        raise ValueError(f"{source}: no such folder, and not a hub id (organisation/name)")
+    return _download(str(source))
+
+
+def _download(hub_id: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{hub_id}: no such folder, and the hub cannot be reached: "
+            "download it where there is a network, then give its folder"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"{hub_id}: no such folder, and the hub says: {error}") from None
+
+
+def load_tokenizer(source: str | Path | Checkpoint) -> Any:
+    """The tokenizer of a checkpoint, as transformers'; ValueError if none loads."""
+    return opened(source).tokenizer()
+
+
+def stop_token_ids(source: str | Path | Checkpoint, tokenizer: Any = None) -> list[int]:
+    """The ids that end a text, as the checkpoint names them; else the tokenizer's, else none."""
+    return opened(source).stop_ids(tokenizer)
+
+
+def opened(source: str | Path | Checkpoint) -> Checkpoint:
+    """The checkpoint itself, opened if it is only named."""
+    return open_checkpoint(source) if isinstance(source, str | Path) else source

@@ -1,0 +1,81 @@
+"""What a checkpoint's folder says beside its weights: config, tokenizer, stop ids.
+
+How its weights are stored is for the two forms of a folder: safetensors, and ours by Orbax.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jflash.io.foreign import named
+from jflash.io.hf_config import read_json
+from jflash.io.hf_values import said
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+# Reads parameters that were found to fit: of a dtype (None: as stored), with a progress bar or not.
+Fill = Callable[[str | None, bool], dict]
+COMPANIONS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint's folder."""
+
+    path: Path
+
+    def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
+        """The config through one of hf_config's readers; its errors name the checkpoint."""
+        return read_config(self.path, read_json(self.path / "config.json"), read)
+
+    def companions(self) -> dict[str, bytes]:
+        """The files that describe the model, by name; a converted checkpoint has the same."""
+        there = [name for name in COMPANIONS if (self.path / name).exists()]
+        return {name: (self.path / name).read_bytes() for name in there}
+
+    def has_tokenizer(self) -> bool:
+        """Whether there are files of a tokenizer, supported or not."""
+        return any((self.path / name).exists() for name in TOKENIZERS)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, as transformers'; ValueError if there is none or it does not load."""
+        from transformers import AutoTokenizer
+
+        check_tokenizer(self.path, self.has_tokenizer())
+        with named(f"the tokenizer in {self.path} does not load"):
+            return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
+
+    def stop_ids(self, tokenizer: Any = None) -> list[int]:
+        """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none."""
+        for file in (self.path / "generation_config.json", self.path / "config.json"):
+            if file.exists():
+                ids = read_config(file, read_json(file), _stops)
+                if ids is not None:
+                    return ids if isinstance(ids, list) else [ids]
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            return [int(tokenizer.eos_token_id)]
+        return []
+
+
+def _stops(raw: dict[str, Any]) -> int | list[int] | None:
+    return said(raw, ["eos_token_id"]).get("eos_token_id")
+
+
+def read_config[C](path: Path, raw: dict[str, Any], read: Callable[[dict[str, Any]], C]) -> C:
+    """A config.json through a reader whose errors do not name the file."""
+    try:
+        return read(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_tokenizer(path: Path, there: bool) -> None:
+    """ValueError unless a checkpoint brings a tokenizer."""
+    if not there:
+        raise ValueError(
+            f"{path} holds no tokenizer: text needs one, token ids (--prompt-ids) do not"
+        )

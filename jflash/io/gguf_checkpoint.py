@@ -1,0 +1,163 @@
+"""The weights of a GGUF file as parameters: dequantised while they are read, strict both ways.
+
+What a dequantised number is, the `gguf` library says; names come from its table too. Rows go the
+way of safetensors' rows, so the host holds some pieces of the file and never the model.
+"""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+from gguf.quants import dequantize, quant_shape_to_byte_shape
+
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.assemble import fill_leaves
+from jflash.io.folder import Fill, check_tokenizer, read_config
+from jflash.io.foreign import named
+from jflash.io.gguf_config import ROPE_FACTORS, hf_config_of, stop_ids
+from jflash.io.gguf_file import GgufFile, read_gguf
+from jflash.io.gguf_header import Stored
+from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
+from jflash.io.names import Source, leaf_sources
+from jflash.io.problems import check_problems
+from jflash.io.read_ahead import Piece, split_rows
+
+_Kind = GGMLQuantizationType
+PLAIN = {_Kind.F32: np.float32, _Kind.F16: np.float16, _Kind.BF16: jnp.bfloat16}
+QUANTISED = (
+    _Kind.Q4_0, _Kind.Q4_1, _Kind.Q5_0, _Kind.Q5_1, _Kind.Q8_0, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K,
+)  # fmt: skip
+_NAMES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+_NO_WEIGHTS = {ROPE_FACTORS}  # read as part of the config
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """A target in one file."""
+
+    path: Path
+    file: GgufFile
+
+    def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
+        """The config through one of hf_config's readers; its errors name the file."""
+        return read_config(self.path, hf_config_of(self.file), read)
+
+    def companions(self) -> dict[str, bytes]:
+        """The files that describe the model in Hugging Face's form, by name."""
+        config = json.dumps(hf_config_of(self.file), indent=2) + "\n"
+        found = {"config.json": config.encode()}
+        if self.has_tokenizer():
+            with tempfile.TemporaryDirectory() as folder:
+                self.tokenizer().save_pretrained(folder)
+                found |= {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+        return found
+
+    def has_tokenizer(self) -> bool:
+        """Whether the file brings a tokenizer, supported or not."""
+        return has_gguf_tokenizer(self.file)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, as transformers'; ValueError if there is none or it is not supported."""
+        check_tokenizer(self.path, self.has_tokenizer())
+        with named(f"the tokenizer in {self.path} does not load"):
+            return gguf_tokenizer(self.file)
+
+    def stop_ids(self, tokenizer: Any = None) -> list[int]:
+        """What the metadata names: the ends of a text, a turn and a message."""
+        return stop_ids(self.file)
+
+    def check(self, config: TargetConfig | DrafterConfig) -> Fill:
+        """What reads the parameters of `config`; as stored, quantised tensors are float32.
+
+        ValueError with every unknown, missing or wrongly shaped tensor, and every type of tensor
+        that is not supported.
+        """
+        assert isinstance(config, TargetConfig)
+        sources = leaf_sources(config)
+        names = _fitting_names(self.file, config, sources)
+        turned = _heads_to_turn(self.file, config)
+        plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
+        for leaf, parts in sources.items():
+            for part in parts:
+                plan[leaf] += _pieces(self.file, names[part.name], turned)
+        return functools.partial(fill_leaves, plan, self.path.name, {})
+
+
+def open_gguf(path: Path) -> Gguf:
+    """A GGUF file by its header; ValueError if it is no whole file of one model."""
+    return Gguf(path, read_gguf(path))
+
+
+def _fitting_names(
+    file: GgufFile, config: TargetConfig, sources: dict[str, tuple[Source, ...]]
+) -> dict[str, str]:
+    """What Hugging Face's names are called in the file; ValueError if it is unfit."""
+    parts = [part for parts in sources.values() for part in parts]
+    table = get_tensor_name_map(_NAMES[file.need("general.architecture")], config.num_layers)
+    endings = (".weight", ".bias")
+    names = {part.name: table.get_name(part.name, endings) or part.name for part in parts}
+    expected = {names[part.name]: part for part in parts}
+    problems = [f"missing: {name}" for name in expected if name not in file.tensors]
+    for name, stored in file.tensors.items():
+        if name in expected:
+            problems += _problems(name, stored, expected[name])
+        elif name not in _NO_WEIGHTS:
+            problems.append(f"unknown: {name}")
+    check_problems(file.path, problems)
+    return names
+
+
+def _problems(name: str, stored: Stored, expected: Source) -> list[str]:
+    problems = []
+    if stored.shape != expected.shape:
+        problems.append(f"wrong shape: {name} is {stored.shape}, expected {expected.shape}")
+    if stored.kind not in (*PLAIN, *QUANTISED):
+        problems.append(f"unsupported type: {name} is {stored.kind.name}")
+    return problems
+
+
+def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
+    """Head width by the names of tensors whose rows llama.cpp stores in its own order.
+
+    Its rotary embedding for `llama` turns neighbouring rows of a head, ours and transformers' turn
+    row i with row i + H/2.
+    """
+    if file.metadata["general.architecture"] != "llama":
+        return {}
+    return {
+        f"blk.{layer}.attn_{x}.{part}": config.head_dim
+        for layer in range(config.num_layers)
+        for x in "qk"
+        for part in ("weight", "bias")
+    }
+
+
+def _pieces(file: GgufFile, name: str, turned: Mapping[str, int]) -> list[Piece]:
+    """A tensor as pieces that give rows of Hugging Face's tensor, each of whole heads if turned."""
+    stored, heads = file.tensors[name], turned.get(name, 0)
+    decode = functools.partial(_decode, kind=stored.kind, head_dim=heads)
+    if stored.kind in PLAIN:
+        dtype, shape, growth = PLAIN[stored.kind], stored.shape, 1.0
+    else:
+        block, size = GGML_QUANT_SIZES[stored.kind]
+        dtype, shape = np.uint8, quant_shape_to_byte_shape(stored.shape, stored.kind)
+        growth = block * np.dtype(np.float32).itemsize / size
+    whole = Piece(file.path, name, stored.begin, shape, np.dtype(dtype), decode=decode)
+    return split_rows(whole, unit=heads or 1, growth=growth)
+
+
+def _decode(rows: np.ndarray, kind: GGMLQuantizationType, head_dim: int) -> np.ndarray:
+    """Rows as numbers, in Hugging Face's order."""
+    if kind not in PLAIN:
+        rows = dequantize(rows, kind)
+    if not head_dim:
+        return rows
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,176 @@
+"""Safetensors to parameters and back: strict both ways, and no weight twice in memory."""
+
+import collections
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.assemble import fill_leaves
+from jflash.io.folder import Fill, Folder
+from jflash.io.foreign import one_line
+from jflash.io.hf_config import read_json
+from jflash.io.hf_values import shown
+from jflash.io.names import is_dropped, is_stacked, leaf_sources
+from jflash.io.problems import check_problems
+from jflash.io.read_ahead import Piece, find_tensors, split_rows
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+_STACKS = ("gate_up", "down")  # an expert's matrices, [E, in, out] in a leaf
+LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file, by the name that it has there."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Safetensors(Folder):
+    """A folder in Hugging Face's form."""
+
+    @functools.cached_property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of every file, by the headers; ValueError for a file that is not whole."""
+        return [tensor for file in _files(self.path) for tensor in _tensors(file)]
+
+    def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
+        """As of any folder; where there are weights, they have as many layers and experts."""
+        config = super().config(read)
+        if any(self.path.glob("*.safetensors")):
+            check_problems(self.path, _miscounted(config, [t.name for t in self.tensors]))
+        return config
+
+    def check(self, config: TargetConfig | DrafterConfig) -> Fill:
+        """What reads the parameters of `config`.
+
+        ValueError with every unknown, missing, twice-given or wrongly shaped tensor.
+        """
+        owners = collections.defaultdict(list)
+        for tensor in self.tensors:
+            owners[_canonical(config, tensor.name)].append(tensor)
+        sources = leaf_sources(config, is_stacked(owners))
+        check_problems(self.path, _problems(config, sources, owners))
+        places = {file: find_tensors(file) for file in {t.file for t in self.tensors}}
+        plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
+        for leaf, parts in sources.items():
+            for part in parts:
+                tensor = owners[part.name][0]
+                plan[leaf] += split_rows(places[tensor.file][tensor.name])
+        return functools.partial(fill_leaves, plan, self.path.name, _experts_of(config))
+
+
+def save_safetensors(
+    path: Path, config: TargetConfig | DrafterConfig, params: Any, dtype: str
+) -> None:
+    """Writes parameters as one safetensors file in Hugging Face's names and layout."""
+    tensors = {}
+    for leaf, parts in leaf_sources(config).items():
+        value: Any = params
+        for key in leaf.split("/"):
+            value = value[key]
+        value = np.asarray(value).astype(jnp.dtype(dtype))
+        if leaf.endswith("/kernel"):  # [in, out], or [E, in, out] with an expert after the other
+            rows = value.swapaxes(-1, -2).reshape(-1, value.shape[-2])
+        else:
+            rows = value
+        edges = np.cumsum([part.shape[0] for part in parts])[:-1]
+        for part, piece in zip(parts, np.split(rows, edges), strict=True):
+            tensors[part.name] = np.ascontiguousarray(piece)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
+    """Some re-exported drafters prefix every tensor with `model.`."""
+    return name.removeprefix("model.") if isinstance(config, DrafterConfig) else name
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map: which files hold the tensors?")
+        if not all(isinstance(name, str) and _is_inside(name) for name in weight_map.values()):
+            raise ValueError(f"{index} must name files of its folder alone in weight_map")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        missing = [shown(file.name) for file in files if not file.exists()]
+        if missing:
+            raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no safetensors files")
+    return files
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a folder's index stays below that folder."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _tensors(file: Path) -> Iterator[Tensor]:
+    try:
+        with safe_open(file, "numpy") as handle:
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                tensor = handle.get_slice(name)
+                yield Tensor(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is corrupt or truncated: {one_line(error)}") from None
+
+
+def _miscounted(config: TargetConfig | DrafterConfig, names: list[str]) -> list[str]:
+    """Where the names show other numbers of layers or experts than `config` has.
+
+    Asked before anything is made of each of them: a config.json may say any number.
+    """
+    counts = {"num_hidden_layers": (LAYER, config.num_layers)}
+    if isinstance(config, TargetConfig) and config.moe is not None and not is_stacked(names):
+        counts["num_experts"] = (EXPERT, config.moe.num_experts)
+    problems = []
+    for key, (pattern, count) in counts.items():
+        stored = max((int(m[1]) for m in map(pattern.search, names) if m), default=-1) + 1
+        if stored and stored != count:
+            problems.append(f"{key} is {count}, the tensors are those of {stored}")
+    return problems
+
+
+def _problems(config: TargetConfig | DrafterConfig, sources: dict, owners: dict) -> list[str]:
+    """All that is wrong with the tensors of a checkpoint."""
+    expected = {part.name: part.shape for parts in sources.values() for part in parts}
+    problems = [f"missing: {name}" for name in expected if name not in owners]
+    for name, tensors in owners.items():
+        if name not in expected:
+            if not is_dropped(config, name):
+                problems.append(f"unknown: {name}")
+            continue
+        if len(tensors) > 1:
+            where = ", ".join(f"{tensor.name} in {tensor.file.name}" for tensor in tensors)
+            problems.append(f"given twice: {name} ({where})")
+        shape, dtype = tensors[0].shape, tensors[0].dtype
+        if shape != expected[name]:
+            problems.append(f"wrong shape: {name} is {shape}, expected {expected[name]}")
+        if dtype not in FLOATS:
+            problems.append(f"unsupported dtype: {name} is {dtype}")
+    return problems
+
+
+def _experts_of(config: TargetConfig | DrafterConfig) -> dict[str, int]:
+    """How many experts a leaf holds, by its path; leaves of one matrix are left out."""
+    if not isinstance(config, TargetConfig) or config.moe is None:
+        return {}
+    names = [f"layers_{i}/mlp/{x}/kernel" for i in config.moe.sparse_layers for x in _STACKS]
+    return dict.fromkeys(names, config.moe.num_experts)

@@ -1,0 +1,83 @@
+"""A folder that appears whole or not at all, whoever else is still writing into it."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
+
+
+def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
+    """Fills a folder beside `destination` and renames it when whole; nothing half-written stays.
+
+    ValueError if `destination` exists and `overwrite` is not set, or cannot be written.
+    """
+    check_destination(destination, overwrite)
+    destination = destination.resolve()
+    part = destination.with_name(f".{destination.name}.part")
+    old = destination.with_name(f".{destination.name}.old")
+    try:
+        made = [folder for folder in part.parents if not folder.exists()]
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            fill(part)
+            _swap(part, destination, old)
+        except BaseException:
+            _remove(part, made)
+            raise
+    except (OSError, ValueError) as error:
+        # tensorstore says "no space left" by a ValueError, and appends all its settings.
+        said = str(error).split(" [tensorstore_spec=")[0]
+        raise ValueError(f"cannot write {destination}: {said}") from error
+
+
+def _remove(part: Path, made: list[Path]) -> None:
+    """Removes `part`, and the folders made for it, the innermost first.
+
+    A save that failed may have writes in the air, and Orbax does not wait for them; they make their
+    folders anew, and on a full disc find the room that the removal gave. So until none comes.
+    """
+    begun = last = time.monotonic()
+    while (now := time.monotonic()) - last < QUIET and now - begun < LONGEST:
+        if part.exists():
+            shutil.rmtree(part, ignore_errors=True)
+            last = now
+        time.sleep(0.02)
+    for folder in made:  # one that others use by now stays
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def check_destination(destination: Path, overwrite: bool) -> None:
+    """ValueError unless a checkpoint may be written there; what is no checkpoint is never replaced.
+
+    Costs nothing: ask before the weights are read.
+    """
+    try:
+        if not destination.exists():
+            return
+        empty = destination.is_dir() and not any(destination.iterdir())
+        if not empty and not (destination / "config.json").exists():
+            raise ValueError(f"{destination} exists and is no checkpoint: give another DST")
+    except OSError as error:
+        raise ValueError(f"cannot write {destination}: {error}") from error
+    if not overwrite:
+        raise ValueError(f"{destination} exists already: pass --overwrite to replace it")
+
+
+def _swap(part: Path, destination: Path, old: Path) -> None:
+    """Puts `part` in the place of `destination`, which is put back if that fails."""
+    if not destination.exists():
+        part.rename(destination)
+        return
+    shutil.rmtree(old, ignore_errors=True)
+    destination.rename(old)
+    try:
+        part.rename(destination)
+    except OSError:
+        old.rename(destination)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
