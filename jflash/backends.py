@@ -9,19 +9,17 @@ is asked for by name and cannot run is refused, never replaced.
 from dataclasses import replace
 from typing import Any
 
-from jflash.kernels import Kernels
+from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.speculative import Models
 from pallas_kernels import block_attention, grouped_matmul, heads_to_cache, matmul
 from pallas_kernels.choice import best, check
 
-AUTO = "auto"
 OPS = {
     "attention": block_attention,
     "matmul": matmul,
     "heads": heads_to_cache,
     "experts": grouped_matmul,
 }
-BACKENDS = tuple(f"{op}_backend" for op in Kernels._fields)  # as options and results name them
 
 
 def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Models:

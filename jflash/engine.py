@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflash.decoding import GREEDY, Sampling
 from jflash.generate import (
     PREFILL_CHUNK,
     Generation,
@@ -37,7 +38,6 @@ from jflash.programs import (
     make_request,
     new_state,
 )
-from jflash.sampling import GREEDY, Sampling
 from jflash.speculative import Models, State
 
 STEPS_PER_CALL = 8  # more leave finished slots idle for longer, fewer let the device wait

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflash.decoding import GREEDY, Sampling
 from jflash.programs import (
     STOP_SLOTS,
     Programs,
@@ -25,7 +26,6 @@ from jflash.programs import (
     make_request,
     new_state,
 )
-from jflash.sampling import GREEDY, Sampling
 from jflash.speculative import Models, Params, State
 
 STEPS_PER_CALL = 4  # steps between two looks of the host when somebody watches the tokens

@@ -5,6 +5,8 @@ Knows names only. Everything that computes is handed it, so nothing chooses for 
 
 from typing import NamedTuple
 
+AUTO = "auto"  # as a backend's name: the best that the device has
+
 
 class Kernels(NamedTuple):
     """The backends, by name; each op's package in pallas_kernels lists those that it has."""
@@ -16,3 +18,4 @@ class Kernels(NamedTuple):
 
 
 XLA = Kernels()
+BACKENDS = tuple(f"{op}_backend" for op in Kernels._fields)  # as options and results name them

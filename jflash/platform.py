@@ -1,7 +1,7 @@
 """What is decided about JAX for a whole process: XLA's flags, GPU memory, compiled programs.
 
 `import jflash` decides none of it. A program that wants it calls `configure` once, before JAX
-touches a device; every command does. Knows no model, and imports JAX without starting it.
+touches a device; every command does. Knows no model, and imports JAX where it has to.
 What the environment sets already (XLA_FLAGS, XLA_CLIENT_MEM_FRACTION,
 XLA_PYTHON_CLIENT_PREALLOCATE, JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE) stays.
 """
@@ -10,10 +10,6 @@ import os
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-
-import jax
-from jax._src import xla_bridge  # JAX has no public way to ask whether a backend has started
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 
 class Flag(NamedTuple):
@@ -62,7 +58,7 @@ def configure(
         changes |= _variable(MEMORY_FRACTION, str(memory_fraction), notices)
     if not preallocate:
         changes |= _variable((PREALLOCATE,), "false", notices)
-    if changes and xla_bridge.backends_are_initialized():
+    if changes and _in_use():
         raise RuntimeError(f"too late to set {', '.join(changes)}: JAX is using a device already")
     os.environ.update(changes)
     if compilation_cache:
@@ -78,6 +74,9 @@ def leave_compilation_cache() -> None:
     JAX asks its configuration once, before it compiles its first program, and has to be made to ask
     again.
     """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
     jax.config.update("jax_enable_compilation_cache", False)
     jax_cache.reset_cache()
 
@@ -91,6 +90,13 @@ def cache_folder() -> Path:
     if not base.is_absolute():  # relative ones are to be ignored, says the XDG specification
         base = Path.home() / ".cache"
     return base / "jflash" / "compiled"
+
+
+def _in_use() -> bool:
+    # JAX has no public way to ask whether a backend has started.
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
 
 
 def _xla_flags(asked: tuple[Flag, ...], notices: list[str]) -> dict[str, str]:
@@ -122,6 +128,8 @@ def _variable(names: tuple[str, ...], value: str, notices: list[str]) -> dict[st
 
 def _use_compilation_cache() -> list[str]:
     """Turns JAX's persistent cache on for all programs, small ones too; says why if it cannot."""
+    import jax
+
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return []  # somebody has chosen already
     try:

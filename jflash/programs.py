@@ -16,8 +16,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.cache import empty_cache, with_rings
+from jflash.decoding import GREEDY, Sampling
 from jflash.prefill import Request, prefill
-from jflash.sampling import GREEDY, Sampling, filters_of
+from jflash.sampling import filters_of
 from jflash.speculative import Models, Params, State, speculative_step
 
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this

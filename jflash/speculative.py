@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jflash.cache import Cache
 from jflash.config import DecoderConfig
+from jflash.decoding import DRAFT_RULES
 from jflash.kernels import XLA, Kernels
 from jflash.layers import BlockAttend
 from jflash.models.decoder import Target
@@ -32,8 +33,6 @@ from jflash.sampling import (
     temperature_only,
     through_first_stop,
 )
-
-DRAFT_RULES = ("greedy", "sampled")  # the drafter's best tokens; drawn from its distribution
 
 
 @dataclass(frozen=True)

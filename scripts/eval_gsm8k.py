@@ -1,8 +1,8 @@
-"""evaluate.py for GSM8K: `python scripts/eval_gsm8k.py --help`."""
+"""`jflash eval-gsm8k` of this clone: python scripts/eval_gsm8k.py --help."""
 
 import sys
 
-from jflash.cli.evaluate import main
+import tree
 
 if __name__ == "__main__":
-    sys.exit(main(dataset="gsm8k"))
+    sys.exit(tree.run("eval-gsm8k"))

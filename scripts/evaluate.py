@@ -1,8 +1,8 @@
-"""Evaluate a pair on a data set, resumably: `python scripts/evaluate.py --help`."""
+"""`jflash evaluate` of this clone: python scripts/evaluate.py --help."""
 
 import sys
 
-from jflash.cli.evaluate import main
+import tree
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tree.run("evaluate"))

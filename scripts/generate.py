@@ -1,8 +1,8 @@
-"""Decode a prompt with DFlash: `python scripts/generate.py --help`."""
+"""`jflash generate` of this clone: python scripts/generate.py --help."""
 
 import sys
 
-from jflash.cli.generate import main
+import tree
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tree.run("generate"))

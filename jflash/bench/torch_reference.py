@@ -17,18 +17,19 @@ from typing import Any
 BAD_INPUT = 2
 WARM_UP_TOKENS = 24
 
-try:
-    import dflash.model  # pyright: ignore[reportMissingImports]
-    import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoModelForCausalLM
-except ImportError as error:
-    print(
-        f"the reference cannot run in {sys.executable}: {error}. Install torch, then "
-        "pip install 'transformers>=5.15,<6' and pip install --no-deps dflash==0.1.0, "
-        "or name another interpreter with --reference-python",
-        file=sys.stderr,
-    )
-    sys.exit(BAD_INPUT)
+if __name__ == "__main__":  # whoever only imports every module of the package lacks these
+    try:
+        import dflash.model  # pyright: ignore[reportMissingImports]
+        import torch  # pyright: ignore[reportMissingImports]
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        print(
+            f"the reference cannot run in {sys.executable}: {error}. Install torch, then "
+            "pip install 'transformers>=5.15,<6' and pip install --no-deps dflash==0.1.0, "
+            "or name another interpreter with --reference-python",
+            file=sys.stderr,
+        )
+        sys.exit(BAD_INPUT)
 
 
 def load(task: dict[str, Any]) -> tuple:

@@ -9,11 +9,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
-
-import jax
 
 from jflash.platform import cache_folder, configure
 
@@ -26,25 +23,50 @@ GPU_TRACES = ("/dev/nvidia0", "/proc/driver/nvidia/gpus")
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ValueErrors like any other bad input."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.add_argument("--version", action="version", version=f"jflash {_version()}")
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when it is wanted: that takes longer than to print help."""
+
+    def __call__(self, *_: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"jflash {version('jflash')}")
+        except PackageNotFoundError:
+            print("jflash (not installed, run from its source)")
+        raise SystemExit(0)
+
+
 def run_command(
-    parser: Parser, body: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
+    parser: Parser,
+    body: Callable[[argparse.Namespace], None],
+    argv: Sequence[str] | None,
+    check: Callable[[argparse.Namespace], None] | None = None,
 ) -> int:
-    """Parses, runs and returns the exit code: the one place where errors become a line.
+    """Parses, checks, runs and returns the exit code: the one place where errors become a line.
 
     Adds the options that decide about JAX, and applies them before `body` touches a device.
+    `check` refuses options before anything slow is imported.
     """
     _quiet_libraries()
     _platform_options(parser)
     try:
         options = parser.parse_args(argv)
+        if check is not None:
+            check(options)
         _configure(options)
         body(options)
         sys.stdout.flush()
@@ -54,9 +76,14 @@ def run_command(
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return refused(parser.prog, error)
     return 0
+
+
+def refused(prog: str, error: Exception) -> int:
+    """Prints what was wrong as one line; the exit code of bad input."""
+    print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
+    return BAD_INPUT
 
 
 @contextlib.contextmanager
@@ -80,6 +107,8 @@ def first_interrupt() -> Iterator[Callable[[], bool]]:
 
 def gpu_notice() -> str | None:
     """A line for somebody whose GPU lies idle because JAX was installed without it."""
+    import jax
+
     if not _gpu_present() or jax.default_backend() != "cpu":
         return None
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -132,13 +161,6 @@ def _configure(options: argparse.Namespace) -> None:
     )
     for notice in notices:
         print(notice, file=sys.stderr)
-
-
-def _version() -> str:
-    try:
-        return version("jflash")
-    except PackageNotFoundError:
-        return "(not installed, run from its source)"
 
 
 def _quiet_libraries() -> None:

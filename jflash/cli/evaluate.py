@@ -1,7 +1,6 @@
-"""evaluate.py: a data set through the engine, to a folder of answers and what they amount to."""
+"""evaluate: a data set through the engine, to a folder of answers and what they amount to."""
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -9,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jflash.backends import AUTO
-from jflash.cli.command import gpu_notice, run_command
-from jflash.cli.evaluate_options import check_options, make_parser
+from jflash.cli.command import gpu_notice
 from jflash.cli.generate import at_best_width, that_draw
-from jflash.cli.options import drafter_choice, drafter_name, sampling
+from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.device import describe_device, device_name
+from jflash.engine import STEPS_PER_CALL
 from jflash.evals.datasets import (
     NEXT_EXAMPLE,
     REFERENCE_COUNT,
@@ -51,6 +49,7 @@ from jflash.io import (
     load_weights,
 )
 from jflash.io.digest import checkpoint_digest
+from jflash.kernels import AUTO
 from jflash.memory import check_memory, device_memory
 from jflash.programs import STOP_SLOTS, Shape
 
@@ -67,28 +66,23 @@ class Run:
     settings: dict[str, Any]
 
 
-def main(argv: Sequence[str] | None = None, dataset: str | None = None) -> int:
-    """Runs the command, for one data set if it is given; returns its exit code."""
-    prog = "evaluate.py" if dataset is None else f"eval_{dataset}.py"
-    return run_command(make_parser(prog, dataset), functools.partial(_run, dataset), argv)
-
-
-def _run(dataset: str | None, options: argparse.Namespace) -> None:
-    name = dataset or options.dataset
-    check_options(options, name)
-    run = _prepare(options, name)
+def run(options: argparse.Namespace) -> None:
+    name = options.dataset
+    if options.steps_per_call is None:
+        options.steps_per_call = STEPS_PER_CALL
+    todo = _prepare(options, name)
     folder = options.output or Path(f"evaluation-{name}")
     if not options.overwrite:
-        check_settings(folder, run.settings)
-    others = finished_answers(options.same_as, run.settings) if options.same_as else []
+        check_settings(folder, todo.settings)
+    others = finished_answers(options.same_as, todo.settings) if options.same_as else []
     notice = gpu_notice()
     if notice:
         print(notice, file=sys.stderr)
-    _check_device(run)
-    with open_folder(folder, run.settings, options.overwrite):
+    _check_device(todo)
+    with open_folder(folder, todo.settings, options.overwrite):
         _announce(folder, options.baseline)
         try:
-            summary = _evaluate(run, folder, options, others)
+            summary = _evaluate(todo, folder, options, others)
         except KeyboardInterrupt:
             print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
             raise

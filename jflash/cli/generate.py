@@ -1,4 +1,4 @@
-"""generate.py: from a prompt to its text, one prompt live or a file of them in batches."""
+"""generate: from a prompt to its text, one prompt live or a file of them in batches."""
 
 import argparse
 import functools
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jflash.backends import AUTO
 from jflash.bench.widths import auto_block_size
-from jflash.cli.command import gpu_notice, run_command
+from jflash.cli.command import gpu_notice
 from jflash.cli.live_text import paint, texts
-from jflash.cli.options import check_options, drafter_choice, drafter_name, make_parser, sampling
+from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
+from jflash.decoding import Sampling
 from jflash.device import device_name
 from jflash.generate import (
     Generation,
@@ -37,8 +37,8 @@ from jflash.io import (
     load_weights,
 )
 from jflash.io.text import before_stop, decode, stop_at_text
+from jflash.kernels import AUTO
 from jflash.memory import check_decoding
-from jflash.sampling import Sampling
 
 
 class Job(NamedTuple):
@@ -51,13 +51,7 @@ class Job(NamedTuple):
     decoding: dict[str, Any]  # generate's and stream's keyword arguments
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, or 2 after one line about a bad input."""
-    return run_command(make_parser(), _run, argv)
-
-
-def _run(options: argparse.Namespace) -> None:
-    check_options(options)
+def run(options: argparse.Namespace) -> None:
     prompts = read_prompts(options, sampling(options))
     if options.output is not None:
         with whole_file(options.output, options.overwrite) as write:

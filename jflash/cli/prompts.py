@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jflash.cli.results import RESULT_KEYS
+from jflash.decoding import GREEDY, Sampling
 from jflash.io.text import encode_prompt
-from jflash.sampling import GREEDY, Sampling
 
 # A word problem of the kind that the embedded pair was made for, but not trained on.
 DEFAULT_PROMPT = (

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from jflash.decoding import Sampling
 from jflash.generate import Generation, Pair
-from jflash.sampling import Sampling
 
 RESULT_KEYS = frozenset(
     [

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jflash.acceptance import ending
+from jflash.decoding import Sampling
 from jflash.engine import Job, buckets, serve
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
@@ -22,7 +23,6 @@ from jflash.evals.folder import appended, read_answers, read_lines
 from jflash.evals.summary import Record
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
-from jflash.sampling import Sampling
 from jflash.speculative import Models, Params
 
 Turns = Sequence[tuple[str, str]]  # what the user said and what the model answered

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import random_weights
+from jflash.embedded import EMBEDDED_PAIR as EMBEDDED
 from jflash.files import json_lines
 from jflash.generate import PREFILL_CHUNK
 from jflash.io import (
@@ -35,11 +36,7 @@ from jflash.models.dflash2 import drafter_of
 from jflash.programs import STOP_SLOTS, Shape, capacity_for
 from jflash.speculative import Models, Params
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-math"
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
-# And their shares of the tokens: the large ones, which are jflash.bench.shapes', are slow.
-PAIRS = {"tiny-math": 2, "qwen3-8b": 1}
-PAIRS |= dict.fromkeys(("qwen3-8b-window", "qwen3-8b-dflash2", "qwen3-coder-30b"), 1)
 LONGEST_PROMPT, MOST_NEW_TOKENS = 128, 512
 FAULT_CAPACITY, SPLITS = 4096, 4
 

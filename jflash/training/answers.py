@@ -7,14 +7,14 @@ import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
+from jflash.decoding import GREEDY, Sampling
 from jflash.engine import Job, serve
 from jflash.files import locked
 from jflash.generate import Generation, Pair
-from jflash.sampling import GREEDY, Sampling
+from jflash.training.recipe import WHOLE, Share
 
 
 def answer_prompts(
@@ -40,16 +40,6 @@ def answer_prompts(
     for job, generation in tqdm(found, total=len(jobs), desc="answers", unit="prompt"):
         answers[job.index] = generation
     return [answers[i] for i in range(len(prompts))]
-
-
-class Share(NamedTuple):
-    """A share of the work: prompt i belongs to share i % `of`."""
-
-    index: int = 0
-    of: int = 1
-
-
-WHOLE = Share()
 
 
 def answer_into(

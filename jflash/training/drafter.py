@@ -17,8 +17,8 @@ from jflash.models.dflash2 import drafter_of
 from jflash.training.attention import check_training_backend, training_backend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
-from jflash.training.objective import PAPERS, Objective
-from jflash.training.steps import LossFn, TrainConfig
+from jflash.training.recipe import PAPERS, Objective, TrainConfig
+from jflash.training.steps import LossFn
 from jflash.training.trainer import Evaluation, Trained, crc32_of, train
 
 SAMPLED = 4096  # numbers of each of the target's leaves that a training's identity is made of

@@ -27,14 +27,13 @@ from jflash.training.chunked import chunk, sum_over_chunks, unchunk
 from jflash.training.data import Rows
 from jflash.training.losses import agreeing, head_logits, scale_residual_outputs, weighted_mean
 from jflash.training.objective import (
-    PAPERS,
-    Objective,
     counted,
     decay_weights,
     dpace_weights,
     loss_decay,
     place_losses,
 )
+from jflash.training.recipe import PAPERS, Objective
 from jflash.training.selector_loss import selector_losses
 
 LOGITS = 2**31  # bytes of one chunk's float32 logits on a device

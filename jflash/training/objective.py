@@ -3,59 +3,12 @@
 Pure functions of logits and labels. Axes: K = W - 1 places past the anchor; lead axes are blocks.
 """
 
-from dataclasses import dataclass, fields
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.training.losses import cross_entropy
-
-LOSSES = ("ce", "kl", "tv")
-WEIGHTS = ("decay", "dpace")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """The recipe of the loss; the defaults are the paper's.
-
-    loss: 'ce' is cross-entropy on the target's own token; 'kl' is KL(p‖q) to the target's
-    distribution p at the place; 'tv' is `ce_share` · ce + (1 - ce_share) · total variation of p, q.
-    weights: 'decay' is exp(-(k-1)/γ); 'dpace' follows the drafter's confidence.
-    """
-
-    loss: str = "ce"
-    weights: str = "decay"
-    decay: float | None = None  # γ; None is the paper's for the block width
-    dpace_alpha: float = 0.5
-    ce_share: float = 0.1
-    curriculum: float = 0.0  # share of the training after which all places count
-    selector_weight: float = 1.0  # of the selector's loss beside this one; DFlash 2 alone
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
-        if self.decay is not None and not self.decay > 0:
-            raise ValueError(f"decay must be positive, got {self.decay}")
-        if not self.selector_weight >= 0:
-            raise ValueError(f"selector_weight must be at least 0, got {self.selector_weight}")
-        for name in ("dpace_alpha", "ce_share", "curriculum"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be within 0 … 1, got {getattr(self, name)}")
-
-    @property
-    def soft(self) -> bool:
-        """Whether the target's distribution is needed, not only its token."""
-        return self.loss != "ce"
-
-    def __str__(self) -> str:
-        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in changed) or "the paper's"
-
-
-PAPERS = Objective()
+from jflash.training.recipe import Objective
 
 
 def loss_decay(block_size: int) -> float:

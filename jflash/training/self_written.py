@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jflash.acceptance import is_looping
+from jflash.decoding import Sampling
 from jflash.generate import Pair
 from jflash.io.text import decode, through_template
-from jflash.sampling import Sampling
 from jflash.training.answers import answer_into
 from jflash.training.prompts import Prompt
 

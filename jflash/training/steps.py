@@ -10,7 +10,6 @@ runs from 0 to 1 over the training.
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,37 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jflash.memory import tree_bytes
+from jflash.training.recipe import TrainConfig
 
 LossFn = Callable[[Any, Any, Any, Array, Array], tuple[Array, dict[str, Array]]]
 MEASURED_STEPS = 3
-OPTIMIZERS = ("adamw", "muon")
 KERNEL = jax.tree_util.DictKey("kernel")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A run's numbers. Batches are rows; the schedule is a warm-up, then a cosine down to 0."""
-
-    steps: int
-    batch_size: int  # of all devices together
-    optimizer: str = "adamw"  # one of OPTIMIZERS
-    learning_rate: float = 6e-4
-    warmup: float = 0.04  # of all steps
-    weight_decay: float = 0.01  # of matrices
-    clip_norm: float = 1.0
-    compute_dtype: str = "bfloat16"
-    seed: int = 0
-    steps_per_call: int = 50
-    checkpoint_every: int = 1000
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "steps_per_call", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
 
 
 class TrainState(NamedTuple):

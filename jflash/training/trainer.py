@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from jflash.memory import device_memory
 from jflash.training.curve import draw_curves, write_json
+from jflash.training.recipe import TrainConfig
 from jflash.training.steps import (
     Compiled,
     LossFn,
     Memory,
     Plan,
-    TrainConfig,
     TrainState,
     call_inputs,
     compile_steps,

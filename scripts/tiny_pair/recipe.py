@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.training.drafter import drafter_config_for
-from jflash.training.steps import TrainConfig
+from jflash.training.recipe import TrainConfig
 from tiny_pair.tokenizer import MASK, SPECIAL
 
 

@@ -22,7 +22,7 @@ from jflash.training.losses import (
     scale_residual_outputs,
     weighted_mean,
 )
-from jflash.training.steps import TrainConfig
+from jflash.training.recipe import TrainConfig
 from jflash.training.trainer import Trained, train
 
 

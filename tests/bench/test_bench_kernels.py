@@ -11,10 +11,10 @@ import pytest
 from jflash.bench import kernel_cases
 from jflash.bench.kernel_cases import OPS, Op, make_attention_case
 from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_per_call, table
-from jflash.cli.command import run_command
+from jflash.cli import bench_kernels, main
+from jflash.cli.options.bench_kernels import make_parser
 from pallas_kernels.block_attention import triton
 from pallas_kernels.shapes import GROUPED_MATMUL, MATMUL, BlockShape, GroupedShape, MatmulShape
-from scripts import bench_kernels
 
 TINY = BlockShape(B=2, T=4, S=64, N=2, K=1, H=64, context=37)
 QUICK = {"bandwidth": 1e9, "rounds": 1, "round_seconds": 1e-4}
@@ -146,9 +146,9 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # else it refuses, as below
     file = tmp_path / "kernels.json"
-    parser = bench_kernels.make_parser()
+    parser = make_parser()
     argv = ["--op", "tiny", "--dtype", "float32", "--rounds", "1", "--json", str(file)]
-    bench_kernels.main(parser.parse_args(argv))
+    bench_kernels.run(parser.parse_args(argv))
     last = capsys.readouterr().out.strip().split("\n")[-1]
     assert file.read_text().strip() == last
     result = json.loads(last)
@@ -160,15 +160,15 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
     again = parser.parse_args([*argv, "--overwrite"])
     monkeypatch.setattr(bench_kernels, "row_text", lambda row: row["why"])  # the first has none
     with pytest.raises(KeyError):
-        bench_kernels.main(again)
+        bench_kernels.run(again)
     assert json.loads(file.read_text()) == result  # cut off before any row was whole
     monkeypatch.setattr(bench_kernels, "row_text", lambda row: str(1 / ("us" in row)))
     with pytest.raises(ZeroDivisionError):
-        bench_kernels.main(again)
+        bench_kernels.run(again)
     cut = json.loads(file.read_text())
     assert (len(cut["rows"]), cut["missing_cases"]) == (1, 1)
     with pytest.raises(ValueError, match="exists already"):
-        bench_kernels.main(parser.parse_args(argv))
+        bench_kernels.run(parser.parse_args(argv))
 
 
 @pytest.mark.parametrize(
@@ -187,6 +187,6 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
 def test_refusals_are_one_line(argv, message, capsys):
     if not argv and jax.default_backend() == "gpu":
         pytest.skip("that refusal is for machines without a GPU")
-    assert run_command(bench_kernels.make_parser(), bench_kernels.main, argv) == 2
+    assert main.run("bench-kernels", argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err

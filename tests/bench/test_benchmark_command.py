@@ -10,8 +10,9 @@ import jax
 import pytest
 
 from jflash.backends import BACKENDS
-from jflash.cli.command import run_command
-from scripts import bench_kernels, benchmark, check_lossless, check_program
+from jflash.cli import benchmark, main
+from jflash.cli.options import bench_kernels, check_lossless, check_program
+from jflash.cli.options import benchmark as benchmark_options
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "case_text", lambda case: "")
     monkeypatch.setattr(benchmark, "device_line", lambda case: "")
     argv = ["--shape", "tiny", "--batch", "1,2,4", "--json", str(out), "--beside", "tiny-moe"]
-    assert run_command(benchmark.make_parser(), benchmark.benchmark, argv) == 2
+    assert main.run("benchmark", argv) == 2
     left = json.loads(out.read_text())
     assert [case["batch"] for case in left["cases"]] == [1] and left["missing_cases"] == 2
     assert made == [("tiny", 1, False), ("tiny-moe", 1, True)]
@@ -76,7 +77,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         ("--shape tiny --target x --drafter y", "give either --shape"),
         ("--target x", "give either --shape"),
         ("--shape huge", "no shape is called 'huge'"),
-        ("--shape tiny --batch 0", "--batch (0,)"),
+        ("--shape tiny --batch 0", "--batch: '0' is no list of numbers from 1"),
         ("--shape tiny --batch one", "'one'"),
         ("--shape tiny --widths 4,9", "--widths (4, 9)"),
         ("--shape tiny --acceptance 9", "--acceptance 9.0"),
@@ -93,7 +94,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     ],
 )
 def test_refusals(options, named, capsys):
-    assert run_command(benchmark.make_parser(), benchmark.benchmark, options.split()) == 2
+    assert main.run("benchmark", options.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert named in captured.err
@@ -113,7 +114,7 @@ def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch):
     argv += ["--prompts", str(tmp_path / "in.jsonl"), "--max-new-tokens", "9"]
     tasks = []
     monkeypatch.setattr(benchmark, "results", lambda _, task: iter(tasks.append(task) or ["{}"]))
-    assert run_command(benchmark.make_parser(), benchmark.benchmark, argv) == 0
+    assert main.run("benchmark", argv) == 0
     assert tasks[0].target == str(pair.target) and tasks[0].prompts == ((1, 2),)
 
 
@@ -149,6 +150,8 @@ def test_against_the_reference(tmp_path):
     assert "× jflash's" in done.stdout and "tokens/s" not in done.stdout.split("PyTorch")[1]
 
 
-@pytest.mark.parametrize("script", [benchmark, bench_kernels, check_lossless, check_program])
-def test_json_without_a_file_is_the_printed_line_alone(script):
-    assert script.make_parser().parse_args(["--json"]).json is None
+@pytest.mark.parametrize(
+    "options", [benchmark_options, bench_kernels, check_lossless, check_program]
+)
+def test_json_without_a_file_is_the_printed_line_alone(options):
+    assert options.make_parser().parse_args(["--json"]).json is None

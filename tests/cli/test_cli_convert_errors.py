@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jflash.cli import convert
 from tests.support.small_checkpoints import Folders, edit_config, edit_tensors, make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +20,7 @@ def pair(tmp_path) -> Folders:
 
 
 def convert_refused(refused, argv: list, *named: str) -> None:
-    refused([str(value) for value in argv], *named, main=convert.main)
+    refused([str(value) for value in argv], *named, command="convert")
 
 
 def test_convert_sources(pair, refused, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.cli import generate
+from jflash.cli import generate, main
 from jflash.cli.output_file import whole_file
 from tests.support.refusals import decode, listing
 from tests.support.small_checkpoints import Folders, edit_config, make_pair
@@ -179,7 +179,7 @@ def test_what_fails_halfway_leaves_the_old_output(pair, capsys, tmp_path, monkey
     monkeypatch.setattr(generate, "generate", full)
     argv = ["--prompts", str(source), "--output", str(output), "--overwrite"]
     before = listing(tmp_path)
-    assert generate.main(decode(pair, *argv, prompt=None)) == 2
+    assert main.run("generate", decode(pair, *argv, prompt=None)) == 2
     assert capsys.readouterr().err.endswith("No space left on device\n")  # after the progress bar
     assert listing(tmp_path) == before
 

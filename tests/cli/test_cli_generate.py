@@ -12,8 +12,9 @@ import pytest
 from jflash import memory
 from jflash.bench import widths
 from jflash.cli import generate as cli
+from jflash.cli import main
 from jflash.cli.live_text import held_back, paint, texts
-from jflash.cli.options import make_parser
+from jflash.cli.options.generate import make_parser
 from jflash.device import device_name
 from jflash.generate import Chunk, Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
@@ -48,7 +49,7 @@ def run(capsys):
     """main(argv) that must succeed: what it wrote to stdout and stderr."""
 
     def call(*argv: str) -> tuple[str, str]:
-        code = cli.main(list(argv))
+        code = main.run("generate", argv)
         captured = capsys.readouterr()
         assert code == 0, captured.err
         return captured.out, captured.err
@@ -344,7 +345,7 @@ def test_ctrl_c_ends_without_a_traceback(capsys, monotone, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "stream", interrupted)
-    assert cli.main(["a", *models(monotone), "--max-new-tokens", "2"]) == 130
+    assert main.run("generate", ["a", *models(monotone), "--max-new-tokens", "2"]) == 130
     assert capsys.readouterr().err == ""
 
 

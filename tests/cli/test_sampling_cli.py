@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from jflash.cli import evaluate_options, options
-from jflash.cli import generate as cli
+from jflash.cli import main
+from jflash.cli.options import evaluate, generate
 from tests.support.refusals import decode
 from tests.support.small_checkpoints import Folders, make_pair
 
@@ -74,7 +74,7 @@ def test_a_line_that_cannot_be_drawn_is_named(weightless, refused, tmp_path, lin
 
 def run(pair: Folders, *argv: str) -> None:
     models = ["--target", str(pair.target), "--drafter", str(pair.drafter)]
-    assert cli.main([*models, "--max-new-tokens", "10", "--ignore-eos", *argv]) == 0
+    assert main.run("generate", [*models, "--max-new-tokens", "10", "--ignore-eos", *argv]) == 0
 
 
 @pytest.mark.parametrize("rule", ["greedy", "sampled"])
@@ -110,7 +110,7 @@ def test_a_line_draws_as_it_says(pair, capsys, tmp_path):
     assert len({tuple(line["token_ids"]) for line in got}) > 1
 
 
-@pytest.mark.parametrize("parser", [options.make_parser(), evaluate_options.make_parser()])
+@pytest.mark.parametrize("parser", [generate.make_parser(), evaluate.make_parser()])
 def test_help_says_where_the_drafter_changes_no_token(parser):
     """Drafts drawn from q decide which tokens are drawn; greedy ones never do."""
     told = " ".join(parser.format_help().split())

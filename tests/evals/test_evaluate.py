@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.cli import evaluate
+from jflash.cli import evaluate, main
 from jflash.evals import evaluation
 from jflash.evals.folder import LOCK
 from jflash.files import locked
@@ -44,7 +44,7 @@ def run(capsys):
 
     def call(data: Path, folder: Path, *more: str) -> tuple[dict, str, str]:
         argv = ["--data", str(data), "--output", str(folder), *SAME, *more]
-        code = evaluate.main(argv, dataset="gsm8k")
+        code = main.run("eval-gsm8k", argv)
         out, err = capsys.readouterr()
         assert code == 0, err
         return json.loads((folder / "summary.json").read_text()), out, err
@@ -57,7 +57,7 @@ def unbroken(data, tmp_path_factory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
     argv = ["--data", str(data), "--output", str(folder), *SAME]
-    assert evaluate.main(argv, dataset="gsm8k") == 0
+    assert main.run("eval-gsm8k", argv) == 0
     return folder
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_every_answer(run, data, unbroken, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(evaluation, "serve", interrupted)
     argv = ["--data", str(data), "--output", str(folder), *SAME]
-    assert evaluate.main(argv, dataset="gsm8k") == 130
+    assert main.run("eval-gsm8k", argv) == 130
     assert "interrupted; the same command goes on" in capsys.readouterr().err
     assert len(lines(folder / "answers.jsonl")) == 4
     monkeypatch.setattr(evaluation, "serve", serve)
@@ -170,17 +170,17 @@ def test_other_tokens_than_another_run_has_are_told(data, unbroken, tmp_path, ca
     (other / "run.json").write_text(json.dumps(settings))
     argv = ["--data", str(data), "--output", str(unbroken), *SAME, "--same-as", str(other)]
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(argv, dataset="gsm8k")
+        main.run("eval-gsm8k", argv)
     assert ended.value.code == 1
     token = found[2]["token_ids"][4]
     out = capsys.readouterr().out
     assert f"as {other}: {COUNT - 1} of {COUNT} outputs" in out
     assert f"problem {found[2]['index']}, turn 0: at token 4 {token - 1}, there {token}" in out
     (other / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found[:-1]))
-    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert main.run("eval-gsm8k", argv) == 2
     assert f"has {COUNT - 1} answers, its summary {COUNT}" in capsys.readouterr().err
     (other / "summary.json").unlink()
-    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert main.run("eval-gsm8k", argv) == 2
     assert "holds no finished run" in capsys.readouterr().err
 
 
@@ -198,7 +198,7 @@ def test_runs_of_other_programs_are_not_compared(
 ):
     out = tmp_path / "x"
     argv = ["--data", str(data), "--output", str(out), *SAME, *options, "--same-as", str(unbroken)]
-    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert main.run("eval-gsm8k", argv) == 2
     assert complaint in capsys.readouterr().err
     assert not out.exists()
 
@@ -210,7 +210,7 @@ def test_draws_are_compared_where_the_drafter_does_not_decide_them(data, run, tm
     other = ("--draft-rule", "greedy", "--drafter", "random:3")
     assert "as " in run(data, tmp_path / "random", *drawn, *other, *same)[1]
     argv = ["--data", str(data), "--output", str(tmp_path / "x"), *SAME, *drawn, *same]
-    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert main.run("eval-gsm8k", argv) == 2
     assert "--draft-rule greedy alone" in capsys.readouterr().err
 
 
@@ -235,7 +235,7 @@ def test_a_base_model_is_shown_examples(data, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "_evaluate", evaluated)
     argv = ["--data", str(data), "--output", str(tmp_path), *SAME, "--no-chat-template"]
     argv += ["--few-shot", "1", "--few-shot-data", str(data)]
-    assert evaluate.main(argv, dataset="gsm8k") == 130
+    assert main.run("eval-gsm8k", argv) == 130
     shown, second = lines(data)[:2]
     text = f"Question: {shown['question']}\nAnswer: {shown['answer'].strip()}\n\n"
     text += f"Question: {second['question']}\nAnswer:"
@@ -261,7 +261,7 @@ def test_the_second_turn_holds_the_first_answer(tmp_path, capsys):
     data = tmp_path / "turns.jsonl"
     data.write_text("".join(json.dumps({"turns": t, "category": "x"}) + "\n" for t in turns))
     argv = ["--dataset", "mt-bench", "--data", str(data), "--output", str(tmp_path / "run")]
-    assert evaluate.main([*argv, *SAME, "--max-new-tokens", "50", "--baseline"]) == 0, (
+    assert main.run("evaluate", [*argv, *SAME, "--max-new-tokens", "50", "--baseline"]) == 0, (
         capsys.readouterr().err
     )
     records = {(r["index"], r["turn"]): r for r in lines(tmp_path / "run" / "answers.jsonl")}
@@ -285,15 +285,15 @@ def test_programs_are_run_only_if_asked(tmp_path, capsys, monkeypatch):
     data = tmp_path / "programs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["--dataset", "humaneval", "--data", str(data), "--output", str(tmp_path / "run")]
-    assert evaluate.main([*argv, *SAME]) == 0, capsys.readouterr().err
+    assert main.run("evaluate", [*argv, *SAME]) == 0, capsys.readouterr().err
     summary = tmp_path / "run" / "summary.json"
     assert json.loads(summary.read_text())["accuracy"] is None
-    assert evaluate.main([*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
+    assert main.run("evaluate", [*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
     right = json.loads(summary.read_text())["accuracy"]
     assert (right["judged"], right["correct"]) == (2, 0)  # the pair knows no Python
     assert right["by_rule"] == {"failed": {"judged": 2, "correct": 0}}
     monkeypatch.setattr(evaluation, "passes", lambda source: pytest.fail("run a second time"))
-    assert evaluate.main([*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
+    assert main.run("evaluate", [*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def refused(capsys):
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(evaluate, "load_weights", lambda *_, **__: pytest.fail("weights read"))
-            assert evaluate.main(argv) == 2
+            assert main.run("evaluate", argv) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1
         for part in named:

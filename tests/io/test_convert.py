@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jflash.cli import convert, generate
+from jflash.cli import main
 from jflash.io import load_drafter, load_target, open_checkpoint, random_drafter
 from jflash.io.whole_folder import write_whole
 from tests.support.small_checkpoints import DRAFTER, Folders, edit_config, make_pair
@@ -29,7 +29,7 @@ def pair(tmp_path_factory) -> Folders:
 def converted(pair, tmp_path_factory) -> Folders:
     folders = Folders(*(tmp_path_factory.mktemp("converted") / f.name for f in pair))
     for source, destination in zip(pair, folders, strict=True):
-        assert convert.main([str(source), str(destination)]) == 0
+        assert main.run("convert", [str(source), str(destination)]) == 0
     return folders
 
 
@@ -53,7 +53,7 @@ def test_the_stored_dtype_is_kept_unless_told_otherwise(tmp_path, stored):
     for dtype in (None, "bfloat16"):
         destination = tmp_path / f"converted-{dtype}"
         options = [] if dtype is None else ["--dtype", dtype]
-        assert convert.main([str(folders.drafter), str(destination), *options]) == 0
+        assert main.run("convert", [str(folders.drafter), str(destination), *options]) == 0
         got = open_checkpoint(destination).check(DRAFTER)(None, False)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {dtype or stored}
         said = json.loads((destination / "config.json").read_text())["torch_dtype"]
@@ -79,7 +79,7 @@ def test_either_form_generates_the_same(pair, converted, capsys):
     for target in (pair.target, converted.target):
         for drafter in (pair.drafter, converted.drafter):
             argv = ["--target", str(target), "--drafter", str(drafter), "--max-new-tokens", "20"]
-            assert generate.main(["hello", *argv, "--json"]) == 0
+            assert main.run("generate", ["hello", *argv, "--json"]) == 0
             captured = capsys.readouterr()
             assert captured.err == ""  # nothing of Orbax's warnings
             results.append(json.loads(captured.out))
@@ -91,7 +91,7 @@ def test_the_orbax_form_configures_random_drafters(pair, converted):
 
 
 def test_the_orbax_form_converts_again(converted, tmp_path, capsys):
-    assert convert.main([str(converted.target), str(tmp_path / "again")]) == 0
+    assert main.run("convert", [str(converted.target), str(tmp_path / "again")]) == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (f"wrote {tmp_path / 'again'}\n", "")
     same_bits(load_target(tmp_path / "again")[1], load_target(converted.target)[1])
@@ -99,7 +99,7 @@ def test_the_orbax_form_converts_again(converted, tmp_path, capsys):
 
 def test_overwrite_replaces_a_checkpoint(pair, tmp_path):
     folder = Path(shutil.copytree(pair.target, tmp_path / "drafter"))
-    assert convert.main([str(pair.drafter), str(folder), "--overwrite"]) == 0
+    assert main.run("convert", [str(pair.drafter), str(folder), "--overwrite"]) == 0
     same_bits(load_drafter(folder)[1], load_drafter(pair.drafter)[1])
     assert not (folder / "model.safetensors").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
@@ -109,15 +109,15 @@ def test_a_part_left_by_a_killed_run_is_no_obstacle(pair, tmp_path):
     stale = tmp_path / ".dst.part"
     stale.mkdir()
     (stale / "orbax").write_text("half")
-    assert convert.main([str(pair.drafter), str(tmp_path / "dst")]) == 0
+    assert main.run("convert", [str(pair.drafter), str(tmp_path / "dst")]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["dst"]
 
 
 def test_parents_are_made_and_a_link_is_followed(pair, tmp_path):
     deep = tmp_path / "a" / "b" / "dst"
-    assert convert.main([str(pair.drafter), str(deep)]) == 0
+    assert main.run("convert", [str(pair.drafter), str(deep)]) == 0
     (tmp_path / "link").symlink_to(deep)
-    assert convert.main([str(pair.drafter), str(tmp_path / "link"), "--overwrite"]) == 0
+    assert main.run("convert", [str(pair.drafter), str(tmp_path / "link"), "--overwrite"]) == 0
     assert (tmp_path / "link").is_symlink() and (deep / "config.json").exists()
 
 
@@ -183,6 +183,6 @@ def test_a_damaged_orbax_form(converted, tmp_path, damage, capsys):
     file = biggest(orbax) if damage == "data" else orbax / damage
     os.truncate(file, file.stat().st_size // 2)
     argv = ["a", "--target", str(converted.target), "--drafter", str(folder)]
-    assert generate.main([*argv, "--max-new-tokens", "2"]) == 2
+    assert main.run("generate", [*argv, "--max-new-tokens", "2"]) == 2
     err = capsys.readouterr().err
     assert "orbax is corrupt" in err and err.count("\n") == 1 and len(err) < 600

@@ -1,34 +1,23 @@
 """check_lossless.py: the whole command, what fails it, and what it refuses."""
 
-import importlib.util
 import json
+from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jflash.bench.shapes import SHAPES, ModelShape
+from jflash.cli import check_lossless, main
 from jflash.config import Sight
 from jflash.models.dflash2 import Drafter2
 from jflash.programs import new_state
 from jflash.proof import cases as lossless_cases
 from jflash.proof import check as lossless_check
 from jflash.proof.lossless import CORRUPTION
+from jflash.proof.pairs import PAIRS
 from tests.support.lossless_case import small_case
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_lossless.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("check_lossless", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +25,12 @@ def case():
     return small_case()
 
 
-def run_script(script, capsys, *argv: str) -> tuple[int, str, str]:
-    code = script.main(["--pairs", "tiny-math", *argv])
+def run_command(capsys, *argv: str) -> tuple[int, str, str]:
+    try:
+        code = main.run("check-lossless", ["--pairs", "tiny-math", *argv])
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        code = ended.code
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -80,7 +73,7 @@ def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
     assert [w["pair"] for w in found["width_1"]] == ["tiny-math"]
 
 
-def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatch):
+def test_a_real_difference_is_printed_and_fails(case, capsys, monkeypatch):
     """One mode's target differs a little: exit code 1, and both tokens with both logits."""
     faithful = lossless_check.modes_of
     norm = case.params.target["norm"]["scale"]
@@ -91,10 +84,10 @@ def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatc
             wrong = mode.name == "another random drafter"
             yield mode._replace(params=mode.params._replace(target=target)) if wrong else mode
 
-    monkeypatch.setattr(script, "load_case", lambda *_: case)
-    monkeypatch.setattr(script, "planted_fault", lambda *_: CAUGHT)
+    monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
+    monkeypatch.setattr(check_lossless, "planted_fault", lambda *_: CAUGHT)
     monkeypatch.setattr(lossless_check, "modes_of", modes_of)
-    code, out, _ = run_script(script, capsys, *SMALL, "--batches", "1,3")
+    code, out, _ = run_command(capsys, *SMALL, "--batches", "1,3")
     assert code == 1
     found = json.loads(out.splitlines()[-1])
     assert [c["batch"] for c in found["checks"]] == [1, 3]
@@ -112,37 +105,37 @@ def test_a_real_difference_is_printed_and_fails(script, case, capsys, monkeypatc
     assert not any(count for mode in clean for kind, count in mode.items() if "differing" in kind)
 
 
-def test_a_fault_that_nobody_sees_fails(script, case, capsys, monkeypatch):
+def test_a_fault_that_nobody_sees_fails(case, capsys, monkeypatch):
     """With the right attention in the fault's place the check refuses to vouch for itself."""
     for module in (lossless_cases, lossless_check):  # the command above runs the real one
         monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
-    monkeypatch.setattr(script, "load_case", lambda *_: case)
+    monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
     monkeypatch.setattr(lossless_check, "with_fault", lambda models: models)
-    code, out, _ = run_script(script, capsys, *SMALL)
+    code, out, _ = run_command(capsys, *SMALL)
     assert code == 1
     assert "FAILED: the planted fault was not caught" in out
     assert json.loads(out.splitlines()[-1])["differences"] == 0
 
 
-def test_too_little_shown_fails(script):
+def test_too_little_shown_fails():
     """Each threshold by itself, on a result that is otherwise fine."""
     found = {
         "differences": 0, "planted_fault": CAUGHT, "replay_histogram": [30, 31, 30, 99],
         "distinct_tokens": 68,
     }  # fmt: skip
-    enough = SimpleNamespace(min_count=30, min_distinct=68)
-    assert script.failures(found, enough) == []
-    short = script.failures(found, SimpleNamespace(min_count=31, min_distinct=68))
+    enough = Namespace(min_count=30, min_distinct=68)
+    assert check_lossless.failures(found, enough) == []
+    short = check_lossless.failures(found, Namespace(min_count=31, min_distinct=68))
     assert short == ["acceptance lengths seen less than 31 times: 1 (30), 3 (30)"]
-    few = script.failures(found, SimpleNamespace(min_count=30, min_distinct=69))
+    few = check_lossless.failures(found, Namespace(min_count=30, min_distinct=69))
     assert few == ["the outputs have 68 distinct tokens, less than 69"]
     fault = CAUGHT | {"without": {"differences": 5}}
-    worse = script.failures(found | {"planted_fault": fault}, enough)
+    worse = check_lossless.failures(found | {"planted_fault": fault}, enough)
     assert worse == ["not lossless at capacity 4096: 5 differences from the oracle"]
 
 
 def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_passed(monkeypatch):
-    assert set(lossless_cases.PAIRS) - {"tiny-math"} < SHAPES.keys()
+    assert set(PAIRS) - {"tiny-math"} < SHAPES.keys()
     target, drafter = SHAPES["tiny-dflash2"]
     sights = (Sight(window=2048), *[Sight()] * (drafter.num_layers - 1))
     shape = ModelShape(target, replace(drafter, sights=sights))
@@ -162,7 +155,7 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
     [
         (["--pairs", "tiny-math,gpt"], "no pair is called 'gpt'"),
         (["--pairs", "qwen3-coder-30b"], "qwen3-coder-30b takes days on a CPU: use --pairs tiny"),
-        (["--pairs", "tiny-math", "--batches", "0,2"], "--batches 0: at least 1"),
+        (["--pairs", "tiny-math", "--batches", "0,2"], "--batches: '0,2' is no list"),
         (["--pairs", "tiny-math", "--batches", "two"], "'two' is no list"),
         (["--pairs", "tiny-math", "--tokens", "0"], "--tokens 0: at least 1"),
         (["--pairs", "tiny-math", "--min-count", "0"], "--min-count 0: at least 1"),
@@ -175,8 +168,8 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
         (["--pairs", "tiny-math", "--dtype", "float8"], "float8"),
     ],
 )
-def test_bad_input_is_one_line(script, capsys, argv, words):
-    assert script.main(argv) == 2
+def test_bad_input_is_one_line(capsys, argv, words):
+    assert main.run("check-lossless", argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     line = [text for text in err.splitlines() if text.startswith("check_lossless.py: ")]

@@ -1,4 +1,4 @@
-"""scripts/check_program.py: its report and exit code, and what it refuses.
+"""check-program: its report and exit code, and what it refuses.
 
 What it checks is tests/proof/test_gates.py's; here the check itself is replaced.
 """
@@ -8,9 +8,8 @@ import json
 import jax
 import pytest
 
-from jflash.cli.command import run_command
+from jflash.cli import check_program, main
 from jflash.proof.gates import Result
-from scripts import check_program
 
 SMALL = ["--shape", "tiny", "--capacity", "512"]
 FINE = Result("one command buffer", 61, "61 launches", ())
@@ -21,7 +20,7 @@ COPIES = NO_COPY._replace(
 
 
 def run(*argv: str) -> int:
-    return run_command(check_program.make_parser(), check_program.main, [*SMALL, *argv])
+    return main.run("check-program", [*SMALL, *argv])
 
 
 @pytest.fixture

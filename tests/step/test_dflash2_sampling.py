@@ -14,10 +14,11 @@ import pytest
 from scipy import stats
 
 from jflash.config import Drafter2Config, second_version
+from jflash.decoding import Sampling
 from jflash.models.dflash2 import Drafter2, drafter_of
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state, run
-from jflash.sampling import Sampling, filters_of
+from jflash.sampling import filters_of
 from jflash.speculative import Models, Params, State, draft
 from tests.step import test_sampling_distribution as version_1
 from tests.step.test_sampling_distribution import NEW, PROMPT, V, W, along, p_value, paths, target_p

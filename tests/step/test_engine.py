@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from jflash import engine
+from jflash.decoding import GREEDY, Sampling
 from jflash.engine import Job, buckets, serve
 from jflash.generate import generate
-from jflash.sampling import GREEDY, Sampling
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
 
 STOPS = [3, 9]

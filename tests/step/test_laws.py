@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.decoding import Sampling
 from jflash.generate import Pair, check_keys, generate, stream
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
-from jflash.sampling import Sampling
 from jflash.speculative import speculative_step
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
 

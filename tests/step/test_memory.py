@@ -13,6 +13,7 @@ from jflash import memory
 from jflash.backends import with_backends
 from jflash.bench.shapes import SHAPES
 from jflash.cli import generate as cli
+from jflash.cli import main
 from jflash.config import Sight
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
@@ -301,7 +302,7 @@ def test_generate_refuses_before_weights_are_read(pair, capsys, monkeypatch, tmp
     def call(new: int) -> tuple[int, str]:
         argv = ["--target", str(pair.target), "--drafter", str(pair.drafter), "--overwrite"]
         argv += ["--prompts", str(asked), "--output", str(output), "--max-new-tokens", str(new)]
-        code = cli.main(argv)
+        code = main.run("generate", argv)
         return code, capsys.readouterr().err
 
     largest = 1024 - models.block_size

@@ -7,13 +7,13 @@ import pytest
 from jflash import memory
 from jflash.bench import case as benchmark_case
 from jflash.bench.case import Task, run_task
+from jflash.cli import main
 from jflash.cli.command import run_command
+from jflash.embedded import EMBEDDED_PAIR as TINY_MATH
 from jflash.io import assemble
 from jflash.proof import cases as lossless_cases
-from scripts import check_lossless, evaluate_tiny_pair, train_drafter
+from scripts import evaluate_tiny_pair
 from tests.support.small_checkpoints import edit_config, make_pair
-
-TINY_MATH = lossless_cases.EMBEDDED
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +42,12 @@ def test_train_drafter(capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many apples are there?"}\n')
     argv = ["--target", str(TINY_MATH / "target"), "--data", str(tmp_path / "prompts.jsonl")]
     argv += ["--output", str(tmp_path / "drafter"), "--answer-batch", "9"]
-    assert run_command(train_drafter.make_parser(), train_drafter.main, argv) == 2
+    assert main.run("train", argv) == 2
     refused(capsys, "batch 9 with ")
 
 
 def test_check_lossless(capsys):
-    assert check_lossless.main(["--pairs", "tiny-math", "--batches", "2,5"]) == 2
+    assert main.run("check-lossless", ["--pairs", "tiny-math", "--batches", "2,5"]) == 2
     refused(capsys, "batch 5 with 640 tokens")
 
 

@@ -24,7 +24,7 @@ def environment(monkeypatch):
     before = dict(os.environ)
     for name in VARIABLES:
         os.environ.pop(name, None)
-    monkeypatch.setattr(platform.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(platform, "_in_use", lambda: False)
     yield os.environ
     os.environ.clear()
     os.environ.update(before)

@@ -16,12 +16,13 @@ from scipy import stats
 
 from jflash import sampling as sampling_module
 from jflash import speculative
+from jflash.decoding import Sampling
 from jflash.layers import MaskAttend
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.prefill import prefill
 from jflash.programs import Report, Shape, make_request, new_state, run
-from jflash.sampling import Filters, Sampling, filters_of
+from jflash.sampling import Filters, filters_of
 from jflash.speculative import Models, Params, State, apply, draft
 from tests.support.numpy_filters import filtered
 from tests.support.pairs import drafter_config, random_params, target_config

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jflash.cli import generate
+from jflash.cli.main import run
 from tests.support.small_checkpoints import Folders
 
 
@@ -22,10 +22,10 @@ def refuser(capsys, caplog, folder: Path):
     Nothing may be written to `folder`.
     """
 
-    def call(argv: list[str], *named: str, main=generate.main) -> None:
+    def call(argv: list[str], *named: str, command: str = "generate") -> None:
         before = listing(folder)
         capsys.readouterr()
-        assert main(argv) == 2
+        assert run(command, argv) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1 and captured.err.endswith("\n"), captured.err

@@ -1,6 +1,5 @@
 """DFlash 2 in training: the blocks and choices of decoding, the selector's loss, the command."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.cli import main
 from jflash.config import Drafter2Config, second_version
 from jflash.io import load_drafter
 from jflash.models.dflash2 import DynamicConvolution, best_candidates, drafter_of
@@ -27,12 +27,11 @@ from jflash.training.drafter_loss import (
     draw_anchors,
     init_drafter,
 )
-from jflash.training.objective import Objective
+from jflash.training.recipe import Objective
 from tests.support import pairs
 from tests.support.small_checkpoints import make_pair
 from tests.training.test_drafter_loss import START, T, make_rows
 
-ROOT = Path(__file__).parents[2]
 REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
 CONFIG = second_version(
     pairs.drafter_config(final_logit_softcapping=5.0, output_multiplier=0.7),
@@ -223,12 +222,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def train(folder: Path, **changes) -> int:
-    """Runs scripts/train_drafter.py for a few steps, with some options changed."""
-    script_file = ROOT / "scripts/train_drafter.py"
-    spec = importlib.util.spec_from_file_location("train_drafter_2", script_file)
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    """Runs `jflash train` for a few steps, with some options changed."""
     given = {
         "target": folder / "target", "data": folder / "prompts.jsonl", "drafter": "dflash2",
         "output": folder / "made", "num-layers": 1, "block-size": 4, "anchors": 6, "batch": 2,
@@ -237,7 +231,7 @@ def train(folder: Path, **changes) -> int:
     }  # fmt: skip
     options = given | {name.replace("_", "-"): value for name, value in changes.items()}
     words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    return script.run_command(script.make_parser(), script.main, words)
+    return main.run("train", words)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The command from prompts to a drafter: killed at any moment, dry, and given bad input."""
 
-import importlib.util
 import json
 import os
 import random
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import numpy as np
@@ -18,9 +16,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from jflash import load_pair
+from jflash.cli import main
+from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
-from jflash.sampling import GREEDY, Sampling
-from jflash.training.answers import WHOLE, Share, answer_into, read_answers
+from jflash.decoding import GREEDY, Sampling
+from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation
 from jflash.training.drafter import (
@@ -29,6 +29,7 @@ from jflash.training.drafter import (
     split_held_out,
     without_long,
 )
+from jflash.training.recipe import WHOLE, Share
 from jflash.training.trainer import Trained
 from tests.support.pairs import prompts
 from tests.support.small_checkpoints import edit_config, make_pair
@@ -149,22 +150,9 @@ def test_killed_at_any_moment_it_gives_the_same_bits(place):
     assert config["intermediate_size"] == 24
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_drafter", SCRIPT)
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def command(
-    place: Path, output: str, *more: object, script: ModuleType | None = None, **changes: object
-) -> int:
+def command(place: Path, output: str, *more: str, **changes: object) -> int:
     """The same in this process."""
-    script = script or load_script()
-    return script.run_command(
-        script.make_parser(), script.main, arguments(place, output, changes) + list(more)
-    )
+    return main.run("train", arguments(place, output, changes) + list(more))
 
 
 NO_FORM: dict[str, object] = {"num_layers": None, "block_size": None, "intermediate_size": None}
@@ -262,9 +250,7 @@ def test_bad_input_is_a_line(place, capsys):
     assert not (place / "bad").exists() and not (place / "bad-work").exists()
 
 
-def test_ctrl_c_ends_where_all_is_saved(place, capsys):
-    script = load_script()
-
+def test_ctrl_c_ends_where_all_is_saved(place, capsys, monkeypatch):
     def answered(*_) -> list[Conversation]:
         return [Conversation([i], [1, 2]) for i in range(9)]
 
@@ -274,17 +260,18 @@ def test_ctrl_c_ends_where_all_is_saved(place, capsys):
         assert should_stop(4)
         return Trained({}, 4, [])
 
-    script.answered, script.train_drafter = answered, train
+    monkeypatch.setattr(train_command, "answered", answered)
+    monkeypatch.setattr(train_command, "train_drafter", train)
     with pytest.raises(SystemExit) as ended:
-        command(place, "stopped", script=script)
+        command(place, "stopped")
     assert ended.value.code == 130
     assert "stopped at step 4 of 60; the same command goes on" in capsys.readouterr().out
 
     def pressed(*_):  # pytest's own processes ignore the signal
         raise KeyboardInterrupt
 
-    script.answered = pressed
-    assert command(place, "stopped", script=script) == 130
+    monkeypatch.setattr(train_command, "answered", pressed)
+    assert command(place, "stopped") == 130
     assert capsys.readouterr().err.endswith("\ninterrupted; the same command goes on\n")
 
     with first_interrupt() as interrupted:

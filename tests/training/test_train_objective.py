@@ -21,13 +21,13 @@ from jflash.training.attention import (
 from jflash.training.chunked import chunk, sum_over_chunks, unchunk
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, draw_anchors
 from jflash.training.objective import (
-    Objective,
     counted,
     dpace_weights,
     kl_divergence,
     place_losses,
     total_variation,
 )
+from jflash.training.recipe import Objective
 from tests.support.pairs import target_config
 from tests.training.test_drafter_loss import (
     DRAFTER,

@@ -17,8 +17,8 @@ PROGRAM = """
 import json, sys
 import jax, numpy as np
 from jflash.training.drafter import make_lesson, made_up_rows
-from jflash.training.objective import Objective
-from jflash.training.steps import TrainConfig
+from jflash.training.recipe import Objective
+from jflash.training.recipe import TrainConfig
 from jflash.training.trainer import train
 from tests.support.pairs import random_pair
 

@@ -1,32 +1,27 @@
 """Training prompts: every source, no test question, and user turns that a target writes itself."""
 
 import gzip
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from jflash.cli import main
+from jflash.decoding import Sampling
 from jflash.engine import Job, serve
 from jflash.io import load_pair, load_tokenizer
 from jflash.io.text import decode
-from jflash.sampling import Sampling
 from jflash.training.prompts import Prompt, boxed, collected
 from jflash.training.self_written import user_prefix
 from tests.support.small_checkpoints import EOS, USER, make_pair
 
-SCRIPT = Path(__file__).parents[2] / "scripts/make_prompts.py"
 LONG = "Tom has 3 pens and buys 14 more pens in the shop. How many pens has Tom got now?"
 ASKED = "Ann picks 12 pears and eats two of them on her way home. How many are left in the end?"
 
 
 def command(*arguments: object) -> int:
-    spec = importlib.util.spec_from_file_location("make_prompts", SCRIPT)
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.run_command(script.make_parser(), script.main, [str(a) for a in arguments])
+    return main.run("make-prompts", [str(a) for a in arguments])
 
 
 @pytest.fixture

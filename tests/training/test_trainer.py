@@ -16,7 +16,8 @@ from jflash.training import steps, trainer
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
-from jflash.training.steps import OPTIMIZERS, TrainConfig, batch_indices, optimizer
+from jflash.training.recipe import OPTIMIZERS, TrainConfig
+from jflash.training.steps import batch_indices, optimizer
 from jflash.training.trainer import Evaluation, train
 from tests.support.pairs import target_config
 from tiny_pair.target_lm import TrainedTarget, init_target, target_loss

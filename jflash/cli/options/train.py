@@ -1,15 +1,18 @@
-"""The options of scripts/train_drafter.py, by what they are about, and their first checks."""
+"""The options of train, by what they are about, and their first checks."""
 
 import argparse
 from pathlib import Path
 
 from jflash.cli.command import Parser
-from jflash.io import default_dtype
-from jflash.sampling import Sampling
-from jflash.training.answers import Share
-from jflash.training.objective import LOSSES, WEIGHTS, Objective
-from jflash.training.steps import OPTIMIZERS, TrainConfig, device_mesh
+from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, refuse
+from jflash.decoding import Sampling
+from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
 
+EPILOG = """
+A line of --data holds "prompt" (text, put through the target's chat template) or "prompt_ids", and
+with --keep-answers also "answer" (text) or "answer_ids" (stop token included). The same command
+goes on where it was stopped or killed; OUTPUT-work/training holds the curves.
+"""
 # What a new drafter is like unless it is said.
 FORM = {
     "drafter": "dflash", "num_layers": 5, "intermediate_size": None, "block_size": 16,
@@ -18,8 +21,12 @@ FORM = {
 }  # fmt: skip
 
 
-def training_parser(description: str) -> Parser:
-    parser = Parser("train_drafter.py", description)
+def make_parser(prog: str = "train_drafter.py") -> Parser:
+    parser = Parser(
+        prog,
+        "Trains a DFlash drafter for a target of yours, on prompts that the target answers itself.",
+        epilog=EPILOG,
+    )
     add = parser.add_argument
     add("--target", required=True, help="checkpoint folder, .gguf file or hub id; stays as it is")
     add("--data", type=Path, required=True, metavar="FILE.jsonl", help="a prompt a line")
@@ -40,7 +47,7 @@ def _answer_options(add) -> None:
     add("--max-new-tokens", type=int, default=512, help="of an answer")
     add("--answer-batch", type=int, default=64, help="prompts answered at a time")
     several = "0 is greedy; of several every prompt is answered at each"
-    add("--answer-temperature", type=numbers, default=(0.0,), metavar="T,T…", help=several)
+    add("--answer-temperature", type=decimals, default=(0.0,), metavar="T,T…", help=several)
     add("--answers-per-prompt", type=int, default=1, metavar="N", help="at each temperature")
     add("--keep-looping", action="store_true", help="learn answers that repeat themselves too")
     part = "make only part I of N (from 0) of the answers and stop: a process for each GPU"
@@ -54,7 +61,7 @@ def _drafter_options(add) -> None:
     add("--num-layers", type=int, help="default: 5")
     add("--intermediate-size", type=int, help="width of the MLP; default: the target's")
     add("--block-size", type=int, help="default: 16")
-    add("--target-layer-ids", type=layer_ids, metavar="1,9,17", help="default: the published rule")
+    add("--target-layer-ids", type=ids, metavar="1,9,17", help="default: the published rule")
     add("--mask-token-id", type=int, help="default: the tokenizer's, or an id that is not used")
     for name, what in (
         ("conv_kernel_size", "rows that a convolution spans"),
@@ -98,18 +105,13 @@ def _evaluation_options(add) -> None:
     add("--eval-batch", type=int, default=32)
 
 
-def layer_ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
 def share(text: str) -> Share:
-    index, of = (int(part) for part in text.split("/"))
+    try:
+        index, of = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4") from None
     if not 0 <= index < of:
-        raise ValueError(f"{text}: the part must be within 0 … {of - 1}")
+        raise argparse.ArgumentTypeError(f"{text}: the part must be within 0 … {of - 1}")
     return Share(index, of)
 
 
@@ -123,32 +125,48 @@ def drafter_form(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**FORM | given)
 
 
-def settings(args: argparse.Namespace) -> tuple[TrainConfig, Objective, list[Sampling]]:
-    """The training, its loss and how each answer to a prompt is drawn; ValueError if impossible."""
-    for name in ("answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    if args.overwrite and args.answer_part.of > 1:
-        raise ValueError(
-            "--overwrite with --answer-part: a part would delete the answers of the others; "
-            "give another --output"
-        )
-    for file in filter(None, (args.data, args.eval_prompts)):
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file")
-    training = TrainConfig(
+def check(args: argparse.Namespace) -> None:
+    """ValueError for what could not be trained, before anything is read."""
+    at_least_1(args, ("answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens"))
+    refuse(
+        [
+            (
+                args.overwrite and args.answer_part.of > 1,
+                "--overwrite with --answer-part: a part would delete the answers of the others; "
+                "give another --output",
+            ),
+            *(
+                (not file.is_file(), f"{file}: no such file")
+                for file in filter(None, (args.data, args.eval_prompts))
+            ),
+        ]
+    )
+    check_seed(args.seed)
+    drafter_form(args)
+    train_config(args, "float32")
+    train_objective(args)
+    answer_samplings(args)
+
+
+def train_config(args: argparse.Namespace, dtype: str) -> TrainConfig:
+    """The training's numbers, its products in `dtype`."""
+    return TrainConfig(
         steps=args.steps, batch_size=args.batch, optimizer=args.optimizer,
         learning_rate=args.learning_rate, weight_decay=args.weight_decay, seed=args.seed,
-        compute_dtype=default_dtype(), checkpoint_every=args.checkpoint_every,
+        compute_dtype=dtype, checkpoint_every=args.checkpoint_every,
         steps_per_call=min(50, args.checkpoint_every),
     )  # fmt: skip
-    if args.answer_part.of == 1:
-        device_mesh(args.batch)
-    temperatures = [t for t in args.answer_temperature for _ in range(args.answers_per_prompt)]
-    samplings = [Sampling(temperature=t) for t in temperatures]
-    objective = Objective(
+
+
+def train_objective(args: argparse.Namespace) -> Objective:
+    return Objective(
         loss=args.loss, weights=args.position_weights, decay=args.decay,
         dpace_alpha=args.dpace_alpha, ce_share=args.ce_share, curriculum=args.curriculum,
         selector_weight=args.selector_weight,
     )  # fmt: skip
-    return training, objective, samplings
+
+
+def answer_samplings(args: argparse.Namespace) -> list[Sampling]:
+    """How each answer to a prompt is drawn."""
+    temperatures = [t for t in args.answer_temperature for _ in range(args.answers_per_prompt)]
+    return [Sampling(temperature=t) for t in temperatures]

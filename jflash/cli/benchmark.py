@@ -1,0 +1,217 @@
+"""benchmark: step times of a pair, every batch size in processes of its own, one after another."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+from jflash.bench import case as benchmark_case
+from jflash.bench.case import Task, run_task, save_pair
+from jflash.bench.report import (
+    add_beside,
+    add_peak,
+    add_ratios,
+    add_speed,
+    case_text,
+    collect,
+    device_line,
+    reference_text,
+)
+from jflash.bench.shapes import model_shape
+from jflash.cli.command import BAD_INPUT
+from jflash.cli.options.results import asked_backends
+from jflash.cli.options.values import refuse
+from jflash.cli.output_file import check_whole_file, keep_newest
+from jflash.cli.prompts import Prompt, encode, read_prompts
+from jflash.generate import check_request
+from jflash.io import open_checkpoint, pair_models
+
+PROMPTS = (
+    "A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are left?",
+    "Write a Python function that returns the longest word of a sentence.",
+    "Explain in a few sentences why the sky is blue.",
+    "List five things to check before a long bicycle ride.",
+)
+REFERENCE = Path(benchmark_case.__file__).with_name("torch_reference.py")
+
+
+def make_task(args: argparse.Namespace) -> Task:
+    """The task of the first batch size; ValueError for what no device could measure."""
+    target, drafter = model_shape(args.shape) if args.shape else pair_configs(args)
+    capacity = args.capacity or -(-2 * args.context // 256) * 256
+    check_sizes(args, target, drafter, capacity)
+    prompts, stops = ((), ()) if args.shape else encoded_prompts(args)
+    return Task(
+        shape=args.shape,
+        target=None if args.shape else str(args.target),
+        drafter=None if args.shape else str(args.drafter),
+        batch=min(args.batch),
+        context=args.context,
+        capacity=capacity,
+        widths=args.widths,
+        only_step=args.only_step,
+        dtype=args.dtype,
+        backends=asked_backends(args),
+        steps=args.steps,
+        repeats=args.repeats,
+        prompts=prompts,
+        max_new_tokens=args.max_new_tokens,
+        stop_token_ids=stops,
+    )
+
+
+def check_sizes(args: argparse.Namespace, target: Any, drafter: Any, capacity: int) -> None:
+    """ValueError for what does not fit the pair's configs."""
+    full = drafter.block_size
+    positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
+    refuse(
+        [
+            (any(not 2 <= w <= full for w in args.widths), f"--widths {args.widths}: 2 … {full}"),
+            (
+                args.acceptance is not None and not 1 <= args.acceptance <= full,
+                f"--acceptance {args.acceptance}: within 1 … {full} tokens a step",
+            ),
+            (
+                args.context > capacity,
+                f"--context {args.context} is beyond the capacity {capacity}",
+            ),
+            (
+                args.context > positions,
+                f"--context {args.context}: the pair has {positions} positions",
+            ),
+        ]
+    )
+
+
+def pair_configs(args: argparse.Namespace) -> tuple[Any, Any]:
+    models = pair_models(args.target, args.drafter)
+    assert models.drafter is not None
+    return models.target.config, models.drafter.config
+
+
+def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Prompts and stop tokens as ids, texts through the target's chat template."""
+    how = argparse.Namespace(
+        prompts=args.prompts, system=None, reasoning="off", no_chat_template=False
+    )
+    prompts = read_prompts(how) if args.prompts else [Prompt(text, None) for text in PROMPTS]
+    wanted = any(prompt.text is not None for prompt in prompts)
+    target = open_checkpoint(args.target)
+    tokenizer = target.tokenizer() if wanted or target.has_tokenizer() else None
+    stops = target.stop_ids(tokenizer)
+    ids = [encode(prompt, tokenizer, how) for prompt in prompts]
+    models = pair_models(target, args.drafter)
+    for one in ids:
+        check_request(models, one, args.max_new_tokens, stops)
+    return tuple(map(tuple, ids)), tuple(stops)
+
+
+def start(stage: str, task: Task, folder: Path) -> dict[str, Any]:
+    """Runs a stage in a fresh process, which speaks on stderr; SystemExit if it refuses."""
+    files = (folder / "task.json", folder / "result.json")
+    files[0].write_text(json.dumps(asdict(task)), encoding="utf-8")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same jflash, installed or not
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-P", "-m", "jflash.cli.main", "benchmark"]
+    call([*command, "--stage", stage, *map(str, files)], environment)
+    return json.loads(files[1].read_text(encoding="utf-8"))
+
+
+def call(command: list[str], environment: dict[str, str] | None = None) -> None:
+    """A child that has printed its own line of refusal ends this process in the same way."""
+    sys.stdout.flush()
+    code = subprocess.run(command, env=environment, stdout=sys.stderr).returncode
+    if code == BAD_INPUT:
+        raise SystemExit(BAD_INPUT)
+    if code:
+        raise ValueError(f"the process that measures ended with code {code}: {command[-3:]}")
+
+
+def run_stage(stage: str, task_file: Path, result_file: Path) -> None:
+    raw = json.loads(task_file.read_text(encoding="utf-8"))
+    prompts = tuple(map(tuple, raw.pop("prompts")))
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    task = Task(**cast(dict[str, Any], lists), prompts=prompts)
+    folder = result_file.parent
+    result = save_pair(task, folder) if stage == "save" else run_task(stage, task)
+    result_file.write_text(json.dumps(result), encoding="utf-8")
+
+
+def measure(task: Task, with_memory: bool) -> dict[str, Any]:
+    """A case: timed by one process, compiled again and weighed by a second."""
+    with tempfile.TemporaryDirectory(prefix="jflash-benchmark-") as name:
+        case = start("time", task, Path(name))
+        if with_memory:
+            warm = start("warm", task, Path(name))
+            case["compile_seconds"] |= warm["compile_seconds"]
+            case["memory"] |= warm["memory"]
+    add_peak(case["memory"])
+    return case
+
+
+def measure_reference(args: argparse.Namespace, task: Task, case: dict[str, Any]) -> dict[str, Any]:
+    """The PyTorch code on the weights of `case` (batch 1), in one more process."""
+    with tempfile.TemporaryDirectory(prefix="jflash-reference-") as name:
+        folder = Path(name)
+        if task.shape is not None:
+            reference = start("save", task, folder)
+        else:
+            reference = {
+                "target": task.target,
+                "drafter": task.drafter,
+                "prompts": task.prompts,
+                "max_new_tokens": task.max_new_tokens,
+                "stop_token_ids": task.stop_token_ids or None,
+            }
+        files = (folder / "reference.json", folder / "reference_result.json")
+        reference |= {"dtype": case["dtype"], "repeats": min(3, task.repeats)}
+        files[0].write_text(json.dumps(reference), encoding="utf-8")
+        call([args.reference_python, "-P", str(REFERENCE), "time", *map(str, files)])
+        result = json.loads(files[1].read_text(encoding="utf-8"))
+    add_ratios(result, case)
+    return result
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.stage:
+        run_stage(args.stage[0], Path(args.stage[1]), Path(args.stage[2]))
+        return
+    task = make_task(args)
+    if args.against:
+        call([args.reference_python, "-P", str(REFERENCE), "check"])
+    if args.json is not None:
+        check_whole_file(args.json, args.overwrite)
+    print(keep_newest(args.json, results(args, task)))
+
+
+def results(args: argparse.Namespace, task: Task) -> Iterator[str]:
+    """Prints a case as soon as it is measured; after each, all of them as a line of JSON.
+
+    Which says how many cases are still to come, unless it is the last.
+    """
+    cases, reference = [], None
+    batches = sorted(set(args.batch))
+    for batch in batches:
+        own = replace(task, batch=batch)
+        case = measure(own, not args.no_memory)
+        if args.beside:
+            add_beside(case, measure(replace(own, shape=args.beside, only_step=True), False))
+        add_speed(case, args.acceptance)
+        print(*([] if cases else [device_line(case)]), case_text(case), sep="\n", flush=True)
+        cases.append(case)
+        if args.against and batch == 1:
+            reference = measure_reference(args, own, case)
+            print(reference_text(reference), flush=True)
+        missing = len(batches) - len(cases)
+        result = collect(cases, reference) | ({"missing_cases": missing} if missing else {})
+        yield json.dumps(result, allow_nan=False)

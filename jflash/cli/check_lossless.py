@@ -1,0 +1,236 @@
+"""check-lossless: whether greedy decoding is lossless on this device, or where it is not."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jflash.bench.shapes import SHAPES
+from jflash.cli.options.results import asked_backends
+from jflash.cli.output_file import whole_file
+from jflash.device import describe_device
+from jflash.io import default_dtype
+from jflash.proof import width_1 as lossless_width_1
+from jflash.proof.cases import load_case
+from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
+from jflash.proof.differences import difference_text
+from jflash.proof.lossless import CORRUPTION
+from jflash.proof.pairs import PAIRS
+from jflash.proof.width_1 import Parting
+
+DIFFERS = 1
+
+
+def check(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was found, as one JSON object; `failures` is empty if all is well."""
+    begin = time.perf_counter()
+    dtype = args.dtype or default_dtype()
+    backends = asked_backends(args)
+    results, seen, fault = [], set(), None
+    for name in args.pairs:
+        case = load_case(name, dtype, args.seed, backends, args.batches[-1])
+        replays = replays_needed(args.tokens, case.models.block_size, args.min_count)
+        for batch in args.batches:
+            # In proportion to the batch: all batch sizes run about as many steps.
+            shares = sum(PAIRS[other] for other in args.pairs) * sum(args.batches)
+            tokens = -(-args.tokens * PAIRS[name] * batch // shares)
+            plan = Plan(
+                tokens=tokens,
+                replays=replays,
+                seed=args.seed,
+                dtype=dtype,
+                width_1=batch == args.batches[-1],
+            )
+            with tqdm(
+                total=tokens, desc=f"{name}, batch {batch}", unit="tok", mininterval=5
+            ) as bar:
+                result, distinct = check_batch(case, batch, plan, bar.update)
+            results.append(result)
+            seen |= distinct
+            print(progress_line(result), flush=True)
+            if result["first_difference"]:
+                print(difference_text(result["first_difference"]), flush=True)
+        if fault is None:  # once is enough, by the first pair
+            fault = planted_fault(case, args.seed, dtype)
+            print(fault_line(fault), flush=True)
+            for half in ("without", "with"):
+                if fault[half]["first_difference"]:
+                    print(f"{half} the fault: {difference_text(fault[half]['first_difference'])}")
+        del case  # its weights make room for the next pair's
+    assert fault is not None
+    found = {
+        **describe_device(),
+        "backends": results[0]["backends"],
+        "dtype": dtype,
+        "seed": args.seed,
+        "corruption": CORRUPTION,
+        "tokens": sum(result["tokens"] for result in results),
+        "distinct_tokens": len(seen),
+        "replay_histogram": total_histogram(results),
+        "differences": sum(map(differences_of, results)),
+        "checks": results,
+        "planted_fault": fault,
+        "width_1": width_1_summaries(results),
+        "seconds": time.perf_counter() - begin,
+    }
+    return found | {"failures": failures(found, args)}
+
+
+def total_histogram(results: Sequence[dict[str, Any]]) -> list[int]:
+    """Steps of all replays that committed 1, 2, … tokens."""
+    return [sum(n) for n in zip(*(result["replay_histogram"] for result in results), strict=True)]
+
+
+def differences_of(result: dict[str, Any]) -> int:
+    """Everything that differed in one check: tokens, rows of logits, rows of K/V."""
+    return sum(
+        count
+        for mode in result["modes"].values()
+        for kind, count in mode.items()
+        if kind.startswith("differing")
+    )
+
+
+def width_1_summaries(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The largest batch of every pair, decoded at width 1 as well."""
+    return [
+        {"pair": result["pair"], "batch": result["batch"]}
+        | lossless_width_1.summary([Parting(**p) for p in result.pop("width_1")])
+        for result in results
+        if result["width_1"] is not None
+    ]
+
+
+def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """Why the check is not passed, a line each."""
+    wrong = []
+    if found["differences"]:
+        wrong.append(f"not lossless: {found['differences']} differences from the oracles")
+    fault = found["planted_fault"]
+    if fault["without"]["differences"]:
+        wrong.append(
+            f"not lossless at capacity {fault['capacity']}: "
+            f"{fault['without']['differences']} differences from the oracle"
+        )
+    if not fault["with"]["differences"]:
+        wrong.append("the planted fault was not caught: this check would not see a real one either")
+    short = {
+        length: count
+        for length, count in enumerate(found["replay_histogram"], start=1)
+        if count < args.min_count
+    }
+    if short:
+        wrong.append(
+            f"acceptance lengths seen less than {args.min_count} times: "
+            + ", ".join(f"{length} ({count})" for length, count in short.items())
+        )
+    if found["distinct_tokens"] < args.min_distinct:
+        wrong.append(
+            f"the outputs have {found['distinct_tokens']} distinct tokens, "
+            f"less than {args.min_distinct}"
+        )
+    return wrong
+
+
+def progress_line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['pair']}, batch {result['batch']}: {result['tokens']} tokens in "
+        f"{result['seconds']:.0f} s, {result['compile_seconds']:.0f} of them compiling; "
+        f"{differences_of(result)} differences"
+    )
+
+
+def fault_line(fault: dict[str, Any]) -> str:
+    caught = "caught" if fault["with"]["differences"] else "NOT CAUGHT"
+    return (
+        f"planted fault ({fault['splits']} KV splits by length, capacity {fault['capacity']}, "
+        f"contexts of {' and '.join(map(str, fault['prompt_tokens']))} tokens, {fault['pair']}): "
+        f"{caught}, {fault['with']['differences']} differences with it, "
+        f"{fault['without']['differences']} without"
+    )
+
+
+def width_1_line(summary: dict[str, Any]) -> str:
+    s = summary
+    line = (
+        f"width 1 against width W ({s['pair']}, batch {s['batch']}): "
+        f"{s['sequences_that_differ']} of {s['sequences']} sequences and "
+        f"{s['share_of_tokens_that_differ']:.1%} of {s['tokens']} tokens differ"
+    )
+    if not s["sequences_that_differ"]:
+        return line
+    before, wide, narrow = (
+        s[key] for key in ("equal_tokens_before", "nats_at_width_w", "nats_at_width_1")
+    )
+    return (
+        f"{line}; {s['first_differences_per_1000_tokens']:.2f} first differences in 1000 tokens, "
+        f"after {before['least']} … {before['most']} (median {before['median']:g}); "
+        f"nats between the two tokens, median and most: at width W {wide['median']:.4f}, "
+        f"{wide['most']:.4f}, at width 1 {narrow['median']:.4f}, {narrow['most']:.4f}"
+    )
+
+
+def print_summary(found: dict[str, Any]) -> None:
+    """The table, what else was seen, and the verdict."""
+    print(
+        f"\n{'pair':<10} {'batch':>5} {'mode':<22} {'runs':>4} {'tokens':>8} {'logits rows':>11} "
+        f"{'K/V rows':>9} {'τ':>6} {'differing: tokens':>18} {'logits':>7} {'K/V':>7}"
+    )
+    for result in found["checks"]:
+        for name, mode in result["modes"].items():
+            kv = mode["differing_target_kv_rows"] + mode["differing_context_kv_rows"]
+            print(
+                f"{result['pair']:<10} {result['batch']:>5} {name:<22} {mode['runs']:>4} "
+                f"{mode['tokens']:>8} {mode['logits_rows']:>11} {mode['kv_rows']:>9} "
+                f"{mode['logits_rows'] / max(1, mode['steps']):>6.2f} "
+                f"{mode['differing_tokens']:>18} {mode['differing_logits_rows']:>7} {kv:>7}"
+            )
+    print("K/V rows: positions, each compared in every layer of the target, and of the drafter "
+          "where it is the oracle's")  # fmt: skip
+    print(f"replayed steps that committed 1, 2, … tokens: {found['replay_histogram']}")
+    print(f"distinct tokens in the outputs: {found['distinct_tokens']}")
+    not_top = sum(result["tokens_not_top"] for result in found["checks"])
+    print(f"tokens of the oracles that are not the largest of their logits: {not_top}")
+    print(fault_line(found["planted_fault"]))
+    for summary in found["width_1"]:
+        print(width_1_line(summary))
+    versions = found["versions"]
+    backends = ", ".join(f"{op} {backend}" for op, backend in found["backends"].items())
+    print(
+        f"{found['device']}, jax {versions['jax']}, driver {versions['driver'] or 'none'}, "
+        f"{found['dtype']}, "
+        f"{backends}, seed {found['seed']}, {found['date']}, "
+        f"{found['seconds']:.0f} s"
+    )
+    for line in found["failures"]:
+        print(f"FAILED: {line}")
+    if not found["failures"]:
+        print(f"LOSSLESS: {found['tokens']} tokens of the oracles, every mode the same bits")
+
+
+def run(args: argparse.Namespace) -> None:
+    """SystemExit with DIFFERS if the check is not passed."""
+    large = [name for name in args.pairs if name in SHAPES]
+    if large and jax.default_backend() == "cpu":
+        raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
+    if args.json is None:
+        found = report(args)
+    else:
+        with whole_file(args.json, args.overwrite) as write:
+            found = report(args, write)
+    if found["failures"]:
+        raise SystemExit(DIFFERS)
+
+
+def report(args: argparse.Namespace, *writers: Callable[[str], None]) -> dict[str, Any]:
+    """Checks, prints, and gives the result as a line to each of `writers`."""
+    found = check(args)
+    print_summary(found)
+    line = json.dumps(found, allow_nan=False)
+    for write in (print, *writers):
+        write(line)
+    return found

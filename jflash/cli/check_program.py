@@ -1,0 +1,81 @@
+"""check-program: the step of all layers, compiled for this GPU, held to the gates."""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import jax
+
+from jflash.backends import named, with_backends
+from jflash.bench.shapes import model_shape
+from jflash.cli.options.results import asked_backends
+from jflash.cli.output_file import check_whole_file, keep_newest
+from jflash.device import describe_device
+from jflash.platform import leave_compilation_cache
+from jflash.proof.compile_target import inspect
+from jflash.proof.gates import Result, check
+from jflash.proof.step_program import StepProgram, pair_models, plain_models, step_program
+
+FAILED = 1
+DTYPE = "bfloat16"
+SHOWN = 3  # offences of a gate
+
+
+def programs(args: argparse.Namespace) -> dict[str, StepProgram]:
+    """What is compiled, by name: plain decoding and the pair's step at every batch size."""
+    shape = model_shape(args.shape)
+    found = {}
+    for kind, models in (("plain", plain_models(shape)), ("step", pair_models(shape))):
+        models = with_backends(models, DTYPE, jax.devices()[0], **asked_backends(args))
+        for batch in args.batch:
+            found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity, DTYPE)
+    return found
+
+
+def check_one(program: StepProgram) -> tuple[list[Result], float]:
+    """The gates' verdicts, and the seconds it took to compile."""
+    begin = time.perf_counter()
+    lowered = jax.jit(program.run, donate_argnums=1).lower(*program.arguments)
+    left = inspect(lambda options: lowered.compile(compiler_options=dict(options)))
+    seconds = time.perf_counter() - begin
+    return check(left, program.temporary_bound), seconds
+
+
+def print_results(name: str, results: list[Result], seconds: float) -> None:
+    print(f"{name}, compiled in {seconds:.0f} s")
+    for result in results:
+        print(f"  {'ok' if result.passed else 'FAILED':<7}{result.gate:<20}{result.measured}")
+        for offence in result.offences[:SHOWN]:
+            print(f"         {offence}")
+        if len(result.offences) > SHOWN:
+            print(f"         and {len(result.offences) - SHOWN} more")
+    sys.stdout.flush()
+
+
+def run(args: argparse.Namespace) -> None:
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            "this compiles for the NVIDIA GPU of this machine, and JAX sees none: "
+            "tests/proof/test_gates.py compiles for an H200 anywhere"
+        )
+    if args.json is not None:
+        check_whole_file(args.json, args.overwrite)
+    todo = programs(args)
+    leave_compilation_cache()  # the assembler says nothing of a program that is not compiled
+    report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}
+    models = next(iter(todo.values())).models
+    report |= named(models.kernels) | {"programs": {}, "failed": 0}
+    for name, program in todo.items():
+        results, seconds = check_one(program)
+        print_results(name, results, seconds)
+        report["programs"][name] = {
+            "compile_seconds": round(seconds, 1),
+            **{r.gate: {"passed": r.passed, "value": r.value, "measured": r.measured,
+                        "offences": r.offences} for r in results},
+        }  # fmt: skip
+        report["failed"] += sum(not r.passed for r in results)
+    print(keep_newest(args.json, [json.dumps(report)]))
+    if report["failed"]:
+        raise SystemExit(FAILED)

@@ -1,0 +1,69 @@
+"""`jflash COMMAND …`, and the scripts, each of which is one command under its older name.
+
+A command is two modules of one name: jflash.cli.options.NAME has its options and what they may be,
+and is imported to print help or to refuse; jflash.cli.NAME does the work, and imports JAX.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jflash.cli.command import Parser, refused, run_command
+
+COMMANDS = {
+    "generate": "decode a prompt, or a file of prompts",
+    "evaluate": "a data set: accuracy, acceptance, speed",
+    "eval-gsm8k": "evaluate, for GSM8K",
+    "convert": "write a checkpoint in Orbax form",
+    "make-prompts": "collect prompts to train a drafter on",
+    "train": "train a drafter for a target",
+    "benchmark": "step times of a pair",
+    "bench-kernels": "times of kernels on their own",
+    "check-lossless": "compare speculative decoding with its oracle, bit for bit",
+    "check-program": "compile the step for this GPU and look at it",
+}
+BODIES = {"eval-gsm8k": "evaluate"}  # of a command whose work is another's
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console command: the first argument names the command, the rest is its own."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return run(argv[0], argv[1:], f"jflash {argv[0]}")
+    parser = _parser()
+    try:
+        parser.parse_args(argv)
+        raise ValueError(f"give a command: {', '.join(COMMANDS)}")
+    except ValueError as error:
+        return refused("jflash", error)
+
+
+def run(name: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Runs one command and returns its exit code; argv None: the process's own."""
+    options = importlib.import_module(f"jflash.cli.options.{_module(name)}")
+    parser = options.make_parser(prog) if prog else options.make_parser()
+
+    def body(args) -> None:
+        importlib.import_module(f"jflash.cli.{_module(BODIES.get(name, name))}").run(args)
+
+    return run_command(parser, body, argv, options.check)
+
+
+def _module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _parser() -> Parser:
+    width = max(map(len, COMMANDS)) + 2
+    listed = "\n".join(f"  {name:<{width}}{what}" for name, what in COMMANDS.items())
+    parser = Parser(
+        "jflash",
+        "DFlash speculative decoding in JAX.",
+        epilog=f"commands:\n{listed}\n\nOptions of one: jflash COMMAND --help",
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""make-prompts: from files, made up, and written by the target itself, to one file."""
+
+import argparse
+import hashlib
+import json
+import random
+from collections import Counter
+from dataclasses import asdict
+
+import jax
+
+from jflash.backends import with_backends
+from jflash.cli.options.make_prompts import drawing
+from jflash.files import replacing
+from jflash.generate import Pair
+from jflash.io import load_target, open_checkpoint
+from jflash.io.digest import checkpoint_digest
+from jflash.speculative import Models, Params
+from jflash.training.prompts import (
+    Prompt,
+    collected,
+    gsm8k_prompts,
+    question_prompts,
+    questions_of_tests,
+    self_instruct_prompts,
+    svamp_prompts,
+)
+from jflash.training.self_written import write_prompts
+
+
+def from_files(args: argparse.Namespace) -> list[Prompt]:
+    found = gsm8k_prompts(args.gsm8k_train, args.variants, args.seed) if args.gsm8k_train else []
+    for file in args.self_instruct:
+        found += self_instruct_prompts(file)
+    if args.svamp:
+        found += svamp_prompts(args.svamp)
+    for file in args.questions:
+        found += question_prompts(file)
+    return found
+
+
+def self_written(args: argparse.Namespace) -> list[Prompt]:
+    """What the target writes; its turns stay beside the output, so that a killed run goes on."""
+    checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
+    target, params = load_target(checkpoint, progress=True)
+    tokenizer = checkpoint.tokenizer()
+    models = with_backends(
+        Models(target, None, 1), str(params["embedding"].dtype), jax.devices()[0]
+    )
+    systems = args.system or [None]
+    written_by = (args.written_by, checkpoint_digest(checkpoint.path))
+    made_with = repr((written_by, systems, asdict(sampling), args.seed, args.max_new_tokens))
+    digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    return write_prompts(
+        Pair(models, Params(params, None)), tokenizer, args.count, systems=systems,
+        stop_token_ids=checkpoint.stop_ids(tokenizer), sampling=sampling, seed=args.seed,
+        max_new_tokens=args.max_new_tokens, batch_size=args.batch, folder=args.output.parent,
+        name=f"{args.output.stem}-written-{digest}",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    tests = questions_of_tests(args.exclude_test)
+    found = from_files(args)
+    if args.written_by:
+        written = self_written(args)
+        print(f"{len(written)} of {args.count} user turns are worth asking")
+        found += written
+    if not found:
+        raise ValueError("no source gave a prompt: nothing to write")
+    prompts, asked = collected(found, tests)
+    if not prompts:
+        raise ValueError(f"all {len(found)} prompts are test questions: nothing is left")
+    random.Random(args.seed).shuffle(prompts)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(args.output) as part, part.open("w", encoding="utf-8") as out:
+        for text, source in prompts:
+            out.write(json.dumps({"prompt": text, "source": source}, ensure_ascii=False) + "\n")
+    counts = ", ".join(f"{n} {source}" for source, n in Counter(p.source for p in prompts).items())
+    print(f"{args.output}: {len(prompts)} prompts ({counts})")
+    print(f"{asked} left out as questions of {len(args.exclude_test)} test set(s)")

@@ -1,0 +1,1 @@
+"""The command lines: options, defaults and contradictions. They import nothing that is slow."""

@@ -1,0 +1,91 @@
+"""The options of benchmark, and which of them contradict each other."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import Parser
+from jflash.cli.options.results import backend_options, check_result, result_options
+from jflash.cli.options.values import at_least_1, counts, refuse
+
+EPILOG = """
+Random weights (--shape) give times of steps, never a speed: that takes a real pair, or an
+acceptance that you state. Every batch size runs in processes of its own, one after the other.
+"""
+
+
+def make_parser(prog: str = "benchmark.py") -> Parser:
+    parser = Parser(
+        prog,
+        "Step times of a pair beside the device's own limits: plain decoding, verify, draft, step.",
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    add("--shape", help=f"random weights of a published shape: {', '.join(SHAPES)}")
+    add("--target", type=Path, metavar="DIR", help="a real pair instead, with --drafter")
+    add("--drafter", type=Path, metavar="DIR")
+    add("--batch", type=counts, default=(1,), metavar="1,8,32", help="default 1")
+    add("--context", type=int, default=1024, help="tokens before the timed steps, default 1024")
+    add("--capacity", type=int, help="cache slots a sequence, default twice the context")
+    add("--widths", type=counts, default=(), metavar="4,8,16", help="the step at these too")
+    add("--only-step", action="store_true", help="leave plain decoding, verify and draft out")
+    add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    backend_options(parser)
+    add("--acceptance", type=float, metavar="TAU", help="tokens a step to assume, for tokens/s")
+    add("--prompts", type=Path, metavar="FILE.jsonl", help="for a real pair; a few are built in")
+    add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    add("--beside", metavar="SHAPE", help="the step of another shape, timed right after each case")
+    add("--against", choices=("reference",), help="the PyTorch code on the same weights, batch 1")
+    add("--reference-python", default=sys.executable, metavar="PATH", help="that has dflash 0.1.0")
+    add("--steps", type=int, default=64, help="of one repeat, default 64")
+    add("--repeats", type=int, default=5, help="default 5")
+    add("--no-memory", action="store_true", help="no second process: no warm compile, no peak")
+    result_options(parser, "kept there case by case")
+    # One stage of one case, in a process of its own: TASK and RESULT are files.
+    add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for what could not be measured, whatever the pair."""
+    if args.stage:
+        return
+    real = args.target is not None or args.drafter is not None
+    refuse(
+        [
+            (
+                (args.shape is None) == (not real)
+                or (args.target is None) != (args.drafter is None),
+                "give either --shape NAME or --target DIR and --drafter DIR",
+            ),
+            (
+                args.shape is not None and args.prompts is not None,
+                "--prompts needs a real pair: random weights decode nothing of meaning",
+            ),
+            (
+                args.beside is not None and args.shape is None,
+                "--beside compares random weights: give --shape",
+            ),
+        ]
+    )
+    for shape in filter(None, (args.shape, args.beside)):
+        model_shape(shape)
+    at_least_1(args, ("steps", "repeats", "context", "max_new_tokens"))
+    refuse(
+        [
+            (
+                args.capacity is not None and (args.capacity < 1 or args.capacity % 256),
+                f"--capacity {args.capacity}: a multiple of 256",
+            ),
+            (
+                args.against and (1 not in args.batch or args.only_step),
+                "--against reference compares whole cases at --batch 1",
+            ),
+            (
+                args.no_compilation_cache,
+                "--no-compilation-cache: a cache of its own, new for each case, is what is timed",
+            ),
+        ]
+    )
+    check_result(args)

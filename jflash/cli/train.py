@@ -1,0 +1,295 @@
+"""train: a target's own answers to prompts, and the drafter that learns them."""
+
+import argparse
+import hashlib
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jflash.acceptance import is_looping
+from jflash.backends import with_backends
+from jflash.cli.command import INTERRUPTED, first_interrupt
+from jflash.cli.options.train import (
+    answer_samplings,
+    drafter_form,
+    train_config,
+    train_objective,
+)
+from jflash.cli.training_data import read_held_out, read_prompts
+from jflash.config import DrafterConfig, second_version
+from jflash.generate import Pair
+from jflash.io import (
+    configure_target,
+    default_dtype,
+    load_drafter,
+    load_target,
+    open_checkpoint,
+    pair_models,
+    resolve,
+    save_checkpoint,
+)
+from jflash.io.digest import checkpoint_digest
+from jflash.memory import check_decoding
+from jflash.models.decoder import Target
+from jflash.speculative import Models, Params
+from jflash.training.answers import answer_into, answer_prompts
+from jflash.training.data import Conversation, load_conversations, save_conversations
+from jflash.training.drafter import (
+    check_sizes,
+    default_mask_token_id,
+    drafter_config_for,
+    made_up_rows,
+    make_lesson,
+    split_held_out,
+    train_drafter,
+)
+from jflash.training.held_out import held_out_evaluation
+from jflash.training.recipe import TrainConfig
+from jflash.training.steps import device_mesh
+from jflash.training.trainer import Evaluation, plan_lines, plan_training
+
+MEASURED_TOKENS = 32  # of each answer in a dry run
+
+
+class Prepared(NamedTuple):
+    """What a training begins with, all of it checked."""
+
+    target: Target
+    params: Any
+    config: DrafterConfig
+    records: list[Conversation]
+    held: list[Conversation]
+    stops: list[int]
+
+    @property
+    def pair(self) -> Pair:
+        """The target without a drafter."""
+        models = with_backends(Models(self.target, None, 1), default_dtype(), jax.devices()[0])
+        return Pair(models, Params(self.params, None))
+
+
+def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
+    form = drafter_form(args)
+    if args.init_from is not None:
+        source = open_checkpoint(args.init_from)
+        drafter = pair_models(args.target, source).drafter
+        assert drafter is not None
+        if source.path.resolve() == args.output.resolve():
+            raise ValueError(
+                f"{source.path} would be replaced by its own training: another --output"
+            )
+        source.check(drafter.config)
+        return drafter.config
+    mask = form.mask_token_id
+    if mask is None:
+        mask = default_mask_token_id(tokenizer, target.config.vocab_size)
+        name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
+        print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
+    config = drafter_config_for(
+        target.config,
+        num_layers=form.num_layers,
+        block_size=form.block_size,
+        mask_token_id=mask,
+        target_layer_ids=form.target_layer_ids,
+        intermediate_size=form.intermediate_size,
+    )
+    if form.drafter == "dflash":
+        return config
+    return second_version(
+        config,
+        conv_kernel_size=form.conv_kernel_size,
+        conv_group_size=form.conv_group_size,
+        selector_rank=form.selector_rank,
+        selector_top_k=form.selector_top_k,
+    )
+
+
+def answered(args: argparse.Namespace, prepared: Prepared, work: Path) -> list[Conversation] | None:
+    """The conversations to learn, answers made now or by an earlier call for the same data.
+
+    None while other processes have answers to make.
+    """
+    records, stops, samplings = prepared.records, prepared.stops, answer_samplings(args)
+    seed = args.seed if any(s.temperature for s in samplings) else 0
+    weights = checkpoint_digest(resolve(args.target))
+    made_with = (args.target, weights, args.max_new_tokens, stops, samplings, seed)
+    digest = hashlib.blake2b(repr((records, made_with)).encode(), digest_size=6).hexdigest()
+    file = work / f"answers-{digest}.npz"
+    if file.exists():
+        return load_conversations(file)
+    asked = [r.prompt_ids for r in records if not r.answer_ids]
+    answers = [] if not asked else answer_into(
+        work, f"answers-{digest}", prepared.pair, asked, batch_size=args.answer_batch,
+        max_new_tokens=args.max_new_tokens, stop_token_ids=stops, samplings=samplings,
+        seed=seed, share=args.answer_part,
+    )  # fmt: skip
+    if answers is None:
+        return None
+    per = len(samplings)
+    made = iter([answers[i : i + per] for i in range(0, len(answers), per)])
+    found = [
+        Conversation(r.prompt_ids, answer)
+        for r in records
+        for answer in ([r.answer_ids] if r.answer_ids else next(made))
+    ]
+    save_conversations(file, found)
+    return found
+
+
+def without_loops(found: list[Conversation], keep: bool) -> list[Conversation]:
+    """Answers that repeat themselves are easy to foresee: they would teach loops."""
+    ended = found if keep else [c for c in found if not is_looping(c.answer_ids)]
+    if not ended:
+        raise ValueError(f"all {len(found)} answers repeat themselves: --keep-looping learns them")
+    if len(ended) < len(found):
+        print(f"{len(found) - len(ended)} of {len(found)} answers repeat themselves: left out")
+    return ended
+
+
+def dry_run(args: argparse.Namespace, training: TrainConfig, prepared: Prepared) -> None:
+    """Prints memory and time of the training, on made-up rows, and of the answers."""
+    config, records, objective = prepared.config, prepared.records, train_objective(args)
+    rows = made_up_rows(args.batch, args.row_length, config.vocab_size)
+    lesson = make_lesson(
+        prepared.target, config, rows, anchors=args.anchors, training=training,
+        objective=objective, backend=args.training_attention,
+    )  # fmt: skip
+    plan = plan_training(lesson.loss, lesson.start, prepared.params, rows, training)
+    print(f"attention of the training: {lesson.identity['attention']}; objective: {objective}")
+    print("\n".join(plan_lines(plan, training)))
+    tokens = min(MEASURED_TOKENS, args.max_new_tokens)
+    few = ([r.prompt_ids for r in records] * args.answer_batch)[: args.answer_batch]
+    for _ in range(2):  # the first call compiles
+        begin = time.perf_counter()
+        answer_prompts(
+            prepared.pair,
+            few,
+            batch_size=args.answer_batch,
+            max_new_tokens=tokens,
+            stop_token_ids=[],
+        )
+        seconds = time.perf_counter() - begin
+    total = len(answer_samplings(args)) * sum(not r.answer_ids for r in records)
+    at_most = total * args.max_new_tokens * seconds / (len(few) * tokens)
+    print(
+        f"answers: {total} of at most {args.max_new_tokens} tokens: at most {at_most / 60:.1f} "
+        f"minutes at {len(few) * tokens / seconds:.0f} tokens a second, prefill included"
+    )
+
+
+def evaluation_for(
+    args: argparse.Namespace, prepared: Prepared, found: list[Conversation]
+) -> tuple[list[Conversation], Evaluation | None]:
+    """What is left to learn, and the look at what is not: the held out, or else some of `found`."""
+    held = prepared.held
+    if not args.eval_every:
+        return found, None
+    if not held:
+        different = len({tuple(c.prompt_ids) for c in found})
+        count = min(64, different // 20) if args.held_out is None else args.held_out
+        found, held = split_held_out(found, count, args.seed)
+    if not held:
+        return found, None
+    print(f"τ on {len(held)} prompts every {args.eval_every} steps")
+    evaluation = held_out_evaluation(
+        prepared.target, prepared.params, prepared.config, [h.prompt_ids for h in held],
+        every=args.eval_every, batch_size=args.eval_batch, max_new_tokens=args.max_new_tokens,
+        stop_token_ids=prepared.stops,
+    )  # fmt: skip
+    return found, evaluation
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        train(args)
+    except KeyboardInterrupt:
+        if not args.dry_run:
+            print("\ninterrupted; the same command goes on", file=sys.stderr)
+        raise
+
+
+def prepare(args: argparse.Namespace) -> Prepared:
+    """Configs, prompts and the target's weights; ValueError before a weight is read."""
+    source = open_checkpoint(args.target)
+    target = configure_target(source)
+    tokenizer = source.tokenizer() if source.has_tokenizer() else None
+    stops = source.stop_ids(tokenizer)
+    config = drafter_for(args, target, tokenizer)
+    check_sizes(target.config, args.row_length, args.anchors)
+    records = read_prompts(args, tokenizer, target, stops)
+    held = read_held_out(args, tokenizer, target)
+    if args.eval_every and args.held_out and not held:
+        split_held_out(records, args.held_out, args.seed)  # too many: said before answers are made
+    dtype = default_dtype()
+    models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
+    longest = max(len(r.prompt_ids) for r in records)
+    check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
+    _, params = load_target(source, dtype, progress=True)
+    return Prepared(target, params, config, records, held, stops)
+
+
+def train(args: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    training = train_config(args, default_dtype())
+    if args.answer_part.of == 1:
+        device_mesh(args.batch)  # refuses a batch that the devices cannot share
+    work = args.output.with_name(args.output.name + "-work")
+    finished = args.output / "config.json"
+    if finished.exists() and not (args.overwrite or args.dry_run):
+        raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
+    prepared = prepare(args)
+    if args.dry_run:
+        dry_run(args, training, prepared)
+        return
+    if finished.exists():  # gone last: the old training is resumed by nobody
+        if work.exists():
+            shutil.rmtree(work)
+        finished.unlink()
+    work.mkdir(parents=True, exist_ok=True)
+    found = answered(args, prepared, work)
+    if found is None or args.answer_part.of > 1:
+        print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")
+        return
+    learn(args, training, prepared, without_loops(found, args.keep_looping), work, begin)
+
+
+def learn(
+    args: argparse.Namespace, training: TrainConfig, prepared: Prepared,
+    found: list[Conversation], work: Path, begin: float,
+) -> None:  # fmt: skip
+    """Trains on the answers, and saves the drafter when it is finished."""
+    learnt, evaluation = evaluation_for(args, prepared, found)
+    start = None
+    if args.init_from is not None:
+        _, start = load_drafter(args.init_from, "float32", progress=True)
+    with first_interrupt() as interrupted:
+        trained = train_drafter(
+            prepared.target, prepared.params, prepared.config, learnt,
+            row_length=args.row_length, anchors=args.anchors, training=training,
+            directory=work / "training", objective=train_objective(args),
+            should_stop=lambda step: interrupted() or out_of_time(args.minutes, begin),
+            backend=args.training_attention, start=start, evaluation=evaluation,
+        )  # fmt: skip
+    if trained.step < args.steps:
+        print(f"stopped at step {trained.step} of {args.steps}; the same command goes on")
+        if interrupted():
+            raise SystemExit(INTERRUPTED)
+        return
+    save_checkpoint(args.output, prepared.config, trained.params)
+    report(args.output, trained.history)
+
+
+def out_of_time(minutes: float | None, begin: float) -> bool:
+    return minutes is not None and time.monotonic() - begin > 60 * minutes
+
+
+def report(output: Path, history: list[dict[str, Any]]) -> None:
+    last = history[-1]
+    told = f"loss {last['loss']:.3f}, acceptance length {last['acceptance_length']:.2f} in training"
+    if "tau" in last:
+        told += f"; τ {last['tau']:.2f} on prompts that it did not learn"
+    print(f"{output}: {told}")

@@ -1,0 +1,41 @@
+"""What a request asks of its decoding. Plain records: they name no array and import no JAX."""
+
+import math
+from dataclasses import dataclass
+
+COLDEST = 1e-4  # below it float32 could not tell logits / temperature apart; 0 is greedy
+DRAFT_RULES = ("greedy", "sampled")  # the drafter's best tokens; drawn from its distribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one request draws its tokens; the filters apply in this order. ValueError if impossible.
+
+    top_k 0, top_p 1 and min_p 0 filter nothing, and with temperature 0 (greedy) are the only ones.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        t, k = self.temperature, self.top_k
+        for wrong, why in [
+            (
+                not (math.isfinite(t) and (t == 0 or t >= COLDEST)),
+                f"temperature {t}: 0 (greedy) or a number from {COLDEST} up",
+            ),
+            (type(k) is not int or k < 0, f"top_k {k}: a whole number from 1 up, 0 to keep all"),
+            (not 0 < self.top_p <= 1, f"top_p {self.top_p}: above 0, at most 1 (which keeps all)"),
+            (not 0 <= self.min_p <= 1, f"min_p {self.min_p}: within 0 (which keeps all) … 1"),
+        ]:
+            if wrong:
+                raise ValueError(why)
+        if t == 0:
+            for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+                if getattr(self, name) != off:
+                    raise ValueError(f"{name} {getattr(self, name)} needs a temperature above 0")
+
+
+GREEDY = Sampling()

@@ -1,0 +1,12 @@
+"""Runs a command of this tree's jflash, whether or not that or another one is installed."""
+
+import sys
+from pathlib import Path
+
+
+def run(name: str) -> int:
+    """The exit code of `jflash NAME`, with this process's arguments."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from jflash.cli import main
+
+    return main.run(name)
