@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.backends import AUTO, with_backends
+from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.files import replacing
 from jflash.generate import Pair
@@ -19,6 +19,7 @@ from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
 from jflash.io.safetensors_checkpoint import save_safetensors
+from jflash.kernels import AUTO
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.dflash2 import drafter_of

@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jflash.backends import BACKENDS
 from jflash.cli import benchmark, main
 from jflash.cli.options import bench_kernels, check_lossless, check_program
 from jflash.cli.options import benchmark as benchmark_options
+from jflash.kernels import BACKENDS
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]

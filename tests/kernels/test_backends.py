@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jflash.backends import BACKENDS, named, with_backends
+from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
-from jflash.kernels import Kernels
+from jflash.kernels import BACKENDS, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.speculative import Models
