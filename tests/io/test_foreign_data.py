@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import transformers
 
-from jflash.cli import convert
 from jflash.io import convert_checkpoint, encode_prompt, load_target, load_tokenizer, stop_token_ids
 from jflash.io.gguf_checkpoint import open_gguf
 from jflash.io.hf_config import drafter_config, target_config
@@ -261,10 +260,10 @@ def test_nothing_is_converted_into_its_source(pair, refused):
     held = {path: path.read_bytes() for path in pair.target.iterdir()}
     for destination in (pair.target, pair.target / "orbax", pair.target / "a" / "b"):
         command = [str(pair.target), str(destination), "--overwrite"]
-        refused(command, "would change the source", main=convert.main)
+        refused(command, "would change the source", command="convert")
     (pair.target.parent / "config.json").write_text("{}")  # a checkpoint that holds the source
     command = [str(pair.target), str(pair.target.parent), "--overwrite"]
-    refused(command, "would change the source", main=convert.main)
+    refused(command, "would change the source", command="convert")
     assert {path: path.read_bytes() for path in pair.target.iterdir()} == held
 
 

@@ -15,8 +15,8 @@ import pytest
 from gguf import GGML_QUANT_SIZES
 
 from jflash import generate, load_pair
-from jflash.cli.convert import main as convert
 from jflash.cli.generate import main as generate_main
+from jflash.cli.main import run
 from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io import (
     configure_pair,
@@ -227,7 +227,7 @@ def test_other_frequency_factors_are_refused(tmp_path):
 
 def test_a_converted_target_decodes_the_same(tmp_path, capsys):
     file, folder = write_gguf(tmp_path / "m.gguf", kind=Kind.Q4_0), tmp_path / "converted"
-    assert convert([str(file), str(folder)]) == 0
+    assert run("convert", [str(file), str(folder)]) == 0
     assert open_checkpoint(folder).config(target_config) == open_checkpoint(file).config(
         target_config
     )
@@ -292,7 +292,7 @@ BAD = {
 def test_what_is_not_supported_is_named(case, tmp_path, capsys):
     how, change, said = BAD[case]
     file = write_gguf(tmp_path / "bad.gguf", **how, change=change)
-    assert convert([str(file), str(tmp_path / "out")]) == 2
+    assert run("convert", [str(file), str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
     assert re.search(said, line) and "bad.gguf" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
