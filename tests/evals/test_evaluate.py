@@ -250,7 +250,7 @@ def test_a_chat_answer_is_judged_whole_a_base_models_to_the_next_example(
     text = f"I restate it.\nQuestion: how many?\nAnswer: \\boxed{{{gold}}}"
     monkeypatch.setattr(evaluation, "decode", lambda tokenizer, ids: text)
     argv = ["--data", str(data), "--output", str(tmp_path / "run"), *SAME, "--limit", "1"]
-    assert evaluate.main(argv + ["--no-chat-template"] * base, dataset="gsm8k") == 0
+    assert main.run("eval-gsm8k", argv + ["--no-chat-template"] * base) == 0
     (answer,) = lines(tmp_path / "run" / "answers.jsonl")
     assert answer["text"] == text
     assert answer["check"]["correct"] is not base
@@ -391,7 +391,7 @@ def test_an_answer_that_stands_twice_counts_once(run, refused, data, tmp_path, c
     other["token_ids"][-1] += 1
     file.write_text("".join([*found, json.dumps(other) + "\n"]))
     argv = ["--data", str(data), "--output", str(folder), *SAME, "--limit", "3"]
-    assert evaluate.main(argv, dataset="gsm8k") == 2
+    assert main.run("eval-gsm8k", argv) == 2
     told = f"two different answers to problem {other['index']}, turn 0"
     assert told in capsys.readouterr().err
 
@@ -402,7 +402,7 @@ def test_other_weights_at_the_same_path_are_another_run(refused, data, tmp_path)
         shutil.copytree(TARGET.parent / name, folder)
     pair = ["--target", str(folders["target"]), "--drafter", str(folders["drafter"])]
     argv = ["--data", str(data), *SAME, *pair, "--limit", "1"]
-    assert evaluate.main([*argv, "--output", str(tmp_path / "run")], dataset="gsm8k") == 0
+    assert main.run("eval-gsm8k", [*argv, "--output", str(tmp_path / "run")]) == 0
     argv = ["--dataset", "gsm8k", *argv]
     for name in ("drafter", "target"):
         file = folders[name] / "model.safetensors"

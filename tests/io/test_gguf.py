@@ -15,7 +15,6 @@ import pytest
 from gguf import GGML_QUANT_SIZES
 
 from jflash import generate, load_pair
-from jflash.cli.generate import main as generate_main
 from jflash.cli.main import run
 from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io import (
@@ -249,7 +248,7 @@ def test_a_converted_target_decodes_the_same(tmp_path, capsys):
     outputs = []
     for target in (file, folder):
         options = ["--target", str(target), "--drafter", "none", "--max-new-tokens", "12"]
-        assert generate_main([*options, "--json", "It a"]) == 0
+        assert run("generate", [*options, "--json", "It a"]) == 0
         outputs.append(json.loads(capsys.readouterr().out))
     assert outputs[0]["text"] == outputs[1]["text"]
     assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
@@ -296,7 +295,7 @@ def test_what_is_not_supported_is_named(case, tmp_path, capsys):
     line = capsys.readouterr().err
     assert re.search(said, line) and "bad.gguf" in line and line.count("\n") == 1
     assert not (tmp_path / "out").exists()
-    assert generate_main(["--target", str(file), "--drafter", "none", "--prompt-ids", "1,2"]) == 2
+    assert run("generate", ["--target", str(file), "--drafter", "none", "--prompt-ids", "1,2"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -308,7 +307,7 @@ def test_broken_files(tmp_path, capsys):
     for size, content in broken.items():
         file = tmp_path / f"broken{size}.gguf"
         file.write_bytes(content)
-        code = generate_main(["--target", str(file), "--drafter", "none", "hi"])
+        code = run("generate", ["--target", str(file), "--drafter", "none", "hi"])
         line = capsys.readouterr().err
         assert code == 2 and line.count("\n") == 1, (size, line)
         assert ("is no GGUF file" if size in (0, 3, -1) else "is corrupt or truncated") in line
@@ -331,5 +330,5 @@ def test_places_that_are_no_target(tmp_path, capsys):
         (["--target", str(tmp_path / "m.bin")], "expected a checkpoint folder or a .gguf file"),
         (["--target", str(file), "--drafter", str(file)], "unsupported drafter LlamaForCausalLM"),
     ):
-        assert generate_main(["--drafter", "none", *arguments, "--prompt-ids", "1,2"]) == 2
+        assert run("generate", ["--drafter", "none", *arguments, "--prompt-ids", "1,2"]) == 2
         assert said in capsys.readouterr().err
