@@ -168,8 +168,14 @@ def _scratch(plan: Plan) -> dict[str, Any]:
         (plan.consumers, WARPGROUP_ROWS, plan.half_n), _out_dtype(plan), transforms=out_tile
     )
     shared["out_smem"] = out
+    if t.walk > 1:
+        shared["sum_smem"] = plgpu.SMEM(
+            (plan.consumers, plan.halves, WARPGROUP_ROWS, plan.half_n),
+            jnp.float32,
+            transforms=_tiled(plgpu.find_swizzle(plan.half_n * 32), 4),
+        )
     if plan.op == "residual":
-        shared |= {"r_smem": out, "r_full": plgpu.Barrier(num_barriers=plan.consumers)}
+        shared["r_full"] = plgpu.Barrier(num_barriers=plan.consumers)
     return shared
 
 
@@ -246,11 +252,12 @@ class _Tiles:
 
 def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem):
     t = plan.tuning
-    steps = tiles.count * plan.k_steps
+    tile_steps = t.walk * plan.k_steps
+    steps = tiles.count * tile_steps
 
     def place(step):
-        split, column = tiles.at(lax.div(step, plan.k_steps))
-        k = (split * plan.k_steps + lax.rem(step, plan.k_steps)) * t.block_k
+        split, column = tiles.at(lax.div(step, tile_steps))
+        k = (split * tile_steps + lax.rem(step, tile_steps)) * t.block_k
         return lax.rem(step, t.stages), pl.ds(k, t.block_k), column
 
     def load_w(step):
@@ -286,11 +293,11 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem):
         plgpu.barrier_wait(ring.empty.at[lax.rem(step, t.stages)])
 
 
-def _accumulate(plan: Plan, ring: _Ring, tile, accs):
-    """Adds all K steps of tile number `tile` to the accumulators and frees its slots."""
+def _accumulate(plan: Plan, ring: _Ring, piece, accs):
+    """Adds all K steps of piece number `piece` to the accumulators and frees its slots."""
     stages = plan.tuning.stages
     rows = pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    first = tile * plan.k_steps
+    first = piece * plan.k_steps
 
     @pl.loop(0, plan.k_steps)
     def _step(k):
@@ -311,13 +318,42 @@ def _accumulate(plan: Plan, ring: _Ring, tile, accs):
     return values
 
 
+def _sum_pieces(plan: Plan, ring: _Ring, tile, sums):
+    """The sums of tile number `tile`: its pieces one by one, each added to those before it.
+
+    A second accumulator in registers would spill, so the sum so far lies in shared memory, where
+    every thread reads back what it wrote.
+    """
+    walk = plan.tuning.walk
+
+    def piece(p):
+        add = functools.partial(_accumulate, plan, ring, tile * walk + p)
+        return pl.run_scoped(lambda *accs: add(accs), *_accumulators(plan))
+
+    def with_sums(values):
+        loaded = (plgpu.load(sums.at[h], layout=WGMMA) for h in range(plan.halves))
+        return [before + value for before, value in zip(loaded, values, strict=True)]
+
+    def keep(values):
+        for h, value in enumerate(values):
+            sums[h] = value
+        plgpu.commit_smem()
+
+    if walk == 1:
+        return piece(0)
+    keep(piece(0))
+    if walk > 2:
+        pl.loop(1, walk - 1)(lambda p: keep(with_sums(piece(p))))
+    return with_sums(piece(walk - 1))
+
+
 def _accumulators(plan: Plan):
     return [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, plan.half_n)) for _ in range(plan.halves)]
 
 
 def _consume(
     plan: Plan, tiles: _Tiles, ring: _Ring, residual, out_gmem,
-    *, out_smem: Any, r_smem: Any = None, r_full: Any = None,
+    *, out_smem: Any, r_full: Any = None, sum_smem: Any = None,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
     rows = pl.ds(tiles.row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -327,13 +363,16 @@ def _consume(
         split, column = tiles.at(i)
         columns = pl.ds(column, plan.half_n)
         if residual:
-            plgpu.copy_gmem_to_smem(residual[0].at[rows, columns], r_smem.at[wg], r_full.at[wg])
-        values = pl.run_scoped(lambda *accs: _accumulate(plan, ring, i, accs), *_accumulators(plan))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the residual lies where its sum will
+            plgpu.copy_gmem_to_smem(residual[0].at[rows, columns], out_smem.at[wg], r_full.at[wg])
+        sums = None if sum_smem is None else sum_smem.at[wg]
+        values = _sum_pieces(plan, ring, i, sums)
         if plan.op == "gate_up":
             out = _silu_times(values[0], values[1], jnp.bfloat16)
         elif residual:
             plgpu.barrier_wait(r_full.at[wg])
-            out = _add_residual(values[0], plgpu.layout_cast(r_smem[wg], WGMMA))
+            out = _add_residual(values[0], plgpu.load(out_smem.at[wg], layout=WGMMA))
+            plgpu.commit_smem()  # all have read it
         else:
             out = values[0].astype(_out_dtype(plan))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left out_smem

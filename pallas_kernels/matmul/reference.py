@@ -1,5 +1,7 @@
 """The GEMMs, right by inspection: float32 throughout, rounded where the contract says."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -25,3 +27,21 @@ def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M 
 
 def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array, " M"]:
     return jnp.argmax(_product(x, head.T), axis=-1).astype(jnp.int32)
+
+
+def canonical(
+    x: Float[Array, "M K"], w: Float[Array, "K N"], pieces: int, step: int = 16
+) -> Float[Array, "M N"]:
+    """The canonical form's float32 sum, before it is rounded: ascending by steps, then by pieces.
+
+    What a tensor core does inside a step of 16 is its own: it aligns the products to the largest
+    and cuts off what is below, where this adds them in float32.
+    """
+
+    def piece(begin: int, end: int):
+        steps = (_product(x[:, k : k + step], w[k : k + step]) for k in range(begin, end, step))
+        return functools.reduce(jnp.add, steps)
+
+    K = w.shape[0]
+    length = K // pieces
+    return functools.reduce(jnp.add, (piece(k, k + length) for k in range(0, K, length)))

@@ -21,13 +21,14 @@ class Tuning:
     block_n: int
     block_k: int
     stages: int
-    split_k: int = 1
+    split_k: int = 1  # pieces of K by CTAs of their own
+    walk: int = 1  # pieces of K that a CTA takes in turn, adding each to the sum of those before
     cluster_m: int = 1
     cluster_n: int = 1
     sms: int = SMS  # CTAs to start at most: speed only, never a result's bits
 
     def __post_init__(self):
-        if min(self.stages, self.split_k, self.cluster_m, self.cluster_n, self.sms) < 1:
+        if min(self.stages, self.split_k, self.walk, self.cluster_m, self.cluster_n, self.sms) < 1:
             raise ValueError(f"every count must be at least 1: {self}")
         if self.block_m not in (64, 128, 192):
             raise ValueError(f"block_m must be 64, 128 or 192: {self}")
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
     row_groups: int  # of cluster_m tiles
     columns: int  # of cluster_n tiles, once for every K split
     clusters: int  # that share a row group's columns
-    k_steps: int
+    k_steps: int  # of one piece of K
 
     @property
     def consumers(self) -> int:
@@ -71,9 +72,11 @@ class Plan(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: the ring, the result's tile, and the residual's."""
-        tiles = {"head_argmax": 0, "residual": 2}.get(self.op, 1)
-        return self.tuning.ring_bytes + tiles * self.tuning.block_m * self.half_n * self.out_bytes
+        """Bytes: the ring, the result's tile, which a residual takes before, and sums of pieces."""
+        tiles = 0 if self.op == "head_argmax" else 1
+        tile = self.tuning.block_m * self.half_n
+        sums = 4 * tile * self.halves if self.tuning.walk > 1 else 0
+        return self.tuning.ring_bytes + tiles * tile * self.out_bytes + sums
 
 
 def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
@@ -83,11 +86,11 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     halves = 2 if op == "gate_up" else 1
     half_n, row_tiles = t.block_n // halves, math.ceil(M / t.block_m)
     swizzle_n = t.block_k if is_head else half_n  # the head lies with K minor
-    if K % (t.block_k * t.split_k):
-        raise ValueError(f"{what}: K must divide by block_k * split_k")
+    if K % (t.block_k * t.split_k * t.walk):
+        raise ValueError(f"{what}: K must divide by block_k * split_k * walk")
     if not is_head and N % (t.block_n * t.cluster_n):
         raise ValueError(f"{what}: N must divide by block_n * cluster_n")
-    if is_head and t.split_k > 1:
+    if is_head and t.split_k * t.walk > 1:
         raise ValueError(f"{what}: an argmax cannot be split over K")
     if half_n % 8 or half_n > 256 or swizzle_n % 16:
         raise ValueError(f"{what}: wgmma takes up to 256 columns, in multiples of 16")
@@ -99,7 +102,7 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     plan = Plan(
         op=op, tuning=t, M=M, N=N, halves=halves, half_n=half_n,
         swizzle=2 * math.gcd(swizzle_n, 64), row_groups=row_groups, columns=columns,
-        clusters=min(columns, max(1, room)), k_steps=K // t.block_k // t.split_k,
+        clusters=min(columns, max(1, room)), k_steps=K // t.block_k // t.split_k // t.walk,
     )  # fmt: skip
     if plan.shared_memory > SHARED_MEMORY:
         raise ValueError(f"{what}: {plan.shared_memory} bytes of shared memory, of {SHARED_MEMORY}")
@@ -135,7 +138,7 @@ def tuning_for(op: str, M: int, K: int, N: int) -> Tuning:
     tuning = known[(M > 64) + (M > 128)] if known else _by_rule(op, M, K, N)
     tuning = _with_full_clusters(tuning, M)
     if op == "residual" and tuning.split_k == 1:  # whose tile also takes shared memory
-        room = SHARED_MEMORY - 4 * tuning.block_m * tuning.block_n
+        room = SHARED_MEMORY - 2 * tuning.block_m * tuning.block_n
         fit = room // (tuning.ring_bytes // tuning.stages)
         tuning = dataclasses.replace(tuning, stages=min(tuning.stages, fit))
     make_plan(op, M, K, N, tuning)
@@ -163,7 +166,7 @@ def _by_rule(op: str, M: int, K: int, N: int) -> Tuning:
 
     best = max(map(busy, widths))
     block_n = next(n for n in widths if busy(n) >= 0.95 * best)
-    result = block_m * block_n // halves * 2 * {"head_argmax": 0, "residual": 2}.get(op, 1)
+    result = block_m * block_n // halves * 2 * (op != "head_argmax")
     stages = min(16, (SHARED_MEMORY - result) // ((block_m + block_n) * 128))
     return _t(block_m, block_n, 64, stages)
 
@@ -205,3 +208,59 @@ PIECES = {(4096, 6144): 4}
 def pieces_of(M: int, K: int, N: int) -> int:
     """Pieces of a product whose consumer adds them up; 1 where one GEMM is as good."""
     return PIECES.get((K, N), 1) if M <= 64 else 1
+
+
+# Tiles of the canonical form by rows, the largest first: what won in chains of a layer's products
+# of Qwen3-8B's shapes on an H200 (jax 0.11.2, 2026-11-22).
+_NARROW = ((128, 64), (64, 64), (64, 32))
+_CANONICAL = {
+    "head_argmax": {128: ((64, 192),), 256: ((128, 192),), math.inf: ((128, 192),)},
+    "gate_up": {
+        128: ((64, 128), (64, 64), (64, 32)),
+        256: ((128, 128), *_NARROW),
+        math.inf: ((128, 256), (128, 128), *_NARROW),
+    },
+    "matmul": {
+        128: ((64, 128), (64, 64), (64, 32)),
+        256: ((128, 128), *_NARROW),
+        math.inf: ((128, 192), (128, 128), *_NARROW),
+    },
+}
+_FULL = 96  # CTAs
+
+
+def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
+    """The largest tile whose CTAs fill the GPU, of those that sum K in so many pieces.
+
+    Up to 256 rows pieces go to CTAs of their own, whose sums are written and read again; from there
+    on a CTA walks them. ValueError: the kernel cannot serve the shape.
+    """
+    by_rows = _CANONICAL["matmul" if op == "residual" else op]
+    tiles = next(tiles for most, tiles in by_rows.items() if most >= M)
+    walk = pieces if M > 256 else 1
+    found = None
+    for block_m, block_n in tiles:
+        tuning = _with_ring(op, block_m, block_n, walk, pieces // walk)
+        if tuning is None:
+            continue
+        try:
+            plan = make_plan(op if pieces == walk else "matmul", M, K, N, tuning)
+        except ValueError:
+            continue
+        found = tuning
+        if plan.columns * plan.row_groups >= _FULL:
+            return tuning
+    if found is None:
+        raise ValueError(f"canonical {op}: no tile divides [{M}, {K}] by {N} columns")
+    return found
+
+
+def _with_ring(op: str, block_m: int, block_n: int, walk: int, split: int) -> Tuning | None:
+    """A tile with as many stages as fit beside what its result takes; None if that is no ring."""
+    half = block_m * block_n // (2 if op == "gate_up" else 1)
+    taken = half * (0 if op == "head_argmax" else 4 if split > 1 else 2)
+    taken += 4 * block_m * block_n if walk > 1 else 0
+    stages = min(10, (SHARED_MEMORY - taken) // ((block_m + block_n) * 128))
+    if stages < 3:
+        return None
+    return dataclasses.replace(_t(block_m, block_n, 64, stages, split), walk=walk)

@@ -1,0 +1,158 @@
+"""The canonical products for few rows, in Pallas-Triton: tiles of 16 rows, a tensor core's least.
+
+One program a column tile and piece of K. Of several pieces each program writes float32 sums, which
+`canonical` adds in ascending order; a product of one piece rounds, and adds its residual or gates,
+where it stands. Rows past M are loaded as zeros and not written. Knows no shape's number of pieces.
+
+Pallas-Triton is deprecated, but it is the one of jax 0.11.2 that goes into CUDA graphs, compiles
+without a GPU and has an interpreter.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grid import grid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A program's rows, columns and step over K; speed only, never a result's bits."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 4
+
+    def __post_init__(self):
+        for name in ("rows", "columns", "depth"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} must be a power of two, 16 at least: {self}")
+
+
+def product(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"],
+    residual: Float[Array, "M N"] | None = None,
+    *,
+    pieces: int,
+    tile: Tile,
+    gated: bool = False,
+    interpret: bool = False,
+) -> Float[Array, "..."]:
+    """The sums of all pieces [P, M, N] in float32; of one piece the result in x's dtype.
+
+    Which is [M, N], or with `gated` [M, N / 2]. ValueError: the tile does not divide the shape.
+    """
+    (M, K), N = x.shape, w.shape[1]
+    columns = N // 2 if gated else N
+    if columns % tile.columns or K % (pieces * tile.depth):
+        raise ValueError(f"{tile} divides neither {columns} columns nor {pieces} pieces of {K}")
+    out = (
+        jax.ShapeDtypeStruct((M, columns), x.dtype)
+        if pieces == 1
+        else jax.ShapeDtypeStruct((pieces, M, N), jnp.float32)
+    )
+    assert pieces == 1 or not (gated or residual is not None), "pieces are added first"
+    inputs = (x, w) if residual is None else (x, w, residual)
+    return pl.pallas_call(
+        functools.partial(_kernel, tile=tile, length=K // pieces, gated=gated),
+        name="few_rows_gate_up" if gated else "few_rows",
+        grid=(columns // tile.columns, pieces, pl.cdiv(M, tile.rows)),
+        out_shape=out,
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+    )(*inputs)
+
+
+def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, gated: bool):
+    *residual, out_ref = rest
+    M, many = x_ref.shape[0], len(out_ref.shape) == 3
+    column, piece = pl.program_id(0) * tile.columns, pl.program_id(1)
+    rows = pl.program_id(2) * tile.rows + jnp.arange(tile.rows)
+    columns = column + jnp.arange(tile.columns)
+    halves = (0, w_ref.shape[1] // 2) if gated else (0,)
+
+    def add(i, totals):
+        k = piece * length + i * tile.depth + jnp.arange(tile.depth)
+        x = _load(x_ref, rows, k, M)
+        return tuple(
+            total + plt.dot(x, plt.load(grid(w_ref, k, columns + half)))
+            for total, half in zip(totals, halves, strict=True)
+        )
+
+    zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    totals = lax.fori_loop(0, length // tile.depth, add, tuple(zeros for _ in halves))
+    inside = jnp.broadcast_to((rows < M)[:, None], zeros.shape)
+    if many:
+        plt.store(grid(out_ref, rows, columns, piece), totals[0], mask=inside)
+        return
+    out = totals[0].astype(out_ref.dtype)
+    if gated:
+        out = silu_times(*(t.astype(out_ref.dtype).astype(jnp.float32) for t in totals))
+    elif residual:
+        added = _load(residual[0], rows, columns, M).astype(jnp.float32)
+        out = added + out.astype(jnp.float32)
+    plt.store(grid(out_ref, rows, columns), out.astype(out_ref.dtype), mask=inside)
+
+
+def silu_times(gate, up):
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+def best_of_tiles(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, tile: Tile, interpret: bool = False
+) -> tuple[Float[Array, "C M"], Int[Array, "C M"], Float[Array, "C M"]]:
+    """Per column tile and row: best logit, lowest id of it, sum of exp(logit - best)."""
+    (M, K), V = x.shape, head.shape[0]
+    if K % tile.depth:
+        raise ValueError(f"{tile} does not divide K {K}")
+    tiles = pl.cdiv(V, tile.columns)
+    types = (jnp.float32, jnp.int32, jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_head_kernel, tile=tile),
+        name="few_rows_head",
+        grid=(tiles, pl.cdiv(M, tile.rows)),
+        out_shape=tuple(jax.ShapeDtypeStruct((tiles, M), t) for t in types),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+    )(x, head)
+
+
+def _head_kernel(x_ref, head_ref, best_ref, id_ref, sum_ref, *, tile: Tile):
+    (M, K), V = x_ref.shape, head_ref.shape[0]
+    number = pl.program_id(0)
+    rows = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
+    ids = number * tile.columns + jnp.arange(tile.columns)
+
+    def add(i, total):
+        k = i * tile.depth + jnp.arange(tile.depth)
+        return total + plt.dot(_load(x_ref, rows, k, M), _load(head_ref, ids, k, V), trans_b=True)
+
+    zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    logits = lax.fori_loop(0, K // tile.depth, add, zeros)
+    logits = jnp.where((ids < V)[None, :], logits, -jnp.inf)
+    best = jnp.max(logits, axis=1)
+    is_best = logits == best[:, None]
+    lowest = jnp.min(jnp.where(is_best, ids[None, :], jnp.int32(2**31 - 1)), axis=1)
+    weight = jnp.sum(jnp.exp(logits - best[:, None]), axis=1)
+    at = jnp.full(rows.shape, number), rows
+    for ref, value in ((best_ref, best), (id_ref, lowest), (sum_ref, weight)):
+        plt.store(ref.at[at], value, mask=rows < M)
+
+
+def _load(ref, rows, columns, end: int):
+    """[rows, columns] of a matrix; rows from `end` are zeros."""
+    at = grid(ref, rows, columns)
+    if end % rows.size == 0:
+        return plt.load(at)
+    inside = jnp.broadcast_to((rows < end)[:, None], (rows.size, columns.size))
+    return plt.load(at, mask=inside, other=0.0)

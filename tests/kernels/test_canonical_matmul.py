@@ -1,0 +1,201 @@
+"""The canonical products: one row, the same bits at every number of rows, tile, kernel, neighbour.
+
+The interpreters multiply tiles in an order of their own, so inputs are such that only the order of
+steps of 64 and of pieces can round: inside a step all sums are whole numbers times one power of
+two, from step to step they differ by 2^20 and nearly cancel.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import (
+    canonical,
+    few_rows,
+    gate_up,
+    head_argmax,
+    matmul,
+    mosaic_gpu,
+    reference,
+)
+from pallas_kernels.matmul.few_rows import Tile
+from pallas_kernels.matmul.pieces import STEP, pieces
+from pallas_kernels.matmul.tuning import canonical_tuning, make_plan
+from pallas_kernels.shapes import MATMUL
+from tests.support.attention_checks import ON_GPU
+from tests.support.row_checks import draw
+
+interpreted = pytest.mark.skipif(
+    ON_GPU, reason="beside a GPU the interpreter may wait for ever; there kernels run compiled"
+)
+ROWS = (1, 5, 64, 65, 200)
+K, N = 768, 128  # in four pieces
+
+
+def in_steps(seed: int, M: int, K: int, N: int):
+    """x [M, K] and w [K, N]: steps of 64 that are large, small, minus the large, small …"""
+    rng = np.random.default_rng(seed)
+    x = np.tile(rng.integers(-8, 9, (M, STEP)), (1, K // STEP))
+    big, small = (rng.integers(-8, 9, (STEP, N)) for _ in range(2))
+    steps = [big * 2**20, small, -big * 2**20, rng.integers(-8, 9, (STEP, N))]
+    w = np.concatenate(list(itertools.islice(itertools.cycle(steps), K // STEP)))
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+
+
+def bits(out) -> np.ndarray:
+    return np.asarray(out, np.float32).view(np.uint32)
+
+
+def check_every_number_of_rows(run, x, rows=ROWS) -> None:
+    """run([M, K]) -> [M, ...]: a row's bits are those it has among the most rows, turned about."""
+    want = bits(run(x))
+    np.testing.assert_array_equal(bits(run(x[::-1]))[::-1], want)
+    for M in rows:
+        np.testing.assert_array_equal(bits(run(x[:M])), want[:M], err_msg=f"{M} rows")
+
+
+def run_of(op: str, w):
+    """The canonical op by these weights, as the folder's entry points call it, interpreted here."""
+    how = {} if ON_GPU else {"interpret": True}
+    if op == "residual":
+        return lambda x: canonical.matmul(x, w, x[:, : w.shape[1]] * 3, **how)
+    if op == "head_argmax":
+        return lambda x: canonical.head_argmax(x, w.T, **how)
+    if op == "pieces":
+
+        def added(x):
+            sums = canonical.partial_products(x, w, **how)
+            return canonical.add_pieces(sums).astype(x.dtype)
+
+        return added
+    return lambda x: getattr(canonical, op)(x, w, **how)
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["matmul", "residual", "pieces", "gate_up", "head_argmax"])
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
+    # The head's tile takes two steps of 64 at a time where it can.
+    x, w = in_steps(0, 512, K - STEP if op == "head_argmax" else K, N)
+    w = w if op != "gate_up" else w * 2.0**-26  # silu is no line
+    assert pieces("matmul", K, N) == 4
+    check_every_number_of_rows(run_of(op, w), x)
+
+
+@interpreted
+def test_pieces_that_depend_on_the_rows_are_caught():
+    """The planted violation, and that the inputs tell any two numbers of pieces apart."""
+    x, w = in_steps(0, 64, K, N)
+
+    def product(x, P):
+        tile = Tile(rows=64, columns=64, depth=64)
+        out = few_rows.product(x, w, pieces=P, tile=tile, interpret=True)
+        return out if P == 1 else canonical.add_pieces(out).astype(x.dtype)
+
+    found = [bits(product(x, P)) for P in (1, 2, 3, 4)]
+    for one, other in itertools.combinations(found, 2):
+        assert (one != other).any()
+    with pytest.raises(AssertionError, match="16 rows"):
+        check_every_number_of_rows(lambda x: product(x, 2 if len(x) <= 16 else 4), x, (64, 16))
+
+
+@interpreted
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_kernels_and_tiles_agree_with_the_form(P):
+    x, w = in_steps(1, 130, K, N)
+    want = bits(reference.canonical(x, w, P, STEP).astype(x.dtype))
+    for rows, columns in [(16, 32), (32, 128), (64, 64)]:
+        sums = few_rows.product(
+            x, w, pieces=P, tile=Tile(rows=rows, columns=columns, depth=64), interpret=True
+        )
+        out = sums if P == 1 else canonical.add_pieces(sums).astype(x.dtype)
+        np.testing.assert_array_equal(bits(out), want)
+    base = canonical_tuning("matmul", 130, K, N, P)
+    for walk, block_m, block_n in [(P, 64, 64), (P, 128, 32), (1, 64, 32)]:
+        tuning = dataclasses.replace(
+            base, walk=walk, split_k=P // walk, block_m=block_m, block_n=block_n, stages=2, sms=2
+        )
+        out = mosaic_gpu.matmul(x, w, tuning=tuning, interpret=True)
+        np.testing.assert_array_equal(bits(out), want, err_msg=str(tuning))
+
+
+@interpreted
+@pytest.mark.parametrize("M", [1, 20, 100])
+def test_the_canonical_backend_equals_the_reference(M):
+    x, w, r = draw(0, (M, 320)), draw(1, (320, 192)), draw(2, (M, 192))
+    for got, want in [
+        (canonical.matmul(x, w, interpret=True), matmul(x, w, backend="reference")),
+        (canonical.matmul(x, w, r, interpret=True), matmul(x, w, r, backend="reference")),
+        (canonical.gate_up(x, w, interpret=True), gate_up(x, w, backend="reference")),
+    ]:
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, atol=8e-3 * np.abs(want).max())
+    head = draw(3, (328, 320))  # whose last tile is not full
+    got = canonical.head_argmax(x, head, interpret=True)
+    np.testing.assert_array_equal(got, head_argmax(x, head, backend="reference"))
+
+
+@interpreted
+def test_ties_go_to_the_lowest_id_and_the_sums_of_tiles_make_a_confidence():
+    x, head = draw(5, (4, 128)), draw(6, (328, 128))
+    for ids in [(7, 9), (70, 71, 130), (20, 150), (63, 64), (319, 327)]:
+        tied = head.at[jnp.array(ids)].set(x[0] * 4)
+        assert int(canonical.head_argmax(x, tied, interpret=True)[0]) == min(ids)
+    tile = Tile(rows=16, columns=64, depth=64)
+    best, _, weight = few_rows.best_of_tiles(x, head, tile=tile, interpret=True)
+    top = best.max(axis=0)
+    got = top + jnp.log(jnp.sum(weight * jnp.exp(best - top), axis=0))
+    logits = reference.canonical(x, head.T, 1)
+    np.testing.assert_allclose(got, jax.nn.logsumexp(logits, axis=1), rtol=1e-5)
+
+
+def test_pieces_are_a_matter_of_the_weight():
+    known = {  # Qwen3-8B, Qwen3-4B, Llama-3.1-8B, SmolLM2-135M, tiny-math
+        ("matmul", 4096, 6144): 2, ("matmul", 4096, 4096): 2, ("matmul", 12288, 4096): 2,
+        ("matmul", 2560, 6144): 2, ("matmul", 4096, 2560): 4, ("matmul", 9728, 2560): 4,
+        ("matmul", 14336, 4096): 2, ("matmul", 20480, 4096): 2, ("matmul", 4096, 10240): 1,
+        ("matmul", 576, 960): 3, ("matmul", 576, 576): 3, ("matmul", 1536, 576): 4,
+        ("matmul", 256, 512): 1, ("matmul", 640, 256): 2, ("gate_up", 4096, 24576): 1,
+        ("head_argmax", 4096, 151936): 1,
+    }  # fmt: skip
+    assert {shape: pieces(*shape) for shape in known} == known
+    for _, K, N in known:
+        assert K % (pieces("matmul", K, N) * STEP) == 0
+    with pytest.raises(ValueError, match="no product is called 'down'"):
+        pieces("down", 640, 256)
+
+
+@pytest.mark.parametrize("op,K,N", sorted({(s.op, s.K, s.N) for s in MATMUL.values()}))
+def test_every_shape_of_the_step_has_a_tile(op, K, N):
+    P = pieces(op, K, N)
+    for M in (1, 8, 16, 33, 64):
+        half = N // 2 if op == "gate_up" else N
+        tile = canonical.few_rows_tile(op, M, K, half, P)
+        assert K % (tile.depth * P) == 0 and (op == "head_argmax" or half % tile.columns == 0)
+    for M in (65, 128, 192, 320, 512, 1024):
+        tuning = canonical_tuning(op, M, K, N, P)
+        assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
+        make_plan(op, M, K, N, tuning)
+
+
+def test_what_the_canonical_form_cannot_do_is_refused():
+    x, w = draw(0, (4, 128)), draw(1, (128, 64))
+    with pytest.raises(ValueError, match="takes bfloat16, got float32"):
+        matmul(x.astype(jnp.float32), w.astype(jnp.float32), backend="canonical")
+    with pytest.raises(ValueError, match="takes K in 64s, got 96"):
+        matmul(x[:, :96], w[:96], backend="canonical")
+    with pytest.raises(ValueError, match=r"no tile divides .* by 40 columns"):
+        matmul(x, w[:, :40], backend="canonical")
+    with pytest.raises(ValueError, match="power of two"):
+        Tile(rows=16, columns=48, depth=64)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the device's own arithmetic, at real shapes")
+@pytest.mark.parametrize("op,K,N", sorted({(s.op, s.K, s.N) for s in MATMUL.values()}))
+def test_bits_at_real_shapes_do_not_depend_on_the_number_of_rows(op, K, N):
+    x, w = draw(7, (512, K)), draw(8, (K, N)) * jnp.bfloat16(K**-0.5)
+    run = jax.jit(run_of(op, w))
+    check_every_number_of_rows(run, x, (1, 2, 8, 16, 33, 64, 65, 128, 256, 480))
