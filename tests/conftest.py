@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax
@@ -36,7 +35,7 @@ if not ON_GPU:
 
 pytest_plugins = ["tests.support.durations"]
 pytest.register_assert_rewrite(
-    "tests.support.attention_checks", "tests.support.logits", "tests.support.refusals"
+    *(f"tests.support.{x}" for x in ("attention_checks", "logits", "reference", "refusals"))
 )
 
 
@@ -47,7 +46,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     Most of the time goes to compiling, which keeps one core busy. A GPU's memory is for one process
     alone, and a run of files that were named has little to share.
     """
-    _await_reference()
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     own = hasattr(config, "workerinput") or config.option.usepdb or config.option.collectonly
     if ON_GPU or own or not whole or not config.pluginmanager.hasplugin("xdist"):
@@ -57,16 +55,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
-
-
-def _await_reference() -> None:
-    """.ci/run makes cases in the background, and says in a file how that ended."""
-    end = Path(os.environ.get("JFLASH_REFERENCE_END", os.devnull))
-    give_up = time.monotonic() + 900
-    while not end.exists() and time.monotonic() < give_up:
-        time.sleep(0.5)
-    if end != Path(os.devnull) and (not end.exists() or end.read_text() != "made\n"):
-        raise pytest.UsageError(f"the reference's cases were not made: see {end.with_name('log')}")
 
 
 @pytest.fixture

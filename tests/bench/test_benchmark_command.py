@@ -13,14 +13,15 @@ from jflash.cli import benchmark, main
 from jflash.cli.options import bench_kernels, check_lossless, check_program
 from jflash.cli.options import benchmark as benchmark_options
 from jflash.kernels import BACKENDS
+from tests.support.reference import PYTHON, needs, path_of
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
 
 
 def run_cli(*options: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment["OMP_NUM_THREADS"] = "1"  # of torch, whose threads wait busily
     command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
@@ -131,13 +132,13 @@ def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(t
     assert "dflash==0.1.0" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(not REFERENCE, reason="JFLASH_REFERENCE_PYTHON names no interpreter")
+@needs(PYTHON)
 def test_against_the_reference(tmp_path):
     out = tmp_path / "result.json"
     done = run_cli(
         *("--shape", "tiny", "--context", "200", "--capacity", "512", "--no-memory"),
         *("--steps", "12", "--repeats", "2", "--json", str(out)),
-        *("--against", "reference", "--reference-python", str(REFERENCE)),
+        *("--against", "reference", "--reference-python", path_of(PYTHON)),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())

@@ -6,21 +6,17 @@ have it. .ci/run names the interpreter and the file; elsewhere these tests skip.
 
 import hashlib
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from jflash import generate, load_pair
 from jflash.io import encode_prompt, load_target, load_tokenizer, stop_token_ids
 from tests.support.gguf_files import KINDS, Kind, sentencepiece, write_gguf
 from tests.support.logits import close, target_logits
+from tests.support.reference import PYTHON, SMOLLM2, needs, path_of, run_reference
 
-REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with torch and transformers
-SMOLLM2 = os.environ.get("JFLASH_SMOLLM2_GGUF")  # SmolLM2-135M-Instruct.Q4_1.gguf
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RECORD = Path(__file__).parents[1] / "reference" / "gguf_record.py"
 SMALL = [(arch, kind) for arch in ("llama", "qwen2") for kind in KINDS]
@@ -46,20 +42,16 @@ SPLIT = {
 }  # fmt: skip
 # Without <tool>, which is no special token: transformers takes it apart, llama.cpp does not.
 PIECES = ["banana ban anana", "  banana an\nb  c", "ban<user> ana", "é ca"]
-needs_reference = pytest.mark.skipif(not REFERENCE, reason="no JFLASH_REFERENCE_PYTHON")
-needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="no JFLASH_SMOLLM2_GGUF")
 
 
 def case(file: Path | str, ids: list[int], texts: list[str]) -> dict[str, Any]:
     return {"file": str(file), "ids": ids, "texts": texts}
 
 
-def run_reference(folder: Path, cases: dict[str, Any]) -> Any:
+def recorded(folder: Path, cases: dict[str, Any]) -> Any:
     """Their record of some cases; one process for all of them."""
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    command = [str(REFERENCE), str(RECORD), str(folder / "cases.json"), str(folder / "out.npz")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_reference(RECORD, folder / "cases.json", folder / "out.npz")
     return np.load(folder / "out.npz")
 
 
@@ -68,7 +60,7 @@ def logits(file: Path | str, ids: list[int]) -> np.ndarray:
     return target_logits(*load_target(file, "float32"), ids)
 
 
-@needs_reference
+@needs(PYTHON)
 def test_small_files(tmp_path):
     files = {
         f"{arch}-{kind.name}": write_gguf(
@@ -79,7 +71,7 @@ def test_small_files(tmp_path):
     cases = {name: case(file, IDS, []) for name, file in files.items()}
     pieces = write_gguf(tmp_path / "pieces.gguf", change=sentencepiece())
     cases["pieces"] = case(pieces, [], PIECES)
-    theirs = run_reference(tmp_path, cases)
+    theirs = recorded(tmp_path, cases)
     for name, file in files.items():
         close(logits(file, IDS), theirs[f"{name}/logits"])
     tokenizer = load_tokenizer(pieces)
@@ -88,24 +80,23 @@ def test_small_files(tmp_path):
         assert ids == theirs[f"pieces/{number}"].tolist(), text
 
 
-@needs_reference
-@needs_smollm2
+@needs(PYTHON, SMOLLM2)
 def test_smollm2(tmp_path):
     """Its tokenizer; its logits are compared in test_smollm2_pair.py, where it is loaded anyway."""
-    assert SMOLLM2 is not None
-    tokenizer = load_tokenizer(SMOLLM2)
-    theirs = run_reference(tmp_path, {"real": case(SMOLLM2, [], TEXTS)})
+    smollm2 = path_of(SMOLLM2)
+    tokenizer = load_tokenizer(smollm2)
+    theirs = recorded(tmp_path, {"real": case(smollm2, [], TEXTS)})
     for number, text in enumerate(TEXTS):
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert own == theirs[f"real/{number}"].tolist(), text
         assert tokenizer.decode(own) == text
 
 
-@needs_smollm2
+@needs(SMOLLM2)
 def test_smollm2_speaks():
-    assert SMOLLM2 is not None
-    assert hashlib.sha256(Path(SMOLLM2).read_bytes()).hexdigest() == SHA256
-    tokenizer, stops = load_tokenizer(SMOLLM2), stop_token_ids(SMOLLM2)
+    smollm2 = path_of(SMOLLM2)
+    assert hashlib.sha256(Path(smollm2).read_bytes()).hexdigest() == SHA256
+    tokenizer, stops = load_tokenizer(smollm2), stop_token_ids(smollm2)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert stops == [tokenizer.convert_tokens_to_ids("<|im_end|>")] == [2]
     for text, ids in SPLIT.items():
@@ -116,7 +107,7 @@ def test_smollm2_speaks():
         "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    pair = load_pair(SMOLLM2, dtype="float32")
+    pair = load_pair(smollm2, dtype="float32")
     [answer] = generate(pair, [prompt], max_new_tokens=24, stop_token_ids=stops)
     assert "The capital of France is Paris." in tokenizer.decode(answer.token_ids)
     assert answer.finish_reason == "stop" and answer.token_ids[-1] == 2

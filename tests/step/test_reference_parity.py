@@ -4,9 +4,7 @@ tests/reference/make_cases.py writes such sets. A small one is committed; .ci/ru
 with a new seed in an environment of its own and names it in JFLASH_FRESH_CASES.
 """
 
-import functools
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -21,31 +19,15 @@ from jflash.kernels import XLA
 from jflash.layers import BlockAttend, MaskAttend
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
+from tests.support.reference import case_folders, case_sets, close, pair, record
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 COMMITTED = Path(__file__).parents[1] / "reference" / "cases"
-FRESH = os.environ.get("JFLASH_FRESH_CASES")
 WINDOWS = COMMITTED.with_name("window_cases")
-SETS = [COMMITTED, *([Path(FRESH)] if FRESH else [])]
-SKIPPED = pytest.mark.skip(reason="no JFLASH_FRESH_CASES")
-FOLDERS = [folder for cases in (*SETS, WINDOWS) for folder in sorted(cases.glob("pair*"))]
+SETS = case_sets(COMMITTED, "JFLASH_FRESH_CASES")
+FOLDERS = case_folders(*SETS, pytest.param(WINDOWS, id=WINDOWS.name))
 CONTEXT = 12  # tokens before the recorded block
 CAPACITY = 512  # of all cases: each width of a pair is compiled once
-
-
-def record(folder: Path) -> dict:
-    return json.loads((folder / "record.json").read_text())
-
-
-@functools.lru_cache(8)
-def pair(folder: Path, block_size: int | None = None):
-    return load_pair(folder / "target", folder / "drafter", dtype="float32", block_size=block_size)
-
-
-def close(got, want) -> None:
-    """Equal to 1e-4 of the largest entry: float32 sums in another order."""
-    got, want = np.asarray(got), np.asarray(want)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
 def recorded_forward(both, tokens):
@@ -82,7 +64,7 @@ def recorded_forward(both, tokens):
     return logits, features, states, drafts
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_logits_features_and_drafter_states(folder: Path):
     both, want = pair(folder), load_file(folder / "tensors.safetensors")
     tokens = jnp.asarray(want["prompt_ids"], jnp.int32).reshape(1, -1)
@@ -92,7 +74,7 @@ def test_logits_features_and_drafter_states(folder: Path):
         close(got[0], want[name])
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f"{f.parent.name}-{f.name}")
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_whole_generations(folder: Path):
     """Tokens and acceptance lengths, one by one, streamed and in one loop."""
     for number, case in enumerate(record(folder)["cases"]):
@@ -173,11 +155,7 @@ def test_the_window_cases_are_worth_their_name():
     assert np.mean([n for case in runs for n in case["acceptance_lengths"]]) > 1.5
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [*SETS, *([] if FRESH else [pytest.param(None, id="fresh", marks=SKIPPED)])],
-    ids=lambda p: p.name,
-)
+@pytest.mark.parametrize("cases", SETS)
 def test_the_set_is_worth_its_name(cases: Path):
     """Enough generations, of enough kinds, that equality means something."""
     records = [record(folder) for folder in sorted(cases.glob("pair*"))]

@@ -4,8 +4,6 @@
 """
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +13,8 @@ from jflash import encode_prompt, generate, load_pair, load_tokenizer, stop_toke
 from jflash.generate import Generation, Pair
 from jflash.io import load_drafter
 from tests.support.logits import close, target_logits
+from tests.support.reference import PYTHON, SMOLLM2, needs, path_of, run_reference
 
-REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
-SMOLLM2 = os.environ.get("JFLASH_SMOLLM2_GGUF")  # SmolLM2-135M-Instruct.Q4_1.gguf
 TESTS = Path(__file__).parents[1]
 CHECKPOINTS = TESTS.parent / "checkpoints"
 DRAFTER = CHECKPOINTS / "smollm2-135m-instruct-dflash"
@@ -28,23 +25,24 @@ QUESTIONS = (
     "Mira reads 12 pages a day. How many days does she need for a book of 180 pages?\n"
     "Please reason step by step, and put your final answer within \\boxed{}.",
 )
-needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="no JFLASH_SMOLLM2_GGUF")
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return load_pair(str(SMOLLM2), DRAFTER, dtype="float32")
+    return load_pair(path_of(SMOLLM2), DRAFTER, dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(str(SMOLLM2))
+    tokenizer = load_tokenizer(path_of(SMOLLM2))
     return [encode_prompt(tokenizer, question) for question in QUESTIONS]
 
 
 @pytest.fixture(scope="module")
 def ours(pair, prompts) -> list[Generation]:
-    return generate(pair, prompts, max_new_tokens=NEW, stop_token_ids=stop_token_ids(str(SMOLLM2)))
+    return generate(
+        pair, prompts, max_new_tokens=NEW, stop_token_ids=stop_token_ids(path_of(SMOLLM2))
+    )
 
 
 def test_the_files_are_whole_and_small():
@@ -58,28 +56,24 @@ def test_the_files_are_whole_and_small():
     assert config["architectures"] == ["DFlashDraftModel"]
 
 
-@needs_smollm2
+@needs(SMOLLM2)
 def test_it_drafts_several_tokens_and_changes_none(pair, prompts, ours):
-    stops = stop_token_ids(str(SMOLLM2))
+    stops = stop_token_ids(path_of(SMOLLM2))
     oracle = generate(pair, prompts, max_new_tokens=NEW, stop_token_ids=stops, oracle=True)
     assert [g.token_ids for g in ours] == [g.token_ids for g in oracle]
     steps = sum(len(g.acceptance_lengths) for g in ours)
     assert sum(sum(g.acceptance_lengths) for g in ours) / steps > 4
 
 
-@needs_smollm2
-@pytest.mark.skipif(not REFERENCE, reason="no JFLASH_REFERENCE_PYTHON")
+@needs(PYTHON, SMOLLM2)
 def test_the_reference_decodes_alike(tmp_path, pair, prompts, ours):
     """Tokens and acceptance lengths; the target's logits as transformers loads the same file."""
     asked, out, file = (tmp_path / name for name in ("prompts.json", "out.json", "logits.npy"))
     asked.write_text(json.dumps([{"prompt_ids": ids} for ids in prompts]))
-    command = [REFERENCE, TESTS / "reference" / "record_pair.py", "--target", SMOLLM2]
-    command += ["--drafter", DRAFTER, "--prompts", asked, "--out", out]
-    command += ["--logits", file]
-    done = subprocess.run(
-        [*map(str, command), "--max-new-tokens", str(NEW)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_reference(
+        TESTS / "reference" / "record_pair.py", "--target", path_of(SMOLLM2), "--drafter", DRAFTER,
+        "--prompts", asked, "--out", out, "--logits", file, "--max-new-tokens", NEW,
+    )  # fmt: skip
     theirs = json.loads(out.read_text())["cases"]
     assert [g.token_ids for g in ours] == [case["output_ids"] for case in theirs]
     assert [g.acceptance_lengths for g in ours] == [c["acceptance_lengths"] for c in theirs]

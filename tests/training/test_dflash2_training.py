@@ -1,8 +1,6 @@
 """DFlash 2 in training: the blocks and choices of decoding, the selector's loss, the command."""
 
 import json
-import os
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,10 @@ from jflash.training.drafter_loss import (
 )
 from jflash.training.recipe import Objective
 from tests.support import pairs
+from tests.support.reference import PYTHON, needs, run_reference
 from tests.support.small_checkpoints import make_pair
 from tests.training.test_drafter_loss import START, T, make_rows
 
-REFERENCE = os.environ.get("JFLASH_REFERENCE_PYTHON")  # an interpreter with dflash 0.1.0
 CONFIG = second_version(
     pairs.drafter_config(final_logit_softcapping=5.0, output_multiplier=0.7),
     conv_kernel_size=3, conv_group_size=4, selector_rank=6, selector_top_k=5,
@@ -262,12 +260,9 @@ def test_the_command_trains_one(made):
     assert own_config(made).selector_top_k == 16
 
 
-@pytest.mark.skipif(not REFERENCE, reason="no JFLASH_REFERENCE_PYTHON")
+@needs(PYTHON)
 def test_the_reference_loads_what_was_trained(made):
-    judge = subprocess.run(
-        [str(REFERENCE), "-c", JUDGE, str(made)],
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
+    judge = run_reference("-c", JUDGE, made)
     own = own_config(made)
     assert json.loads(judge.stdout.splitlines()[-1]) == {
         "block": 4, "mask": own.mask_token_id, "top_k": 16, "missing": [],
