@@ -19,6 +19,7 @@ HASTE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX512_VNNI"
 )
+SOON = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # JAX's variable for compiling soon and badly
 MOST_PROCESSES = 4  # each takes a core and up to 4 GB
 gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
 _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
@@ -82,9 +83,10 @@ def jax_options(**options):
 def compiled_soon(request):
     """On a CPU programs are compiled soon and badly, which is most of what the suite waits for,
     but in files that say COMPILED_FULLY: because the compiler's work is what they look at, or
-    because they run long what they compile."""
+    because they run long what they compile. Processes that a test starts do the same."""
     soon = not ON_GPU and not getattr(request.module, "COMPILED_FULLY", False)
-    with jax_options(jax_disable_most_optimizations=soon):
+    with jax_options(jax_disable_most_optimizations=soon), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOON, str(int(soon)))
         yield
 
 
@@ -94,6 +96,7 @@ def as_users():
 
     def run(script: str, *argv: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+        environment.pop(SOON, None)
         if not ON_GPU and environment.get("XLA_FLAGS") == HASTE:
             del environment["XLA_FLAGS"]
         command = [sys.executable, str(SCRIPTS / script), *argv]

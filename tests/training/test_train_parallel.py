@@ -39,10 +39,9 @@ json.dump({"devices": jax.local_device_count(), "history": trained.history,
 
 
 def start(directory: Path, devices: int) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
         "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiled soon; the losses need not be fast
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(directory)],
