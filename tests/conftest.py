@@ -45,9 +45,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Processes share the files of a whole run, unless -n says how many; a file stays in one.
 
     Most of the time goes to compiling, which keeps one core busy. A GPU's memory is for one process
-    alone, and a run of files that were named has little to share.
+    alone, and a run of files that were named has little to share, unless a mark chooses among them.
     """
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    whole = not named or config.option.markexpr
     own = hasattr(config, "workerinput") or config.option.usepdb or config.option.collectonly
     if ON_GPU or own or not whole or not config.pluginmanager.hasplugin("xdist"):
         return
