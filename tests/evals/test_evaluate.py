@@ -135,13 +135,14 @@ def test_ctrl_c_keeps_every_answer(run, data, unbroken, tmp_path, monkeypatch, c
 
 
 def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
-    summary, out, err = run(data, tmp_path / "pair", "--baseline")
+    limit, count = ("--limit", "4"), 4
+    summary, out, err = run(data, tmp_path / "pair", "--baseline", *limit)
     tau = summary["acceptance"]["all"]["tau_pooled"]
     assert re.search(rf"right 100\.0%, τ {tau:.2f}, [1-9]\d* tokens/s", err)
     baseline = summary["baseline"]
-    assert baseline["identical_outputs"] == baseline["answers"] == COUNT
+    assert baseline["identical_outputs"] == baseline["answers"] == count
     assert baseline["first_differences"] == [] and baseline["speed_up"] > 0
-    assert f"identical        {COUNT} of {COUNT}" in out
+    assert f"identical        {count} of {count}" in out
     assert tau > 8
     want = tokens(tmp_path / "pair")
     assert tokens(tmp_path / "pair", "baseline.jsonl") == want
@@ -152,9 +153,9 @@ def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
         "oracle": ["--oracle"],
     }.items():
         same = [] if name == "none" else ["--same-as", str(tmp_path / "pair")]
-        other, out, _ = run(data, tmp_path / name, *more, *same)
+        other, out, _ = run(data, tmp_path / name, *more, *same, *limit)
         assert tokens(tmp_path / name) == want
-        assert not same or f"as {tmp_path / 'pair'}: {COUNT} of {COUNT} outputs" in out
+        assert not same or f"as {tmp_path / 'pair'}: {count} of {count} outputs" in out
         tau = other["acceptance"]["all"]["tau_pooled"]
         assert tau == 1 if name != "random" else tau < 2
 
