@@ -1,9 +1,8 @@
 """Which block width is best: measured step times by width against how many drafts are accepted.
 
 A drafter may run narrower than it was trained: a step then costs less and commits less. The times
-come from benchmarks/*.json as `scripts/benchmark.py --widths` writes them. That folder lies beside
-the package as checkpoints/ does, so one file serves README's tables and the choice of a width; an
-installation without it names a file of its own.
+come from benchmarks/*.json as `jflash benchmark --widths` writes them: one file serves the tables
+of the texts and the choice of a width, and the package holds a copy. Another file may be named.
 """
 
 import json

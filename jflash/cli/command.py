@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -17,6 +18,11 @@ from jflash.platform import cache_folder, configure
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 READER_GONE = 141  # 128 + SIGPIPE
+# What an extra installs, by the module that is imported.
+EXTRAS = {
+    "datasets": "eval", "math_verify": "eval", "matplotlib": "eval", "gguf": "gguf",
+    "optax": "train",
+}  # fmt: skip
 GPU_TRACES = ("/dev/nvidia0", "/proc/driver/nvidia/gpus")
 
 
@@ -77,7 +83,23 @@ def run_command(
         return INTERRUPTED
     except (ValueError, OSError) as error:
         return refused(parser.prog, error)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        return refused(parser.prog, _not_installed(module))
     return 0
+
+
+def require(*modules: str) -> None:
+    """ValueError for the first of EXTRAS' modules that is not installed, before work is lost."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise _not_installed(module)
+
+
+def _not_installed(module: str) -> ValueError:
+    return ValueError(f"{module} is not installed: pip install 'jflash[{EXTRAS[module]}]'")
 
 
 def refused(prog: str, error: Exception) -> int:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jflash.cli.command import gpu_notice
+from jflash.cli.command import gpu_notice, require
 from jflash.cli.generate import at_best_width, that_draw
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.device import describe_device, device_name
 from jflash.engine import STEPS_PER_CALL
 from jflash.evals.datasets import (
+    DATASETS,
     NEXT_EXAMPLE,
     REFERENCE_COUNT,
     REFERENCE_SHUFFLE,
@@ -68,6 +69,7 @@ class Run:
 
 def run(options: argparse.Namespace) -> None:
     name = options.dataset
+    require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.steps_per_call is None:
         options.steps_per_call = STEPS_PER_CALL
     todo = _prepare(options, name)

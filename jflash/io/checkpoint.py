@@ -5,14 +5,41 @@ what fills the parameters; each has a tokenizer and stop ids, or says that it ha
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from jflash.io.gguf_checkpoint import Gguf, open_gguf
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.folder import Fill
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import Safetensors
 
-Checkpoint = Safetensors | Orbax | Gguf
+
+@runtime_checkable
+class Checkpoint(Protocol):
+    """What Safetensors, Orbax and Gguf have in common."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
+        """The config through one of hf_config's readers."""
+        ...
+
+    def companions(self) -> dict[str, bytes]:
+        """The files that describe the model in Hugging Face's form, by name."""
+        ...
+
+    def has_tokenizer(self) -> bool: ...
+
+    def tokenizer(self) -> Any: ...
+
+    def stop_ids(self, tokenizer: Any = None) -> list[int]: ...
+
+    def check(self, config: TargetConfig | DrafterConfig) -> Fill:
+        """What reads the parameters of `config`; ValueError with all that does not fit."""
+        ...
+
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", f"{PARAMS}/*"]
@@ -22,6 +49,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     """The checkpoint at a folder, a GGUF file or a hub id; ValueError if there is none."""
     path = resolve(source)
     if not path.is_dir():
+        from jflash.io.gguf_checkpoint import open_gguf  # its library is an extra, "gguf"
+
         return open_gguf(path)
     return Orbax(path) if is_orbax(path) else Safetensors(path)
 

@@ -102,3 +102,25 @@ def test_the_public_names_come_when_they_are_used():
         assert done.returncode == 0, done.stderr
     done, _ = python("from jflash import nothing")
     assert "cannot import name 'nothing'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "argv"),
+    [
+        ("gguf", "gguf", "generate hi --target m.gguf --drafter none"),
+        ("math_verify", "eval", "eval-gsm8k --data none.jsonl"),
+        ("matplotlib", "eval", "evaluate --dataset mt-bench --data none.jsonl"),
+        ("datasets", "eval", "eval-gsm8k"),
+        ("optax", "train", "train --target x --data data --output new"),
+    ],
+)
+def test_what_is_not_installed_is_named_by_its_extra(module, extra, argv, tmp_path):
+    (tmp_path / "data").write_text("")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    code = f"import sys\nsys.modules[{module!r}] = None\n{MAIN}"
+    command = [sys.executable, "-P", "-c", code, *argv.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.endswith(f"{module} is not installed: pip install 'jflash[{extra}]'")
