@@ -1,6 +1,7 @@
 """What a request asks of its decoding. Plain records: they name no array and import no JAX."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 COLDEST = 1e-4  # below it float32 could not tell logits / temperature apart; 0 is greedy
@@ -39,3 +40,25 @@ class Sampling:
 
 
 GREEDY = Sampling()
+StopWhen = Callable[[list[int]], int | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """The options of a request; every driver takes them as this record.
+
+    The new tokens end with the first of `stop_token_ids`, or after `max_new_tokens`, or after as
+    many as `stop_when(new_ids)` returns, at least one of those that it is given; the host asks it
+    every few steps. Draws depend on `seed`, the sequence's index and nothing else. `oracle` accepts
+    no draft: the same executable then commits the target's own tokens one by one.
+    """
+
+    max_new_tokens: int = 256
+    stop_token_ids: Sequence[int] = ()
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    oracle: bool = False
+    stop_when: StopWhen | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # to be hashed

@@ -9,16 +9,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.decoding import GREEDY, Sampling
+from jflash.decoding import Decoding
 from jflash.generate import (
-    PREFILL_CHUNK,
+    DEFAULTS,
     Generation,
     Pair,
     Seconds,
@@ -27,9 +27,8 @@ from jflash.generate import (
     generation_of,
     models_for,
 )
-from jflash.prefill import Request
 from jflash.programs import (
-    STOP_SLOTS,
+    PREFILL_CHUNK,
     Programs,
     Report,
     Shape,
@@ -38,7 +37,7 @@ from jflash.programs import (
     make_request,
     new_state,
 )
-from jflash.speculative import Models, State
+from jflash.speculative import Models, Sequences, State
 
 STEPS_PER_CALL = 8  # more leave finished slots idle for longer, fewer let the device wait
 FILLS = 8  # a bucket of fewer fills of the batch is not worth its compilation and its last lull
@@ -49,8 +48,11 @@ class Job(NamedTuple):
 
     index: int
     prompt_ids: list[int]
-    sampling: Sampling = GREEDY
-    max_new_tokens: int = 256
+    decoding: Decoding = DEFAULTS
+
+    def capacity(self, block_size: int, chunk: int) -> int:
+        """The cache slots that it needs."""
+        return capacity_for(len(self.prompt_ids), self.decoding.max_new_tokens, block_size, chunk)
 
 
 class Bucket(NamedTuple):
@@ -74,14 +76,11 @@ class _Clock:
         return taken
 
 
-class _Way(NamedTuple):
+class _Shared(NamedTuple):
     """What all jobs of a call share."""
 
     models: Models
     params: Any
-    stops: tuple[int, ...]
-    key: jax.Array
-    max_accept: int
     steps: int
 
 
@@ -90,18 +89,17 @@ def serve(
     jobs: Sequence[Job],
     *,
     batch_size: int,
-    stop_token_ids: Sequence[int] = (),
-    seed: int = 0,
     steps_per_call: int = STEPS_PER_CALL,
     capacity: int | None = None,
-    oracle: bool = False,
     answered: Collection[int] = (),
     room_for_width: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    **options: Any,
 ) -> Iterator[tuple[Job, Generation]]:
     """Answers as they finish, each job with the tokens that `generate` gives it alone.
 
-    A job draws from the key of `seed` and its index, as sequence `first_index` of `generate`.
+    `options` replace fields of every job's decoding, as those of `generate` do.
+    A job draws from the key of its seed and its index, as sequence `first_index` of `generate`.
     Jobs are grouped by capacity (see `buckets`) unless one `capacity` is given for all; within a
     group nothing compiles anew. Those whose index is in `answered` count in the grouping and are
     not run: what is left of an interrupted run meets the same shapes. `room_for_width` groups as
@@ -111,10 +109,12 @@ def serve(
     over all answers they add up to the whole. What the caller does with an answer overlaps with the
     device. ValueError at the call, before anything runs, for jobs that the models cannot serve.
     """
-    check_keys(seed, (job.index for job in jobs), prefill_chunk)
-    _check(pair, jobs, batch_size, steps_per_call, stop_token_ids)
-    models = models_for(pair.models, [job.sampling for job in jobs])
-    stops = tuple(stop_token_ids)
+    if options:
+        jobs = [job._replace(decoding=replace(job.decoding, **options)) for job in jobs]
+    for seed in {job.decoding.seed for job in jobs}:
+        check_keys(seed, (job.index for job in jobs), prefill_chunk)
+    _check(pair, jobs, batch_size, steps_per_call)
+    models = models_for(pair.models, [job.decoding for job in jobs])
     plan = buckets(
         jobs,
         batch_size=batch_size,
@@ -122,22 +122,12 @@ def serve(
         capacity=capacity,
         prefill_chunk=prefill_chunk,
     )
-    way = _Way(
-        models=models,
-        params=pair.params,
-        stops=stops,
-        key=jax.random.key(seed),
-        max_accept=0 if oracle or models.drafter is None else models.block_size - 1,
-        steps=steps_per_call,
+    dtype = str(pair.params.target["embedding"].dtype)
+    stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
+    shape = Shape.of(batch_size, 0, dtype, stops, prefill_chunk)
+    return _serve_all(
+        _Shared(models, pair.params, steps_per_call), shape, plan, frozenset(answered)
     )
-    shape = Shape(
-        batch=batch_size,
-        capacity=0,
-        chunk=prefill_chunk,
-        stop_slots=max(1, -(-len(stops) // STOP_SLOTS)) * STOP_SLOTS,
-        dtype=str(pair.params.target["embedding"].dtype),
-    )
-    return _serve_all(way, shape, plan, frozenset(answered))
 
 
 def buckets(
@@ -154,10 +144,7 @@ def buckets(
     capacity. When the largest of all has few, it takes in the next smaller one, unless that would
     more than double what those jobs need.
     """
-    need = {
-        job.index: capacity_for(len(job.prompt_ids), job.max_new_tokens, block_size, prefill_chunk)
-        for job in jobs
-    }
+    need = {job.index: job.capacity(block_size, prefill_chunk) for job in jobs}
     if capacity is not None and jobs:
         longest = max(need.values())
         if capacity < longest:
@@ -178,12 +165,14 @@ def buckets(
 
 def _longest_first(jobs: Iterable[Job]) -> list[Job]:
     """What may take longest starts first: the fewer slots idle at the end."""
-    return sorted(jobs, key=lambda job: (-job.max_new_tokens, -len(job.prompt_ids), job.index))
+    return sorted(jobs, key=_expected)
 
 
-def _check(
-    pair: Pair, jobs: Sequence[Job], batch_size: int, steps: int, stops: Sequence[int]
-) -> None:
+def _expected(job: Job) -> tuple[int, int, int]:
+    return -job.decoding.max_new_tokens, -len(job.prompt_ids), job.index
+
+
+def _check(pair: Pair, jobs: Sequence[Job], batch_size: int, steps: int) -> None:
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if steps < 1:
@@ -192,27 +181,31 @@ def _check(
         raise ValueError("two jobs have the same index: it names a job and makes its key")
     for job in jobs:
         try:
-            check_request(pair.models, job.prompt_ids, job.max_new_tokens, stops)
+            check_request(pair.models, job.prompt_ids, job.decoding)
+            if job.decoding.stop_when is not None:
+                raise ValueError("stop_when is for generate and stream: jobs end by stop tokens")
         except ValueError as error:
             raise ValueError(f"job {job.index}: {error}") from None
 
 
 def _serve_all(
-    way: _Way, shape: Shape, plan: list[Bucket], answered: frozenset[int]
+    shared: _Shared, shape: Shape, plan: list[Bucket], answered: frozenset[int]
 ) -> Iterator[tuple[Job, Generation]]:
     for bucket in plan:
         jobs = [job for job in bucket.jobs if job.index not in answered]
         if jobs:
-            yield from _serve_bucket(way, shape._replace(capacity=bucket.capacity), jobs)
+            yield from _serve_bucket(shared, shape._replace(capacity=bucket.capacity), jobs)
 
 
-def _serve_bucket(way: _Way, shape: Shape, jobs: Sequence[Job]) -> Iterator[tuple[Job, Generation]]:
+def _serve_bucket(
+    shared: _Shared, shape: Shape, jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Generation]]:
     """The loop: refill, run, hand out what ended before while the device runs, look."""
     clock = _Clock()
-    programs, state = _compiled(way, shape, clock)
-    bound, nobody = jnp.int32(way.steps), jnp.zeros(shape.batch, bool)
+    programs, state = _compiled(shared, shape, clock)
+    bound, nobody = jnp.int32(shared.steps), jnp.zeros(shape.batch, bool)
     slots = [jnp.int32(b) for b in range(shape.batch)]
-    coming = _requests(way, shape, jobs)
+    coming = _requests(shared, shape, jobs)
     ready = deque(itertools.islice(coming, shape.batch))
     running, ended = dict[int, Job](), dict[int, Job]()
     report: Report | None = None
@@ -221,14 +214,14 @@ def _serve_bucket(way: _Way, shape: Shape, jobs: Sequence[Job]) -> Iterator[tupl
         for b in range(shape.batch):
             if b not in running and ready:
                 running[b], request = ready.popleft()
-                state = programs.prefill(way.params, state, slots[b], request)
-        jax.block_until_ready(state.length)
+                state = programs.prefill(shared.params, state, slots[b], request)
+        jax.block_until_ready(state.sequences.length)
         clock.prefill += time.perf_counter() - begin
         begin = time.perf_counter()
         if running:
-            state, upcoming = programs.run(way.params, state, bound, nobody)
+            state, upcoming = programs.run(shared.params, state, bound, nobody)
         if report is not None:
-            yield from _answers(report, ended, way.stops, clock)
+            yield from _answers(report, ended, clock)
         if not running:
             return
         ready.extend(itertools.islice(coming, shape.batch - len(ready)))
@@ -238,30 +231,30 @@ def _serve_bucket(way: _Way, shape: Shape, jobs: Sequence[Job]) -> Iterator[tupl
         report, ended = upcoming, {b: running.pop(b) for b in list(running) if done[b]}
 
 
-def _compiled(way: _Way, shape: Shape, clock: _Clock) -> tuple[Programs, State]:
+def _compiled(shared: _Shared, shape: Shape, clock: _Clock) -> tuple[Programs, State]:
     begin = time.perf_counter()
-    programs = compile_programs(way.models, way.params, shape)
-    state = jax.block_until_ready(new_state(way.models, shape))
+    programs = compile_programs(shared.models, shared.params, shape)
+    state = jax.block_until_ready(new_state(shared.models, shape))
     clock.compile += time.perf_counter() - begin
     return programs, state
 
 
-def _requests(way: _Way, shape: Shape, jobs: Sequence[Job]) -> Iterator[tuple[Job, Request]]:
+def _requests(
+    shared: _Shared, shape: Shape, jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Sequences]]:
     """Jobs with their arrays on the device, made as they are asked for: while the device runs."""
     for job in jobs:
-        key = jax.random.fold_in(way.key, job.index)
-        request = make_request(
-            shape, job.prompt_ids, job.max_new_tokens, way.stops, way.max_accept, key,
-            job.sampling,
-        )  # fmt: skip
-        yield job, request
+        key = jax.random.fold_in(jax.random.key(job.decoding.seed), job.index)
+        accept = shared.models.max_accept
+        yield job, make_request(shape, job.prompt_ids, job.decoding, accept, key)
 
 
 def _answers(
-    report: Report, ended: dict[int, Job], stops: Sequence[int], clock: _Clock
+    report: Report, ended: dict[int, Job], clock: _Clock
 ) -> Iterator[tuple[Job, Generation]]:
     """The results of the slots that ended, one read of the device for all of them."""
     if ended:
         report = jax.device_get(report)
     for b, job in ended.items():
-        yield job, generation_of(report, b, len(job.prompt_ids), stops, None, clock.take())
+        prompt_tokens = len(job.prompt_ids)
+        yield job, generation_of(report, b, prompt_tokens, job.decoding, None, clock.take())

@@ -6,18 +6,18 @@ ids; text belongs to jflash.io.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.decoding import GREEDY, Sampling
+from jflash.decoding import Decoding, StopWhen
 from jflash.programs import (
-    STOP_SLOTS,
+    PREFILL_CHUNK,
     Programs,
     Report,
     Shape,
@@ -29,9 +29,7 @@ from jflash.programs import (
 from jflash.speculative import Models, Params, State
 
 STEPS_PER_CALL = 4  # steps between two looks of the host when somebody watches the tokens
-PREFILL_CHUNK = 128
-
-StopWhen = Callable[[list[int]], int | None]
+DEFAULTS = Decoding()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +83,19 @@ class Pair:
     models: Models
     params: Params
 
+    def plain(self) -> "Pair":
+        """The target alone at width 1: what speculative decoding is measured against."""
+        return Pair(self.models.plain(), Params(self.params.target))
 
-def check_request(
-    models: Models, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Sequence[int] = ()
-) -> None:
+
+def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:
     """ValueError, before anything runs, for a request that the models cannot serve."""
+    max_new_tokens = decoding.max_new_tokens
     positions = min(c.max_position_embeddings for c in models.configs)
     vocabulary = models.target.config.vocab_size
     if not len(prompt):
         raise ValueError("the prompt is empty: give at least one token")
-    outside = [int(t) for t in (*prompt, *stop_token_ids) if not 0 <= t < vocabulary]
+    outside = [int(t) for t in (*prompt, *decoding.stop_token_ids) if not 0 <= t < vocabulary]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
     if not isinstance(max_new_tokens, Integral):
@@ -119,40 +120,34 @@ def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
         raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
 
 
-def models_for(models: Models, samplings: Sequence[Sampling]) -> Models:
+def models_for(models: Models, decodings: Iterable[Decoding]) -> Models:
     """The models compiled so that they can serve these requests: greedy ones alone draw nothing."""
-    return replace(models, sampled=models.sampled or any(s.temperature > 0 for s in samplings))
+    draws = any(decoding.sampling.temperature > 0 for decoding in decodings)
+    return replace(models, sampled=models.sampled or draws)
 
 
 def generate(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
+    decoding: Decoding | Sequence[Decoding] = DEFAULTS,
     *,
-    max_new_tokens: int = 256,
-    stop_token_ids: Sequence[int] = (),
-    sampling: Sampling | Sequence[Sampling] = GREEDY,
-    seed: int = 0,
     first_index: int = 0,
-    oracle: bool = False,
-    stop_when: StopWhen | None = None,
     capacity: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    **options: Any,
 ) -> list[Generation]:
     """Decodes a batch of prompts (token ids) to the end, in one device loop without a host sync.
 
-    `oracle` accepts no draft: the same executable then commits the target's own tokens one by one.
-    `sampling` is one for all prompts or one for each. Sequence i draws from a key made of `seed`
-    and `first_index` + i: later batches of one seed start where the last one ended.
-    `stop_when(new_ids)` may end a sequence after as many tokens as it returns, at least one of
-    those that it is given; the host then looks every few steps. `capacity` overrides the cache
-    slots a sequence (see capacity_for).
-    Raises ValueError for a request that does not fit.
+    `decoding` is one for all prompts or one for each; `options` replace fields of it
+    (max_new_tokens=64, stop_token_ids=[2], sampling=Sampling(temperature=0.8), seed=1, …).
+    Sequence i draws from a key made of its seed and `first_index` + i: later batches of one seed
+    start where the last one ended. `capacity` overrides the cache slots a sequence (see
+    capacity_for). Raises ValueError for a request that does not fit.
     """
-    session = _start(
-        pair, prompts, max_new_tokens, stop_token_ids, sampling, seed, oracle, capacity,
-        prefill_chunk, first_index,
-    )  # fmt: skip
-    bound = STEPS_PER_CALL if stop_when else np.iinfo(np.int32).max
+    decodings = _one_each(decoding, prompts, options)
+    session = _start(pair, prompts, decodings, first_index, capacity, prefill_chunk)
+    watched = any(d.stop_when for d in decodings)
+    bound = STEPS_PER_CALL if watched else np.iinfo(np.int32).max
     cut: dict[int, int] = {}
     cancel = np.zeros(len(prompts), bool)
     state = session.state
@@ -161,43 +156,36 @@ def generate(
             pair.params, state, jnp.int32(bound), jnp.asarray(cancel)
         )
         report = jax.device_get(report)
-        if stop_when:
-            for b in range(len(prompts)):
-                ids = _new_ids(report, b, len(prompts[b]))
-                keep = None if b in cut else _kept(stop_when, ids)
+        for b, stop_when in enumerate(d.stop_when for d in decodings):
+            if stop_when and b not in cut:
+                keep = _kept(stop_when, _new_ids(report, b, len(prompts[b])))
                 if keep is not None:
                     cut[b], cancel[b] = keep, True
         if (report.done | cancel).all():
             break
     seconds = session.seconds(time.perf_counter())
     return [
-        generation_of(report, b, len(prompt), stop_token_ids, cut.get(b), seconds)
-        for b, prompt in enumerate(prompts)
+        generation_of(report, b, len(prompt), decoding, cut.get(b), seconds)
+        for b, (prompt, decoding) in enumerate(zip(prompts, decodings, strict=True))
     ]
 
 
 def stream(
     pair: Pair,
     prompt: Sequence[int],
+    decoding: Decoding = DEFAULTS,
     *,
-    max_new_tokens: int = 256,
-    stop_token_ids: Sequence[int] = (),
-    sampling: Sampling = GREEDY,
-    seed: int = 0,
-    oracle: bool = False,
-    stop_when: StopWhen | None = None,
     capacity: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    **options: Any,
 ) -> Iterator[Chunk]:
     """Decodes one prompt and yields its tokens as steps finish; arguments as for `generate`.
 
     The same tokens as `generate` gives. The next call is dispatched before the last one's tokens
     are read, so the device never waits for the reader.
     """
-    session = _start(
-        pair, [prompt], max_new_tokens, stop_token_ids, sampling, seed, oracle, capacity,
-        prefill_chunk,
-    )  # fmt: skip
+    [decoding] = _one_each(decoding, [prompt], options)
+    session = _start(pair, [prompt], [decoding], 0, capacity, prefill_chunk)
     running = np.zeros(1, bool)
 
     def call(state: State, steps: int) -> tuple[State, Report]:
@@ -208,10 +196,10 @@ def stream(
     while True:
         state, upcoming = call(state, STEPS_PER_CALL)
         report = jax.device_get(report)
-        if stop_when and keep is None:
-            keep = _kept(stop_when, _new_ids(report, 0, len(prompt)))
+        if decoding.stop_when and keep is None:
+            keep = _kept(decoding.stop_when, _new_ids(report, 0, len(prompt)))
         result = generation_of(
-            report, 0, len(prompt), stop_token_ids, keep, session.seconds(time.perf_counter())
+            report, 0, len(prompt), decoding, keep, session.seconds(time.perf_counter())
         )
         ended = keep is not None or bool(report.done[0])
         counts = [1, *result.acceptance_lengths][decided:]
@@ -244,44 +232,49 @@ class _Session(NamedTuple):
         )
 
 
-def _start(
-    pair: Pair, prompts, max_new_tokens, stops, sampling, seed, oracle, capacity, chunk,
-    first_index=0,
-) -> _Session:  # fmt: skip
+def _one_each(
+    decoding: Decoding | Sequence[Decoding], prompts: Sequence, options: dict[str, Any]
+) -> list[Decoding]:
+    """A decoding for each prompt, with `options` in place of its fields of these names."""
     if not prompts:
         raise ValueError("no prompts given")
-    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-    if len(samplings) != len(prompts):
-        raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts: give one or each")
-    check_keys(seed, (first_index, first_index + len(prompts) - 1), chunk)
-    for prompt in prompts:
-        check_request(pair.models, prompt, max_new_tokens, stops)
-    models = models_for(pair.models, samplings)
-    width = models.block_size
-    need = capacity_for(max(map(len, prompts)), max_new_tokens, width, chunk)
+    all = [decoding] * len(prompts) if isinstance(decoding, Decoding) else list(decoding)
+    if len(all) != len(prompts):
+        raise ValueError(f"{len(all)} decodings for {len(prompts)} prompts: give one or each")
+    return [replace(each, **options) for each in all]
+
+
+def _start(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    decodings: Sequence[Decoding],
+    first_index: int,
+    capacity: int | None,
+    chunk: int,
+) -> _Session:
+    for prompt, decoding in zip(prompts, decodings, strict=True):
+        check_keys(decoding.seed, (first_index, first_index + len(prompts) - 1), chunk)
+        check_request(pair.models, prompt, decoding)
+    models = models_for(pair.models, decodings)
+    longest, new = max(map(len, prompts)), max(d.max_new_tokens for d in decodings)
+    need = capacity_for(longest, new, models.block_size, chunk)
     if capacity is not None and capacity < need:
         raise ValueError(f"capacity {capacity} is below the {need} slots that the request needs")
-    shape = Shape(
-        batch=len(prompts),
-        capacity=capacity or need,
-        chunk=chunk,
-        stop_slots=max(1, -(-len(stops) // STOP_SLOTS)) * STOP_SLOTS,
-        dtype=str(pair.params.target["embedding"].dtype),
-    )
+    stops = max(len(d.stop_token_ids) for d in decodings)
+    dtype = str(pair.params.target["embedding"].dtype)
+    shape = Shape.of(len(prompts), capacity or need, dtype, stops, chunk)
     begin = time.perf_counter()
     programs = compile_programs(models, pair.params, shape)
     # Empty state and keys compile at their first call too, so they come before the clock's mark.
     state = new_state(models, shape)
-    accept = 0 if oracle or models.drafter is None else width - 1
-    keys = [jax.random.fold_in(jax.random.key(seed), first_index + b) for b in range(len(prompts))]
-    requests = [
-        make_request(shape, prompt, max_new_tokens, stops, accept, key, own)
-        for prompt, key, own in zip(prompts, keys, samplings, strict=True)
-    ]
+    requests = []
+    for i, (prompt, decoding) in enumerate(zip(prompts, decodings, strict=True), first_index):
+        key = jax.random.fold_in(jax.random.key(decoding.seed), i)
+        requests.append(make_request(shape, prompt, decoding, models.max_accept, key))
     compiled = time.perf_counter()
     for b, request in enumerate(requests):
         state = programs.prefill(pair.params, state, jnp.int32(b), request)
-    jax.block_until_ready(state.length)
+    jax.block_until_ready(state.sequences.length)
     ready = time.perf_counter()
     return _Session(programs, state, compiled - begin, ready - compiled, ready)
 
@@ -299,7 +292,12 @@ def _new_ids(report: Report, b: int, prompt_tokens: int) -> list[int]:
 
 
 def generation_of(
-    report: Report, b: int, prompt_tokens: int, stops, keep: int | None, seconds: Seconds
+    report: Report,
+    b: int,
+    prompt_tokens: int,
+    decoding: Decoding,
+    keep: int | None,
+    seconds: Seconds,
 ) -> Generation:
     """The result of sequence b, cut to its first `keep` tokens if given."""
     ids = _new_ids(report, b, prompt_tokens)
@@ -311,7 +309,7 @@ def generation_of(
             lengths[-1] -= excess
             if lengths[-1] <= 0:
                 lengths.pop()
-    stopped = keep is not None or ids[-1] in set(stops)
+    stopped = keep is not None or ids[-1] in decoding.stop_token_ids
     return Generation(
         prompt_tokens=prompt_tokens,
         token_ids=ids,

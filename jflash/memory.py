@@ -19,7 +19,7 @@ from jflash.cache import ring_slots
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
-from jflash.programs import STOP_SLOTS, Shape, capacity_for, new_state
+from jflash.programs import Shape, capacity_for, new_state
 from jflash.speculative import Models
 
 FLOAT32 = 4  # bytes
@@ -93,7 +93,7 @@ def check_decoding(
     ValueError if they take more memory than the device has: to be asked before a weight is read.
     """
     capacity = capacity_for(longest_prompt, max_new_tokens, models.block_size, PREFILL_CHUNK)
-    shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    shape = Shape.of(batch, capacity, dtype)
     check_memory(models, shape, longest_prompt + max_new_tokens, device_memory())
     return capacity
 

@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.cache import empty_cache, with_rings
-from jflash.decoding import GREEDY, Sampling
-from jflash.prefill import Request, prefill
+from jflash.decoding import GREEDY, Decoding
+from jflash.prefill import prefill
 from jflash.sampling import filters_of
-from jflash.speculative import Models, Params, State, speculative_step
+from jflash.speculative import Models, Params, Sequences, State, speculative_step
 
+PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this
 
 
@@ -32,6 +33,13 @@ class Shape(NamedTuple):
     chunk: int
     stop_slots: int
     dtype: str
+
+    @classmethod
+    def of(
+        cls, batch: int, capacity: int, dtype: str, stops: int = 0, chunk: int = PREFILL_CHUNK
+    ) -> "Shape":
+        """The shape that serves requests of at most `stops` stop ids each."""
+        return cls(batch, capacity, chunk, max(1, -(-stops // STOP_SLOTS)) * STOP_SLOTS, dtype)
 
 
 class Report(NamedTuple):
@@ -78,20 +86,19 @@ def run(
 
     `cancel` ends sequences before the first step: how the host applies a stop that it found.
     """
-    state = state._replace(done=state.done | cancel)
+    state = state.with_sequences(done=state.sequences.done | cancel)
 
     def unfinished(carry):
         step, state = carry
-        return (step < max_steps) & ~jnp.all(state.done)
+        return (step < max_steps) & ~jnp.all(state.sequences.done)
 
     def body(carry):
         step, state = carry
         return step + 1, speculative_step(models, params, state)
 
     _, state = lax.while_loop(unfinished, body, (jnp.int32(0), state))
-    return state, Report(
-        state.tokens, state.length, state.done, state.steps, state.acceptance_lengths
-    )
+    s = state.sequences
+    return state, Report(s.tokens, s.length, s.done, s.steps, s.acceptance_lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -106,45 +113,48 @@ def new_state(models: Models, shape: Shape) -> State:
     if models.drafter is not None:
         config = models.drafter.config
         drafter_cache = with_rings(caches(config), config.windows, models.block_size)
+    return State(empty_sequences(shape), caches(models.target.config), drafter_cache)
+
+
+def empty_sequences(shape: Shape) -> Sequences:
+    """Sequences that hold nothing and are done."""
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-    return State(
+    return Sequences(
         tokens=ints((shape.batch, shape.capacity)),
         length=jnp.ones(shape.batch, jnp.int32),
         limit=jnp.ones(shape.batch, jnp.int32),
         stops=jnp.full((shape.batch, shape.stop_slots), -1, jnp.int32),
         done=jnp.ones(shape.batch, bool),
         max_accept=ints(shape.batch),
-        keys=jax.random.split(jax.random.key(0), shape.batch),
+        key=jax.random.split(jax.random.key(0), shape.batch),
         filters=jax.tree.map(lambda x: jnp.full(shape.batch, x), filters_of(GREEDY)),
         steps=ints(shape.batch),
         acceptance_lengths=ints((shape.batch, shape.capacity)),
-        target_cache=caches(models.target.config),
-        drafter_cache=drafter_cache,
     )
 
 
 def make_request(
-    shape: Shape,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    stops: Sequence[int],
-    max_accept: int,
-    key: Array,
-    sampling: Sampling = GREEDY,
-) -> Request:
-    """A request's arrays, padded on the host: no length of anything reaches the compiler."""
+    shape: Shape, prompt: Sequence[int], decoding: Decoding, max_accept: int, key: Array
+) -> Sequences:
+    """One sequence's row, padded on the host: no length of anything reaches the compiler.
+
+    An oracle accepts no draft, others at most `max_accept` in a step.
+    """
     tokens = np.zeros(shape.capacity, np.int32)
     tokens[: len(prompt)] = prompt
-    padded_stops = np.full(shape.stop_slots, -1, np.int32)
-    padded_stops[: len(stops)] = stops
-    return Request(
-        prompt=jnp.asarray(tokens),
-        prompt_length=jnp.int32(len(prompt)),
-        limit=jnp.int32(len(prompt) + max_new_tokens),
-        stops=jnp.asarray(padded_stops),
-        max_accept=jnp.int32(max_accept),
+    stops = np.full(shape.stop_slots, -1, np.int32)
+    stops[: len(decoding.stop_token_ids)] = decoding.stop_token_ids
+    return Sequences(
+        tokens=jnp.asarray(tokens),
+        length=jnp.int32(len(prompt)),
+        limit=jnp.int32(len(prompt) + decoding.max_new_tokens),
+        stops=jnp.asarray(stops),
+        done=jnp.asarray(False),
+        max_accept=jnp.int32(0 if decoding.oracle else max_accept),
         key=key,
-        filters=filters_of(sampling),
+        filters=filters_of(decoding.sampling),
+        steps=jnp.int32(0),
+        acceptance_lengths=jnp.zeros(shape.capacity, jnp.int32),
     )
 
 
@@ -160,7 +170,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Programs
     start = time.perf_counter()
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
+    request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
     prefill_jit = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)

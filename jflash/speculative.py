@@ -7,7 +7,7 @@ committed length n holds its newest token at index n - 1; that token has no keys
 target's cache yet.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -44,8 +44,8 @@ class Models:
     """
 
     target: Target
-    drafter: Drafter | None
-    block_size: int
+    drafter: Drafter | None = None
+    block_size: int = 1
     kernels: Kernels = XLA
     sampled: bool = False
     draft_rule: str = "sampled"
@@ -74,29 +74,48 @@ class Models:
     def taps(self) -> tuple[int, ...]:
         return self.drafter.config.target_layer_ids if self.drafter else ()
 
+    @property
+    def max_accept(self) -> int:
+        """The most drafts that a step can accept."""
+        return self.block_size - 1 if self.drafter else 0
+
+    def plain(self) -> "Models":
+        """The target alone at width 1: plain decoding, which a pair is measured against."""
+        return replace(self, drafter=None, block_size=1)
+
 
 class Params(NamedTuple):
     """Parameters of both models, plain pytrees; the drafter's is None without one."""
 
     target: Any
-    drafter: Any
+    drafter: Any = None
+
+
+class Sequences(NamedTuple):
+    """What a step keeps of each sequence of a batch; one row of it, without B, is a request."""
+
+    tokens: Int[Array, "*B S"]
+    length: Int[Array, "*B"]  # committed tokens, prompt included
+    limit: Int[Array, "*B"]  # the length at which a sequence ends
+    stops: Int[Array, "*B E"]  # stop ids, filled up with -1
+    done: Bool[Array, "*B"]
+    max_accept: Int[Array, "*B"]  # drafts accepted at most; 0 makes the step its own oracle
+    key: Key[Array, "*B"]
+    filters: Filters
+    steps: Int[Array, "*B"]
+    acceptance_lengths: Int[Array, "*B S"]  # tokens committed by each step
 
 
 class State(NamedTuple):
     """Everything a step reads and writes. Donated: use only what the last call returned."""
 
-    tokens: Int[Array, "B S"]
-    length: Int[Array, " B"]  # committed tokens, prompt included
-    limit: Int[Array, " B"]  # the length at which a sequence ends
-    stops: Int[Array, "B E"]  # stop ids, filled up with -1
-    done: Bool[Array, " B"]
-    max_accept: Int[Array, " B"]  # drafts accepted at most; 0 makes the step its own oracle
-    keys: Key[Array, " B"]
-    filters: Filters  # leaves [B]
-    steps: Int[Array, " B"]
-    acceptance_lengths: Int[Array, "B S"]  # tokens committed by each step
+    sequences: Sequences
     target_cache: tuple[Cache, ...]
     drafter_cache: tuple[Cache, ...]
+
+    def with_sequences(self, **changes: Any) -> "State":
+        """The state with other values of some fields of its sequences."""
+        return self._replace(sequences=self.sequences._replace(**changes))
 
 
 class Proposal(NamedTuple):
@@ -117,15 +136,15 @@ class Verdict(NamedTuple):
 
 def block_positions(models: Models, state: State) -> tuple[Int[Array, "B W"], Int[Array, " B"]]:
     """Positions of the block's rows, the anchor first, and how many of them there is room for."""
-    start = state.length - 1
-    widths = jnp.clip(state.limit - start, 1, models.block_size)
+    start = state.sequences.length - 1
+    widths = jnp.clip(state.sequences.limit - start, 1, models.block_size)
     return start[:, None] + jnp.arange(models.block_size), widths
 
 
 def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State]:
     """W - 1 proposals for the block whose anchor is each sequence's newest token."""
     positions, widths = block_positions(models, state)
-    anchor = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
+    anchor = jnp.take_along_axis(state.sequences.tokens, positions[:, :1], axis=1)
     if models.drafter is None:  # never accepted: the row only keeps the block's shape
         return Proposal(jnp.repeat(anchor, models.block_size - 1, axis=1)), state
     mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
@@ -147,6 +166,7 @@ def drafting_tools(
     models: Models, params: Params, state: State, indices: Int[Array, "B D"]
 ) -> Tools:
     """The target's head and the draft rule, for drafts of the tokens at `indices`."""
+    sequences = state.sequences
 
     def best(hidden: Array) -> Array:
         return apply(models.target, params.target, hidden, models.kernels.matmul, method="best")
@@ -157,9 +177,9 @@ def drafting_tools(
     def choose(scores: Array, filtered: bool) -> tuple[Array, Array | None]:
         if not models.draws_drafts:
             return greedy(scores), None
-        filters = state.filters if filtered else temperature_only(state.filters)
+        filters = sequences.filters if filtered else temperature_only(sequences.filters)
         q = probabilities(scores, filters)
-        return draw(q, indices, state.keys, DRAFT), q
+        return draw(q, indices, sequences.key, DRAFT), q
 
     return Tools(best, logits, choose, models.draws_drafts)
 
@@ -169,7 +189,8 @@ def verify(
 ) -> tuple[Verdict, State]:
     """The target's one pass over the anchor and the drafts, which writes their keys and values."""
     positions, widths = block_positions(models, state)
-    newest = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
+    sequences = state.sequences
+    newest = jnp.take_along_axis(sequences.tokens, positions[:, :1], axis=1)
     attend = BlockAttend(positions[:, 0], widths, True, models.kernels)
     block = jnp.concatenate([newest, proposal.tokens], axis=1)
     hidden, features, cache = apply(
@@ -180,13 +201,13 @@ def verify(
     logits = apply(models.target, params.target, hidden, method="logits")
     if models.draws_drafts:
         assert proposal.q is not None
-        p = probabilities(logits, state.filters)
+        p = probabilities(logits, sequences.filters)
         choices, accepted = judged(
-            proposal.tokens, proposal.q, p, positions + 1, state.keys, widths
+            proposal.tokens, proposal.q, p, positions + 1, sequences.key, widths
         )  # fmt: skip
     else:
         if models.sampled:
-            choices = choose(logits, positions + 1, state.keys, state.filters)
+            choices = choose(logits, positions + 1, sequences.key, sequences.filters)
         else:
             backend = models.kernels.matmul
             choices = apply(models.target, params.target, hidden, backend, method="best")
@@ -196,18 +217,18 @@ def verify(
 
 def commit(models: Models, params: Params, state: State, verdict: Verdict) -> State:
     """Keeps the accepted drafts and the bonus token, cut by stops and limits."""
-    positions = block_positions(models, state)[0]
-    accepted = jnp.minimum(verdict.accepted, state.max_accept)
-    count = jnp.minimum(accepted + 1, state.limit - state.length)
-    count, stopped = through_first_stop(verdict.choices, count, state.stops)
-    count = jnp.where(state.done, 0, count)
+    positions, s = block_positions(models, state)[0], state.sequences
+    accepted = jnp.minimum(verdict.accepted, s.max_accept)
+    count = jnp.minimum(accepted + 1, s.limit - s.length)
+    count, stopped = through_first_stop(verdict.choices, count, s.stops)
+    count = jnp.where(s.done, 0, count)
 
     row = jnp.arange(models.block_size)
-    capacity = state.tokens.shape[1]
+    capacity = s.tokens.shape[1]
     # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
     kept = row < count[:, None]
     sequence = jnp.arange(count.shape[0])[:, None]
-    tokens = state.tokens.at[sequence, jnp.where(kept, positions + 1, capacity + row)].set(
+    tokens = s.tokens.at[sequence, jnp.where(kept, positions + 1, capacity + row)].set(
         verdict.choices, mode="drop", unique_indices=True
     )
     drafter_cache = state.drafter_cache
@@ -220,18 +241,17 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
             projected.write(cache, cache.slots(positions, kept), models.kernels.heads)[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )
-    length = state.length + count
-    step = jnp.where(state.done, capacity, state.steps)
-    return state._replace(
+    length = s.length + count
+    step = jnp.where(s.done, capacity, s.steps)
+    lengths = s.acceptance_lengths.at[sequence[:, 0], step].set(count, mode="drop")
+    sequences = s._replace(
         tokens=tokens,
         length=length,
-        done=state.done | stopped | (length >= state.limit),
-        steps=state.steps + ~state.done,
-        acceptance_lengths=state.acceptance_lengths.at[sequence[:, 0], step].set(
-            count, mode="drop"
-        ),
-        drafter_cache=drafter_cache,
+        done=s.done | stopped | (length >= s.limit),
+        steps=s.steps + ~s.done,
+        acceptance_lengths=lengths,
     )
+    return State(sequences, state.target_cache, drafter_cache)
 
 
 def speculative_step(models: Models, params: Params, state: State) -> State:

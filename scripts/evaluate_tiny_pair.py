@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import Parser, run_command
+from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.io import (
     PairFiles,
@@ -65,11 +66,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.target)
     check_room(args, files, tokenizer, questions)
     pair = load_weights(files)
-    limits = Limits(
-        batch_size=args.batch,
-        max_new_tokens=args.max_new_tokens,
-        stop_token_ids=tuple(stop_token_ids(args.target, tokenizer)),
-    )
+    stops = tuple(stop_token_ids(args.target, tokenizer))
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+    limits = Limits(batch_size=args.batch, decoding=decoding)
     results: dict[str, Any] = describe_device() | {
         "dtype": args.dtype or default_dtype(),
         "block_size": pair.models.block_size,

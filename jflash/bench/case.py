@@ -32,8 +32,9 @@ from jflash.bench.step_time import (
     time_run,
     window_around,
 )
+from jflash.decoding import Decoding
 from jflash.device import describe_device
-from jflash.generate import PREFILL_CHUNK, Pair
+from jflash.generate import Pair
 from jflash.io import configure_pair, default_dtype, load_weights, save_checkpoint
 from jflash.memory import (
     check_decoding,
@@ -46,7 +47,7 @@ from jflash.memory import (
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
-from jflash.programs import STOP_SLOTS, Shape, compile_programs
+from jflash.programs import Shape, compile_programs
 from jflash.speculative import Models, Params, State
 
 
@@ -70,6 +71,10 @@ class Task:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
 
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(max_new_tokens=self.max_new_tokens, stop_token_ids=self.stop_token_ids)
+
 
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
@@ -83,7 +88,7 @@ def run_task(stage: str, task: Task) -> dict[str, Any]:
 def time_case(task: Task) -> dict[str, Any]:
     """Everything that is timed, and the seconds of compiling from nothing."""
     models, dtype = task_models(task), task.dtype or default_dtype()
-    shape = Shape(task.batch, task.capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    shape = Shape.of(task.batch, task.capacity, dtype)
     check_memory(models, shape, task.context, device_memory())
     if task.prompts:
         longest = max(map(len, task.prompts))
@@ -128,8 +133,7 @@ def time_case(task: Task) -> dict[str, Any]:
         del state
         log(f"batch {task.batch}: decoding prompts")
         result["measured_speed"] = measured_speed(
-            Pair(models, params), task.prompts, task.batch, task.max_new_tokens,
-            task.stop_token_ids,
+            Pair(models, params), task.prompts, task.batch, task.decoding,
         )  # fmt: skip
     return result
 
@@ -137,7 +141,7 @@ def time_case(task: Task) -> dict[str, Any]:
 def warm_case(task: Task) -> dict[str, Any]:
     """Seconds of compiling with a warm cache, and the peak of memory of a process that decodes."""
     models, dtype = task_models(task), task.dtype or default_dtype()
-    shape = Shape(task.batch, task.capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    shape = Shape.of(task.batch, task.capacity, dtype)
     window = window_around(task.context, task.capacity, models.block_size, task.steps, 1)
     state, params = prepare(task, models, shape, window, dtype)
     held = peak_memory()
@@ -203,7 +207,7 @@ def time_parts(
 ) -> tuple[dict[str, Any], State]:
     """Times verify and plain decoding without a drafter; draft is the rest of the step."""
     models, batch = clock.models, clock.shape.batch
-    drafterless = Params(params.target, None)
+    drafterless = Params(params.target)
     drafter_cache, bare = state.drafter_cache, state._replace(drafter_cache=())
     parts: dict[str, Any] = {}
     for name, width in (("verify", models.block_size), ("plain", 1)):

@@ -6,21 +6,19 @@ Measured by `jflash.generate`, prefill and compilation apart. Means nothing for 
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from jflash.acceptance import ending
+from jflash.decoding import Decoding
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
 from jflash.programs import capacity_for
-from jflash.speculative import Params
 
 
 def measured_speed(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     batch: int,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
+    decoding: Decoding,
     repeats: int = 3,
 ) -> dict[str, Any]:
     """Tokens a second over all sequences, with the drafter and at width 1, and their ratio.
@@ -31,21 +29,17 @@ def measured_speed(
     filled = [prompts[i % len(prompts)] for i in range(count)]
     longest = max(map(len, filled))
     # One capacity for both: attention reads the same number of slots.
-    capacity = capacity_for(longest, max_new_tokens, pair.models.block_size, PREFILL_CHUNK)
-    alone = Pair(replace(pair.models, drafter=None, block_size=1), Params(pair.params.target, None))
+    capacity = capacity_for(longest, decoding.max_new_tokens, pair.models.block_size, PREFILL_CHUNK)
 
     def decode(of: Pair) -> list[list[Generation]]:
         return [
-            generate(
-                of, filled[i : i + batch], max_new_tokens=max_new_tokens,
-                stop_token_ids=stop_token_ids, capacity=capacity,
-            )
+            generate(of, filled[i : i + batch], decoding, capacity=capacity)
             for i in range(0, count, batch)
-        ]  # fmt: skip
+        ]
 
     rates = {}
     answers = {}
-    for name, of in (("with_drafter", pair), ("plain", alone)):
+    for name, of in (("with_drafter", pair), ("plain", pair.plain())):
         decode(of)  # compiles, and touches the device once
         runs = [decode(of) for _ in range(repeats)]
         rates[name] = statistics.median(map(_tokens_per_second, runs))
@@ -56,7 +50,7 @@ def measured_speed(
         "how": "measured: jflash.generate on real prompts, prefill and compilation apart",
         "prompts": count,
         "different_prompts": len(prompts),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": decoding.max_new_tokens,
         "new_tokens": sum(len(g.token_ids) for g in drafted),
         "mean_acceptance_length": sum(sum(g.acceptance_lengths) for g in drafted) / max(1, steps),
         "endings": Counter(ending(g) for g in drafted),  # a looping text is easy to foresee

@@ -81,13 +81,17 @@ def busy_state(models: Models, shape: Shape, window: Window) -> State:
     """Sequences in the middle of a text: random tokens, caches full of random numbers, no stops."""
     state = new_state(models, shape)
     tokens = jax.random.randint(
-        jax.random.key(1), state.tokens.shape, 0, models.target.config.vocab_size, jnp.int32
+        jax.random.key(1),
+        state.sequences.tokens.shape,
+        0,
+        models.target.config.vocab_size,
+        jnp.int32,
     )
     caches, tree = jax.tree.flatten((state.target_cache, state.drafter_cache))
     keys = jax.random.split(jax.random.key(2), len(caches))
     caches = [_fill(cache, key) for cache, key in zip(caches, keys, strict=True)]
     target_cache, drafter_cache = jax.tree.unflatten(tree, caches)
-    state = state._replace(tokens=tokens, target_cache=target_cache, drafter_cache=drafter_cache)
+    state = State(state.sequences._replace(tokens=tokens), target_cache, drafter_cache)
     return rewound(jax.block_until_ready(state), window)
 
 
@@ -100,8 +104,8 @@ def _fill(x: Array, key: Array) -> Array:
 
 def rewound(state: State, window: Window) -> State:
     """The state back at the window's start, as far from its limit as the capacity allows."""
-    batch, capacity = state.tokens.shape
-    return state._replace(
+    batch, capacity = state.sequences.tokens.shape
+    return state.with_sequences(
         length=jnp.full(batch, window.start, jnp.int32),
         limit=jnp.full(batch, capacity, jnp.int32),
         done=jnp.zeros(batch, bool),
@@ -120,7 +124,7 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
         return None
     proposal, _ = draft(models, params, state)
     positions, widths = block_positions(models, state)
-    anchor = jnp.take_along_axis(state.tokens, positions[:, :1], axis=1)
+    anchor = jnp.take_along_axis(state.sequences.tokens, positions[:, :1], axis=1)
     _, found = models.target.apply(
         {"params": params.target}, jnp.concatenate([anchor, proposal.tokens], axis=1), positions,
         state.target_cache, BlockAttend(positions[:, 0], widths, True, models.kernels),
@@ -133,7 +137,7 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
 def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
     """The executable of `programs.run` for these models, and the seconds of its compilation."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    cancel = jax.ShapeDtypeStruct(state.done.shape, jnp.bool_)
+    cancel = jax.ShapeDtypeStruct(state.sequences.done.shape, jnp.bool_)
     begin = time.perf_counter()
     jitted = jax.jit(functools.partial(run, models), donate_argnums=1)
     compiled = jitted.lower(params, state, number, cancel).compile()
@@ -148,7 +152,7 @@ def time_run(
     One call of the executable runs all steps of a repeat; the first repeat is thrown away.
     """
     steps = jnp.int32(window.steps)
-    none = jnp.zeros(state.done.shape, bool)
+    none = jnp.zeros(state.sequences.done.shape, bool)
     seconds = []
     for _ in range(window.repeats + 1):
         state = jax.block_until_ready(rewound(state, window))
@@ -171,7 +175,8 @@ def time_draft(
             state, total = carry
             proposal, state = draft(models, params, state)
             # The text grows, so that the compiler cannot hoist the draft out of the loop.
-            return state._replace(length=state.length + 1), total + proposal.tokens.sum()
+            longer = state.with_sequences(length=state.sequences.length + 1)
+            return longer, total + proposal.tokens.sum()
 
         return lax.fori_loop(0, steps, body, (state, jnp.int32(0)))
 

@@ -29,6 +29,7 @@ from jflash.cli.options.results import asked_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.cli.prompts import Prompt, encode, read_prompts
+from jflash.decoding import Decoding
 from jflash.generate import check_request
 from jflash.io import open_checkpoint, pair_models
 
@@ -107,8 +108,9 @@ def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
     stops = target.stop_ids(tokenizer)
     ids = [encode(prompt, tokenizer, how) for prompt in prompts]
     models = pair_models(target, args.drafter)
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
     for one in ids:
-        check_request(models, one, args.max_new_tokens, stops)
+        check_request(models, one, decoding)
     return tuple(map(tuple, ids)), tuple(stops)
 
 

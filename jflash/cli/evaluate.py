@@ -11,6 +11,7 @@ from typing import Any
 from jflash.cli.command import gpu_notice, require
 from jflash.cli.generate import at_best_width, that_draw
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
+from jflash.decoding import Decoding
 from jflash.device import describe_device, device_name
 from jflash.engine import STEPS_PER_CALL
 from jflash.evals.datasets import (
@@ -29,7 +30,6 @@ from jflash.evals.evaluation import (
     digest,
     execute_all,
     longest_capacity,
-    plain,
     with_results,
 )
 from jflash.evals.folder import (
@@ -42,7 +42,6 @@ from jflash.evals.folder import (
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import differences, summarise
-from jflash.generate import PREFILL_CHUNK
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -52,7 +51,7 @@ from jflash.io import (
 from jflash.io.digest import checkpoint_digest
 from jflash.kernels import AUTO
 from jflash.memory import check_memory, device_memory
-from jflash.programs import STOP_SLOTS, Shape
+from jflash.programs import Shape
 
 DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
 
@@ -122,19 +121,22 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
     )  # fmt: skip
     if auto:
         files = at_best_width(files, options.batch)
-    files = that_draw(files, [way], options.draft_rule)
     tokenizer = files.target.tokenizer()
+    decoding = Decoding(
+        sampling=way,
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=files.target.stop_ids(tokenizer),
+        seed=options.seed,
+        oracle=options.oracle,
+    )
+    files = that_draw(files, [decoding], options.draft_rule)
     evaluation = Evaluation(
         problems=problems,
         encode=_encoder(options, tokenizer),
         tokenizer=tokenizer,
-        sampling=way,
-        max_new_tokens=options.max_new_tokens,
-        stop_token_ids=files.target.stop_ids(tokenizer),
+        decoding=decoding,
         batch_size=options.batch,
         steps_per_call=options.steps_per_call,
-        seed=options.seed,
-        oracle=options.oracle,
         ends=(NEXT_EXAMPLE,) if options.no_chat_template else (),
     )
     check_fits(evaluation, files.models)
@@ -198,7 +200,7 @@ def _check_device(run: Run) -> None:
     """ValueError if the largest shape takes more memory than the device has."""
     models = run.files.models
     capacity, context = longest_capacity(run.evaluation, models)
-    shape = Shape(run.evaluation.batch_size, capacity, PREFILL_CHUNK, STOP_SLOTS, run.files.dtype)
+    shape = Shape.of(run.evaluation.batch_size, capacity, run.files.dtype)
     check_memory(models, shape, context, device_memory())
 
 
@@ -218,7 +220,7 @@ def _evaluate(
     baseline = None
     if options.baseline:
         baseline = answer_all(
-            plain(pair), run.evaluation, folder / "baseline.jsonl", turns_of=answers,
+            pair.plain(), run.evaluation, folder / "baseline.jsonl", turns_of=answers,
             room_for_width=width, name="plain decoding",
         )  # fmt: skip
     if options.execute:

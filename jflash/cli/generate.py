@@ -21,7 +21,7 @@ from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding
 from jflash.device import device_name
 from jflash.generate import (
     Generation,
@@ -47,8 +47,7 @@ class Job(NamedTuple):
     files: PairFiles
     tokenizer: Any  # None if the target has none: ids in, ids out
     prompts: list[list[int]]
-    samplings: list[Sampling]
-    decoding: dict[str, Any]  # generate's and stream's keyword arguments
+    decodings: list[Decoding]  # each prompt's
 
 
 def run(options: argparse.Namespace) -> None:
@@ -61,8 +60,8 @@ def run(options: argparse.Namespace) -> None:
     _check_device(options, job, 1)
     pair, setup = _load(options, job.files)
     if options.json:
-        [own] = job.samplings
-        [generation] = generate(pair, job.prompts, sampling=own, **job.decoding)
+        [generation] = generate(pair, job.prompts, job.decodings)
+        own = job.decodings[0].sampling
         print(_as_json(record(generation, _text(job, generation, options.stop), setup, own)))
     else:
         _live(options, job, pair, setup)
@@ -79,28 +78,28 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     )  # fmt: skip
     if auto:
         files = at_best_width(files, min(options.batch_size, len(prompts)))
-    samplings = [prompt.sampling for prompt in prompts]
-    # All batches of a run share one program, or a greedy prompt would meet two.
-    files = that_draw(files, samplings, options.draft_rule)
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = files.target.tokenizer() if wanted or files.target.has_tokenizer() else None
     own_stops = [] if options.ignore_eos else files.target.stop_ids(tokenizer)
     stops = list(dict.fromkeys([*own_stops, *options.stop_token_ids]))
-    ids = []
-    for prompt in prompts:
-        try:
-            ids.append(encode(prompt, tokenizer, options))
-            check_request(files.models, ids[-1], options.max_new_tokens, stops)
-        except ValueError as error:
-            raise ValueError(f"{prompt.where}{error}") from None
-    decoding = dict(
+    decoding = Decoding(
         max_new_tokens=options.max_new_tokens,
-        stop_token_ids=stops,
+        stop_token_ids=tuple(stops),
         seed=options.seed,
         oracle=options.oracle,
         stop_when=stop_at_text(tokenizer, options.stop) if options.stop else None,
     )
-    return Job(files, tokenizer, ids, samplings, decoding)
+    decodings = [replace(decoding, sampling=prompt.sampling) for prompt in prompts]
+    # All batches of a run share one program, or a greedy prompt would meet two.
+    files = that_draw(files, decodings, options.draft_rule)
+    ids = []
+    for prompt in prompts:
+        try:
+            ids.append(encode(prompt, tokenizer, options))
+            check_request(files.models, ids[-1], decoding)
+        except ValueError as error:
+            raise ValueError(f"{prompt.where}{error}") from None
+    return Job(files, tokenizer, ids, decodings)
 
 
 def at_best_width(files: PairFiles, batch: int) -> PairFiles:
@@ -115,9 +114,9 @@ def at_best_width(files: PairFiles, batch: int) -> PairFiles:
     return replace(files, models=replace(models, block_size=choice.block_size))
 
 
-def that_draw(files: PairFiles, samplings: Sequence[Sampling], rule: str | None) -> PairFiles:
+def that_draw(files: PairFiles, decodings: Sequence[Decoding], rule: str | None) -> PairFiles:
     """The pair compiled so that it can serve these requests; None: its draft rule as it is."""
-    models = models_for(files.models, samplings)
+    models = models_for(files.models, decodings)
     return replace(files, models=models if rule is None else replace(models, draft_rule=rule))
 
 
@@ -146,7 +145,7 @@ def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> No
 
     def chunks():
         nonlocal first, last
-        for chunk in stream(pair, job.prompts[0], sampling=job.samplings[0], **job.decoding):
+        for chunk in stream(pair, job.prompts[0], job.decodings[0]):
             first = first or time.perf_counter()
             last = chunk.generation
             yield chunk
@@ -169,11 +168,11 @@ def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[s
     with tqdm(total=len(prompts), desc="decoding", unit="prompt", file=sys.stderr) as bar:
         for begin in range(0, len(prompts), size):
             batch = job.prompts[begin : begin + size]
-            samplings = job.samplings[begin : begin + size]
+            decodings = job.decodings[begin : begin + size]
             missing = size - len(batch)  # decodes no longer than the real one
             results = generate(
-                pair, batch + [batch[-1]] * missing, sampling=samplings + [samplings[-1]] * missing,
-                first_index=begin, capacity=capacity, **job.decoding,
+                pair, batch + [batch[-1]] * missing, decodings + [decodings[-1]] * missing,
+                first_index=begin, capacity=capacity,
             )[: len(batch)]  # fmt: skip
             batches.append(results)
             for prompt, result in zip(prompts[begin : begin + size], results, strict=True):

@@ -11,6 +11,7 @@ import jax
 
 from jflash.backends import with_backends
 from jflash.cli.options.make_prompts import drawing
+from jflash.decoding import Decoding
 from jflash.files import replacing
 from jflash.generate import Pair
 from jflash.io import load_target, open_checkpoint
@@ -44,8 +45,12 @@ def self_written(args: argparse.Namespace) -> list[Prompt]:
     checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
     target, params = load_target(checkpoint, progress=True)
     tokenizer = checkpoint.tokenizer()
-    models = with_backends(
-        Models(target, None, 1), str(params["embedding"].dtype), jax.devices()[0]
+    models = with_backends(Models(target), str(params["embedding"].dtype), jax.devices()[0])
+    decoding = Decoding(
+        max_new_tokens=args.max_new_tokens,
+        stop_token_ids=checkpoint.stop_ids(tokenizer),
+        sampling=sampling,
+        seed=args.seed,
     )
     systems = args.system or [None]
     written_by = (args.written_by, checkpoint_digest(checkpoint.path))
@@ -53,9 +58,8 @@ def self_written(args: argparse.Namespace) -> list[Prompt]:
     digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     return write_prompts(
-        Pair(models, Params(params, None)), tokenizer, args.count, systems=systems,
-        stop_token_ids=checkpoint.stop_ids(tokenizer), sampling=sampling, seed=args.seed,
-        max_new_tokens=args.max_new_tokens, batch_size=args.batch, folder=args.output.parent,
+        Pair(models, Params(params)), tokenizer, args.count, systems=systems, decoding=decoding,
+        batch_size=args.batch, folder=args.output.parent,
         name=f"{args.output.stem}-written-{digest}",
     )  # fmt: skip
 

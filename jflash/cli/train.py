@@ -5,6 +5,7 @@ import hashlib
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jflash.cli.options.train import (
 )
 from jflash.cli.training_data import read_held_out, read_prompts
 from jflash.config import DrafterConfig, second_version
+from jflash.decoding import Decoding
 from jflash.generate import Pair
 from jflash.io import (
     configure_target,
@@ -68,8 +70,8 @@ class Prepared(NamedTuple):
     @property
     def pair(self) -> Pair:
         """The target without a drafter."""
-        models = with_backends(Models(self.target, None, 1), default_dtype(), jax.devices()[0])
-        return Pair(models, Params(self.params, None))
+        models = with_backends(Models(self.target), default_dtype(), jax.devices()[0])
+        return Pair(models, Params(self.params))
 
 
 def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
@@ -122,10 +124,11 @@ def answered(args: argparse.Namespace, prepared: Prepared, work: Path) -> list[C
     if file.exists():
         return load_conversations(file)
     asked = [r.prompt_ids for r in records if not r.answer_ids]
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops, seed=seed)
     answers = [] if not asked else answer_into(
-        work, f"answers-{digest}", prepared.pair, asked, batch_size=args.answer_batch,
-        max_new_tokens=args.max_new_tokens, stop_token_ids=stops, samplings=samplings,
-        seed=seed, share=args.answer_part,
+        work, f"answers-{digest}", prepared.pair, asked,
+        [replace(decoding, sampling=sampling) for sampling in samplings],
+        batch_size=args.answer_batch, share=args.answer_part,
     )  # fmt: skip
     if answers is None:
         return None
@@ -165,13 +168,8 @@ def dry_run(args: argparse.Namespace, training: TrainConfig, prepared: Prepared)
     few = ([r.prompt_ids for r in records] * args.answer_batch)[: args.answer_batch]
     for _ in range(2):  # the first call compiles
         begin = time.perf_counter()
-        answer_prompts(
-            prepared.pair,
-            few,
-            batch_size=args.answer_batch,
-            max_new_tokens=tokens,
-            stop_token_ids=[],
-        )
+        decoding = Decoding(max_new_tokens=tokens)
+        answer_prompts(prepared.pair, few, decoding, batch_size=args.answer_batch)
         seconds = time.perf_counter() - begin
     total = len(answer_samplings(args)) * sum(not r.answer_ids for r in records)
     at_most = total * args.max_new_tokens * seconds / (len(few) * tokens)
@@ -197,8 +195,8 @@ def evaluation_for(
     print(f"τ on {len(held)} prompts every {args.eval_every} steps")
     evaluation = held_out_evaluation(
         prepared.target, prepared.params, prepared.config, [h.prompt_ids for h in held],
-        every=args.eval_every, batch_size=args.eval_batch, max_new_tokens=args.max_new_tokens,
-        stop_token_ids=prepared.stops,
+        every=args.eval_every, batch_size=args.eval_batch,
+        decoding=Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=prepared.stops),
     )  # fmt: skip
     return found, evaluation
 
@@ -225,7 +223,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
     if args.eval_every and args.held_out and not held:
         split_held_out(records, args.held_out, args.seed)  # too many: said before answers are made
     dtype = default_dtype()
-    models = with_backends(Models(target, None, 1), dtype, jax.devices()[0])
+    models = with_backends(Models(target), dtype, jax.devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
     check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
     _, params = load_target(source, dtype, progress=True)

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jflash.acceptance import ending
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding
 from jflash.engine import Job, buckets, serve
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
@@ -23,7 +23,7 @@ from jflash.evals.folder import appended, read_answers, read_lines
 from jflash.evals.summary import Record
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
-from jflash.speculative import Models, Params
+from jflash.speculative import Models
 
 Turns = Sequence[tuple[str, str]]  # what the user said and what the model answered
 TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before
@@ -40,13 +40,9 @@ class Evaluation:
     problems: Sequence[Problem]
     encode: Callable[[Turns, str], list[int]]
     tokenizer: Any
-    sampling: Sampling
-    max_new_tokens: int
-    stop_token_ids: Sequence[int]
+    decoding: Decoding
     batch_size: int
     steps_per_call: int
-    seed: int
-    oracle: bool
     ends: Sequence[str] = ()
 
     @property
@@ -61,7 +57,7 @@ def first_jobs(evaluation: Evaluation) -> list[Job]:
 
 def check_fits(evaluation: Evaluation, models: Models) -> None:
     """ValueError for a prompt, or a conversation with answers of full length, that does not fit."""
-    new = evaluation.max_new_tokens
+    new = evaluation.decoding.max_new_tokens
     for problem in evaluation.problems:
         turns: list[tuple[str, str]] = []
         try:
@@ -69,7 +65,7 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
                 prompt = evaluation.encode(turns, text)
                 answers = i * new  # of the turns before, whose text is not known yet
                 longest = prompt + prompt[-1:] * answers
-                check_request(models, longest, new, evaluation.stop_token_ids)
+                check_request(models, longest, evaluation.decoding)
                 turns.append((text, ""))
         except ValueError as error:
             raise ValueError(f"problem {problem.index}: {error}") from None
@@ -77,12 +73,11 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
 
 def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
     """Cache slots of the largest bucket, and the longest prompt with all that may follow it."""
-    later = (evaluation.turns - 1) * evaluation.max_new_tokens
-    jobs = [
-        job._replace(max_new_tokens=job.max_new_tokens + later) for job in first_jobs(evaluation)
-    ]
+    new = evaluation.turns * evaluation.decoding.max_new_tokens
+    decoding = replace(evaluation.decoding, max_new_tokens=new)
+    jobs = [job._replace(decoding=decoding) for job in first_jobs(evaluation)]
     plan = buckets(jobs, batch_size=evaluation.batch_size, block_size=models.block_size)
-    return plan[0].capacity, max(len(job.prompt_ids) + job.max_new_tokens for job in jobs)
+    return plan[0].capacity, max(len(job.prompt_ids) for job in jobs) + new
 
 
 def digest(evaluation: Evaluation) -> str:
@@ -126,12 +121,6 @@ def answer_all(
     return records
 
 
-def plain(pair: Pair) -> Pair:
-    """The target alone at width 1: what speculative decoding is measured against."""
-    models = replace(pair.models, drafter=None, block_size=1)
-    return Pair(models, Params(pair.params.target, None))
-
-
 def execute_all(
     dataset: str, evaluation: Evaluation, answers: Sequence[Record], file: Path
 ) -> dict[int, str]:
@@ -169,12 +158,13 @@ def _jobs(
             continue
         before = [(problem.turns[t], said[problem.index, t]) for t in range(turn)]
         prompt = evaluation.encode(before, problem.turns[turn])
-        new = evaluation.max_new_tokens
+        new = evaluation.decoding.max_new_tokens
         if models is not None and turn:
             # A broken character is one token when it is generated and may be three when read.
             positions = models.target.config.max_position_embeddings
             new = max(1, min(new, positions - len(prompt)))
-        jobs.append(Job(problem.index + turn * TURN, prompt, evaluation.sampling, new))
+        decoding = replace(evaluation.decoding, max_new_tokens=new)
+        jobs.append(Job(problem.index + turn * TURN, prompt, decoding))
     return jobs
 
 
@@ -189,10 +179,7 @@ def _serve(
         pair,
         jobs,
         batch_size=evaluation.batch_size,
-        stop_token_ids=evaluation.stop_token_ids,
-        seed=evaluation.seed,
         steps_per_call=evaluation.steps_per_call,
-        oracle=evaluation.oracle,
         answered=answered,
         room_for_width=room_for_width,
     )

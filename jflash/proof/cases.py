@@ -33,7 +33,7 @@ from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
-from jflash.programs import STOP_SLOTS, Shape, capacity_for
+from jflash.programs import Shape, capacity_for
 from jflash.speculative import Models, Params
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
@@ -139,12 +139,12 @@ def case_shape(case: Case, batch: int, dtype: str) -> Shape:
     """Room for the longest prompt and answer."""
     width = case.models.block_size
     capacity = capacity_for(LONGEST_PROMPT, MOST_NEW_TOKENS, width, PREFILL_CHUNK)
-    return Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    return Shape.of(batch, capacity, dtype)
 
 
 def fault_shape(dtype: str) -> Shape:
     """Two long contexts."""
-    return Shape(2, FAULT_CAPACITY, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    return Shape.of(2, FAULT_CAPACITY, dtype)
 
 
 class SplitByLength(NamedTuple):

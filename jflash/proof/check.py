@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jflash.decoding import Decoding
 from jflash.proof.cases import (
     FAULT_CAPACITY,
     SPLITS,
@@ -97,7 +98,7 @@ def check_batch(
         distinct.update(np.concatenate(news).tolist())
         not_top += int(reference.evidence.not_top.sum())
         key = jax.random.key(task_seed(plan.seed, batch, rounds))
-        for mode in modes_of(case, reference.state.tokens, plan.replays, key):
+        for mode in modes_of(case, reference.sequences.tokens, plan.replays, key):
             run = decode(executable, mode, task)
             found = differences(executable, reference, mode, run, task)
             if found.total and first is None:
@@ -143,18 +144,21 @@ def next_task(case: Case, batch: int, plan: Plan, number: int, wanted: int) -> T
     """Prompts of their own for every task, and no more new tokens than are still wanted."""
     prompts = case.prompts(batch, task_seed(plan.seed, batch, number))
     new = min(case.max_new_tokens, max(2 * case.models.block_size, -(-wanted // batch)))
-    return Task(prompts, new, case.stops)
+    return Task(prompts, Decoding(max_new_tokens=new, stop_token_ids=tuple(case.stops)))
 
 
 def new_tokens(run: Run, task: Task) -> list[np.ndarray]:
     """Each sequence's tokens without its prompt."""
-    tokens, ends = np.asarray(run.state.tokens), np.asarray(run.state.length)
+    tokens, ends = np.asarray(run.sequences.tokens), np.asarray(run.sequences.length)
     return [tokens[b, n : ends[b]] for b, n in enumerate(task.prompt_lengths)]
 
 
 def acceptance_lengths(run: Run) -> list[np.ndarray]:
     """Tokens committed by each step of each sequence."""
-    lengths, steps = np.asarray(run.state.acceptance_lengths), np.asarray(run.state.steps)
+    lengths, steps = (
+        np.asarray(run.sequences.acceptance_lengths),
+        np.asarray(run.sequences.steps),
+    )
     return [lengths[b, : steps[b]] for b in range(len(steps))]
 
 
@@ -162,7 +166,7 @@ def add_counts(
     total: Counter[str], run: Run, task: Task, found: Found, lengths: list[np.ndarray]
 ) -> None:
     """What was compared in a run, and what of it differed."""
-    ends = np.asarray(run.state.length)
+    ends = np.asarray(run.sequences.length)
     by_kind = Counter()
     for thing, count in zip(found.things, found.count, strict=True):
         by_kind[thing.split(" of ")[0]] += count
@@ -188,7 +192,7 @@ def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
     shape = fault_shape(dtype)
     room = min(FAULT_CAPACITY, config.max_position_embeddings) - FAULT_NEW_TOKENS - width
     prompts = [random_prompts(config.vocab_size, 1, seed, n, n)[0] for n in (room, 2 * room // 3)]
-    task = Task(prompts, FAULT_NEW_TOKENS, [])
+    task = Task(prompts, Decoding(max_new_tokens=FAULT_NEW_TOKENS))
     result: dict[str, Any] = {
         "pair": case.name,
         "capacity": FAULT_CAPACITY,
@@ -211,7 +215,7 @@ def compare_replay(executable: Executable, case: Case, task: Task, seed: int) ->
     oracle = Mode("oracle", case.params, accept=False)
     reference = decode(executable, oracle, task)
     vocabulary = case.models.target.config.vocab_size
-    wrong = corrupted(reference.state.tokens, jax.random.key(seed), vocabulary)
+    wrong = corrupted(reference.sequences.tokens, jax.random.key(seed), vocabulary)
     replay = Mode("replay", case.params, text=wrong)
     run = decode(executable, replay, task)
     found = differences(executable, reference, replay, run, task)

@@ -46,10 +46,10 @@ def compare(
     `own_drafter`: both ran with one drafter's weights, so that its context is compared as well; of
     a ring what the last blocks, `block_size` wide, have not overwritten.
     """
-    index = jnp.arange(one.state.tokens.shape[1])
-    short = jnp.minimum(one.state.length, other.state.length)[:, None]
-    long = jnp.maximum(one.state.length, other.state.length)[:, None]
-    tokens = (index < long) & ((one.state.tokens != other.state.tokens) | (index >= short))
+    index = jnp.arange(one.sequences.tokens.shape[1])
+    short = jnp.minimum(one.sequences.length, other.sequences.length)[:, None]
+    long = jnp.maximum(one.sequences.length, other.sequences.length)[:, None]
+    tokens = (index < long) & ((one.sequences.tokens != other.sequences.tokens) | (index >= short))
     a, b = one.evidence, other.evidence
     logits = jnp.any(a.checksums != b.checksums, axis=-1) | (_bits(a.top) != _bits(b.top))
     filled = index < short - 1
@@ -65,7 +65,7 @@ def compare(
     capacity = index.shape[0]
     first = [jnp.where(jnp.any(m, axis=1), jnp.argmax(m, axis=1), capacity) for m in masks]
     unrecorded = [
-        (index > prompt_lengths[:, None]) & (index < run.state.length[:, None])
+        (index > prompt_lengths[:, None]) & (index < run.sequences.length[:, None])
         & jnp.isneginf(run.evidence.top)
         for run in (one, other)
     ]  # fmt: skip
@@ -132,7 +132,7 @@ def first_difference(
     probe[sequence] = shown
     runs = [decode(executable, m, task, probe) for m in (oracle, mode)]
     rows = [np.asarray(run.evidence.probed[sequence]) for run in runs]
-    tokens = [int(run.state.tokens[sequence, shown]) for run in runs]
+    tokens = [int(run.sequences.tokens[sequence, shown]) for run in runs]
     with np.errstate(invalid="ignore"):  # a text that ended before has no logits here: -inf
         apart = np.abs(rows[0] - rows[1]).max()
     return {

@@ -19,11 +19,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from jflash.decoding import Decoding
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state
 from jflash.speculative import (
     Models,
     Params,
+    Sequences,
     State,
     Verdict,
     block_positions,
@@ -71,8 +73,7 @@ class Task(NamedTuple):
     """
 
     prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
-    stops: Sequence[int]
+    decoding: Decoding
     start: State | None = None
 
     @property
@@ -95,6 +96,10 @@ class Run(NamedTuple):
 
     state: State
     evidence: Evidence
+
+    @property
+    def sequences(self) -> Sequences:
+        return self.state.sequences
 
 
 def checksums(logits: Float[Array, "B W V"]) -> UInt32[Array, "B W 2"]:
@@ -143,7 +148,7 @@ def recorded_run(
     models: Models, params: Params, state: State, inputs: Inputs
 ) -> tuple[State, Evidence]:
     """Steps until every sequence is done."""
-    batch, capacity = state.tokens.shape
+    batch, capacity = state.sequences.tokens.shape
     nothing = Evidence(
         jnp.zeros((batch, capacity, 2), jnp.uint32),
         jnp.full((batch, capacity), -jnp.inf),
@@ -162,10 +167,10 @@ def recorded_run(
         drafts = jnp.where(inputs.replay, replayed, proposal.tokens)
         verdict, state = verify(models, params, state, proposal._replace(tokens=drafts))
         state = commit(models, params, state, verdict)
-        count = state.length - before.length
+        count = state.sequences.length - before.sequences.length
         return state, record(evidence, verdict, indices, count, inputs.probe)
 
-    return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, nothing))
+    return lax.while_loop(lambda carry: ~jnp.all(carry[0].sequences.done), body, (state, nothing))
 
 
 def compile_run(models: Models, params: Params, state: Any, shape: Shape) -> Any:
@@ -179,7 +184,7 @@ def compile_executable(models: Models, params: Params, shape: Shape) -> Executab
     """The two programs of a shape; ValueError for an attention backend that cannot run."""
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
+    request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     prefill_jit = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
     return Executable(
@@ -193,12 +198,14 @@ def compile_executable(models: Models, params: Params, shape: Shape) -> Executab
 def prefilled(executable: Executable, mode: Mode, task: Task) -> State:
     """The task's prompts, each in its slot."""
     models, shape = executable.models, executable.shape
-    accept = models.block_size - 1 if mode.accept else 0
+    accept = models.max_accept if mode.accept else 0
     if task.start is not None and mode.own_drafter:
-        return copied(task.start)._replace(max_accept=jnp.full(shape.batch, accept, jnp.int32))
+        return copied(task.start).with_sequences(
+            max_accept=jnp.full(shape.batch, accept, jnp.int32)
+        )
     state, key = new_state(models, shape), jax.random.key(0)
     for slot, prompt in enumerate(task.prompts):
-        request = make_request(shape, prompt, task.max_new_tokens, task.stops, accept, key)
+        request = make_request(shape, prompt, task.decoding, accept, key)
         state = executable.prefill(mode.params, state, jnp.int32(slot), request)
     return state
 

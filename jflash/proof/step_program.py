@@ -13,12 +13,11 @@ import jax.numpy as jnp
 
 from jflash.bench.shapes import ModelShape
 from jflash.config import Drafter2Config
-from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
-from jflash.programs import STOP_SLOTS, Shape, new_state, run
+from jflash.programs import Shape, new_state, run
 from jflash.speculative import Models, Params
 from pallas_kernels.matmul.tuning import winner
 
@@ -61,7 +60,7 @@ def pair_models(shape: ModelShape) -> Models:
 
 def plain_models(shape: ModelShape) -> Models:
     """Plain decoding: the target without a drafter at width 1, with XLA's kernels."""
-    return Models(Target(shape.target), None, 1)
+    return Models(Target(shape.target))
 
 
 def step_program(models: Models, batch: int, capacity: int, dtype: str) -> StepProgram:
@@ -75,7 +74,7 @@ def step_program(models: Models, batch: int, capacity: int, dtype: str) -> StepP
     if models.drafter is not None:
         add_context = functools.partial(with_context_kernel, models.drafter)
         drafter = jax.eval_shape(add_context, params(models.drafter.config))
-    shape = Shape(batch, capacity, PREFILL_CHUNK, STOP_SLOTS, dtype)
+    shape = Shape.of(batch, capacity, dtype)
     state = jax.eval_shape(lambda: new_state(models, shape))
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     cancel = jax.ShapeDtypeStruct((batch,), jnp.bool_)

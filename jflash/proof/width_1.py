@@ -5,7 +5,6 @@ two tokens are almost equally likely it may take the other one.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -45,10 +44,9 @@ class Parting(NamedTuple):
 
 
 def compile_narrow(wide: Executable, params: Params) -> Narrow:
-    alone = replace(wide.models, drafter=None, block_size=1)
     state = jax.eval_shape(lambda: new_state(wide.models, wide.shape))
-    target = Params(params.target, None)
-    run = compile_run(alone, target, state._replace(drafter_cache=()), wide.shape)
+    target = Params(params.target)
+    run = compile_run(wide.models.plain(), target, state._replace(drafter_cache=()), wide.shape)
     return Narrow(wide, target, run)
 
 
@@ -57,10 +55,13 @@ def partings(narrow: Narrow, oracle: Mode, oracle_run: Run, task: Task) -> list[
 
     Both are decoded once more for the logits there; at width W by replaying the oracle's tokens.
     """
-    text = oracle_run.state.tokens
+    text = oracle_run.sequences.tokens
     own = _decode(narrow, oracle, task)
-    wide, other = np.asarray(text), np.asarray(own.state.tokens)
-    ends, other_ends = np.asarray(oracle_run.state.length), np.asarray(own.state.length)
+    wide, other = np.asarray(text), np.asarray(own.sequences.tokens)
+    ends, other_ends = (
+        np.asarray(oracle_run.sequences.length),
+        np.asarray(own.sequences.length),
+    )
     both = np.minimum(ends, other_ends)
     firsts = [_first(wide[b, :n], other[b, :n]) for b, n in enumerate(both.tolist())]
     rows = None

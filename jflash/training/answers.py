@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jflash.decoding import GREEDY, Sampling
+from jflash.decoding import Decoding
 from jflash.engine import Job, serve
 from jflash.files import locked
 from jflash.generate import Generation, Pair
@@ -20,22 +20,18 @@ from jflash.training.recipe import WHOLE, Share
 def answer_prompts(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
     *,
     batch_size: int,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
 ) -> list[Generation]:
-    """Greedy answers in the order of the prompts.
+    """Answers in the order of the prompts.
 
     ValueError for a prompt that does not fit, before anything runs.
     """
     if not prompts:
         raise ValueError("no prompts to answer")
-    jobs = [
-        Job(index=i, prompt_ids=list(prompt), max_new_tokens=max_new_tokens)
-        for i, prompt in enumerate(prompts)
-    ]
-    found = serve(pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids)
+    jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(prompts)]
+    found = serve(pair, jobs, batch_size=batch_size)
     answers: dict[int, Generation] = {}
     for job, generation in tqdm(found, total=len(jobs), desc="answers", unit="prompt"):
         answers[job.index] = generation
@@ -47,15 +43,12 @@ def answer_into(
     name: str,
     pair: Pair,
     prompts: Sequence[Sequence[int]],
+    decodings: Sequence[Decoding],
     *,
     batch_size: int,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
-    samplings: Sequence[Sampling] = (GREEDY,),
-    seed: int = 0,
     share: Share = WHOLE,
 ) -> list[list[int]] | None:
-    """An answer to each prompt by each of `samplings`, a line of `folder`/`name`.jsonl as it comes.
+    """An answer to each prompt by each of `decodings`, a line of `folder`/`name`.jsonl as it comes.
 
     It continues from the lines of this share and of all others. The result has the order of the
     prompts, one prompt's answers side by side; a stop token that ended an answer is its last
@@ -63,11 +56,10 @@ def answer_into(
     ValueError while another process makes the same share.
     """
     jobs = [
-        Job(index=i * len(samplings) + k, prompt_ids=list(prompt), sampling=sampling,
-            max_new_tokens=max_new_tokens)
+        Job(i * len(decodings) + k, list(prompt), decoding)
         for i, prompt in enumerate(prompts)
-        for k, sampling in enumerate(samplings)
-    ]  # fmt: skip
+        for k, decoding in enumerate(decodings)
+    ]
     suffix = f"-{share.index}-of-{share.of}" if share.of > 1 else ""
     own = folder / f"{name}{suffix}.jsonl"
     answers: dict[int, list[int]] = {}
@@ -76,12 +68,9 @@ def answer_into(
             answers |= read_answers(file, mend=file == own)
         if answers:
             print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
-        others = {j.index for j in jobs if j.index // len(samplings) % share.of != share.index}
+        others = {j.index for j in jobs if j.index // len(decodings) % share.of != share.index}
         missing = len(jobs) - len(answers.keys() | others)
-        found = serve(
-            pair, jobs, batch_size=batch_size, stop_token_ids=stop_token_ids, seed=seed,
-            answered=answers.keys() | others,
-        )  # fmt: skip
+        found = serve(pair, jobs, batch_size=batch_size, answered=answers.keys() | others)
         with own.open("a", encoding="utf-8") as out, tqdm(total=missing, desc="answers") as bar:
             for job, generation in found:
                 answers[job.index] = generation.token_ids

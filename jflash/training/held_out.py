@@ -11,6 +11,7 @@ import jax
 from jflash.acceptance import by_ending
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig
+from jflash.decoding import Decoding
 from jflash.generate import Generation, Pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
@@ -28,10 +29,9 @@ def held_out_evaluation(
     *,
     every: int,
     batch_size: int,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int],
+    decoding: Decoding,
 ) -> Evaluation:
-    """Greedy decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
+    """Decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
     drafter, device = drafter_of(config), jax.devices()[0]
     dtype = str(target_params["embedding"].dtype)
     models = with_backends(Models(target, drafter, config.block_size), dtype, device)
@@ -42,11 +42,10 @@ def held_out_evaluation(
 
     def run(params: Any) -> dict[str, Any]:
         # Through the host: arrays that were on a mesh remember it, and decoding knows of none.
-        decoding = ready(jax.device_put(jax.device_get(params), device))
+        drafting = ready(jax.device_put(jax.device_get(params), device))
         answers = answer_prompts(
-            Pair(models, Params(target_params, decoding)), prompts,
-            batch_size=min(batch_size, len(prompts)), max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
+            Pair(models, Params(target_params, drafting)), prompts, decoding,
+            batch_size=min(batch_size, len(prompts)),
         )  # fmt: skip
         return acceptance_numbers(answers, config.block_size)
 

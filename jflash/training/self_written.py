@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jflash.acceptance import is_looping
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding
 from jflash.generate import Pair
 from jflash.io.text import decode, through_template
 from jflash.training.answers import answer_into
@@ -39,10 +39,7 @@ def write_prompts(
     count: int,
     *,
     systems: Sequence[str | None],
-    stop_token_ids: Sequence[int],
-    sampling: Sampling,
-    seed: int,
-    max_new_tokens: int,
+    decoding: Decoding,
     batch_size: int,
     folder: Path,
     name: str,
@@ -54,12 +51,9 @@ def write_prompts(
     """
     prefixes = [user_prefix(tokenizer, system) for system in systems]
     asked = [prefixes[i % len(prefixes)] for i in range(count)]
-    written = answer_into(
-        folder, name, pair, asked, batch_size=batch_size, max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids, samplings=[sampling], seed=seed,
-    )  # fmt: skip
+    written = answer_into(folder, name, pair, asked, [decoding], batch_size=batch_size)
     assert written is not None  # this process makes all of them
-    stops = set(stop_token_ids)
+    stops = set(decoding.stop_token_ids)
     ended = [ids for ids in written if ids[-1] in stops and not is_looping(ids)]
     texts = [decode(tokenizer, ids).strip() for ids in ended]
     return [Prompt(text, "self-written") for text in texts if len(text) >= SHORTEST]

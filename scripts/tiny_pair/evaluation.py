@@ -1,15 +1,15 @@
 """How good the embedded pair is: right results, acceptance lengths, speed against width 1."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from jflash.acceptance import by_ending
+from jflash.decoding import Decoding
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
 from jflash.io.text import decode
 from jflash.programs import capacity_for
-from jflash.speculative import Params
 from jflash.training.answers import answer_prompts
 from tiny_pair.stages import chat_prompts
 from tiny_pair.word_problems import Problem, Split, is_correct, problems
@@ -22,8 +22,7 @@ class Limits:
     """How prompts are decoded."""
 
     batch_size: int
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+    decoding: Decoding
 
 
 def evaluate_split(
@@ -60,17 +59,14 @@ def compare_with_width_1(
     One prompt at a time, the two in turns, so that a busy machine slows both. Medians over prompts
     of tokens a second, and of the ratio of one prompt's two times per token.
     """
-    alone = Pair(replace(pair.models, drafter=None, block_size=1), Params(pair.params.target, None))
+    alone = pair.plain()
     prompts = chat_prompts(tokenizer, [p.question for p in asked])
     longest, width = max(map(len, prompts)), pair.models.block_size
     # One capacity for both: attention reads the same number of slots.
-    capacity = capacity_for(longest, limits.max_new_tokens, width, PREFILL_CHUNK)
+    capacity = capacity_for(longest, limits.decoding.max_new_tokens, width, PREFILL_CHUNK)
 
     def timed(of: Pair, prompt: list[int]) -> Generation:
-        return generate(
-            of, [prompt], max_new_tokens=limits.max_new_tokens,
-            stop_token_ids=limits.stop_token_ids, capacity=capacity,
-        )[0]  # fmt: skip
+        return generate(of, [prompt], limits.decoding, capacity=capacity)[0]
 
     for of in (pair, alone):  # compiles, and touches the device once
         timed(of, prompts[0])
@@ -90,9 +86,8 @@ def compare_with_width_1(
 
 def _answer(pair: Pair, tokenizer: Any, questions: list[str], limits: Limits) -> list[Generation]:
     return answer_prompts(
-        pair, chat_prompts(tokenizer, questions), batch_size=limits.batch_size,
-        max_new_tokens=limits.max_new_tokens, stop_token_ids=limits.stop_token_ids,
-    )  # fmt: skip
+        pair, chat_prompts(tokenizer, questions), limits.decoding, batch_size=limits.batch_size
+    )
 
 
 def _shares(right: list[bool], groups: list[str]) -> dict[str, float]:

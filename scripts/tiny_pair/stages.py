@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jflash.decoding import Decoding
 from jflash.io import load_pair, load_target, load_tokenizer, save_checkpoint
 from jflash.training.answers import answer_prompts
 from jflash.training.data import Conversation, load_conversations, save_conversations
@@ -145,8 +146,9 @@ def make_answers(recipe: Recipe, place: Workplace, gsm8k: Gsm8k | None) -> None:
         questions += [renumbered(q, rng) for q in known for _ in range(recipe.gsm8k_variants)]
     prompts = chat_prompts(load_tokenizer(place.target), questions)
     answers = answer_prompts(
-        load_pair(place.target), prompts, batch_size=recipe.answer_batch,
-        max_new_tokens=recipe.max_new_tokens, stop_token_ids=[END_OF_TURN_ID],
+        load_pair(place.target), prompts,
+        Decoding(max_new_tokens=recipe.max_new_tokens, stop_token_ids=(END_OF_TURN_ID,)),
+        batch_size=recipe.answer_batch,
     )  # fmt: skip
     ended = [
         Conversation(prompt, answer.token_ids)

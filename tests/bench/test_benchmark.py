@@ -126,8 +126,8 @@ def test_the_timed_steps_run_at_the_context_over_full_caches():
     compiled, _ = compile_run(models, params, state)
     seconds, state = time_run(compiled, params, state, window)
     assert len(seconds) == 2 and all(s > 0 for s in seconds)
-    assert state.length.tolist() == [window.start + 9] * 2
-    assert state.acceptance_lengths[:, :9].tolist() == [[1] * 9] * 2
+    assert state.sequences.length.tolist() == [window.start + 9] * 2
+    assert state.sequences.acceptance_lengths[:, :9].tolist() == [[1] * 9] * 2
     written = np.array([np.abs(a - b).max((0, 2, 3)) > 0 for a, b in
                         zip(jax.tree.leaves(before), jax.tree.leaves(state.target_cache),
                             strict=True)])  # fmt: skip

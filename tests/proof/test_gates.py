@@ -82,9 +82,9 @@ def looped(body):
     def run(params, state, max_steps, cancel):
         def unfinished(carry):
             step, state = carry
-            return (step < max_steps) & ~jnp.all(state.done)
+            return (step < max_steps) & ~jnp.all(state.sequences.done)
 
-        start = (jnp.int32(0), state._replace(done=state.done | cancel))
+        start = (jnp.int32(0), state.with_sequences(done=state.sequences.done | cancel))
         return lax.while_loop(unfinished, lambda c: (c[0] + 1, body(params, c[1])), start)[1]
 
     return run
@@ -182,7 +182,7 @@ def test_a_loop_inside_the_step_fails_the_command_buffer_gate():
 
     def body(params, state):
         once = functools.partial(speculative_step, step.models, params)
-        return lax.fori_loop(0, state.limit[0], lambda _, s: once(s), state)
+        return lax.fori_loop(0, state.sequences.limit[0], lambda _, s: once(s), state)
 
     program = compiled(step, looped(body))
     assert any("kWhile" in o for o in one_command_buffer(program.thunks).offences)
@@ -268,7 +268,7 @@ def test_several_copies_of_the_logits_fail_the_temporaries_gate():
         verdict, state = verify(models, params, state, proposal)
         # A sort needs its input and its result at once.
         best = jnp.sort(verdict.logits, axis=-1)[:, 0, -1] if sorts else verdict.choices[:, 0]
-        return state._replace(length=state.length + best.astype(jnp.int32))
+        return state.with_sequences(length=state.sequences.length + best.astype(jnp.int32))
 
     once, twice = (
         compiled(step, looped(functools.partial(body, sorts=sorts))) for sorts in (False, True)

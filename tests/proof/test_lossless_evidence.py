@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.decoding import Decoding
 from jflash.generate import generate
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import attend_by_length, case_shape
@@ -45,7 +46,7 @@ def case():
 def decoded(case):
     """An executable, a task and its oracle's run."""
     executable = compile_executable(case.models, case.params, case_shape(case, BATCH, "float32"))
-    task = Task(case.prompts(BATCH, 0), 40, [])
+    task = Task(case.prompts(BATCH, 0), Decoding(max_new_tokens=40))
     oracle = Mode("oracle", case.params, accept=False)
     return SimpleNamespace(
         executable=executable, task=task, oracle=oracle, run=decode(executable, oracle, task)
@@ -76,15 +77,15 @@ def test_evidence_is_the_logits_of_committed_rows(case, decoded):
         capacity=decoded.executable.shape.capacity,
     )  # fmt: skip
     for b, (prompt, want) in enumerate(zip(task.prompts, wants, strict=True)):
-        end = int(run.state.length[b])
-        assert np.asarray(run.state.tokens[b, len(prompt) : end]).tolist() == want.token_ids
+        end = int(run.sequences.length[b])
+        assert np.asarray(run.sequences.tokens[b, len(prompt) : end]).tolist() == want.token_ids
         recorded = np.flatnonzero(np.isfinite(run.evidence.top[b]))
         assert recorded.tolist() == list(range(len(prompt) + 1, end))
     assert int(run.evidence.not_top.sum()) == 0
     probe = np.asarray([len(task.prompts[0]) + 7, -1])
     probed = decode(decoded.executable, decoded.oracle, task, probe)
     row = probed.evidence.probed[0]
-    assert int(jnp.argmax(row)) == int(run.state.tokens[0, probe[0]])
+    assert int(jnp.argmax(row)) == int(run.sequences.tokens[0, probe[0]])
     assert float(jnp.max(row)) == float(run.evidence.top[0, probe[0]])
     assert np.isneginf(probed.evidence.probed[1]).all()
 
@@ -96,7 +97,7 @@ def test_one_bit_of_any_compared_thing_is_found(case, decoded):
     things = compared_things(case.models, own_drafter=True)
     layers = case.models.target.config.num_layers
     assert len(things) == 2 + layers + case.models.drafter.config.num_layers
-    end = int(run.state.length[1])
+    end = int(run.sequences.length[1])
 
     def flipped(cache, layer, index):
         """The lowest bit of one value of sequence 1."""
@@ -114,11 +115,11 @@ def test_one_bit_of_any_compared_thing_is_found(case, decoded):
 
     state, evidence = run.state, run.evidence
     assert found() == []
-    tokens = state.tokens.at[1, end - 2].add(1)
-    assert found(state._replace(tokens=tokens)) == [("tokens", 1, end - 2)]
+    tokens = state.sequences.tokens.at[1, end - 2].add(1)
+    assert found(state.with_sequences(tokens=tokens)) == [("tokens", 1, end - 2)]
     sums = evidence.checksums.at[1, end - 1, 1].add(1)
     assert found(evidence=evidence._replace(checksums=sums)) == [("logits", 1, end - 1)]
-    longer = state._replace(length=state.length + jnp.asarray([0, 1]))
+    longer = state.with_sequences(length=state.sequences.length + jnp.asarray([0, 1]))
     assert found(longer) == [("tokens", 1, end)]
     assert int(compare(run, run._replace(state=longer), lengths, True, 8).unrecorded) == 1
     target = state._replace(target_cache=flipped(state.target_cache, 2, end - 2))
@@ -183,8 +184,8 @@ def test_width_1_partings_are_where_generate_parts(case, decoded):
     pair = random_pair()
     alone = replace(pair, models=Models(pair.models.target, None, 1), params=Params(target, None))
     for b, (prompt, part) in enumerate(zip(task.prompts, parted, strict=True)):
-        start, end = len(prompt), int(decoded.run.state.length[b])
-        tokens = np.asarray(decoded.run.state.tokens[b, start:end]).tolist()
+        start, end = len(prompt), int(decoded.run.sequences.length[b])
+        tokens = np.asarray(decoded.run.sequences.tokens[b, start:end]).tolist()
         # The prefill's token is the right target's: the wrong one goes on from there.
         rest = generate(alone, [[*prompt, tokens[0]]], max_new_tokens=39)[0].token_ids
         assert part.same is not None

@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from jflash.config import Drafter2Config, second_version
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding, Sampling
 from jflash.models.dflash2 import Drafter2, drafter_of
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state, run
@@ -49,10 +49,12 @@ def start() -> State:
     """The prompt but its last token prefilled; that token, already known, is the newest."""
     models, params = pair()
     shape = Shape(1, 12, 4, 1, "float32")
-    request = make_request(shape, PROMPT[:-1], NEW + 1, (), W - 1, jax.random.key(0))
+    request = make_request(
+        shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
+    )
     fill = jax.jit(functools.partial(prefill, models, shape.chunk))
     state = fill(params, new_state(models, shape), jnp.int32(0), request)
-    return state._replace(tokens=state.tokens.at[0, 2].set(PROMPT[-1]))
+    return state.with_sequences(tokens=state.sequences.tokens.at[0, 2].set(PROMPT[-1]))
 
 
 @functools.cache
@@ -63,10 +65,10 @@ def runner(models: Models):
 def samples(models: Models, sampling: Sampling, calls: int) -> tuple[np.ndarray, np.ndarray]:
     """How often each continuation comes out, and how many tokens each first step committed."""
     counts, lengths = np.zeros(V**NEW), []
-    state = start()._replace(keys=jnp.zeros(1), filters=filters_of(sampling))
+    state = start().with_sequences(key=jnp.zeros(1), filters=filters_of(sampling))
     wide = jax.tree.map(lambda x: jnp.repeat(x, BATCH, axis=0), state)
     for call in range(calls):
-        state = wide._replace(keys=jax.random.split(jax.random.key(call), BATCH))
+        state = wide.with_sequences(key=jax.random.split(jax.random.key(call), BATCH))
         report = runner(models)(pair()[1], state, jnp.int32(99), jnp.zeros(BATCH, bool))[1]
         drawn = np.asarray(report.tokens[:, len(PROMPT) : len(PROMPT) + NEW])
         counts += np.bincount(drawn @ V ** np.arange(NEW)[::-1], minlength=V**NEW)
@@ -94,7 +96,7 @@ def first_scores() -> tuple[np.ndarray, np.ndarray]:
         draft(replace(models, drafter=watched), params, state)
         return seen["found"]
 
-    candidates, scores = found(params, start()._replace(filters=filters))
+    candidates, scores = found(params, start().with_sequences(filters=filters))
     return np.asarray(candidates[0]), np.asarray(scores[0], np.float64)
 
 

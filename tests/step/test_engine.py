@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jflash import engine
-from jflash.decoding import GREEDY, Sampling
+from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.engine import Job, buckets, serve
 from jflash.generate import generate
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
@@ -18,15 +18,13 @@ STOPS = [3, 9]
 def some_jobs(count: int, seed: int = 0, new: tuple[int, int] = (1, 50)) -> list[Job]:
     rng = random.Random(seed)
     return [
-        Job(index=i, prompt_ids=prompt, max_new_tokens=rng.randrange(*new))
+        Job(i, prompt, Decoding(max_new_tokens=rng.randrange(*new)))
         for i, prompt in enumerate(prompts(count, seed=seed, high=150))
     ]
 
 
 def by_itself(pair, job: Job, **how):
-    return generate(
-        pair, [job.prompt_ids], max_new_tokens=job.max_new_tokens, first_index=job.index, **how
-    )[0]
+    return generate(pair, [job.prompt_ids], job.decoding, first_index=job.index, **how)[0]
 
 
 def test_everybody_gets_the_tokens_of_generate():
@@ -57,10 +55,12 @@ def test_draws_depend_on_seed_and_index_alone():
     """In a batch with greedy ones, in any order, as `generate` draws them one by one."""
     pair, jobs = random_pair(), some_jobs(5, seed=2)
     ways = [Sampling(temperature=1.0), GREEDY, Sampling(temperature=0.7, top_k=9, top_p=0.8)]
-    jobs = [job._replace(sampling=ways[job.index % 3]) for job in jobs]
+    jobs = [
+        job._replace(decoding=replace(job.decoding, sampling=ways[job.index % 3])) for job in jobs
+    ]
     drawn = replace(pair, models=replace(pair.models, sampled=True))  # one program for all
     for seed in (0, 7):
-        own = {j.index: by_itself(drawn, j, sampling=j.sampling, seed=seed) for j in jobs}
+        own = {j.index: by_itself(drawn, j, seed=seed) for j in jobs}
         for order in (jobs, jobs[::-1]):
             for job, answer in serve(pair, order, batch_size=2, seed=seed):
                 assert answer.token_ids == own[job.index].token_ids
@@ -73,7 +73,7 @@ def test_draws_depend_on_seed_and_index_alone():
 def test_a_free_slot_is_filled_while_the_others_go_on(monkeypatch):
     """One long job beside many short ones takes no more calls than the long one alone."""
     pair, short = random_pair(), some_jobs(8, new=(5, 9))
-    long = Job(index=99, prompt_ids=prompts(1)[0], max_new_tokens=150)
+    long = Job(99, prompts(1)[0], Decoding(max_new_tokens=150))
     steps = by_itself(pair, long).steps
     calls = []
     compiled = engine.compile_programs
@@ -123,7 +123,7 @@ def test_seconds_add_up_to_the_run():
 
 def needing(slots: list[int], first: int = 0) -> list[Job]:
     """Jobs that need as many cache slots, at width 8."""
-    return [Job(i, [1], max_new_tokens=n - 9) for i, n in enumerate(slots, first)]
+    return [Job(i, [1], Decoding(max_new_tokens=n - 9)) for i, n in enumerate(slots, first)]
 
 
 def test_jobs_are_grouped_by_capacity():
@@ -136,7 +136,7 @@ def test_jobs_are_grouped_by_capacity():
         found = buckets(jobs, **how)
         assert sorted(job.index for b in found for job in b.jobs) == list(range(len(slots)))
         for bucket in found:
-            new = [job.max_new_tokens for job in bucket.jobs]
+            new = [job.decoding.max_new_tokens for job in bucket.jobs]
             assert new == sorted(new, reverse=True)
         return [(b.capacity, len(b.jobs)) for b in found]
 
@@ -165,7 +165,7 @@ def test_what_was_answered_is_not_run_and_keeps_the_shapes(monkeypatch):
 
 def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
     """Rows of the drafter's context are right after a refill, not only the target's."""
-    pair, job = unit_head(random_pair()), Job(5, prompts(1, seed=8)[0], max_new_tokens=41)
+    pair, job = unit_head(random_pair()), Job(5, prompts(1, seed=8)[0], Decoding(max_new_tokens=41))
     text = by_itself(pair, job).token_ids
     knowing = replay_pair(pair, job.prompt_ids + text)
     others = some_jobs(5, new=(3, 20))
@@ -179,6 +179,7 @@ def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
     [
         ([Job(0, [])], {}, "job 0: the prompt is empty"),
         ([Job(7, [1, 67])], {}, "job 7: token id 67"),
+        ([Job(3, [1], Decoding(stop_when=len))], {}, "job 3: stop_when is for generate and stream"),
         ([Job(0, [1]), Job(0, [2])], {}, "same index"),
         ([Job(0, [1])], {"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ([Job(0, [1])], {"steps_per_call": 0}, "steps_per_call must be at least 1, got 0"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding, Sampling
 from jflash.generate import Pair, check_keys, generate, stream
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
@@ -100,7 +100,8 @@ def test_sequences_of_a_batch_stop_at_tokens_of_their_own():
     programs = compile_programs(pair.models, pair.params, shape)
     state = new_state(pair.models, shape)
     for b, (prompt, own) in enumerate(zip(batch, stops, strict=True)):
-        request = make_request(shape, prompt, NEW, own, 7, jax.random.key(0))
+        decoding = Decoding(max_new_tokens=NEW, stop_token_ids=own)
+        request = make_request(shape, prompt, decoding, 7, jax.random.key(0))
         state = programs.prefill(pair.params, state, jnp.int32(b), request)
     _, report = programs.run(pair.params, state, jnp.int32(NEW), jnp.zeros(3, bool))
     ends = set()
@@ -167,7 +168,7 @@ def chunked():
         states = []
         for chunk, program in zip(CHUNKS, programs, strict=True):
             shape = Shape(2, 256, chunk, 16, "float32")
-            request = make_request(shape, prompt, 10, (), 7, jax.random.key(0))
+            request = make_request(shape, prompt, Decoding(max_new_tokens=10), 7, jax.random.key(0))
             state = new_state(pair.models, shape)
             states.append(program(pair.params, state, jnp.int32(1), request))
         return states
@@ -183,7 +184,7 @@ def test_prefill_chunks_agree_within_float32(chunked, length):
     states = chunked(prompt)
     filled = lambda cache: [np.asarray(x[1, : len(prompt)]) for x in jax.tree.leaves(cache)]  # noqa: E731
     for other in states[1:]:
-        assert other.tokens[1, len(prompt)] == states[0].tokens[1, len(prompt)]
+        assert other.sequences.tokens[1, len(prompt)] == states[0].sequences.tokens[1, len(prompt)]
         for name in ("target_cache", "drafter_cache"):
             want, got = filled(getattr(states[0], name)), filled(getattr(other, name))
             for a, b in zip(want, got, strict=True):
@@ -232,7 +233,7 @@ def test_the_report_counts_live_steps_only():
     programs = compile_programs(pair.models, pair.params, shape)
     state = new_state(pair.models, shape)
     for b, (prompt, new) in enumerate(zip(batch, (NEW, 5), strict=True)):
-        request = make_request(shape, prompt, new, (), 7, jax.random.key(0))
+        request = make_request(shape, prompt, Decoding(max_new_tokens=new), 7, jax.random.key(0))
         state = programs.prefill(pair.params, state, jnp.int32(b), request)
     _, report = programs.run(pair.params, state, jnp.int32(1000), jnp.zeros(2, bool))
     lengths = [np.asarray(report.acceptance_lengths[b, : report.steps[b]]) for b in range(2)]

@@ -15,6 +15,7 @@ from jflash.bench.shapes import SHAPES
 from jflash.cli import generate as cli
 from jflash.cli import main
 from jflash.config import Sight
+from jflash.decoding import Decoding
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
 from jflash.kernels import Kernels
@@ -52,7 +53,7 @@ def published(name: str, layers: int | None = None, backend: str = "xla") -> Mod
 
 
 def without_drafter(models: Models) -> Models:
-    return replace(models, drafter=None, block_size=1)
+    return models.plain()
 
 
 def sized(batch: int = 1, capacity: int = 2048, dtype: str = "bfloat16") -> Shape:
@@ -154,7 +155,7 @@ def temporaries(models: Models, shape: Shape, compile_it, step_alone: bool = Fal
     state = jax.eval_shape(lambda: new_state(models, shape))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], 1, (), 0, key))
+    request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
     first = functools.partial(prefill, models, shape.chunk)
     programs = [compile_it(functools.partial(run, models), params, state, number, cancel)]

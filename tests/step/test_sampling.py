@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jflash import sampling
+from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.sampling import (
     GREEDY,
@@ -142,7 +143,7 @@ def test_each_of_a_batch_draws_by_its_own_in_any_slot(rule: str):
     pair, batch, new = drawing(rule), prompts(4, seed=20), 16
     own = [GREEDY, Sampling(temperature=0.9, top_p=0.7), Sampling(temperature=1.2), GREEDY]
     how: dict[str, Any] = {"max_new_tokens": new, "seed": 3, "capacity": 256}
-    got = generate(pair, batch, sampling=own, **how)
+    got = generate(pair, batch, [Decoding(sampling=s) for s in own], **how)
     plain = generate(random_pair(), batch, max_new_tokens=new)
     assert [got[i].token_ids for i in (0, 3)] == [plain[i].token_ids for i in (0, 3)]
     others = generate(pair, [batch[2], batch[1], batch[0], batch[3]], sampling=own[1], **how)
@@ -152,8 +153,8 @@ def test_each_of_a_batch_draws_by_its_own_in_any_slot(rule: str):
 
 
 def test_samplings_and_prompts_must_be_as_many():
-    with pytest.raises(ValueError, match="1 samplings for 2 prompts"):
-        generate(random_pair(), prompts(2), sampling=[GREEDY])
+    with pytest.raises(ValueError, match="1 decodings for 2 prompts"):
+        generate(random_pair(), prompts(2), [Decoding()])
 
 
 def test_purposes_of_noise_differ():

@@ -16,7 +16,7 @@ from scipy import stats
 
 from jflash import sampling as sampling_module
 from jflash import speculative
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding, Sampling
 from jflash.layers import MaskAttend
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
@@ -94,10 +94,12 @@ def start() -> State:
     """
     models, params = pair()
     shape = Shape(1, 12, 4, 1, "float32")
-    request = make_request(shape, PROMPT[:-1], NEW + 1, (), W - 1, jax.random.key(0))
+    request = make_request(
+        shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
+    )
     fill = jax.jit(functools.partial(prefill, models, shape.chunk))
     state = fill(params, new_state(models, shape), jnp.int32(0), request)
-    return state._replace(tokens=state.tokens.at[0, 2].set(PROMPT[-1]))
+    return state.with_sequences(tokens=state.sequences.tokens.at[0, 2].set(PROMPT[-1]))
 
 
 @functools.cache
@@ -109,10 +111,10 @@ def runner(rule: str):
 def samples(run_once, sampling: Sampling, calls: int = CALLS) -> tuple[np.ndarray, np.ndarray]:
     """How often each continuation comes out, and how many tokens each first step committed."""
     counts, lengths = np.zeros(V**NEW), []
-    state = start()._replace(keys=jnp.zeros(1), filters=filters_of(sampling))
+    state = start().with_sequences(key=jnp.zeros(1), filters=filters_of(sampling))
     wide = jax.tree.map(lambda x: jnp.repeat(x, BATCH, axis=0), state)
     for call in range(calls):
-        state = wide._replace(keys=jax.random.split(jax.random.key(call), BATCH))
+        state = wide.with_sequences(key=jax.random.split(jax.random.key(call), BATCH))
         report: Report = run_once(pair()[1], state, jnp.int32(99), jnp.zeros(BATCH, bool))[1]
         drawn = np.asarray(report.tokens[:, len(PROMPT) : len(PROMPT) + NEW])
         counts += np.bincount(drawn @ V ** np.arange(NEW)[::-1], minlength=V**NEW)
@@ -142,7 +144,7 @@ def drafter_logits() -> np.ndarray:
     models, params = pair()
     plain = jax.tree.map(lambda x: x[None], filters_of(Sampling(temperature=1.0)))
     draws = functools.partial(draft, replace(models, draft_rule="sampled"))
-    proposal, _ = jax.jit(draws)(params, start()._replace(filters=plain))
+    proposal, _ = jax.jit(draws)(params, start().with_sequences(filters=plain))
     assert proposal.q is not None
     return np.log(np.asarray(proposal.q[0], np.float64))
 

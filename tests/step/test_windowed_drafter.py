@@ -14,6 +14,7 @@ import pytest
 from jflash import cache
 from jflash.cache import RingCache, empty_cache, ring_slots, with_rings, write_context
 from jflash.config import Sight, second_version
+from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.models.dflash2 import drafter_of
 from jflash.prefill import prefill
@@ -60,7 +61,7 @@ def drafted(pair, sizes, rounds: int = 60) -> np.ndarray:
     state = new_state(pair.models, shape)
     admit = jax.jit(partial(prefill, pair.models, shape.chunk))
     for slot, prompt in enumerate(prompts(2, seed=6, low=70, high=150)):
-        request = make_request(shape, prompt, 250, (), 7, jax.random.key(0))
+        request = make_request(shape, prompt, Decoding(max_new_tokens=250), 7, jax.random.key(0))
         state = admit(pair.params, state, jnp.int32(slot), request)
     assert [c.k.shape[1] for c in state.drafter_cache] == sizes
     step = jax.jit(partial(speculative_step, pair.models))
@@ -68,7 +69,7 @@ def drafted(pair, sizes, rounds: int = 60) -> np.ndarray:
         state = step(pair.params, state)
     out = []
     for layer in state.drafter_cache:
-        for b, length in enumerate(state.length):
+        for b, length in enumerate(state.sequences.length):
             last = np.arange(length - 20, length - 1)
             out += [np.asarray(x[b, last % x.shape[1]]) for x in layer]
     return np.stack(out)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jflash.acceptance import acceptance, by_ending, is_looping
+from jflash.decoding import Decoding
 from jflash.generate import Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import encode_prompt
@@ -135,7 +136,7 @@ def test_training_stopped_early_leaves_no_target(place, tmp_path):
 
 def test_evaluation_counts(place):
     pair, tokenizer = load_pair(place.target, place.drafter), load_tokenizer(place.target)
-    limits = Limits(batch_size=3, max_new_tokens=12, stop_token_ids=(2,))
+    limits = Limits(batch_size=3, decoding=Decoding(max_new_tokens=12, stop_token_ids=(2,)))
     found = evaluate_split(pair, tokenizer, "held_out", 4, limits)
     assert sum(found["endings"].values()) == found["all"]["prompts"] == 4
     assert sum(found["all"]["histogram"]) == found["all"]["steps"]

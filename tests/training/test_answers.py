@@ -2,6 +2,7 @@
 
 import pytest
 
+from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
 from jflash.speculative import Models, Params
@@ -9,16 +10,17 @@ from jflash.training.answers import answer_prompts
 from tests.support.pairs import prompts, random_params, target_config
 
 CONFIG = target_config(num_layers=1)
-PAIR = Pair(Models(Target(CONFIG), None, 1), Params(random_params(CONFIG, 0), None))
-STOPS = list(range(0, 67, 9))
+PAIR = Pair(Models(Target(CONFIG)), Params(random_params(CONFIG, 0)))
+STOPS = tuple(range(0, 67, 9))
+DECODING = Decoding(max_new_tokens=12, stop_token_ids=STOPS)
 
 
 def test_answers_are_the_targets_own_in_order():
     asked = prompts(5, low=3, high=40)
-    found = answer_prompts(PAIR, asked, batch_size=2, max_new_tokens=12, stop_token_ids=STOPS)
+    found = answer_prompts(PAIR, asked, DECODING, batch_size=2)
     reasons = set()
     for prompt, answer in zip(asked, found, strict=True):
-        alone = generate(PAIR, [prompt] * 2, max_new_tokens=12, stop_token_ids=STOPS)[0]
+        alone = generate(PAIR, [prompt] * 2, DECODING)[0]
         assert answer.token_ids == alone.token_ids
         assert answer.finish_reason == alone.finish_reason
         assert (answer.token_ids[-1] in STOPS) == (answer.finish_reason == "stop")
@@ -28,9 +30,7 @@ def test_answers_are_the_targets_own_in_order():
 
 def test_unfit_requests_are_refused():
     def ask(prompts, batch_size=2):
-        return answer_prompts(
-            PAIR, prompts, batch_size=batch_size, max_new_tokens=4, stop_token_ids=[]
-        )
+        return answer_prompts(PAIR, prompts, Decoding(max_new_tokens=4), batch_size=batch_size)
 
     with pytest.raises(ValueError, match="token id 67"):
         ask([[1], [67]])

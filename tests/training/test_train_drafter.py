@@ -19,7 +19,7 @@ from jflash import load_pair
 from jflash.cli import main
 from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
-from jflash.decoding import GREEDY, Sampling
+from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation
@@ -285,13 +285,14 @@ def test_sampled_answers_are_shared_out(tmp_path):
     """Two shares make what one process makes alone, each its own; a third call finds them all."""
     asked = prompts(5, low=3, high=20)
 
+    decoding = Decoding(max_new_tokens=12, stop_token_ids=(0,), seed=3)
     both_ways = [GREEDY, Sampling(temperature=1.0)]
 
     def answers(folder: Path, share: Share = WHOLE, ways=both_ways) -> list[list[int]] | None:
         folder.mkdir(exist_ok=True)
         return answer_into(
-            folder, "a", PAIR, asked, batch_size=2, max_new_tokens=12, stop_token_ids=[0],
-            samplings=ways, seed=3, share=share,
+            folder, "a", PAIR, asked, [replace(decoding, sampling=way) for way in ways],
+            batch_size=2, share=share,
         )  # fmt: skip
 
     alone, both = answers(tmp_path / "alone"), tmp_path / "both"

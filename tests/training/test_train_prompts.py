@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jflash.cli import main
-from jflash.decoding import Sampling
+from jflash.decoding import Decoding, Sampling
 from jflash.engine import Job, serve
 from jflash.io import load_pair, load_tokenizer
 from jflash.io.text import decode
@@ -113,8 +113,11 @@ def test_target_writes_user_turns(tmp_path, capsys):
     written = {json.loads(line)["prompt"] for line in output.read_text().splitlines()}
     tokenizer = load_tokenizer(folders.target)
     assert user_prefix(tokenizer) == [USER]
-    jobs = [Job(i, [USER], Sampling(temperature=1.0), 160) for i in range(24)]
-    found = serve(load_pair(folders.target), jobs, batch_size=8, stop_token_ids=[EOS], seed=5)
+    decoding = Decoding(
+        sampling=Sampling(temperature=1.0), max_new_tokens=160, stop_token_ids=(EOS,), seed=5
+    )
+    jobs = [Job(i, [USER], decoding) for i in range(24)]
+    found = serve(load_pair(folders.target), jobs, batch_size=8)
     texts = [decode(tokenizer, g.token_ids).strip() for _, g in found if g.finish_reason == "stop"]
     assert written == {text for text in texts if len(text) >= 12} and len(written) > 2
     assert "of 24 user turns are worth asking" in capsys.readouterr().out
