@@ -48,15 +48,17 @@ def window_around(context: int, capacity: int, width: int, steps: int, repeats: 
     return Window(start, steps, repeats)
 
 
-def random_weights(configs: list[TargetConfig | DrafterConfig], dtype: str) -> list[dict]:
+def random_weights(
+    configs: list[TargetConfig | DrafterConfig], dtype: str, experts_scale: float = EXPERTS_SCALE
+) -> list[dict]:
     """Parameters of each config, normal(0, 0.02) with norms 1, made on the device leaf by leaf.
 
     The largest leaf comes first: the memory for drawing it is free again before memory fills up.
 
-    Experts' down projections are 16 times as large. At the usual scale the experts' output
-    vanishes beside the attention mean: tokens collapse and one word repeats (at a quarter of
-    Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts: 5 distinct tokens in 400; at this scale
-    380).
+    Experts' down projections are 16 times as large by default, for texts that are decoded. At the
+    usual scale the experts' output vanishes beside the attention mean: tokens collapse and one word
+    repeats (at a quarter of Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts: 5 distinct
+    tokens in 400; at this scale 380).
     """
     paths, tree = jax.tree.flatten_with_path([abstract_params(config) for config in configs])
     keys = jax.random.split(jax.random.key(0), len(paths))
@@ -66,7 +68,7 @@ def random_weights(configs: list[TargetConfig | DrafterConfig], dtype: str) -> l
         if len(shape) == 1:
             made[i] = jnp.ones(shape, dtype)
         else:
-            scale = EXPERTS_SCALE if "down" in name and len(shape) == 3 else SCALE
+            scale = experts_scale if "down" in name and len(shape) == 3 else SCALE
             made[i] = _normal(keys[i], shape, dtype, scale)
         made[i].block_until_ready()
     return jax.tree.unflatten(tree, [made[i] for i in range(len(paths))])

@@ -20,6 +20,7 @@ COMMANDS = {
     "benchmark": "step times of a pair",
     "bench-kernels": "times of kernels on their own",
     "check-lossless": "compare speculative decoding with its oracle, bit for bit",
+    "check-logits": "compare the logits of a pass with float32's",
     "check-program": "compile the step for this GPU and look at it",
 }
 BODIES = {"eval-gsm8k": "evaluate"}  # of a command whose work is another's

@@ -12,8 +12,8 @@ from jflash.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
-    *("bench_kernels", "benchmark", "check_lossless", "check_program", "convert_checkpoint"),
-    *("eval_gsm8k", "evaluate", "generate", "make_prompts", "train_drafter"),
+    *("bench_kernels", "benchmark", "check_lossless", "check_logits", "check_program"),
+    *("convert_checkpoint", "eval_gsm8k", "evaluate", "generate", "make_prompts", "train_drafter"),
 ]
 SLOW = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "transformers", "tokenizers"),
@@ -69,6 +69,7 @@ def test_help_of_all_names_every_command():
         (["bench-kernels", "--rounds", "0"], "--rounds 0"),
         (["check-lossless", "--pairs", "gpt"], "'gpt'"),
         (["check-program", "--capacity", "3"], "--capacity 3"),
+        (["check-logits", "--layers", "0"], "--layers 0"),
         (["convert", "one"], "DST"),
         (["make-prompts", "--output", "x"], "no source of prompts"),
         (["train", "--target", "x", "--data", "x", "--output", "y", "--loss", "l1"], "'l1'"),

@@ -1,0 +1,98 @@
+"""check-logits: bfloat16 by our kernels, bfloat16 by XLA and float32, side by side."""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import jax
+
+from jflash.backends import named, with_backends
+from jflash.bench.shapes import model_shape
+from jflash.bench.step_time import SCALE, random_weights
+from jflash.cli.options.results import asked_backends
+from jflash.cli.output_file import check_whole_file, keep_newest
+from jflash.device import describe_device
+from jflash.memory import check_memory, device_memory
+from jflash.models.decoder import Target
+from jflash.programs import STOP_SLOTS, Shape
+from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
+from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures
+from jflash.proof.step_program import cut
+from jflash.speculative import Models
+
+FAILED = 1
+DTYPE = "bfloat16"
+
+
+def targets(args: argparse.Namespace) -> list[Models]:
+    """The cut target at width 1 and at its drafter's; ValueError for what cannot run here."""
+    shape = model_shape(args.shape)
+    if jax.default_backend() == "cpu" and not args.shape.startswith("tiny"):
+        raise ValueError(f"--shape {args.shape} takes hours on a CPU: use --shape tiny-moe here")
+    config = cut(shape, min(args.layers, shape.target.num_layers), 1).target
+    found = []
+    for width in (1, shape.drafter.block_size):
+        models = Models(Target(config), None, width)
+        models = with_backends(models, DTYPE, jax.devices()[0], **asked_backends(args))
+        decoding = Shape(args.batch[-1], CAPACITY, CHUNK, STOP_SLOTS, DTYPE)
+        check_memory(models, decoding, PROMPT + ROWS, device_memory())
+        found.append(models)
+    return found
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """A program a line, and beside the first width the differences between the widths."""
+    print(f"batch {result['batch']}, width {result['width']}, {result['rows']} rows")
+    for name in ("ours", "xla", "fault"):
+        d = result[name]
+        print(
+            f"  {name:<6}{nats(d)}, choices {d['choice_shortfall']:.2g} below the best; "
+            f"{d['other_experts']:.2%} other experts, by {d['router_shortfall']:.2g} at most"
+        )
+    for name, d in result.get("against", {}).items():
+        print(
+            f"  {name:<6}against width {result['against_width']}: {nats(d)}; "
+            f"{d['other_experts']:.2%} other experts"
+        )
+
+
+def nats(distance: dict[str, float]) -> str:
+    d = distance
+    return (
+        f"{d['mean_nats']:.2e} nats, {d['most_nats']:.2e} at most, "
+        f"a logit by {d['largest_difference']:.3f}, same best {d['same_best']:.1%}"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    models, begin = targets(args), time.perf_counter()
+    if args.json is not None:
+        check_whole_file(args.json, args.overwrite)
+    config = models[0].target.config
+    [params] = random_weights([config], DTYPE, experts_scale=SCALE)
+    results = []
+    for batch in args.batch:
+        for result in check_batch(models, params, batch, args.seed):
+            print_result(result)
+            results.append(result)
+    wrong = failures(results)
+    report = {
+        **describe_device(),
+        "shape": args.shape,
+        "layers": config.num_layers,
+        "dtype": DTYPE,
+        "seed": args.seed,
+        "backends": {str(m.block_size): named(m.kernels) for m in models},
+        "prompt_tokens": PROMPT,
+        "factor": FACTOR,
+        "nats": NATS,
+        "right_logits": results,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "failures": wrong,
+    }
+    for line in wrong:
+        print(line)
+    print(keep_newest(args.json, [json.dumps(report)]))
+    if wrong:
+        raise SystemExit(FAILED)

@@ -1,0 +1,41 @@
+"""The options of check-logits."""
+
+import argparse
+
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import Parser
+from jflash.cli.options.results import backend_options, check_result, result_options
+from jflash.cli.options.values import at_least_1, check_seed, counts
+
+EPILOG = """
+Random weights of a published shape, normal(0, 0.02), and random texts, which go through prefill and
+blocks at width 1 and at the drafter's width: in bfloat16 by the kernels that decode, the same by
+XLA's operations, and in float32 by a pass of its own. Our kernels may be 3 times as far from
+float32 as XLA's rounding is. A fault planted in the weights of one pass must be farther away.
+Exit code 0: the logits are right; 1: not so, and where; 2: bad input.
+"""
+
+
+def make_parser(prog: str = "check_logits.py") -> Parser:
+    parser = Parser(
+        prog,
+        "Compares the logits of the program that decodes with float32's, and with XLA's rounding.",
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    default = "qwen3-coder-30b"
+    add("--shape", default=default, help=f"one of {', '.join(SHAPES)}, default {default}")
+    add("--layers", type=int, default=8, help="of the target, at most; default 8")
+    add("--batch", type=counts, default=(1, 8), metavar="1,8", help="default 1,8")
+    add("--seed", type=int, default=0, help="of the texts")
+    backend_options(parser)
+    result_options(parser, "written there too")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError for what no device could check."""
+    at_least_1(args, ["layers"])
+    check_seed(args.seed)
+    check_result(args)
+    model_shape(args.shape)

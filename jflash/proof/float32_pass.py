@@ -1,0 +1,114 @@
+"""A target's forward pass written a second time, in float32: short, and right by inspection.
+
+Whole texts, plain jnp at the highest precision: no module, no cache, no kernel of ours. Weights of
+any dtype become float32 where they are used. The experts of each token are given: two experts of
+nearly one probability change places with the last bit, and a pass that chose for itself would
+compute something else from there on. How good the given choice is comes back beside the logits.
+Axes: T tokens, D width, N query heads, K KV heads, G = N/K, H head dim, E experts, k of them a
+token, X layers with experts, V vocabulary.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jflash.config import MoeConfig, TargetConfig
+from jflash.rope import rope_angles
+
+_dot = functools.partial(jnp.matmul, precision="highest")
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+class Truth(NamedTuple):
+    """What float32 says of a text."""
+
+    logits: Float[Array, "R V"]  # of the tokens from `first` on
+    shortfall: Float[Array, "X T"]  # router logits: the k-th best minus the least of those given
+
+
+def float32_pass(
+    config: TargetConfig,
+    params: Any,
+    tokens: Int[Array, " T"],
+    experts: Int[Array, "X T k"],
+    first: int,
+) -> Truth:
+    """The logits of tokens `first` … of a text whose tokens go to `experts`."""
+    cos, sin = (angle[0] for angle in rope_angles(jnp.arange(len(tokens))[None], config.rope,
+                                                  config.head_dim))  # fmt: skip
+    x, given, short = _wide(params["embedding"][tokens]), iter(experts), []
+    for i in range(config.num_layers):
+        layer, moe = params[f"layers_{i}"], config.moe_of(i)
+        normed = _norm(x, layer["input_norm"], config.rms_norm_eps)
+        x += _attention(config, layer["attention"], normed, cos, sin)
+        normed = _norm(x, layer["post_norm"], config.rms_norm_eps)
+        if moe is None:
+            x += _project(_swiglu(_project(normed, layer["mlp"]["gate_up"])), layer["mlp"]["down"])
+        else:
+            out, shortfall = _mixture(moe, layer["mlp"], normed, next(given))
+            x += out
+            short.append(shortfall)
+    x = _norm(x[first:], params["norm"], config.rms_norm_eps)
+    head = params["embedding"] if config.tie_embeddings else params["head"]
+    return Truth(_dot(x, _wide(head).T), jnp.array(short).reshape(len(short), len(tokens)))
+
+
+def _attention(config: TargetConfig, params: Any, x: Array, cos: Array, sin: Array) -> Array:
+    """Causal attention of a text to itself."""
+    T, N, K, H = len(x), config.num_heads, config.num_kv_heads, config.head_dim
+    heads = _project(x, params["qkv"]).reshape(T, N + 2 * K, H)
+    q, k, v = heads[:, :N], heads[:, N : N + K], heads[:, N + K :]
+    if config.qk_norm:
+        q = _norm(q, params["q_norm"], config.rms_norm_eps)
+        k = _norm(k, params["k_norm"], config.rms_norm_eps)
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    scores = _einsum("TKGH,SKH->KGTS", q.reshape(T, K, N // K, H), k) * H**-0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf), axis=-1)
+    return _project(_einsum("KGTS,SKH->TKGH", weights, v).reshape(T, N * H), params["out"])
+
+
+def _mixture(moe: MoeConfig, params: Any, x: Array, ids: Array) -> tuple[Array, Array]:
+    """Every expert's output for every token, weighted by zero where it was not chosen."""
+    logits = _dot(x, _wide(params["router"]["kernel"]))
+    best = lax.top_k(logits, moe.experts_per_token)[0]
+    shortfall = best[:, -1] - jnp.min(jnp.take_along_axis(logits, ids, axis=1), axis=1)
+    chosen = jnp.any(ids[:, :, None] == jnp.arange(moe.num_experts), axis=1)  # [T, E]
+    weights = jnp.where(chosen, jax.nn.softmax(logits, axis=-1), 0)
+    if moe.renormalise:
+        weights /= jnp.sum(weights, axis=1, keepdims=True)
+
+    def add(total, expert):
+        gate_up, down, weight = expert
+        return total + weight[:, None] * _dot(_swiglu(_dot(x, _wide(gate_up))), _wide(down)), None
+
+    leaves = params["gate_up"]["kernel"], params["down"]["kernel"], weights.T
+    return lax.scan(add, jnp.zeros_like(x), leaves)[0], shortfall
+
+
+def _project(x: Array, params: Any) -> Array:
+    out = _dot(x, _wide(params["kernel"]))
+    return out + _wide(params["bias"]) if "bias" in params else out
+
+
+def _swiglu(x: Array) -> Array:
+    gate, up = jnp.split(x, 2, axis=-1)
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def _norm(x: Array, params: Any, eps: float) -> Array:
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _wide(params["scale"])
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Halves of each head [T, heads, H] by angles [T, H/2]."""
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)

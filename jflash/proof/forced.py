@@ -1,0 +1,107 @@
+"""A given text through the program that decodes: prompts in chunks, then block after block.
+
+The passes are prefill's and verify's, with their kernels and caches; only what follows a token is
+given and not chosen. Besides logits it keeps which experts each token went to.
+Axes: B batch, T tokens, W block width, R rows of the blocks, V vocabulary, X layers with experts,
+k experts a token.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jflash.cache import empty_cache
+from jflash.experts import ROUTING
+from jflash.kernels import XLA, Kernels
+from jflash.layers import BlockAttend, PrefillAttend
+from jflash.models.decoder import Caches
+from jflash.speculative import Models, apply
+
+PROMPT, CHUNK, CAPACITY = 100, 64, 256  # the second chunk is padded, and blocks begin off its grid
+
+
+class Seen(NamedTuple):
+    """What a program says of a text's rows after the prompt."""
+
+    logits: Float[Array, "B R V"]
+    choices: Int[Array, "B R"]  # the kernel's for the largest logit
+    experts: Int[Array, "X B T k"]  # of the prompt as well
+
+
+def forced(models: Models, params: Any, text: Int[Array, "B T"]) -> Seen:
+    """The text through `models` of a target alone; the blocks fill the rest after PROMPT tokens."""
+    assert (text.shape[1] - PROMPT) % models.block_size == 0 and text.shape[1] <= CAPACITY
+    # A prompt's chunks do not know the width: both widths take the same executable.
+    caches, prompt = _prompt(replace(models, block_size=1), params, text)
+    logits, choices, rows = _blocks(models, params, text, caches)
+    return Seen(logits, choices, jnp.concatenate([prompt, rows], axis=2))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prompt(models: Models, params: Any, text: Array) -> tuple[Caches, Array]:
+    """The caches of all prompts and where their tokens went, [X, B, PROMPT, k]."""
+    c, batch, chunks = models.target.config, len(text), -(-PROMPT // CHUNK)
+    room = jnp.zeros((batch, chunks * CHUNK), text.dtype).at[:, :PROMPT].set(text[:, :PROMPT])
+    dtype = params["embedding"].dtype
+    empty = empty_cache(c.num_layers, batch, CAPACITY, c.num_kv_heads, c.head_dim, dtype)
+
+    def chunk(caches: Caches, place: tuple[Array, Array]) -> tuple[Caches, Array]:
+        slot, offset = place
+        tokens = lax.dynamic_slice(room, (slot, offset), (1, CHUNK))
+        positions = (offset + jnp.arange(CHUNK))[None]
+        kernels = XLA._replace(experts=models.kernels.experts)  # as prefill has them
+        attend = PrefillAttend(slot, offset)
+        return _pass(models, params, tokens, positions, caches, attend, kernels)[1:]
+
+    slots = jnp.repeat(jnp.arange(batch), chunks)
+    caches, experts = lax.scan(chunk, empty, (slots, jnp.arange(batch * chunks) % chunks * CHUNK))
+    layers, k = experts.shape[1], experts.shape[-1]
+    experts = experts[:, :, 0].reshape(batch, chunks, layers, CHUNK, k)
+    experts = jnp.einsum("BCXTk->XBCTk", experts)
+    return caches, experts.reshape(layers, batch, chunks * CHUNK, k)[:, :, :PROMPT]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _blocks(models: Models, params: Any, text: Array, caches: Caches) -> tuple[Array, Array, Array]:
+    """Logits, choices and experts of all rows after the prompt."""
+    batch, width = len(text), models.block_size
+
+    def block(caches: Caches, begin: Array) -> tuple[Caches, tuple[Array, Array, Array]]:
+        tokens = lax.dynamic_slice_in_dim(text, begin, width, axis=1)
+        positions = jnp.broadcast_to(begin + jnp.arange(width), (batch, width))
+        widths = jnp.full(batch, width)
+        attend = BlockAttend(positions[:, 0], widths, True, models.kernels)
+        hidden, caches, experts = _pass(
+            models, params, tokens, positions, caches, attend, models.kernels
+        )
+        logits = apply(models.target, params, hidden, method="logits")
+        best = apply(models.target, params, hidden, models.kernels.matmul, method="best")
+        return caches, (logits, best, experts)
+
+    begins = jnp.arange(PROMPT, text.shape[1], width)
+    _, (logits, choices, experts) = lax.scan(block, caches, begins)
+    rows, layers, k = len(begins) * width, experts.shape[1], experts.shape[-1]
+    logits = jnp.einsum("ABWV->BAWV", logits).reshape(batch, rows, logits.shape[-1])
+    choices = jnp.einsum("ABW->BAW", choices).reshape(batch, rows)
+    return logits, choices, jnp.einsum("AXBWk->XBAWk", experts).reshape(layers, batch, rows, k)
+
+
+def _pass(
+    models: Models, params: Any, tokens: Array, positions: Array, caches: Caches, attend: Any,
+    kernels: Kernels,
+) -> tuple[Array, Caches, Array]:  # fmt: skip
+    """The target's pass, and the experts of its tokens [X, B, T, k]."""
+    (hidden, _, caches), found = models.target.apply(
+        {"params": params}, tokens, positions, caches, attend, (), kernels, mutable=[ROUTING]
+    )
+    moe = models.target.config.moe
+    if moe is None:
+        return hidden, caches, jnp.zeros((0, *tokens.shape, 1), jnp.int32)
+    routing: Any = found[ROUTING]
+    ids = [routing[f"layers_{i}"]["mlp"]["ids"][0] for i in moe.sparse_layers]
+    return hidden, caches, jnp.stack(ids).reshape(len(ids), *tokens.shape, moe.experts_per_token)

@@ -1,0 +1,137 @@
+"""check-logits: the float32 pass is the model's, rounding passes, and faults do not."""
+
+import json
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jflash.bench.shapes import model_shape
+from jflash.bench.step_time import SCALE, random_weights
+from jflash.cli import main
+from jflash.config import Llama3Scaling, RopeConfig, TargetConfig
+from jflash.models.decoder import Target
+from jflash.proof.forced import PROMPT, Seen, forced
+from jflash.proof.right_logits import FACTOR, NATS, failures, from_float32, too_far
+from jflash.speculative import Models
+
+TINY, MOE = (model_shape(name).target for name in ("tiny", "tiny-moe"))
+LLAMA = replace(
+    TINY,
+    qk_norm=False,
+    tie_embeddings=True,
+    qkv_bias=True,
+    rope=RopeConfig(
+        theta=5e5,
+        scaling=Llama3Scaling(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+)
+
+
+def weights(config: TargetConfig, dtype: str) -> dict:
+    """Five times the usual scale, so that a tiny model's logits tell its tokens apart."""
+    [params] = random_weights([config], dtype, experts_scale=SCALE)
+    return jax.tree.map(lambda x: x if x.ndim == 1 else 5 * x, params)
+
+
+def text(rows: int, batch: int = 2) -> jax.Array:
+    return jax.random.randint(jax.random.key(3), (batch, PROMPT + rows), 0, TINY.vocab_size)
+
+
+def decoded(config: TargetConfig, params: dict, width: int, rows: int = 16) -> Seen:
+    return forced(Models(Target(config), None, width), params, text(rows))
+
+
+@pytest.mark.parametrize("config", [TINY, LLAMA, MOE], ids=["qwen3", "llama", "moe"])
+def test_the_float32_pass_is_the_models(config):
+    """By other code: caches, chunks and blocks of any width give what whole texts give."""
+    params = weights(config, "float32")
+    for width in (1, 8):
+        seen = decoded(config, params, width)
+        found = from_float32(config, params, text(16), seen)
+        assert jnp.ptp(seen.logits) > 5  # no flat logits, which all passes would have
+        assert found.largest_difference < 1e-4 and 0 <= found.most_nats < 1e-9
+        assert found.same_best == 1 and found.choice_shortfall == 0
+        assert found.router_shortfall < 1e-5
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_the_command_passes_and_its_planted_fault_is_caught(shape, capsys, tmp_path):
+    file = tmp_path / "right.json"
+    options = ["--shape", shape, "--batch", "1,2", "--json", str(file)]
+    assert main.run("check-logits", options) == 0
+    report = json.loads(file.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    assert report["failures"] == [] and report["layers"] == 3
+    results = report["right_logits"]
+    assert [(r["batch"], r["width"]) for r in results] == [(1, 1), (1, 8), (2, 1), (2, 8)]
+    for result in results:
+        assert 0 < result["ours"]["mean_nats"] < NATS  # bfloat16 rounds
+        assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
+    assert all(0 <= results[i]["against"]["ours"]["mean_nats"] < NATS for i in (1, 3))
+
+
+def test_faults_of_the_program_are_caught():
+    """Experts that are not weighted as they should be, and others than the router's best."""
+    params = weights(MOE, "bfloat16")
+    xla = vars(from_float32(MOE, params, text(16), decoded(MOE, params, 8)))
+    near = xla["router_shortfall"]
+    assert too_far(xla, xla, near) == []
+    assert MOE.moe is not None
+    raw = replace(MOE, moe=replace(MOE.moe, renormalise=False))
+    found = vars(from_float32(MOE, params, text(16), decoded(raw, params, 8)))
+    assert any("mean_nats" in line for line in too_far(found, xla, near))
+
+    layer = params["layers_2"]
+    router = {"kernel": jnp.roll(layer["mlp"]["router"]["kernel"], 1, axis=1)}
+    other = params | {"layers_2": layer | {"mlp": layer["mlp"] | {"router": router}}}
+    found = vars(from_float32(MOE, params, text(16), decoded(MOE, other, 8)))
+    assert any("router_shortfall" in line for line in too_far(found, xla, near))
+
+
+def test_a_wrong_choice_and_a_nan_are_caught():
+    params = weights(TINY, "bfloat16")
+    seen = decoded(TINY, params, 8)
+    xla = vars(from_float32(TINY, params, text(16), seen))
+    worst = seen._replace(choices=seen.choices.at[1, 3].set(jnp.argmin(seen.logits[1, 3])))
+    [line] = too_far(vars(from_float32(TINY, params, text(16), worst)), xla, 0.0)
+    assert line.startswith("choice_shortfall")
+    empty = seen._replace(logits=seen.logits.at[0, 0, 0].set(math.nan))
+    assert too_far(vars(from_float32(TINY, params, text(16), empty)), xla, 0.0)
+
+
+def test_what_is_no_pass():
+    fine = dict.fromkeys(("largest_difference", "mean_nats", "most_nats"), 1e-3)
+    fine |= {"choice_shortfall": 0.0, "router_shortfall": 0.0}
+    fault = fine | {"most_nats": 1.0}
+    result = {"batch": 1, "width": 1, "ours": fine, "xla": fine, "fault": fault}
+    assert failures([result]) == []
+    assert failures([result | {"fault": fine}]) == [
+        "batch 1, width 1: the planted fault was not caught"
+    ]
+    [line] = failures([result | {"ours": fine | {"mean_nats": 4e-3}}])
+    assert line == "batch 1, width 1: mean_nats 0.004, more than 3 times 0.001"
+    far = dict.fromkeys(fine, 2 * NATS)
+    [line] = failures([result | {"ours": far, "xla": far}])
+    assert "even XLA's pass is 0.02 nats" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--shape qwen3-8b", "--shape qwen3-8b takes hours on a CPU"),
+        ("--layers 0", "--layers 0: at least 1"),
+        ("--shape tiny --matmul-backend tuned", "matmul backend 'tuned' needs"),
+    ],
+)
+def test_refusals(options, named, capsys):
+    assert main.run("check-logits", options.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
