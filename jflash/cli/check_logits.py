@@ -15,7 +15,7 @@ from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.device import describe_device
 from jflash.memory import check_memory, device_memory
 from jflash.models.decoder import Target
-from jflash.programs import STOP_SLOTS, Shape
+from jflash.programs import Shape
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
 from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures
 from jflash.proof.step_program import cut
@@ -35,7 +35,7 @@ def targets(args: argparse.Namespace) -> list[Models]:
     for width in (1, shape.drafter.block_size):
         models = Models(Target(config), None, width)
         models = with_backends(models, DTYPE, jax.devices()[0], **asked_backends(args))
-        decoding = Shape(args.batch[-1], CAPACITY, CHUNK, STOP_SLOTS, DTYPE)
+        decoding = Shape.of(args.batch[-1], CAPACITY, DTYPE, chunk=CHUNK)
         check_memory(models, decoding, PROMPT + ROWS, device_memory())
         found.append(models)
     return found
