@@ -1,17 +1,22 @@
 """README, CONTRIBUTING, benchmarks/*.md, the cards: short enough, and what they name is there."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from jflash.cli.main import COMMANDS
 from tables.documents import documents
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*documents(ROOT), ROOT / "tests" / "reference" / "README.md"]
+DOCUMENTS = documents(ROOT)
 TOPS = ("benchmarks", "checkpoints", "jflash", "pallas_kernels", "scripts", "tests")
 WRITTEN = re.compile(rf"`((?:{'|'.join(TOPS)})/[\w./*-]+)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[\w-]+)?\)")
+NAMED_OPTION = re.compile(r"`(--[a-z][a-z-]+)\b(?!_)")
+# A command as it is typed, to the end of what is its own: `scripts/x.py …` or `jflash x …`.
+TYPED = re.compile(rf"\b(?:scripts/(\w+)\.py|jflash ({'|'.join(COMMANDS)}))\b([^\n&|#`]*)")
 
 
 def missing(file: Path, text: str) -> list[str]:
@@ -20,14 +25,50 @@ def missing(file: Path, text: str) -> list[str]:
     return linked + [name for name in WRITTEN.findall(text) if not list(ROOT.glob(name))]
 
 
+def options_in(file: Path) -> set[str]:
+    return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', file.read_text(encoding="utf-8")))
+
+
+OF_ALL = {"--help"} | options_in(ROOT / "jflash" / "cli" / "command.py")
+
+
+def options(command: str) -> set[str]:
+    """The options of `jflash COMMAND`."""
+    module = import_module(f"jflash.cli.options.{command.replace('-', '_')}")
+    return set(module.make_parser()._option_string_actions) | OF_ALL
+
+
+def options_of_script(name: str) -> set[str]:
+    file = ROOT / "scripts" / f"{name}.py"
+    command = re.search(r'tree\.run\("([\w-]+)"\)', file.read_text(encoding="utf-8"))
+    return options(command[1]) if command else options_in(file) | OF_ALL
+
+
+def unknown_options(text: str) -> list[str]:
+    """Options that a text gives a command which has none of that name."""
+    text = text.replace("\\\n", " ")
+    every = options_of_script("benchmark_tables").union(*map(options, COMMANDS))
+    unknown = [name for name in NAMED_OPTION.findall(text) if name not in every]
+    for script, command, typed in TYPED.findall(text):
+        known = options_of_script(script) if script else options(command)
+        unknown += [
+            name for name in re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", typed) if name not in known
+        ]
+    return unknown
+
+
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
-def test_every_path_in_a_document_is_there(file):
-    assert not missing(file, file.read_text(encoding="utf-8"))
+def test_what_a_document_names_is_there(file):
+    text = file.read_text(encoding="utf-8")
+    assert not missing(file, text)
+    assert not unknown_options(text)
 
 
-def test_a_path_that_is_not_there_is_noticed():
+def test_what_is_not_there_is_noticed():
     text = "[a](LICENSE) [b](no.md#x) `jflash/config.py` `jflash/nothing.py` [c](https://x.org)"
     assert missing(ROOT / "README.md", text) == ["no.md", "jflash/nothing.py"]
+    text = "`--seed` `--sed` scripts/generate.py --oracle \\\n --orcle\njflash train --lr 1 & x --y"
+    assert unknown_options(text) == ["--sed", "--orcle", "--lr"]
 
 
 def test_readme_is_short():
