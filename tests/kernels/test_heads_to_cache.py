@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +29,11 @@ QWEN3 = [
     (1, 32, 16, 32, 8, 128, 512, True, 0, "float32"),
     (1, 32, 16, 0, 8, 128, 2048, True, 8192, "bfloat16"),
 ]
-run_triton = functools.partial(triton.heads_to_cache, interpret=not ON_GPU)
+run_triton = jax.jit(
+    functools.partial(triton.heads_to_cache, interpret=not ON_GPU), static_argnames="heads"
+)
+run_default = jax.jit(heads_to_cache, static_argnames=("heads", "backend"))
+run_reference = jax.jit(reference.heads_to_cache, static_argnames="heads")
 
 
 def inputs(case, seed=0):
@@ -36,7 +41,7 @@ def inputs(case, seed=0):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
+        return jnp.asarray(rng.normal(size=shape).astype(dtype))  # nothing is compiled for it
 
     angles = rng.normal(size=(B, T, H // 2))
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
@@ -81,7 +86,7 @@ def by_hand(args, heads):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reference_is_the_contract(case):
     args, heads = inputs(case)
-    got = heads_to_cache(*args, heads=heads, backend="xla")
+    got = run_default(*args, heads=heads, backend="xla")
     # bfloat16 rounds up to four times on the way; values are of size 1.
     tolerance = 2e-5 if case[-1] == "float32" else 6e-2
     for mine, want in zip(got, by_hand(args, heads), strict=True):
@@ -91,7 +96,7 @@ def test_reference_is_the_contract(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_equals_the_reference(case):
     args, heads = inputs(case)
-    want = reference.heads_to_cache(*args, heads=heads)
+    want = run_reference(*args, heads=heads)
     got = run_triton(*args, heads=heads)
     for mine, theirs in zip(got, want, strict=True):
         mine, theirs = (np.asarray(a, np.float32) for a in (mine, theirs))
@@ -107,7 +112,7 @@ def test_a_row_past_the_capacity_is_dropped():
     args, heads = inputs(CASES[0])
     k, slots = args[5], np.asarray(args[7])
     assert (slots[0] >= k.shape[1]).any()
-    for backend in (reference.heads_to_cache, run_triton):
+    for backend in (run_reference, run_triton):
         new = np.asarray(backend(*args, heads=heads)[1])
         untouched = sorted(set(range(k.shape[1])) - set(slots[0].tolist()))
         np.testing.assert_array_equal(new[0, untouched], np.asarray(k)[0, untouched])
