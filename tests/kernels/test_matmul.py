@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels.matmul import gate_up, head_argmax, matmul, mosaic_gpu, partial_products
 from pallas_kernels.matmul.tuning import PIECES, WINS, Tuning, make_plan, tuning_for, winner
 from pallas_kernels.shapes import MATMUL
+from tests.support import row_checks
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import cancelling, check_rows, whole_numbers
 
@@ -38,7 +39,7 @@ CUTS = [
 
 
 def draw(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return row_checks.draw(seed, shape, dtype)
 
 
 def close(got, want, dtype=jnp.bfloat16):
