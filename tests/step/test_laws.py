@@ -58,7 +58,7 @@ def test_a_drafter_that_knows_the_text_is_accepted_whole():
 
 
 def test_width_one_and_drafterless_width_w_agree_with_the_pair():
-    pair, batch = random_pair(), prompts(3, seed=9)
+    pair, batch = random_pair(), prompts(4, seed=9)  # a batch of the test above: one program
     want = ids(generate(pair, batch, max_new_tokens=NEW))
     for width in (1, pair.models.block_size):
         alone = replace(pair, models=replace(pair.models, drafter=None, block_size=width))
@@ -67,11 +67,11 @@ def test_width_one_and_drafterless_width_w_agree_with_the_pair():
 
 def test_neighbours_and_slots_change_nothing():
     pair, (own, *others) = random_pair(), prompts(7, seed=11)
-    alone = generate(pair, [own, own, own, own], max_new_tokens=NEW, capacity=512)
+    alone = generate(pair, [own, own, own, own], max_new_tokens=NEW)
     for slot in range(4):
         batch = others[slot : slot + 3]
         batch.insert(slot, own)
-        mixed = generate(pair, batch, max_new_tokens=NEW, capacity=512)[slot]
+        mixed = generate(pair, batch, max_new_tokens=NEW)[slot]
         assert mixed.token_ids == alone[0].token_ids
         assert mixed.acceptance_lengths == alone[0].acceptance_lengths
 
