@@ -1,11 +1,14 @@
-"""Files that appear whole or not at all, lines of JSON, and the lock of a running command."""
+"""Files that appear whole or not at all, lines of JSON, and the lock of a running command.
+
+The only place that writes such files, so that no reader ever sees half of one.
+"""
 
 import contextlib
 import fcntl
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,86 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If not, what was written is gone and `path` is as it was.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f".{path.name}.part")
     try:
         yield part
         part.rename(path)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the error before it says more
+            part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is whole or as it was."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value as a file that is whole or as it was."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
+    """Gives a function that writes a line; `path` appears when the block ends well.
+
+    The lines are in a file beside it till then. ValueError, most of them on entering, if `path`
+    cannot be written; an existing file needs `overwrite`.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file: results are written beside it and renamed")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists already: pass --overwrite to replace it")
+    path = path.resolve()
+    with replacing(path) as part:
+        with _named(path):
+            file = part.open("w", encoding="utf-8")
+
+        def write(line: str) -> None:
+            with _named(path):
+                file.write(line + "\n")
+                file.flush()
+
+        try:
+            yield write
+            with _named(path):
+                file.close()
+        finally:
+            with contextlib.suppress(OSError):  # a full disc fails the second time too
+                file.close()
+
+
+def keep_newest(path: Path | None, lines: Iterable[str]) -> str:
+    """The last of `lines`; each as it comes takes the place of `path`'s content, if there is one.
+
+    A run that is cut off so leaves what it had.
+    """
+    line = ""
+    for line in lines:
+        if path is not None:
+            with whole_file(path, overwrite=True) as write:
+                write(line)
+    return line
+
+
+def check_whole_file(path: Path, overwrite: bool) -> None:
+    """ValueError if `whole_file` could not write `path` now; writes and leaves nothing."""
+
+    class Enough(Exception):
+        pass
+
+    with contextlib.suppress(Enough), whole_file(path, overwrite):
+        raise Enough
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Says which file could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
@@ -65,3 +142,44 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"{where} is not a JSON object: {line.strip()[:40]}")
         found.append((where, record))
     return found
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a file, if there is one, without a half-written last line.
+
+    The file is only read: another process may be writing it. ValueError for a broken line before
+    the last.
+    """
+    if not file.exists():
+        return []
+    data = file.read_bytes()
+    records = []
+    for number, line in enumerate(data[: _whole(data)].splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file} line {number} is broken: {error}") from None
+    return records
+
+
+def _whole(data: bytes) -> int:
+    """Where the last whole line ends."""
+    return data.rfind(b"\n") + 1
+
+
+@contextlib.contextmanager
+def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Gives a function that adds a record; when it returns, the system holds the line.
+
+    Cuts off the line that a killed run did not finish, so the caller holds the folder's lock.
+    """
+    with file.open("a+b") as found:
+        found.seek(0)
+        found.truncate(_whole(found.read()))
+    with file.open("a", encoding="utf-8") as lines:
+
+        def add(record: dict[str, Any]) -> None:
+            lines.write(json.dumps(record, allow_nan=False) + "\n")
+            lines.flush()
+
+        yield add

@@ -13,6 +13,7 @@ from typing import Any
 from jflash.cli.command import Parser, run_command
 from jflash.decoding import Decoding
 from jflash.device import describe_device
+from jflash.files import write_json
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -22,7 +23,6 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.memory import check_decoding
-from jflash.training.curve import write_json
 from jflash.training.gsm8k import read_gsm8k
 from tiny_pair.evaluation import (
     EVAL_SEED,

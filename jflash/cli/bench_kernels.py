@@ -10,8 +10,8 @@ import jax
 from jflash.bench.floors import measure_rates
 from jflash.bench.kernel_cases import OPS
 from jflash.bench.kernel_times import COLUMNS, measure, row_text
-from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.device import describe_device
+from jflash.files import check_whole_file, keep_newest
 
 
 def make_plan(args: argparse.Namespace) -> list[tuple[str, str, str]]:

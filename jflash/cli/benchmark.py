@@ -27,9 +27,9 @@ from jflash.bench.shapes import model_shape
 from jflash.cli.command import BAD_INPUT
 from jflash.cli.options.results import asked_backends
 from jflash.cli.options.values import refuse
-from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.decoding import Decoding
+from jflash.files import check_whole_file, keep_newest
 from jflash.generate import check_request
 from jflash.io import open_checkpoint, pair_models
 

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from jflash.bench.shapes import SHAPES
 from jflash.cli.options.results import asked_backends
-from jflash.cli.output_file import whole_file
 from jflash.device import describe_device
+from jflash.files import whole_file
 from jflash.io import default_dtype
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case

@@ -11,8 +11,8 @@ import jax
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.options.results import asked_backends
-from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.device import describe_device
+from jflash.files import check_whole_file, keep_newest
 from jflash.platform import leave_compilation_cache
 from jflash.proof.compile_target import inspect
 from jflash.proof.gates import Result, check

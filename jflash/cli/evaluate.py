@@ -37,11 +37,11 @@ from jflash.evals.folder import (
     finished_answers,
     open_folder,
     read_answers,
-    write_whole,
 )
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import differences, summarise
+from jflash.files import write_text
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -237,6 +237,6 @@ def _evaluate(
             "answers": len(answers),
             **differences(answers, others, "other_token"),
         }
-    write_whole(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    write_text(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     write_plots(folder, summary, f"{run.dataset}, {Path(options.target).name}, block {width}")
     return summary

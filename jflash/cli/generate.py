@@ -18,11 +18,11 @@ from jflash.bench.widths import auto_block_size
 from jflash.cli.command import gpu_notice
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
-from jflash.cli.output_file import whole_file
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
 from jflash.decoding import Decoding
 from jflash.device import device_name
+from jflash.files import whole_file
 from jflash.generate import (
     Generation,
     Pair,

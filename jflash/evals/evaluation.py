@@ -19,8 +19,9 @@ from jflash.engine import Job, buckets, serve
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem
-from jflash.evals.folder import appended, read_answers, read_lines
+from jflash.evals.folder import read_answers
 from jflash.evals.summary import Record
+from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
 from jflash.speculative import Models

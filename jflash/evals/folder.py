@@ -6,11 +6,11 @@ models nor data sets.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jflash.files import locked, replacing
+from jflash.files import locked, read_lines, write_json
 
 SETTINGS, LOCK = "run.json", "run.lock"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
@@ -39,7 +39,7 @@ def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Iter
                 (folder / name).unlink(missing_ok=True)
         check_settings(folder, settings)
         if not file.exists():
-            write_whole(file, json.dumps(settings, indent=1) + "\n")
+            write_json(file, settings)
         yield
 
 
@@ -114,50 +114,3 @@ def read_answers(file: Path) -> list[dict[str, Any]]:
                 f"{record['turn']}: give another --output, or --overwrite"
             )
     return list(found.values())
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, if there is one, without a half-written last line.
-
-    The file is only read: another process may be writing it. ValueError for a broken line before
-    the last.
-    """
-    if not file.exists():
-        return []
-    data = file.read_bytes()
-    records = []
-    for number, line in enumerate(data[: _whole(data)].splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{file} line {number} is broken: {error}") from None
-    return records
-
-
-def _whole(data: bytes) -> int:
-    """Where the last whole line ends."""
-    return data.rfind(b"\n") + 1
-
-
-@contextlib.contextmanager
-def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives a function that adds a record; when it returns, the system holds the line.
-
-    Cuts off the line that a killed run did not finish, so the caller holds the folder's lock.
-    """
-    with file.open("a+b") as found:
-        found.seek(0)
-        found.truncate(_whole(found.read()))
-    with file.open("a", encoding="utf-8") as lines:
-
-        def add(record: dict[str, Any]) -> None:
-            lines.write(json.dumps(record, allow_nan=False) + "\n")
-            lines.flush()
-
-        yield add
-
-
-def write_whole(file: Path, text: str) -> None:
-    """The file appears whole or not at all."""
-    with replacing(file) as part:
-        part.write_text(text, encoding="utf-8")

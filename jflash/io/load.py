@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.files import replacing
+from jflash.files import replacing, write_text
 from jflash.generate import Pair
 from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
 from jflash.io.hf_config import drafter_config, target_config
@@ -219,8 +219,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as part:
         save_safetensors(part, config, params, dtype)
-    with replacing(folder / "config.json") as part:
-        part.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 
 def _known(dtype: str | None) -> str:

@@ -4,7 +4,6 @@ Each answer goes to disk when it comes, so that a killed run loses only what was
 """
 
 import glob
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from jflash.decoding import Decoding
 from jflash.engine import Job, serve
-from jflash.files import locked
+from jflash.files import appended, locked, read_lines
 from jflash.generate import Generation, Pair
 from jflash.training.recipe import WHOLE, Share
 
@@ -65,32 +64,22 @@ def answer_into(
     answers: dict[int, list[int]] = {}
     with locked(own, own):
         for file in sorted(folder.glob(f"{glob.escape(name)}*.jsonl")):
-            answers |= read_answers(file, mend=file == own)
+            answers |= read_answers(file)
         if answers:
             print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
         others = {j.index for j in jobs if j.index // len(decodings) % share.of != share.index}
         missing = len(jobs) - len(answers.keys() | others)
         found = serve(pair, jobs, batch_size=batch_size, answered=answers.keys() | others)
-        with own.open("a", encoding="utf-8") as out, tqdm(total=missing, desc="answers") as bar:
+        with appended(own) as add, tqdm(total=missing, desc="answers") as bar:
             for job, generation in found:
                 answers[job.index] = generation.token_ids
-                line = {"index": job.index, "answer_ids": generation.token_ids}
-                out.write(json.dumps(line) + "\n")
-                out.flush()
+                add({"index": job.index, "answer_ids": generation.token_ids})
                 bar.update()
     if len(answers) < len(jobs):
         return None
     return [answers[job.index] for job in jobs]
 
 
-def read_answers(file: Path, mend: bool) -> dict[int, list[int]]:
-    """Answers by index, without a torn last line, which `mend` removes from the file."""
-    if not file.exists():
-        return {}
-    raw = file.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if mend and len(whole) < len(raw):
-        with file.open("r+b") as out:
-            out.truncate(len(whole))
-    lines = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
-    return {line["index"]: line["answer_ids"] for line in lines}
+def read_answers(file: Path) -> dict[int, list[int]]:
+    """Answers by index, without a last line that a kill cut short."""
+    return {line["index"]: line["answer_ids"] for line in read_lines(file)}

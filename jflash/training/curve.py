@@ -1,18 +1,11 @@
 """A run's curves on disk, as numbers and as a picture; each file is whole or not there."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from jflash.files import replacing
-
-
-def write_json(path: Path, value: Any) -> None:
-    """A reader never sees half of it."""
-    with replacing(path) as part:
-        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> None:

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
+from jflash.files import write_json
 from jflash.memory import device_memory
-from jflash.training.curve import draw_curves, write_json
+from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig
 from jflash.training.steps import (
     Compiled,

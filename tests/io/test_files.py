@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jflash.files import locked, replacing
+from jflash.files import appended, locked, read_lines, replacing, write_json
 
 
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
@@ -48,3 +48,28 @@ def test_a_lock_is_one_process_s_and_ends_with_it(tmp_path):
     holder.communicate()
     with locked(lock, tmp_path), pytest.raises(ValueError, match="in use"):
         locked(lock, tmp_path).__enter__()
+
+
+def test_lines_are_appended_after_the_last_whole_one(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    assert read_lines(file) == []
+    with appended(file) as add:
+        add({"index": 0})
+        assert read_lines(file) == [{"index": 0}]  # while the file is open
+    with file.open("a") as torn:
+        torn.write('{"index": 1, "ans')
+    assert read_lines(file) == [{"index": 0}]
+    with appended(file) as add:
+        add({"index": 2})
+    assert file.read_text() == '{"index": 0}\n{"index": 2}\n'
+    file.write_text('{"index": 0}\nhalf\n{"index": 2}\n')
+    with pytest.raises(ValueError, match=r"answers\.jsonl line 2 is broken"):
+        read_lines(file)
+
+
+def test_json_is_whole_or_as_it_was(tmp_path):
+    file = tmp_path / "run.json"
+    write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(file, {"a": file})
+    assert file.read_text() == '{\n "a": 1\n}\n' and list(tmp_path.iterdir()) == [file]

@@ -20,6 +20,7 @@ from jflash.cli import main
 from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
 from jflash.decoding import GREEDY, Decoding, Sampling
+from jflash.files import appended
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation
@@ -298,9 +299,9 @@ def test_sampled_answers_are_shared_out(tmp_path):
     alone, both = answers(tmp_path / "alone"), tmp_path / "both"
     assert alone and len(alone) == 10
     assert answers(both, Share(1, 2)) is None
-    assert set(read_answers(both / "a-1-of-2.jsonl", mend=False)) == {2, 3, 6, 7}
+    assert set(read_answers(both / "a-1-of-2.jsonl")) == {2, 3, 6, 7}
     assert answers(both, Share(0, 2)) == alone
-    assert set(read_answers(both / "a-0-of-2.jsonl", mend=False)) == {0, 1, 4, 5, 8, 9}
+    assert set(read_answers(both / "a-0-of-2.jsonl")) == {0, 1, 4, 5, 8, 9}
     assert answers(both) == alone and (both / "a.jsonl").read_bytes() == b""
     assert answers(tmp_path / "greedy", ways=[GREEDY]) == alone[::2]
     assert sum(a != b for a, b in zip(alone[::2], alone[1::2], strict=True)) >= 4
@@ -308,11 +309,13 @@ def test_sampled_answers_are_shared_out(tmp_path):
 
 def test_half_a_line_is_taken_off(tmp_path):
     file = tmp_path / "answers.jsonl"
-    assert read_answers(file, mend=True) == {}
+    assert read_answers(file) == {}
     whole = '{"index": 3, "answer_ids": [1, 2]}\n'
     file.write_text(whole + '{"index": 4, "answer_')
-    assert read_answers(file, mend=False) == {3: [1, 2]}
-    assert read_answers(file, mend=True) == {3: [1, 2]}
+    assert read_answers(file) == {3: [1, 2]}
+    with appended(file):
+        pass
+    assert read_answers(file) == {3: [1, 2]}
     assert file.read_text() == whole
 
 
