@@ -49,9 +49,16 @@ class Safetensors(Folder):
     def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
         """As of any folder; where there are weights, they have as many layers and experts."""
         config = super().config(read)
-        if any(self.path.glob("*.safetensors")):
-            check_problems(self.path, _miscounted(config, [t.name for t in self.tensors]))
+        check_problems(self.path, _miscounted(config, self._names()))
         return config
+
+    def _names(self) -> list[str]:
+        """The names of all tensors; none where the weights are missing or damaged, which is for
+        `check` to say: a request that cannot be served is refused before."""
+        try:
+            return [tensor.name for tensor in self.tensors]
+        except ValueError:
+            return []
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
         """What reads the parameters of `config`.
