@@ -11,8 +11,8 @@ from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import SCALE, random_weights
 from jflash.cli.options.results import asked_backends
-from jflash.cli.output_file import check_whole_file, keep_newest
 from jflash.device import describe_device
+from jflash.files import check_whole_file, keep_newest
 from jflash.memory import check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.programs import Shape
