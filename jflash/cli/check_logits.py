@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
@@ -43,7 +44,10 @@ def targets(args: argparse.Namespace) -> list[Models]:
 
 def print_result(result: dict[str, Any]) -> None:
     """A program a line, and beside the first width the differences between the widths."""
-    print(f"batch {result['batch']}, width {result['width']}, {result['rows']} rows")
+    print(
+        f"batch {result['batch']}, width {result['width']}, {result['rows']} rows, "
+        f"{result['experts_reached']:.0f} experts a layer"
+    )
     for name in ("ours", "xla", "fault"):
         d = result[name]
         print(
@@ -71,6 +75,9 @@ def run(args: argparse.Namespace) -> None:
         check_whole_file(args.json, args.overwrite)
     config = models[0].target.config
     [params] = random_weights([config], DTYPE, experts_scale=SCALE)
+    # Norms come before every layer: a larger embedding leaves the scale of all that follows them.
+    ratio = args.embedding_scale / SCALE
+    params |= {"embedding": params["embedding"] * jnp.bfloat16(ratio)}
     results = []
     for batch in args.batch:
         for result in check_batch(models, params, batch, args.seed):
@@ -82,6 +89,7 @@ def run(args: argparse.Namespace) -> None:
         "shape": args.shape,
         "layers": config.num_layers,
         "dtype": DTYPE,
+        "embedding_scale": args.embedding_scale,
         "seed": args.seed,
         "backends": {str(m.block_size): named(m.kernels) for m in models},
         "prompt_tokens": PROMPT,

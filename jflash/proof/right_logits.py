@@ -100,6 +100,11 @@ def between(one: Seen, other: Seen) -> dict[str, float]:
     }
 
 
+def experts_reached(experts: Int[Array, "X B T k"]) -> float:
+    """Distinct experts of a layer, the mean over the layers with experts; 0 without any."""
+    return sum(len(jnp.unique(ids)) for ids in experts) / max(1, len(experts))
+
+
 def with_fault(config: TargetConfig, params: Any, experts: Int[Array, "X B T k"]) -> Any:
     """The weights with gate and up exchanged, in one layer and there in a small part.
 
@@ -146,6 +151,7 @@ def check_batch(
         fault = forced(one, broken, text)
         del broken
         result: dict[str, Any] = {"batch": batch, "width": one.block_size}
+        result["experts_reached"] = experts_reached(seen["ours"].experts)
         for name, program in (*seen.items(), ("fault", fault)):
             result[name] = vars(from_float32(config, params, text, program))
         first = first or seen

@@ -73,6 +73,7 @@ def test_the_command_passes_and_its_planted_fault_is_caught(shape, capsys, tmp_p
     results = report["right_logits"]
     assert [(r["batch"], r["width"]) for r in results] == [(1, 1), (1, 8), (2, 1), (2, 8)]
     for result in results:
+        assert result["experts_reached"] == (8 if shape == "tiny-moe" else 0)
         assert 0 < result["ours"]["mean_nats"] < NATS  # bfloat16 rounds
         assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
     assert all(0 <= results[i]["against"]["ours"]["mean_nats"] < NATS for i in (1, 3))
@@ -128,6 +129,8 @@ def test_what_is_no_pass():
     [
         ("--shape qwen3-8b", "--shape qwen3-8b takes hours on a CPU"),
         ("--layers 0", "--layers 0: at least 1"),
+        ("--embedding-scale 0", "--embedding-scale 0.0: a number above 0"),
+        ("--shape qwen3-4b --embedding-scale 1", "the head of qwen3-4b is its embedding"),
         ("--shape tiny --matmul-backend tuned", "matmul backend 'tuned' needs"),
     ],
 )

@@ -1,11 +1,14 @@
 """The options of check-logits."""
 
 import argparse
+import math
 
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Parser
 from jflash.cli.options.results import backend_options, check_result, result_options
-from jflash.cli.options.values import at_least_1, check_seed, counts
+from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
+
+SCALE = 0.02
 
 EPILOG = """
 Random weights of a published shape, normal(0, 0.02), and random texts, which go through prefill and
@@ -28,6 +31,8 @@ def make_parser(prog: str = "check_logits.py") -> Parser:
     add("--layers", type=int, default=8, help="of the target, at most; default 8")
     add("--batch", type=counts, default=(1, 8), metavar="1,8", help="default 1,8")
     add("--seed", type=int, default=0, help="of the texts")
+    text = "of the embedding's random numbers, default 0.02; larger keeps a text's tokens apart"
+    add("--embedding-scale", type=float, default=SCALE, metavar="X", help=text)
     backend_options(parser)
     result_options(parser, "written there too")
     return parser
@@ -36,6 +41,11 @@ def make_parser(prog: str = "check_logits.py") -> Parser:
 def check(args: argparse.Namespace) -> None:
     """ValueError for what no device could check."""
     at_least_1(args, ["layers"])
+    scale, shape = args.embedding_scale, model_shape(args.shape)
+    refuse([
+        (not 0 < scale < math.inf, f"--embedding-scale {scale}: a number above 0"),
+        (shape.target.tie_embeddings and scale != SCALE,
+         f"--embedding-scale {scale}: the head of {args.shape} is its embedding"),
+    ])  # fmt: skip
     check_seed(args.seed)
     check_result(args)
-    model_shape(args.shape)
