@@ -25,8 +25,7 @@ def runs(module: str, test: str) -> set[str]:
     """What pytest calls the runs of a test that is made for each of some folders."""
     found = getattr(import_module("tests." + module.replace("/", ".")), test, None)
     marks = [m for m in getattr(found, "pytestmark", ()) if m.name == "parametrize"]
-    folders = [(m.kwargs["ids"], m.args[1]) for m in marks if m.args[0] == "folder"]
-    return {name(folder) for name, those in folders for folder in those}
+    return {case.id for mark in marks if mark.args[0] == "folder" for case in mark.args[1]}
 
 
 def problem_of(row: dict, cell: str, backing: str) -> str:

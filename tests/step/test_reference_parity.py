@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 COMMITTED = Path(__file__).parents[1] / "reference" / "cases"
 WINDOWS = COMMITTED.with_name("window_cases")
 SETS = case_sets(COMMITTED, "JFLASH_FRESH_CASES")
-FOLDERS = case_folders(*SETS, pytest.param(WINDOWS, id=WINDOWS.name))
+WINDOW_FOLDERS = case_folders(pytest.param(WINDOWS, id=WINDOWS.name))
+FOLDERS = [*case_folders(*SETS), *WINDOW_FOLDERS]
+PLAIN = ("cases-pair00", "cases-pair01", "window_cases-pair00")  # Qwen2, Llama, Qwen3
 CONTEXT = 12  # tokens before the recorded block
 CAPACITY = 512  # of all cases: each width of a pair is compiled once
 
@@ -94,11 +96,7 @@ def test_whole_generations(folder: Path):
         assert got.finish_reason == {"stop": "stop", "limit": "length"}[case["ended_by"]]
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [COMMITTED / "pair00", COMMITTED / "pair01", WINDOWS / "pair00"],  # Qwen2, Llama, Qwen3
-    ids=lambda f: f"{f.parent.name}-{f.name}",
-)
+@pytest.mark.parametrize("folder", [case for case in FOLDERS if case.id in PLAIN])
 def test_plain_decoding_gives_the_same_tokens(folder: Path):
     """The target alone at width 1: what its drafter's steps committed, whatever they accepted."""
     alone = load_pair(folder / "target", None, dtype="float32", block_size=1)
@@ -115,7 +113,7 @@ def drafter_json(folder: Path) -> dict:
     return json.loads((folder / "drafter" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("folder", sorted(WINDOWS.glob("pair*")), ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", WINDOW_FOLDERS)
 def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
     """window + W - 1 slots and no more, and prompts in chunks longer than that."""
     monkeypatch.setattr(cache, "RING_BLOCK", 1)
