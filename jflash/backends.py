@@ -1,9 +1,10 @@
 """Which kernels a pair decodes with: chosen once, from the device and the sizes, and then recorded.
 
-A kernel is for NVIDIA GPUs. Attention: Mosaic GPU on Hopper, Triton on all others from sm80 on;
-cutting heads: Triton from sm80 on; matrix products, the experts' too: on Hopper alone, where they
-are measured. Elsewhere, and for sizes that no kernel takes, XLA compiles the same operation. What
-is asked for by name and cannot run is refused, never replaced.
+On a CPU every operation has a form whose bits are the same in every program. A kernel is for NVIDIA
+GPUs. Attention: Mosaic GPU on Hopper, Triton on all others from sm80 on; cutting heads: Triton from
+sm80 on; matrix products, the experts' too: on Hopper alone, where they are measured. Elsewhere, and
+for sizes that no kernel takes, XLA compiles the same operation. What is asked for by name and
+cannot run is refused, never replaced.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.speculative import Models
-from pallas_kernels import block_attention, grouped_matmul, heads_to_cache, matmul
+from pallas_kernels import block_attention, grouped_matmul, heads_to_cache, matmul, rms_norm
 from pallas_kernels.choice import best, check
 
 OPS = {
@@ -19,6 +20,7 @@ OPS = {
     "matmul": matmul,
     "heads": heads_to_cache,
     "experts": grouped_matmul,
+    "norm": rms_norm,
 }
 
 
@@ -49,6 +51,7 @@ def named(kernels: Kernels) -> dict[str, str]:
 def _sizes(models: Models, dtype: str) -> dict[str, list]:
     """What the pair asks of each operation."""
     sizes: dict[str, list] = {"attention": [], "matmul": [matmul.Sizes(dtype)], "heads": []}
+    sizes["norm"] = [rms_norm.Sizes(models.target.config.hidden_size)]
     for config in models.configs:
         groups = config.num_heads // config.num_kv_heads
         sizes["attention"].append(

@@ -8,7 +8,6 @@ Axes: B batch, T tokens, D width, M = B·T, k experts a token, E experts, F an e
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
@@ -16,7 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from jflash.config import MoeConfig
 from jflash.kernels import Kernels
-from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul
+from pallas_kernels.grouped_matmul import (
+    grouped_gate_up,
+    grouped_matmul,
+    probabilities,
+    weighted_sum,
+)
+from pallas_kernels.matmul import matmul
 
 ROUTING = "routing"  # of Flax's collections
 
@@ -50,8 +55,8 @@ class Experts(nn.Module):
         A token's outputs are weighted and added in float32 and rounded once.
         """
         flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
-        logits = jnp.matmul(flat, self.router.kernel, precision="highest")
-        weights, ids = route(logits, k, self.config.renormalise)
+        logits = matmul(flat, self.router.kernel, backend=kernels.matmul)
+        weights, ids = route(logits, k, self.config.renormalise, kernels.experts)
         self.sow(ROUTING, "ids", ids)  # nothing, unless somebody asks for it
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
@@ -60,31 +65,19 @@ class Experts(nn.Module):
         outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
         # Back to the tokens' own order: where each row was sorted to.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
-        out = weighted_sum(outputs, weights).astype(x.dtype).reshape(x.shape)
+        out = weighted_sum(outputs, weights, backend=backend).astype(x.dtype).reshape(x.shape)
         return out if residual is None else residual + out
 
 
 def route(
-    logits: Float[Array, "M E"], k: int, renormalise: bool
+    logits: Float[Array, "M E"], k: int, renormalise: bool, backend: str = "xla"
 ) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
     """The k most probable experts of each token, the best first, and their float32 weights.
 
     Equal probabilities go to the lowest expert id. Without `renormalise` weights are the
     probabilities over all experts, with it they add up to 1.
     """
-    weights, ids = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
+    weights, ids = lax.top_k(probabilities(logits, backend=backend), k)
     if renormalise:
-        weights /= _in_order(weights[:, i] for i in range(k))[:, None]
+        weights /= functools.reduce(jnp.add, (weights[:, i] for i in range(k)))[:, None]
     return weights, ids
-
-
-def weighted_sum(
-    outputs: Float[Array, "M k D"], weights: Float[Array, "M k"]
-) -> Float[Array, "M D"]:
-    """Σ weights · outputs over k in float32, from the first to the last."""
-    wide = outputs.astype(jnp.float32)
-    return _in_order(weights[:, i, None] * wide[:, i] for i in range(outputs.shape[1]))
-
-
-def _in_order(terms) -> Array:
-    return functools.reduce(jnp.add, terms)

@@ -17,12 +17,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash.cache import Cache, one_sequence, write_chunk
 from jflash.config import DecoderConfig, MoeConfig, Sight
 from jflash.experts import Experts
-from jflash.kernels import Kernels
+from jflash.kernels import XLA, Kernels
 from jflash.rope import rope_angles
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
-from pallas_kernels.matmul import gate_up, matmul, partial_products
+from pallas_kernels.matmul import gate_up, matmul, partial_products, silu_times
 from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
+from pallas_kernels.matmul import head_logits as head_logits
+from pallas_kernels.rms_norm import rms_norm
 
 
 class Projected(NamedTuple):
@@ -35,11 +37,11 @@ class Projected(NamedTuple):
     sin: Float[Array, "B T H/2"]
     heads: heads_op.Heads
 
-    def split(self) -> tuple[Array, Array, Array]:
+    def split(self, backend: str = "xla") -> tuple[Array, Array, Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H], of a projection in one piece."""
         if len(self.x) > 1:
             raise ValueError(f"{len(self.x)} pieces of a projection: only `write` adds them up")
-        return heads_op.reference.split_heads(self.x[0], *self[1:])
+        return heads_op.split_heads(self.x[0], *self[1:5], heads=self.heads, backend=backend)
 
     def write[C: Cache](
         self, cache: C, slots: Int[Array, "B T"], backend: str
@@ -91,15 +93,16 @@ class PrefillAttend(NamedTuple):
 
     slot: Int[Array, ""]
     offset: Int[Array, ""]
+    kernels: Kernels = XLA
 
     def __call__(self, projected, cache):
-        q, k, v = projected.split()
+        q, k, v = projected.split(self.kernels.heads)
         cache = write_chunk(cache, k, v, self.slot, self.offset)
         own = one_sequence(cache, self.slot)
-        # A chunk is a causal block that fills its width; the kernels take narrower ones only.
+        # A chunk is a causal block that fills its width.
         out = block_attention(
             q, own.k, own.v, self.offset[None], jnp.full(1, q.shape[1]),
-            causal=True, scale=q.shape[-1] ** -0.5, backend="xla",
+            causal=True, scale=q.shape[-1] ** -0.5, backend=self.kernels.attention,
         )  # fmt: skip
         return out, cache
 
@@ -132,8 +135,8 @@ class RMSNorm(nn.Module):
     def setup(self) -> None:
         self.scale = self.param("scale", nn.initializers.ones, (self.features,))
 
-    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-        return heads_op.reference.rms_norm(x, self.scale, self.eps)
+    def __call__(self, x: Float[Array, "*lead D"], backend: str = "xla") -> Float[Array, "*lead D"]:
+        return rms_norm(x, self.scale, self.eps, backend=backend)
 
 
 class Projection(nn.Module):
@@ -228,8 +231,8 @@ class MLP(nn.Module):
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
         if self.config.mlp_bias:
-            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-            inner = jax.nn.silu(gate) * up
+            gate, up = jnp.split(self.gate_up(x, kernels.matmul), 2, axis=-1)
+            inner = silu_times(gate, up, backend=kernels.matmul)
         else:
             flat = x.reshape(-1, x.shape[-1])
             inner = gate_up(flat, self.gate_up.kernel, backend=kernels.matmul)
@@ -255,5 +258,7 @@ class DecoderLayer(nn.Module):
         return self.attention.keys_values(x, positions, first)
 
     def __call__(self, x, positions, cache, attend: Attend, kernels: Kernels):
-        x, cache = self.attention(self.input_norm(x), positions, cache, attend, x, kernels)
-        return self.mlp(self.post_norm(x), x, kernels), cache
+        x, cache = self.attention(
+            self.input_norm(x, kernels.norm), positions, cache, attend, x, kernels
+        )
+        return self.mlp(self.post_norm(x, kernels.norm), x, kernels), cache

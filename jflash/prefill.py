@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jflash.cache import write_context
-from jflash.kernels import XLA
 from jflash.layers import PrefillAttend
 from jflash.sampling import choose, greedy, through_first_stop
 from jflash.speculative import Models, Params, Sequences, State, apply
@@ -34,6 +33,7 @@ def prefill(
 
     The capacity must hold the prompt rounded up to whole chunks.
     """
+    kernels = models.kernels.chunk
     prompt_length = request.length
     chunks = (prompt_length + chunk - 1) // chunk
     hidden = jnp.zeros(
@@ -45,14 +45,16 @@ def prefill(
         offset = i * chunk
         tokens = lax.dynamic_slice(request.tokens, (offset,), (chunk,))[None]
         positions = (offset + jnp.arange(chunk))[None]
-        attend = PrefillAttend(slot, offset)
+        attend = PrefillAttend(slot, offset, kernels)
         hidden, features, target_cache = apply(
             models.target, params.target, tokens, positions, target_cache, attend, models.taps,
-            XLA._replace(experts=models.kernels.experts),
+            kernels,
         )  # fmt: skip
         if models.drafter is not None:
-            context = apply(models.drafter, params.drafter, features, positions, method="context")
-            rows = [projected.split()[1:] for projected in context]
+            context = apply(
+                models.drafter, params.drafter, features, positions, kernels, method="context"
+            )
+            rows = [projected.split(kernels.heads)[1:] for projected in context]
             drafter_cache = tuple(
                 write_context(cache, k, v, slot, offset, prompt_length)
                 for cache, (k, v) in zip(drafter_cache, rows, strict=True)
@@ -63,9 +65,8 @@ def prefill(
     target_cache, drafter_cache, hidden = lax.fori_loop(0, chunks, one_chunk, carry)
 
     last = prompt_length - 1 - (chunks - 1) * chunk
-    logits = apply(
-        models.target, params.target, lax.dynamic_slice_in_dim(hidden, last, 1, 1), method="logits"
-    )
+    newest = lax.dynamic_slice_in_dim(hidden, last, 1, 1)
+    logits = apply(models.target, params.target, newest, kernels.matmul, method="logits")
     if models.sampled:
         index, filters = prompt_length[None, None], jax.tree.map(lambda x: x[None], request.filters)
         first = choose(logits, index, request.key[None], filters)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jflash.cache import Cache
 from jflash.config import DecoderConfig
 from jflash.decoding import DRAFT_RULES
-from jflash.kernels import XLA, Kernels
+from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
 from jflash.layers import BlockAttend
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, Tools
@@ -65,6 +65,12 @@ class Models:
     def configs(self) -> tuple[DecoderConfig, ...]:
         """The target's, then the drafter's if there is one."""
         return tuple(model.config for model in (self.target, self.drafter) if model is not None)
+
+    @property
+    def one_arithmetic(self) -> bool:
+        """Whether a token's bits are the same at every width, batch, capacity and chunk."""
+        used = self.kernels if self.target.config.moe else self.kernels._replace(experts="")
+        return all(name in ONE_ARITHMETIC for name in used if name)
 
     @property
     def draws_drafts(self) -> bool:
@@ -172,7 +178,7 @@ def drafting_tools(
         return apply(models.target, params.target, hidden, models.kernels.matmul, method="best")
 
     def logits(hidden: Array) -> Array:
-        return apply(models.target, params.target, hidden, method="logits")
+        return apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
 
     def choose(scores: Array, filtered: bool) -> tuple[Array, Array | None]:
         if not models.draws_drafts:
@@ -198,7 +204,7 @@ def verify(
         models.kernels,
     )  # fmt: skip
     # Logits that nobody reads are not computed: greedy choices do not need them written.
-    logits = apply(models.target, params.target, hidden, method="logits")
+    logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
     if models.draws_drafts:
         assert proposal.q is not None
         p = probabilities(logits, sequences.filters)

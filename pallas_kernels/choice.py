@@ -37,11 +37,13 @@ def check(op: str, package: Any, backend: str, sizes: Iterable[Any], device: Any
 
 
 def device_refusal(kind: str, device: Any) -> str | None:
-    """Why a jax.Device runs no kernel of a kind, "mosaic_gpu" or "triton"; None if it does."""
+    """Why a jax.Device runs nothing of a kind ("mosaic_gpu", "triton", "cpu"); None if it does."""
     if device is None:
         return None
     major, minor = _compute_capability(device)
     here = f"sm{major}{minor}" if major else f"a {device.platform} device"
+    if kind == "cpu" and device.platform != "cpu":
+        return f"is for CPUs, and this is {here}"
     if kind == "mosaic_gpu" and major != 9:  # wgmma is sm90's own: sm100 and sm120 lack it
         return f"needs an NVIDIA GPU of compute capability 9.x, and this is {here}"
     if kind == "triton" and major < 8:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jflash.cache import Cache
 from jflash.config import TargetConfig
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Attend, DecoderLayer, RMSNorm, head_argmax
+from jflash.layers import Attend, DecoderLayer, RMSNorm, head_argmax, head_logits
 
 Caches = tuple[Cache | None, ...]
 
@@ -49,7 +49,7 @@ class Target(nn.Module):
             x, cache = layer(x, positions, cache, attend, kernels)
             outputs.append(x)
             new.append(cache)
-        outputs[-1] = self.norm(x)
+        outputs[-1] = self.norm(x, kernels.norm)
         features = [outputs[i] for i in taps]
         empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
         return outputs[-1], jnp.concatenate([empty, *features], axis=-1), tuple(new)
@@ -63,12 +63,10 @@ class Target(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         return head_argmax(flat, self._head(), backend=backend).reshape(hidden.shape[:2])
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T V"]:
         """The raw head's logits in float32."""
-        return jnp.einsum(
-            "BTD,VD->BTV", hidden, self._head(), precision="highest",
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return head_logits(flat, self._head(), backend=backend).reshape(*hidden.shape[:2], -1)
 
     def _head(self) -> Float[Array, "V D"]:
         return self.embedding if self.config.tie_embeddings else self.head

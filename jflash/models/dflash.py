@@ -74,7 +74,7 @@ class Drafter(nn.Module):
             own = attend.seeing(self.config.sight(i))
             x, cache = layer(x, positions, cache, own, kernels)
             new.append(cache)
-        return self.norm(x), tuple(new)
+        return self.norm(x, kernels.norm), tuple(new)
 
     def context(
         self,
@@ -86,7 +86,7 @@ class Drafter(nn.Module):
 
         A row is a pure function of one token's features: context never flows through the layers.
         """
-        x = self.hidden_norm(self.fc(features, kernels.matmul))
+        x = self.hidden_norm(self.fc(features, kernels.matmul), kernels.norm)
         kernel, bias = self._context_weights()
         flat = matmul(x.reshape(-1, x.shape[-1]), kernel, backend=kernels.matmul)
         rows = flat.reshape(*x.shape[:2], -1)

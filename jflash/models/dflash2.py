@@ -72,12 +72,12 @@ class ConvolvedLayer(DecoderLayer):
         self.mlp_conv = DynamicConvolution(self.config)
 
     def __call__(self, x, positions, cache, attend: Attend, kernels: Kernels):
-        normed = self.input_norm(x)
+        normed = self.input_norm(x, kernels.norm)
         before, after = self.attention_conv.kernels(normed, kernels.matmul)
         inner = self.attention_conv(normed, before)
         inner, cache = self.attention(inner, positions, cache, attend, None, kernels)
         x = x + self.attention_conv(inner, after)
-        normed = self.post_norm(x)
+        normed = self.post_norm(x, kernels.norm)
         before, after = self.mlp_conv.kernels(normed, kernels.matmul)
         inner = self.mlp(self.mlp_conv(normed, before), None, kernels)
         return x + self.mlp_conv(inner, after), cache

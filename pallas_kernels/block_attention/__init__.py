@@ -20,7 +20,8 @@ i >= widths[b] are padding: finite, of no meaning. A row that sees nothing is 0.
 
 Query head n reads KV head n // G. A score is q·k * scale; softcap makes it
 softcap * tanh(score / softcap); sinks[n] is one more logit in head n's softmax, with no value.
-Scores, softmax and sums are float32, the result has q's dtype.
+Scores, softmax and sums are float32, the result has q's dtype. With "cpu" a row's bits depend on
+its query and on what it sees alone: not on B, T, S or the slots.
 """
 
 import sys
@@ -29,10 +30,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention import mosaic_gpu, reference, triton, xla
+from pallas_kernels.block_attention import cpu, mosaic_gpu, reference, triton, xla
 from pallas_kernels.choice import check, device_refusal
 
-BACKENDS = {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": xla, "reference": reference}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu,
+    "triton": triton,
+    "cpu": cpu,
+    "xla": xla,
+    "reference": reference,
+}
 # What the two kernels take, the better one first; xla and reference take any sizes and types.
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
 KERNEL_DTYPES = {"mosaic_gpu": ("bfloat16",), "triton": ("bfloat16", "float32")}
@@ -89,6 +96,8 @@ def block_attention(
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    if backend == "cpu":
+        return device_refusal("cpu", device)
     if backend not in KERNEL_DTYPES:
         return None
     if sizes.head_dim not in HEAD_DIMS:

@@ -6,8 +6,11 @@ on; the sizes add up to R. Products are summed in float32; results have x's dtyp
 - grouped_matmul: every row times its own expert's w, rounded once.
 - grouped_gate_up: w holds the gate's F columns, then the up projection's F. Both products are
   rounded to x's dtype, as a projection's output is; silu(gate) * up is rounded once more.
+- probabilities and weighted_sum: what comes before and after, by token; the reference's, which XLA
+  compiles, with every backend but "cpu".
 A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
-rows its expert has, or on the other rows. (At another R they may: see the step's fixed shapes.)
+rows its expert has, or on the other rows; with "cpu" not on R either. (With the others they may:
+see the step's fixed shapes.)
 
 "reference" and "xla" take any shape and dtype. "triton" needs bfloat16 and an NVIDIA GPU of compute
 capability 8.0 or more, and reads the weights of no expert without rows; it refuses with a
@@ -21,9 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
-from pallas_kernels.grouped_matmul import reference, triton, tuned, xla
+from pallas_kernels.grouped_matmul import cpu, reference, triton, tuned, xla
 
-BACKENDS = {"tuned": tuned, "xla": xla, "triton": triton, "reference": reference}
+BACKENDS = {"tuned": tuned, "cpu": cpu, "xla": xla, "triton": triton, "reference": reference}
 
 
 class Sizes(NamedTuple):
@@ -48,9 +51,25 @@ def grouped_gate_up(
     return _backend(backend).grouped_gate_up(x, w, sizes)
 
 
+def probabilities(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:
+    """softmax of a router's logits, in float32; ValueError: no such backend."""
+    return (cpu if _backend(backend) is cpu else reference).probabilities(logits)
+
+
+def weighted_sum(
+    outputs: Float[Array, "M k D"], weights: Float[Array, "M k"], *, backend: str
+) -> Float[Array, "M D"]:
+    """Σ weights · outputs over k in float32, from the first to the last; ValueError as above."""
+    return (cpu if _backend(backend) is cpu else reference).weighted_sum(outputs, weights)
+
+
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
-    kinds = {"triton": "triton", "tuned": "mosaic_gpu"}  # tuned is measured on Hopper alone
+    kinds = {
+        "cpu": "cpu",
+        "triton": "triton",
+        "tuned": "mosaic_gpu",
+    }  # tuned is measured on Hopper alone
     lacking = device_refusal(kinds[backend], device) if backend in kinds else None
     if lacking or backend != "triton":
         return lacking

@@ -3,6 +3,9 @@
 Rounded where the contract says. All experts are computed: for tests at small sizes.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -27,3 +30,15 @@ def grouped_gate_up(
 ) -> Float[Array, "R F"]:
     gate, up = jnp.split(_product(x, w, sizes).astype(jnp.float32), 2, axis=-1)
     return (gate / (1 + jnp.exp(-gate)) * up).astype(x.dtype)
+
+
+def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:
+    return jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+
+
+def weighted_sum(
+    outputs: Float[Array, "M k D"], weights: Float[Array, "M k"]
+) -> Float[Array, "M D"]:
+    wide = outputs.astype(jnp.float32)
+    terms = (weights[:, i, None] * wide[:, i] for i in range(outputs.shape[1]))
+    return functools.reduce(jnp.add, terms)

@@ -11,7 +11,8 @@ distinct within a sequence, the dropped ones too, and rising unless `rising` is 
 q [B, T, N, H] and the caches, which are updated in place where the caller no longer uses the old
 ones.
 
-"xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80.
+"xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80,
+"cpu" on CPUs, where it promises that a row's bits are the same in every program.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
-from pallas_kernels.heads_to_cache import reference, triton
+from pallas_kernels.heads_to_cache import cpu, reference, triton
 
-BACKENDS = {"triton": triton, "xla": reference, "reference": reference}
+BACKENDS = {"triton": triton, "cpu": cpu, "xla": reference, "reference": reference}
 
 
 class Sizes(NamedTuple):
@@ -64,8 +65,25 @@ def heads_to_cache(
     return op(x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads, rising=rising)
 
 
+def split_heads(
+    x: Float[Array, "B T C"],
+    q_scale: Float[Array, " H"] | None,
+    k_scale: Float[Array, " H"] | None,
+    cos: Float[Array, "B T _"],
+    sin: Float[Array, "B T _"],
+    *,
+    heads: Heads,
+    backend: str,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """The same queries, keys and values, written nowhere: by "cpu", or else by the reference."""
+    module = cpu if backend == "cpu" else reference
+    return module.split_heads(x, q_scale, k_scale, cos, sin, heads)
+
+
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    if backend == "cpu":
+        return device_refusal("cpu", device)
     if backend != "triton":
         return None
     if sizes.head_dim & (sizes.head_dim - 1):  # it cuts heads in halves

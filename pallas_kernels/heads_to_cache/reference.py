@@ -1,14 +1,8 @@
 """Head norms, RoPE and the cache write in plain jnp: right by inspection, and what XLA compiles."""
 
 import jax.numpy as jnp
-from jax import lax
 
-
-def rms_norm(x, scale, eps):
-    """x / rms(x) in float32 over the last axis, back to x's dtype, times scale."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return scale * normed.astype(x.dtype)
+from pallas_kernels.rms_norm.reference import rms_norm as reference_norm
 
 
 def rotate(x, cos, sin):
@@ -19,7 +13,7 @@ def rotate(x, cos, sin):
     return rotated.astype(x.dtype)
 
 
-def split_heads(x, q_scale, k_scale, cos, sin, heads):
+def split_heads(x, q_scale, k_scale, cos, sin, heads, rms_norm=reference_norm, rotate=rotate):
     """q [B, T, N, H], k and v [B, T, K, H] of the projection, normed and rotated."""
     B, T, _ = x.shape
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
@@ -32,10 +26,12 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads):
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def heads_to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True):
+def heads_to_cache(
+    x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True, split=split_heads
+):
     x = x[:, :, : slots.shape[1]]
     x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(k.dtype)
-    q, new_k, new_v = split_heads(x, q_scale, k_scale, cos, sin, heads)
+    q, new_k, new_v = split(x, q_scale, k_scale, cos, sin, heads)
     index = (jnp.arange(x.shape[0])[:, None], slots)
 
     def put(rows, new):

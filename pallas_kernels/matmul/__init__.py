@@ -12,9 +12,10 @@ float32; results have x's dtype.
   x's dtype, as a projection's output is; silu(gate) * up is float32 and rounded once.
 - head_argmax: the head lies as [V, K]. Per row the id of the largest float32 logit, the lowest of
   equal ones. The logits are never written.
+- head_logits: those logits, in float32, by "cpu" or else by XLA.
 A row's bits depend on that row and w alone: not on its index, on M's other rows, or on timing. By
-"canonical" they do not depend on M either (by the others they may). The float32 sums themselves
-differ by backend.
+"canonical" and "cpu" they do not depend on M either (by the others they may). The float32 sums
+themselves differ by backend.
 
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
 of the whole weight's shape alone (`pieces.pieces`). Each piece is summed in ascending steps of 16
@@ -25,11 +26,12 @@ Qwen3-4B, Llama-3.1-8B and SmolLM2 and P from 1 to 8, by mma (Triton, 16 and 32 
 (Triton, 64 rows; Mosaic GPU, pieces walked and split), gave 0 differing bits; XLA's products
 differ from one M to another. `reference.canonical` is the form in plain jnp.
 
-"reference", "xla" and "tuned" take any shape and dtype; "tuned" is for Hopper, and picks XLA or the
-kernel by a table of what won there. "canonical" is for Hopper and bfloat16, and takes K in 64s and
-columns in 32s. "mosaic_gpu" needs bfloat16 and an NVIDIA GPU of
-compute capability 9.0, and refuses with a ValueError what its tiles do not divide: a caller asks
-`tuning.tuning_for` when it is built and then decides; nothing falls back here.
+"reference", "xla", "cpu" and "tuned" take any shape and dtype; "cpu" is for CPUs, and multiplies
+fixed tiles of rows; "tuned" is for Hopper, and picks XLA or the kernel by a table of what won
+there. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 32s. "mosaic_gpu"
+needs bfloat16 and an NVIDIA GPU of compute capability 9.0, and refuses with a ValueError what its
+tiles do not divide: a caller asks `tuning.tuning_for` when it is built and then decides; nothing
+falls back here.
 """
 
 from typing import Any, NamedTuple
@@ -38,10 +40,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
-from pallas_kernels.matmul import canonical, mosaic_gpu, reference, tuned, xla
+from pallas_kernels.matmul import canonical, cpu, mosaic_gpu, reference, tuned, xla
 
 BACKENDS = {
     "tuned": tuned,
+    "cpu": cpu,
     "xla": xla,
     "canonical": canonical,
     "mosaic_gpu": mosaic_gpu,
@@ -82,6 +85,13 @@ def gate_up(
     return _backend(backend).gate_up(x, w)
 
 
+def silu_times(
+    gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"], *, backend: str
+) -> Float[Array, "*lead F"]:
+    """gate_up's second half, for products that a bias is added to; by "cpu" or else by XLA."""
+    return (cpu if _backend(backend) is cpu else xla).silu_times(gate, up)
+
+
 def head_argmax(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
 ) -> Int[Array, " M"]:
@@ -89,8 +99,18 @@ def head_argmax(
     return _backend(backend).head_argmax(x, head)
 
 
+def head_logits(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
+) -> Float[Array, "M V"]:
+    """x @ head.T; see the module's contract. ValueError as `matmul`."""
+    module = _backend(backend)
+    return (cpu if module is cpu else xla).head_logits(x, head)
+
+
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    if backend == "cpu":
+        return device_refusal("cpu", device)
     if backend not in ("tuned", "canonical", "mosaic_gpu"):
         return None
     dtype = jnp.dtype(sizes.dtype).name

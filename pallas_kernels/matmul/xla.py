@@ -13,12 +13,18 @@ def matmul(
 
 
 def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
-    gate, up = jnp.split(jnp.matmul(x, w, precision="highest"), 2, axis=-1)
+    return silu_times(*jnp.split(jnp.matmul(x, w, precision="highest"), 2, axis=-1))
+
+
+def silu_times(
+    gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"]
+) -> Float[Array, "*lead F"]:
     return jax.nn.silu(gate) * up
 
 
 def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array, " M"]:
-    logits = jnp.einsum(
-        "MK,VK->MV", x, head, precision="highest", preferred_element_type=jnp.float32
-    )
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.argmax(head_logits(x, head), axis=-1).astype(jnp.int32)
+
+
+def head_logits(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Float[Array, "M V"]:
+    return jnp.einsum("MK,VK->MV", x, head, precision="highest", preferred_element_type=jnp.float32)

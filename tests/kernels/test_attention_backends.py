@@ -54,10 +54,10 @@ def test_default_backend_suits_the_device():
 @pytest.mark.parametrize(
     "backend,sizes,where,message",
     [
-        ("mosaic_gpu", QWEN3, CPU, "capability 9.x, and this is a cpu device: use 'xla'"),
+        ("mosaic_gpu", QWEN3, CPU, "capability 9.x, and this is a cpu device: use 'cpu'"),
         ("mosaic_gpu", QWEN3, SM80, "capability 9.x, and this is sm80: use 'triton'"),
         ("mosaic_gpu", QWEN3, SM100, "9.x, and this is sm100: use 'triton'"),
-        ("triton", QWEN3, CPU, "8.0 or more, and this is a cpu device: use 'xla'"),
+        ("triton", QWEN3, CPU, "8.0 or more, and this is a cpu device: use 'cpu'"),
         ("triton", QWEN3, SM75, "this is sm75: use 'xla'"),
         ("mosaic_gpu", QWEN3._replace(dtype=jnp.float32), SM90, "not float32: use 'triton'"),
         ("triton", QWEN3._replace(dtype=jnp.float16), SM89, "not float16: use 'xla'"),

@@ -41,7 +41,7 @@ def qwen3() -> Models:
         (AMPERE, "bfloat16", ("triton", "xla", "triton")),
         (BLACKWELL, "bfloat16", ("triton", "xla", "triton")),
         (OLD, "bfloat16", ("xla", "xla", "xla")),
-        (CPU, "float32", ("xla", "xla", "xla")),
+        (CPU, "float32", ("cpu", "cpu", "cpu", "xla", "cpu")),
     ],
 )
 def test_the_best_that_the_device_has(device, dtype, want):
@@ -54,24 +54,29 @@ def test_sizes_that_no_kernel_takes_go_to_xla():
     assert with_backends(models, "bfloat16", HOPPER).kernels.attention == "xla"
 
 
-ATTENTION, MATMUL, HEADS, EXPERTS = BACKENDS
+ATTENTION, MATMUL, HEADS, EXPERTS, NORM = BACKENDS
 
 
 @pytest.mark.parametrize(
     ("field", "name", "device", "dtype", "why"),
     [
-        (ATTENTION, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'xla'"),
+        (ATTENTION, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'cpu'"),
         (ATTENTION, "mosaic_gpu", AMPERE, "bfloat16", "9.x, and this is sm80: use 'triton'"),
         (ATTENTION, "mosaic_gpu", HOPPER, "float32", "not float32: use 'triton'"),
         (ATTENTION, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
         (ATTENTION, "flash", HOPPER, "bfloat16", "no backend 'flash'"),
-        (MATMUL, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'xla'"),
-        (MATMUL, "tuned", CPU, "float32", "matmul backend 'tuned' needs .* cpu device: use 'xla'"),
+        (MATMUL, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'cpu'"),
+        (MATMUL, "tuned", CPU, "float32", "matmul backend 'tuned' needs .* cpu device: use 'cpu'"),
         (MATMUL, "tuned", AMPERE, "bfloat16", "9.x, and this is sm80: use 'xla'"),
         (MATMUL, "mosaic_gpu", HOPPER, "float32", "bfloat16 alone, not float32: use 'tuned'"),
         (MATMUL, "triton", HOPPER, "bfloat16", "matmul has no backend 'triton': use one of"),
-        (HEADS, "triton", CPU, "float32", "heads backend 'triton' needs .* cpu device: use 'xla'"),
+        (HEADS, "triton", CPU, "float32", "heads backend 'triton' needs .* cpu device: use 'cpu'"),
         (HEADS, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
+        (ATTENTION, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'mosaic_gpu'"),
+        (MATMUL, "cpu", AMPERE, "bfloat16", "is for CPUs, and this is sm80: use 'xla'"),
+        (HEADS, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'triton'"),
+        (NORM, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'xla'"),
+        (NORM, "triton", HOPPER, "bfloat16", "norm has no backend 'triton': use one of"),
         (HEADS, "mosaic_gpu", HOPPER, "bfloat16", "heads has no backend 'mosaic_gpu': use one of"),
     ],
 )
@@ -83,7 +88,7 @@ def test_a_backend_that_cannot_run_is_refused_by_name(field, name, device, dtype
 def test_sizes_and_layers_that_a_backend_lacks_are_refused():
     with pytest.raises(ValueError, match="powers of two, not 96: use 'xla'"):
         with_backends(of_shape("qwen3-8b", 96), "bfloat16", HOPPER, heads_backend="triton")
-    unknown = "experts has no backend 'mosaic_gpu': use one of tuned, xla, triton, reference"
+    unknown = "experts has no backend 'mosaic_gpu': use one of tuned, cpu, xla, triton, reference"
     with pytest.raises(ValueError, match=unknown):
         with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, experts_backend="mosaic_gpu")
     narrow = grouped_matmul.Sizes(64, 40, "bfloat16")
@@ -99,9 +104,26 @@ def test_experts_have_a_backend_of_their_own():
     assert (chosen.matmul, chosen.experts) == ("tuned", "xla")
 
 
+def test_what_promises_one_arithmetic():
+    """All operations that the pair has: on CPUs, with experts or without."""
+    for name in ("qwen3-8b", "tiny-moe"):
+        models = with_backends(of_shape(name), "float32", CPU)
+        assert models.one_arithmetic
+        assert models.kernels.chunk == models.kernels
+        assert not with_backends(of_shape(name), "bfloat16", HOPPER).one_arithmetic
+        for op in ("attention", "matmul", "heads", "norm"):
+            kernels = models.kernels._replace(**{op: "xla"})
+            assert not replace(models, kernels=kernels).one_arithmetic
+            assert kernels.chunk == kernels
+    assert not replace(models, kernels=models.kernels._replace(experts="xla")).one_arithmetic
+    tuned = with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER).kernels
+    assert tuned.chunk == Kernels(experts="tuned")  # a chunk has more rows than the kernels take
+
+
 def test_a_backend_on_request():
     own = with_backends(qwen3(), "bfloat16", HOPPER)
     asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla", EXPERTS: "reference"}
+    asked[NORM] = "reference"
     chosen = with_backends(qwen3(), "bfloat16", HOPPER, **asked)
     assert chosen == replace(own, kernels=Kernels(*asked.values()))
     assert named(chosen.kernels) == asked

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.io.names import abstract_params
-from jflash.kernels import XLA
+from jflash.kernels import XLA, Kernels
 from jflash.layers import Projected
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
@@ -106,6 +106,11 @@ def replay_pair(pair: Pair, text: list[int]) -> Pair:
     ids = jnp.asarray(text + [0] * (ROWS - len(text)))
     models = replace(pair.models, drafter=ReplayDrafter(pair.models.drafter.config))
     return Pair(models, Params(pair.params.target, {"rows": head[ids]}))
+
+
+def one_arithmetic(pair: Pair) -> Pair:
+    """The pair by the operations that a CPU's users get, whose bits no shape changes."""
+    return Pair(replace(pair.models, kernels=Kernels(*["cpu"] * len(XLA))), pair.params)
 
 
 def unit_head(pair: Pair) -> Pair:

@@ -1,0 +1,85 @@
+"""What is left of a decoded sequence, and in what two of them differ, whatever programs made them.
+
+A digest holds two checksums of each row of logits and of each position's keys and values in every
+layer of the target: one changed bit always shows. So texts of other widths, batches, capacities and
+chunks can be compared on the host.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from jflash.cache import LayerCache
+from jflash.proof.lossless import Run, Task, checksums
+
+
+class Digest(NamedTuple):
+    """One sequence of n tokens, prompt included, in a target of L layers."""
+
+    prompt_tokens: int
+    tokens: np.ndarray  # [n]
+    logits: (
+        np.ndarray
+    )  # [n, 2] of the row that chose each token; 0 to the prefill's, which is first
+    keys_values: np.ndarray  # [n - 1, L, 2]
+
+
+class Apart(NamedTuple):
+    """In how many of what was compared two sequences differ.
+
+    Logits and keys and values are compared up to the first token that differs: behind it two texts
+    go on, not one.
+    """
+
+    tokens: int = 0
+    logits_rows: int = 0
+    kv_rows: int = 0
+    compared_tokens: int = 0
+    compared_logits_rows: int = 0
+    compared_kv_rows: int = 0
+
+    @property
+    def differ(self) -> bool:
+        return any(self[:3])
+
+    def plus(self, other: "Apart") -> "Apart":
+        return Apart(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@jax.jit
+def _cache_checksums(caches: tuple[LayerCache, ...]) -> UInt32[Array, "B S L 2"]:
+    def rows(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1)
+
+    both = [jnp.concatenate([rows(c.k), rows(c.v)], axis=-1) for c in caches]
+    return jnp.stack([checksums(x) for x in both], axis=2)
+
+
+def digests(run: Run, task: Task) -> list[Digest]:
+    """Every sequence of a run. ValueError for a target with rings, whose old rows are gone."""
+    caches = run.state.target_cache
+    if any(cache.wraps for cache in caches):
+        raise ValueError("a ring has overwritten its old rows: no digest of them can be made")
+    tokens, ends = np.asarray(run.state.sequences.tokens), np.asarray(run.state.sequences.length)
+    logits, kv = np.asarray(run.evidence.checksums), np.asarray(_cache_checksums(caches))
+    return [
+        Digest(len(prompt), tokens[b, :n], logits[b, :n], kv[b, : n - 1])
+        for b, (prompt, n) in enumerate(zip(task.prompts, ends.tolist(), strict=True))
+    ]
+
+
+def apart(one: Digest, other: Digest) -> Apart:
+    """In what two digests of one text differ; either's prompt may be the longer one."""
+    short, long = sorted((len(one.tokens), len(other.tokens)))
+    unequal = np.flatnonzero(one.tokens[:short] != other.tokens[:short])
+    same = int(unequal[0]) if unequal.size else short
+    # The row that chose the first token that differs is compared: it says why.
+    rows = slice(max(one.prompt_tokens, other.prompt_tokens) + 1, min(same + 1, short))
+    logits = (one.logits[rows] != other.logits[rows]).any(axis=1)
+    kv = (one.keys_values[: same - 1] != other.keys_values[: same - 1]).any(axis=(1, 2))
+    return Apart(
+        len(unequal) + long - short, int(logits.sum()), int(kv.sum()), long, len(logits), len(kv)
+    )

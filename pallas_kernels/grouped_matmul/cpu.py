@@ -1,0 +1,57 @@
+"""The grouped GEMMs on a CPU: fixed tiles of rows, each of one expert, by matmul's product.
+
+An expert's rows are cut into tiles, the last one filled up with zeros: so a row's bits are the same
+however many rows there are and wherever it lies. Experts without rows cost nothing.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.fixed_order import rounded, row_sum
+from pallas_kernels.matmul.cpu import TILE, silu_times
+
+
+def grouped_matmul(
+    x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"]
+) -> Float[Array, "R N"]:
+    rows, columns = len(x), w.shape[2]
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // TILE)
+    last_tiles = jnp.cumsum(tiles)
+    padded = jnp.pad(x, ((0, TILE), (0, 0)))  # a tile may begin at any row
+
+    def one_tile(i, out):
+        expert = jnp.sum(i >= last_tiles)
+        first = ends[expert] - sizes[expert] + (i - last_tiles[expert] + tiles[expert]) * TILE
+        place = first + jnp.arange(TILE)
+        inside = place < ends[expert]
+        tile = lax.dynamic_slice_in_dim(padded, first, TILE)
+        tile = jnp.where(inside[:, None], tile, 0)
+        product = rounded(jnp.matmul(*rounded((tile, w[expert])), precision="highest"))
+        # What is beyond the expert's rows goes past the end, each row to a place of its own.
+        place = jnp.where(inside, place, rows + jnp.arange(TILE))
+        return out.at[place].set(product, mode="drop", unique_indices=True)
+
+    out = jnp.zeros((rows, columns), x.dtype)
+    return lax.fori_loop(0, last_tiles[-1], one_tile, out)
+
+
+def grouped_gate_up(
+    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"]
+) -> Float[Array, "R F"]:
+    return silu_times(*jnp.split(grouped_matmul(x, w, sizes), 2, axis=-1))
+
+
+def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:
+    wide = logits.astype(jnp.float32)
+    weights = rounded(jnp.exp(rounded(wide - jnp.max(wide, axis=-1, keepdims=True))))
+    return weights / row_sum(weights)
+
+
+def weighted_sum(
+    outputs: Float[Array, "M k D"], weights: Float[Array, "M k"]
+) -> Float[Array, "M D"]:
+    terms = rounded(weights[:, :, None] * outputs.astype(jnp.float32))
+    return functools.reduce(jnp.add, (terms[:, i] for i in range(outputs.shape[1])))

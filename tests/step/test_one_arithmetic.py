@@ -1,0 +1,142 @@
+"""The law end to end, on a CPU: tokens, logits, keys and values are those of plain decoding.
+
+Plain decoding at width 1 and batch 1 is the reference; every other width, batch, capacity, chunk,
+slot, neighbour and driver must give its bits. Operations alone: tests/kernels.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.config import MoeConfig
+from jflash.decoding import Decoding, Sampling
+from jflash.engine import Job, serve
+from jflash.generate import Pair, generate, stream
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.programs import Shape
+from jflash.proof.digest import Apart, apart, digests
+from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, decode
+from jflash.speculative import Models, Params
+from tests.support.attention_checks import ON_GPU
+from tests.support.pairs import (
+    drafter_config,
+    one_arithmetic,
+    prompts,
+    random_params,
+    target_config,
+)
+
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
+pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
+NEW, WIDTH = 24, 16
+MOE = MoeConfig(
+    num_experts=12,
+    experts_per_token=3,
+    intermediate_size=24,
+    renormalise=True,
+    sparse_layers=(0, 2),
+)
+
+
+def pair_of(dtype: str = "float32", **target) -> Pair:
+    configs = target_config(**target), drafter_config(block_size=WIDTH)
+    params = [random_params(config, seed) for seed, config in enumerate(configs)]
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    models = Models(Target(configs[0]), Drafter(configs[1]), WIDTH)
+    return one_arithmetic(Pair(models, Params(*params)))
+
+
+def narrow(pair: Pair, width: int) -> Pair:
+    return replace(pair, models=replace(pair.models, block_size=width))
+
+
+def texts(pair: Pair, batch: int, asked, capacity=256, chunk=128, replay=None, new=NEW):
+    """The digests of prompts, `batch` of them at a time."""
+    dtype = str(pair.params.target["embedding"].dtype)
+    shape = Shape.of(batch, capacity, dtype, chunk=chunk)
+    executable = compile_executable(pair.models, pair.params, shape)
+    found = []
+    for i in range(0, len(asked), batch):
+        task = Task(asked[i : i + batch], Decoding(max_new_tokens=new))
+        text = None
+        if replay is not None:
+            text = np.zeros((batch, capacity), np.int32)
+            for row, digest in zip(text, replay[i : i + batch], strict=True):
+                row[: len(digest.tokens)] = digest.tokens
+            text = corrupted(jnp.asarray(text), jax.random.key(3), 67)
+        run = decode(executable, Mode("", pair.params, text=text), task)
+        found += digests(run, task)
+    return found
+
+
+def total(reference, found) -> Apart:
+    sums = Apart()
+    for one, other in zip(reference, found, strict=True):
+        sums = sums.plus(apart(one, other))
+    assert sums.compared_logits_rows and sums.compared_kv_rows  # something was compared
+    return sums
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    return prompts(4, seed=31, low=20, high=140)
+
+
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": False}
+KINDS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "biases, experts": {"moe": MOE, "tie_embeddings": True, **BIASES},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_width_batch_capacity_and_chunk_change_no_bit(kind, asked):
+    pair = pair_of(**KINDS[kind])
+    want = texts(pair.plain(), 1, asked)
+    assert not total(want, texts(pair, 4, asked, capacity=512, chunk=64)).differ
+    assert not total(want, texts(narrow(pair, 5), 2, asked[::-1], replay=want[::-1])[::-1]).differ
+
+
+def test_one_operation_by_xla_is_caught(asked):
+    """Its products; more faults: tests/proof/test_law.py and, by operation, tests/kernels."""
+    pair = pair_of()
+    kernels = pair.models.kernels._replace(matmul="xla")
+    pair = replace(pair, models=replace(pair.models, kernels=kernels))
+    want = texts(pair.plain(), 1, asked[:2], new=4)
+    assert total(want, texts(pair, 2, asked[:2], capacity=512, new=4)).differ
+
+
+def test_what_is_generated_is_what_a_prompt_would_be(asked):
+    """Half of a text by steps or all of it by chunks: the same keys, values and later logits."""
+    pair = pair_of()
+    want = texts(pair, 4, asked)
+    longer = [d.tokens[: d.prompt_tokens + NEW // 2].tolist() for d in want]
+    found = texts(pair.plain(), 1, longer, chunk=64, new=NEW - NEW // 2)
+    assert not total(want, found).differ
+
+
+def test_every_driver_gives_plain_decodings_text(asked):
+    """Greedy text and sampled text, under draft rule greedy: generate, stream and the engine."""
+    pair = pair_of()
+    pair = replace(pair, models=replace(pair.models, draft_rule="greedy"))
+    ways = [Sampling(), Sampling(temperature=1.0, top_p=0.9)] * 2
+    how = [Decoding(max_new_tokens=NEW, sampling=way, seed=5) for way in ways]
+    jobs = [Job(i, prompt, way) for i, (prompt, way) in enumerate(zip(asked, how, strict=True))]
+    # All in one program: which of them are greedy is a run-time value.
+    sampled = replace(pair, models=replace(pair.models, sampled=True))
+    want = [
+        generate(sampled.plain(), [job.prompt_ids], job.decoding, first_index=job.index)[0]
+        for job in jobs
+    ]
+    assert all(len(set(text.token_ids)) > 5 for text in want)  # they are no loops
+    found = generate(pair, asked, how, prefill_chunk=64, capacity=512)
+    assert [g.token_ids for g in found] == [g.token_ids for g in want]
+    chunks = list(stream(sampled, asked[0], how[0]))
+    assert [t for chunk in chunks for t in chunk.token_ids] == want[0].token_ids
+    for job, answer in serve(pair, jobs[::-1], batch_size=3):
+        assert answer.token_ids == want[job.index].token_ids
