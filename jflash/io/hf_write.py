@@ -17,7 +17,7 @@ from jflash.config import (
     TargetConfig,
     YarnScaling,
 )
-from jflash.io.hf_config import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
+from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
 
 
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:

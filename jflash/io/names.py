@@ -14,52 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.families import dflash, trunk
+from jflash.io.families.qwen3_moe import EXPERTS, STACKED
 from jflash.layers import MaskAttend
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
 
-# leaf (a layer's number as {i}) -> tensors, in the order in which a fused leaf holds them
-_LAYER = {
-    "input_norm/scale": ["input_layernorm.weight"],
-    "post_norm/scale": ["post_attention_layernorm.weight"],
-    "attention/q_norm/scale": ["self_attn.q_norm.weight"],
-    "attention/k_norm/scale": ["self_attn.k_norm.weight"],
-    "attention/qkv/kernel": [f"self_attn.{x}_proj.weight" for x in "qkv"],
-    "attention/qkv/bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
-    "attention/out/kernel": ["self_attn.o_proj.weight"],
-    "attention/out/bias": ["self_attn.o_proj.bias"],
-    "mlp/gate_up/kernel": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "mlp/gate_up/bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
-    "mlp/down/kernel": ["mlp.down_proj.weight"],
-    "mlp/down/bias": ["mlp.down_proj.bias"],
-    "attention_conv/base_kernel": ["attention_conv.base_kernel"],
-    "attention_conv/kernel_projection/kernel": ["attention_conv.kernel_projection.weight"],
-    "mlp_conv/base_kernel": ["mlp_conv.base_kernel"],
-    "mlp_conv/kernel_projection/kernel": ["mlp_conv.kernel_projection.weight"],
-}
-_TARGET = {
-    "embedding": ["model.embed_tokens.weight"],
-    "norm/scale": ["model.norm.weight"],
-    "head": ["lm_head.weight"],
-}
-_DRAFTER = {
-    "fc/kernel": ["fc.weight"],
-    "hidden_norm/scale": ["hidden_norm.weight"],
-    "norm/scale": ["norm.weight"],
-    "candidate_selector/predecessor_codebook": ["candidate_selector.predecessor_codebook"],
-    "candidate_selector/successor_codebook": ["candidate_selector.successor_codebook"],
-    "candidate_selector/hidden_projection/kernel": ["candidate_selector.hidden_projection.weight"],
-}
-# In place of a dense layer's leaves of the same names; each expert's tensors after the last one's.
-_EXPERTS = {
-    "mlp/router/kernel": ["mlp.gate.weight"],
-    "mlp/gate_up/kernel": ["mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"],
-    "mlp/down/kernel": ["mlp.experts.{e}.down_proj.weight"],
-}
-_STACKED = {  # [E, out, in]
-    "mlp/gate_up/kernel": "mlp.experts.gate_up_proj",
-    "mlp/down/kernel": "mlp.experts.down_proj",
-}
+_LAYER, _TARGET, _DRAFTER = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET, dflash.MODEL
 # Present in some files and of no use: RoPE tables, and the head of a model that ties it.
 _DROPPED = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -118,7 +79,7 @@ def leaf_sources(
 
 def is_stacked(names: Iterable[str]) -> bool:
     """Whether a file that has tensors of these names holds one for all experts of a layer."""
-    return any(name.endswith(tuple(_STACKED.values())) for name in names)
+    return any(name.endswith(tuple(STACKED.values())) for name in names)
 
 
 def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
@@ -133,7 +94,7 @@ def _names(config: TargetConfig | DrafterConfig, leaf: str) -> list[str]:
     if match:
         prefix = f"{'model.' if target else ''}layers.{match[1]}."
         sparse = target and config.moe_of(int(match[1])) is not None
-        table = _LAYER | _EXPERTS if sparse else _LAYER
+        table = _LAYER | EXPERTS if sparse else _LAYER
         return [prefix + name for name in table[match[2]]]
     return (_TARGET if target else _DRAFTER)[leaf]
 
@@ -146,7 +107,7 @@ def _expert_sources(
     if stacked:
         layer, own = leaf.split("/", 1)
         prefix = f"model.layers.{layer.removeprefix('layers_')}."
-        return (Source(prefix + _STACKED[own], (experts, outputs, inputs)),)
+        return (Source(prefix + STACKED[own], (experts, outputs, inputs)),)
     rows = outputs // len(names)
     return tuple(Source(name.format(e=e), (rows, inputs)) for e in range(experts) for name in names)
 

@@ -152,7 +152,7 @@ def mutated(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         everywhere = places(value)
         if not everywhere or rng.random() < 0.15:
-            value[rng.choice(NAMES)] = rng.choice(HOSTILE)
+            value[rng.choice(NAMES)] = copy.deepcopy(rng.choice(HOSTILE))
             continue
         container, key = rng.choice(everywhere)
         old, act = container[key], rng.random()

@@ -8,7 +8,7 @@ import transformers
 from jflash.bench.shapes import model_shape
 from jflash.config import Llama3Scaling
 from jflash.io import open_checkpoint
-from jflash.io.hf_config import DEFAULTS, drafter_config, target_config
+from jflash.io.hf_config import FAMILIES, drafter_config, target_config
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import leaf_sources
@@ -20,12 +20,8 @@ CLASSES = {
     "qwen2": transformers.Qwen2Config,
     "llama": transformers.LlamaConfig,
 }
-NAMES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
+NAMES = {family.MODEL_TYPE: family.ARCHITECTURE for family in FAMILIES}
+DEFAULTS = {family.MODEL_TYPE: family.DEFAULTS for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", DEFAULTS)

@@ -1,0 +1,109 @@
+"""DFlash drafters, version 1 and 2: Qwen3's trunk, a block, windows, and the tapped layers."""
+
+from typing import Any
+
+from jflash.config import Drafter2Config, DrafterConfig, Sight, default_target_layer_ids
+from jflash.io.families import qwen3
+from jflash.io.families.trunk import read_trunk
+from jflash.io.hf_values import said
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DRAFTER = "DFlashDraftModel"
+DRAFTER_2 = "DFlash2DraftModel"
+_SIGHT_KEYS = ("is_causal", "layer_types", "sliding_window", "use_sliding_window")
+OF_DRAFTER_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OF_DRAFTER = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
+_OF_DRAFTER += ("output_multiplier", "final_logit_softcapping", *OF_DRAFTER_2)
+# Leaves beside those of a trunk's layer: the convolutions of version 2, and what is no layer's.
+CONVOLUTIONS = {
+    f"{part}_conv/{leaf}": [f"{part}_conv.{name}"]
+    for part in ("attention", "mlp")
+    for leaf, name in (
+        ("base_kernel", "base_kernel"),
+        ("kernel_projection/kernel", "kernel_projection.weight"),
+    )
+}
+MODEL = {
+    "fc/kernel": ["fc.weight"],
+    "hidden_norm/scale": ["hidden_norm.weight"],
+    "norm/scale": ["norm.weight"],
+    "candidate_selector/predecessor_codebook": ["candidate_selector.predecessor_codebook"],
+    "candidate_selector/successor_codebook": ["candidate_selector.successor_codebook"],
+    "candidate_selector/hidden_projection/kernel": ["candidate_selector.hidden_projection.weight"],
+}
+
+
+def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
+    """The config of a drafter, its own keys in `dflash_config` or at the top level.
+
+    `name` is its architecture: version 1 or 2.
+    """
+    given = said(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
+    own = given.get("dflash_config", {})
+    value = given | {k: v for k, v in said(own, _OF_DRAFTER).items() if k in _OF_DRAFTER}
+    needed = ("num_target_layers", "mask_token_id", *(OF_DRAFTER_2 if name == DRAFTER_2 else ()))
+    missing = [key for key in needed if key not in value]
+    if missing:
+        raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
+    trunk, defaults = read_trunk(raw, qwen3.DEFAULTS)
+    bias, targets = defaults["attention_bias"], value["num_target_layers"]
+    ids = value.get("target_layer_ids", default_target_layer_ids(targets, trunk["num_layers"]))
+    cap = value.get("final_logit_softcapping", 0)
+    shared = dict(
+        **trunk,
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=False,
+        block_size=value.get("block_size", 16),
+        mask_token_id=value["mask_token_id"],
+        target_layer_ids=tuple(ids),
+        num_target_layers=targets,
+        input_embedding_scale=float(value.get("input_embedding_scale", 1)),
+        output_multiplier=float(value.get("output_multiplier", 1)),
+        final_logit_softcapping=float(cap) if cap > 0 else None,
+        sights=_sights(raw, own, trunk["num_layers"]),
+    )
+    if name == DRAFTER:
+        return DrafterConfig(**shared)
+    return Drafter2Config(**shared, **{key: value[key] for key in OF_DRAFTER_2})
+
+
+def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[Sight, ...]:
+    """What a drafter's layers see, () if all of them see everything.
+
+    Qwen3Config's rules for windows; unless `is_causal` says so for all, those layers are causal
+    that have a window. dflash 0.1.0 reads the keys at the top level alone, not in its `own`.
+    """
+    misplaced = [key for key in _SIGHT_KEYS if key in own and own[key] != raw.get(key)]
+    if misplaced:
+        raise ValueError(f"dflash_config says {', '.join(misplaced)}: put it at the top level")
+    value = said(raw, (*_SIGHT_KEYS, "max_window_layers"))
+    window, is_causal = raw.get("sliding_window", 4096), value.get("is_causal")
+    windowed = _windowed_layers(value, num_layers, window)
+    if any(windowed) and (type(window) is not int or window < 1):
+        raise ValueError(f"sliding_window must be a whole number of at least 1, got {window!r}")
+    sights = tuple(
+        Sight(window=window if own else None, causal=own if is_causal is None else is_causal)
+        for own in windowed
+    )
+    return () if set(sights) == {Sight()} else sights
+
+
+def _windowed_layers(value: dict[str, Any], num_layers: int, window: Any) -> list[bool]:
+    """Which layers have a sliding window; a `window` of null is none."""
+    on, types = value.get("use_sliding_window", False), value.get("layer_types")
+    if types is None:
+        on &= window is not None
+        first = value.get("max_window_layers", 28)
+        return [on and i >= first for i in range(num_layers)]
+    unknown = [t for t in types if t not in LAYER_TYPES]
+    if unknown or len(types) != num_layers:
+        raise ValueError(
+            f"layer_types must be {num_layers} of {' or '.join(LAYER_TYPES)}, got {types}"
+        )
+    if "sliding_attention" in types and not on:
+        raise ValueError(
+            "sliding_window: layer_types has sliding_attention but use_sliding_window is not true"
+        )
+    return [t == "sliding_attention" for t in types]

@@ -1,0 +1,24 @@
+"""Llama: no windows, whatever config.json says of them."""
+
+from typing import Any
+
+from jflash.config import TargetConfig
+from jflash.io.families.trunk import COMMON, read_target
+from jflash.io.hf_values import said
+
+ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
+DEFAULTS: dict[str, Any] = (
+    COMMON
+    | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None}
+    | {"head_dim": None, "max_position_embeddings": 2048, "attention_bias": False}
+    | {"mlp_bias": False}
+)
+
+
+def target(raw: dict[str, Any]) -> TargetConfig:
+    """The config of a Llama."""
+    value = DEFAULTS | said(raw, DEFAULTS)
+    bias, mlp_bias = value["attention_bias"], value["mlp_bias"]
+    own = dict(qk_norm=False, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+    return read_target(raw, DEFAULTS, **own)

@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: queries, keys and values have biases, whatever config.json says."""
+
+from typing import Any
+
+from jflash.config import TargetConfig
+from jflash.io.families.trunk import COMMON, read_target, refuse_windows
+
+ARCHITECTURE, MODEL_TYPE = "Qwen2ForCausalLM", "qwen2"
+DEFAULTS: dict[str, Any] = (
+    COMMON
+    | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    | {"head_dim": None, "max_position_embeddings": 32768}
+)
+
+
+def target(raw: dict[str, Any]) -> TargetConfig:
+    """The config of a Qwen2."""
+    own = dict(qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False)
+    config = read_target(raw, DEFAULTS, **own)
+    refuse_windows(raw)
+    return config

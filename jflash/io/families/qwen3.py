@@ -1,0 +1,28 @@
+"""Qwen3, dense: queries and keys are normalised by head."""
+
+from typing import Any
+
+from jflash.config import TargetConfig
+from jflash.io.families.trunk import COMMON, read_target, refuse_windows
+from jflash.io.hf_values import said
+
+ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
+DEFAULTS: dict[str, Any] = (
+    COMMON
+    | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    | {"head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False}
+)
+
+
+def target(raw: dict[str, Any]) -> TargetConfig:
+    """The config of a Qwen3."""
+    return read(raw, DEFAULTS)
+
+
+def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
+    """The config of a Qwen3's layers, whatever stands in place of their MLP."""
+    bias = (defaults | said(raw, defaults))["attention_bias"]
+    config = read_target(raw, defaults, qk_norm=True, qkv_bias=bias, out_bias=bias, mlp_bias=False)
+    refuse_windows(raw)
+    return config

@@ -1,0 +1,76 @@
+"""What the families of decoders share: the layer's sizes and its tensors' names, as Llama has them.
+
+A missing key takes the default of transformers' class; a feature that is not implemented is a
+ValueError that names it.
+"""
+
+from typing import Any
+
+from jflash.config import TargetConfig
+from jflash.io.hf_rope import rope_config
+from jflash.io.hf_values import said, shown
+
+# transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
+COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+_KEYS = ("quantization_config", "rope_parameters", "rope_scaling")  # without a default there
+_WINDOWS = ("layer_types", "use_sliding_window")
+# leaf of a layer -> tensors, in the order in which a fused leaf holds them
+LAYER = {
+    "input_norm/scale": ["input_layernorm.weight"],
+    "post_norm/scale": ["post_attention_layernorm.weight"],
+    "attention/q_norm/scale": ["self_attn.q_norm.weight"],
+    "attention/k_norm/scale": ["self_attn.k_norm.weight"],
+    "attention/qkv/kernel": [f"self_attn.{x}_proj.weight" for x in "qkv"],
+    "attention/qkv/bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
+    "attention/out/kernel": ["self_attn.o_proj.weight"],
+    "attention/out/bias": ["self_attn.o_proj.bias"],
+    "mlp/gate_up/kernel": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp/gate_up/bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+    "mlp/down/kernel": ["mlp.down_proj.weight"],
+    "mlp/down/bias": ["mlp.down_proj.bias"],
+}
+TARGET = {
+    "embedding": ["model.embed_tokens.weight"],
+    "norm/scale": ["model.norm.weight"],
+    "head": ["lm_head.weight"],
+}
+
+
+def read_target(raw: dict[str, Any], defaults: dict[str, Any], **own: Any) -> TargetConfig:
+    """A dense target: the common fields, and those that are the family's own."""
+    trunk, value = read_trunk(raw, defaults)
+    return TargetConfig(**trunk, tie_embeddings=value["tie_word_embeddings"], **own)
+
+
+def refuse_windows(raw: dict[str, Any]) -> None:
+    """ValueError if a config of a family that may have windowed layers has any."""
+    value = said(raw, _WINDOWS)
+    windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
+    if value.get("use_sliding_window") or windowed:
+        raise ValueError("sliding_window: targets with sliding-window layers are not supported")
+
+
+def read_trunk(
+    raw: dict[str, Any], defaults: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """DecoderConfig's common fields, and the family's keys with defaults filled in."""
+    value = defaults | said(raw, (*defaults, *_KEYS))
+    if "quantization_config" in value:
+        method = value["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"quantization_config ({method}): quantised weights are not supported")
+    if value["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act {shown(value['hidden_act'])} is not supported, only 'silu'")
+    heads = value["num_attention_heads"]
+    head_dim = value["head_dim"] or value["hidden_size"] // heads
+    return dict(
+        vocab_size=value["vocab_size"],
+        hidden_size=value["hidden_size"],
+        intermediate_size=value["intermediate_size"],
+        num_layers=value["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=value["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(value["rms_norm_eps"]),
+        rope=rope_config(raw, value["max_position_embeddings"]),
+        max_position_embeddings=value["max_position_embeddings"],
+    ), value
