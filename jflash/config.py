@@ -111,7 +111,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A decoder: Qwen3, Qwen3-MoE, Qwen2/2.5 and Llama 3.x differ only in these fields."""
+    """A decoder: Qwen3, Qwen3-MoE, Qwen2/2.5, Llama 3.x and Mistral differ only in these fields."""
 
     tie_embeddings: bool
     moe: MoeConfig | None = None  # a dense decoder's

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.io.families import llama, qwen2, qwen3, qwen3_moe
+from jflash.io.families import llama, mistral, qwen2, qwen3, qwen3_moe
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
 from jflash.io.hf_values import said
 
-FAMILIES = (qwen3, qwen3_moe, qwen2, llama)
+FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral)
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 
 

@@ -1,4 +1,4 @@
-"""The decoder target: Qwen3, Qwen3-MoE, Qwen2/2.5 and Llama 3.x, told apart by their config alone.
+"""The decoder target: Qwen2 to 3, Qwen3-MoE, Llama 3.x and Mistral differ by their config only.
 
 Knows nothing of drafting but its taps: outputs of chosen layers, which are a drafter's features.
 """

@@ -1,5 +1,6 @@
 """Hugging Face configs: transformers' defaults, published drafters, and refusals by name."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ CLASSES = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen2": transformers.Qwen2Config,
     "llama": transformers.LlamaConfig,
+    "mistral": functools.partial(transformers.MistralConfig, sliding_window=None),
 }
 NAMES = {family.MODEL_TYPE: family.ARCHITECTURE for family in FAMILIES}
 DEFAULTS = {family.MODEL_TYPE: family.DEFAULTS for family in FAMILIES}
@@ -27,7 +29,7 @@ DEFAULTS = {family.MODEL_TYPE: family.DEFAULTS for family in FAMILIES}
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_defaults_are_those_of_transformers(family):
     theirs = CLASSES[family]()
-    mine = DEFAULTS[family]
+    mine = {key: value for key, value in DEFAULTS[family].items() if key != "sliding_window"}
     for key, value in mine.items():
         if key == "head_dim" and value is None:
             value = mine["hidden_size"] // mine["num_attention_heads"]
@@ -41,7 +43,7 @@ def test_defaults_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_a_config_that_says_nothing_is_the_default_model(family):
-    config = target_config({"architectures": [NAMES[family]]})
+    config = target_config({"architectures": [NAMES[family]], "sliding_window": None})
     theirs = CLASSES[family]()
     assert config.num_layers == theirs.num_hidden_layers
     assert config.max_position_embeddings == theirs.max_position_embeddings
@@ -57,6 +59,18 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     config.save_pretrained(tmp_path)
     got = open_checkpoint(tmp_path).config(target_config)
     assert (got.num_layers, got.rope.theta, got.rope.scaling) == (3, 5e5, None)
+
+
+def test_a_mistral_with_a_window_is_refused():
+    """4,096 tokens are transformers' default: a key that is absent is a window, null is none."""
+    default = transformers.MistralConfig().sliding_window
+    assert default == DEFAULTS["mistral"]["sliding_window"]
+    name = {"architectures": ["MistralForCausalLM"]}
+    for given in ({}, {"sliding_window": default}, {"sliding_window": 64}):
+        with pytest.raises(ValueError, match=r"sliding_window \d+: targets with windows"):
+            target_config(name | given)
+    config = target_config(name | {"sliding_window": None, "attention_bias": True})
+    assert not config.qkv_bias  # transformers' Mistral does not read attention_bias
 
 
 def test_llama_3_scaling_in_both_spellings():
@@ -298,7 +312,7 @@ def test_null_is_as_good_as_absent(key):
     [
         *("GptOssForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"),
         *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "DeepseekV3ForCausalLM"),
-        *("MistralForCausalLM", "DFlashDraftModel"),
+        *("MinistralForCausalLM", "DFlashDraftModel"),
     ],
 )
 def test_targets_refused_by_name(name):

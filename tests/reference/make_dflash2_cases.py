@@ -257,7 +257,7 @@ def make_cases(target, drafter, texts: torch.Tensor, narrow: bool, draw: random.
 
 def make_pair(seed: int, index: int, folder: Path) -> dict | None:
     """One pair, trained, saved, read back and recorded; None if the draw does not serve."""
-    family = list(FAMILIES)[index % 4]
+    family = list(FAMILIES)[index % len(FAMILIES)]
     torch.manual_seed(seed)
     random.seed(seed)
     draw = random.Random(seed)

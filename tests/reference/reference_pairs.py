@@ -11,6 +11,7 @@ import math
 import random
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -35,6 +38,7 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (partial(MistralConfig, sliding_window=None), MistralForCausalLM),
 }
 
 
@@ -106,6 +110,11 @@ SMALL_SHAPES = [
         "qwen3_moe", 40, 4, (4, 2, 16), 56, False, 16, (0, 2), 2, (4, 2, 16), 64, "inner", False,
         experts=Experts(8, 3, 24, True, 1, (1,), False), small_files=True,
     ),
+    # Every layer is tapped.
+    Shape(
+        "mistral", 40, 3, (4, 2, 16), 56, False, 16, (0, 1, 2), 2, (4, 2, 16), 64, "top", False,
+        small_files=True,
+    ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
 # by decree.
@@ -138,7 +147,7 @@ FULL_SHAPES = [
         "qwen3_moe", 32, 4, (2, 2, 16), 48, False, 8, (1, 3), 2, (2, 1, 24), 64, "top", True,
         experts=Experts(6, 2, 32, False, 2, (), True),
     ),
-    SMALL_SHAPES[-1],
+    *SMALL_SHAPES[-2:],
 ]  # fmt: skip
 
 

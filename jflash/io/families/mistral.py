@@ -1,0 +1,24 @@
+"""Mistral 7B: Llama's layers without biases. Windows are refused, also the default one."""
+
+from typing import Any
+
+from jflash.config import TargetConfig
+from jflash.io.families.trunk import COMMON, read_target
+from jflash.io.hf_values import shown
+
+ARCHITECTURE, MODEL_TYPE = "MistralForCausalLM", "mistral"
+DEFAULTS: dict[str, Any] = (
+    COMMON
+    | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"head_dim": None, "max_position_embeddings": 131072, "sliding_window": 4096}
+)
+
+
+def target(raw: dict[str, Any]) -> TargetConfig:
+    """The config of a Mistral; null is no window, an absent key transformers' of 4,096 tokens."""
+    window = raw.get("sliding_window", DEFAULTS["sliding_window"])
+    if window is not None:
+        raise ValueError(f"sliding_window {shown(window)}: targets with windows are not supported")
+    own = dict(qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False)
+    return read_target(raw, DEFAULTS, **own)
