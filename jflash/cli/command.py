@@ -109,8 +109,13 @@ def refused(prog: str, error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether Ctrl-C was pressed; a second one interrupts as ever."""
+def first_interrupt(
+    note: str = "\nstopping as soon as all is saved; Ctrl-C again stops at once\n",
+) -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether Ctrl-C was pressed, which prints `note`.
+
+    A second Ctrl-C interrupts as ever.
+    """
     pressed = False
 
     def press(*_: Any) -> None:
@@ -118,7 +123,7 @@ def first_interrupt() -> Iterator[Callable[[], bool]]:
         pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Not by print: what was interrupted may be in the middle of one.
-        os.write(2, b"\nstopping as soon as all is saved; Ctrl-C again stops at once\n")
+        os.write(2, note.encode())
 
     before = signal.signal(signal.SIGINT, press)
     try:

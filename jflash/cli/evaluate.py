@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import gpu_notice, require
-from jflash.cli.generate import at_best_width, that_draw
-from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
+from jflash.cli.generate import configured, that_draw
+from jflash.cli.options.pair import drafter_name, sampling
 from jflash.decoding import Decoding
 from jflash.device import describe_device, device_name
 from jflash.engine import STEPS_PER_CALL
@@ -44,12 +44,10 @@ from jflash.evals.summary import differences, summarise
 from jflash.files import write_text
 from jflash.io import (
     PairFiles,
-    configure_pair,
     encode_prompt,
     load_weights,
 )
 from jflash.io.digest import checkpoint_digest
-from jflash.kernels import AUTO
 from jflash.memory import check_memory, device_memory
 from jflash.programs import Shape
 
@@ -112,15 +110,7 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
     """Data, configs and tokenizer; ValueError for what the models cannot serve."""
     way = sampling(options)
     problems = _problems(options, name)
-    choice = drafter_choice(drafter_name(options))
-    auto = options.block_size == AUTO
-    files = configure_pair(
-        options.target, choice.source, dtype=options.dtype,
-        block_size=None if auto else options.block_size,
-        drafter_seed=choice.seed, attention_backend=options.attention_backend,
-    )  # fmt: skip
-    if auto:
-        files = at_best_width(files, options.batch)
+    files = configured(options, options.batch)
     tokenizer = files.target.tokenizer()
     decoding = Decoding(
         sampling=way,

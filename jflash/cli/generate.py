@@ -69,15 +69,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     """Configs and tokenizer, the prompts as ids; ValueError for what the models cannot serve."""
-    choice = drafter_choice(drafter_name(options))
-    auto = options.block_size == AUTO
-    files = configure_pair(
-        options.target, choice.source, dtype=options.dtype,
-        block_size=None if auto else options.block_size,
-        drafter_seed=choice.seed, attention_backend=options.attention_backend,
-    )  # fmt: skip
-    if auto:
-        files = at_best_width(files, min(options.batch_size, len(prompts)))
+    files = configured(options, min(options.batch_size, len(prompts)))
     wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = files.target.tokenizer() if wanted or files.target.has_tokenizer() else None
     own_stops = [] if options.ignore_eos else files.target.stop_ids(tokenizer)
@@ -100,6 +92,18 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
         except ValueError as error:
             raise ValueError(f"{prompt.where}{error}") from None
     return Job(files, tokenizer, ids, decodings)
+
+
+def configured(options: argparse.Namespace, batch: int) -> PairFiles:
+    """The pair that the options name, at its width."""
+    choice = drafter_choice(drafter_name(options))
+    auto = options.block_size == AUTO
+    files = configure_pair(
+        options.target, choice.source, dtype=options.dtype,
+        block_size=None if auto else options.block_size,
+        drafter_seed=choice.seed, attention_backend=options.attention_backend,
+    )  # fmt: skip
+    return at_best_width(files, batch) if auto else files
 
 
 def at_best_width(files: PairFiles, batch: int) -> PairFiles:
@@ -183,8 +187,9 @@ def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[s
 
 
 def use_colour() -> bool:
-    """Colours on a terminal, unless its user wants none (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    """Colours on a terminal that has them, unless its user wants none (no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
 
 
 def _decoder(job: Job) -> Callable[[list[int]], str]:

@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import select
+import stat
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +19,9 @@ DEFAULT_PROMPT = (
     "Amina works 7 hours on Saturday and 2 hours more than that on Sunday, delivering papers for "
     "$11 an hour. Then she buys a skateboard for $82. How many dollars does Amina have left?"
 )
+
+
+PATIENCE = 1.0  # seconds in which a pipe has to bring something
 
 
 class Prompt(NamedTuple):
@@ -43,7 +50,41 @@ def _one_prompt(options: argparse.Namespace) -> Prompt:
     if options.prompt_file is not None:
         text = _read_text(options.prompt_file).removesuffix("\n").removesuffix("\r")
         return Prompt(text, None, f"{options.prompt_file}: ")
-    return Prompt(DEFAULT_PROMPT if options.prompt is None else options.prompt, None)
+    if options.prompt == "-":
+        return Prompt(_read_stdin(), None, "standard input: ")
+    if options.prompt is None:
+        return Prompt(_piped() or DEFAULT_PROMPT, None)
+    return Prompt(options.prompt, None)
+
+
+def _piped() -> str | None:
+    """What comes through a pipe or from a file on standard input; None without one, or if empty.
+
+    A pipe that stays open and silent, which a program may have inherited, is not waited for.
+    """
+    try:
+        file = sys.stdin.fileno()
+        mode = os.fstat(file).st_mode
+    except (AttributeError, OSError, ValueError):  # there is none
+        return None
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)):
+        return None
+    if not select.select([file], [], [], PATIENCE)[0]:
+        print(
+            "nothing comes on standard input: this is the default prompt; "
+            "the prompt - waits for it",
+            file=sys.stderr,
+        )
+        return None
+    return _read_stdin() or None
+
+
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def encode(prompt: Prompt, tokenizer: Any, options: argparse.Namespace) -> list[int]:
@@ -66,13 +107,19 @@ def _checked(prompt: Prompt) -> Prompt:
             raise ValueError(f"{prompt.where}the prompt [] is empty: give at least one token id")
         return prompt
     assert prompt.text is not None
-    if not prompt.text.strip():
-        raise ValueError(f"{prompt.where}the prompt {prompt.text!r} is empty")
-    try:
-        prompt.text.encode("utf-8")
-    except UnicodeEncodeError as error:  # how Python passes on bytes that it could not read
-        raise ValueError(f"{prompt.where}the prompt is not valid UTF-8: {error}") from None
+    checked_text(prompt.text, prompt.where)
     return prompt
+
+
+def checked_text(text: str, where: str = "") -> str:
+    """The text; ValueError for one that is empty or cannot be read."""
+    if not text.strip():
+        raise ValueError(f"{where}the prompt {text!r} is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # how Python passes on bytes that it could not read
+        raise ValueError(f"{where}the prompt is not valid UTF-8: {error}") from None
+    return text
 
 
 def _read_text(file: Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jflash.decoding import Sampling
+from jflash.evals.report import number
 from jflash.generate import Generation, Pair
 
 RESULT_KEYS = frozenset(
@@ -96,8 +97,8 @@ def statistics(generation: Generation, setup: Setup, first_token_seconds: float)
         [
             f"{len(generation.token_ids)} tokens",
             f"{generation.steps} steps",
-            f"τ {_number(generation.mean_acceptance_length)}",
-            f"{_number(tokens_per_second([generation]))} tokens/s",
+            f"τ {number(generation.mean_acceptance_length)}",
+            f"{number(tokens_per_second([generation]))} tokens/s",
             f"first token after {first_token_seconds:.3f} s "
             f"(beside load {setup.load_seconds:.1f} s, compile {generation.seconds.compile:.1f} s)",
             _where(setup),
@@ -118,9 +119,9 @@ def batch_statistics(batches: Sequence[Sequence[Generation]], setup: Setup) -> s
             f"{len(everything)} prompts",
             f"{tokens} tokens",
             f"{steps} steps",
-            f"τ {_number(accepted / steps if steps else None)} over all steps, "
-            f"{_number(sum(means) / len(means) if means else None)} as the mean of prompts",
-            f"{_number(accepted / decode if steps else None)} tokens/s",
+            f"τ {number(accepted / steps if steps else None)} over all steps, "
+            f"{number(sum(means) / len(means) if means else None)} as the mean of prompts",
+            f"{number(accepted / decode if steps else None)} tokens/s",
             f"load {setup.load_seconds:.1f} s, "
             f"compile {sum(batch[0].seconds.compile for batch in batches):.1f} s",
             _where(setup),
@@ -133,7 +134,3 @@ def _where(setup: Setup) -> str:
         f"{setup.device}, {setup.dtype}, attention {setup.attention_backend}, "
         f"block {setup.block_size}"
     )
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"

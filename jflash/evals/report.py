@@ -25,8 +25,8 @@ def table(summary: dict[str, Any]) -> str:
     ):
         own = acceptance[key]
         lines.append(
-            f"τ, {name:<14} {_number(own['tau_pooled'])} pooled, "
-            f"{_number(own['tau_mean_of_means'])} mean of prompts, {own['prompts']} answers, "
+            f"τ, {name:<14} {number(own['tau_pooled'])} pooled, "
+            f"{number(own['tau_mean_of_means'])} mean of prompts, {own['prompts']} answers, "
             f"{own['new_tokens']} tokens"
         )
     lines.append("steps that committed 1, 2, … tokens  " + _list(acceptance["all"]["histogram"]))
@@ -36,7 +36,7 @@ def table(summary: dict[str, Any]) -> str:
             ("draft accepted when reached ", "accepted_when_tried"),
             ("draft accepted of all steps ", "accepted_of_all_steps"),
         ):
-            lines.append(name + _list([_number(row[key]) for row in positions]))
+            lines.append(name + _list([number(row[key]) for row in positions]))
     lines.append("finish reasons   " + _counts(summary["finish_reasons"]))
     lines.append("endings          " + _counts(acceptance["endings"]))
     lines.append(_speed("speed, all", speed))
@@ -76,8 +76,8 @@ def _differences(found: dict[str, Any], other: str, token: str) -> list[str]:
 def _speed(name: str, speed: dict[str, Any]) -> str:
     spent = speed["seconds"]
     return (
-        f"{name:<16} {_number(speed['tokens_per_second'])} tokens/s in decoding, "
-        f"{_number(speed['tokens_per_second_with_prefill'])} with prefill (decode "
+        f"{name:<16} {number(speed['tokens_per_second'])} tokens/s in decoding, "
+        f"{number(speed['tokens_per_second_with_prefill'])} with prefill (decode "
         f"{spent['decode']:.1f} s, prefill {spent['prefill']:.1f} s, "
         f"compile {spent['compile']:.1f} s)"
     )
@@ -85,8 +85,8 @@ def _speed(name: str, speed: dict[str, Any]) -> str:
 
 def _speed_up(name: str, found: dict[str, Any]) -> str:
     return (
-        f"speed-up, {name:<6} {_number(found['speed_up'])} in decoding, "
-        f"{_number(found['speed_up_with_prefill'])} with prefill, {found['answers']} answers"
+        f"speed-up, {name:<6} {number(found['speed_up'])} in decoding, "
+        f"{number(found['speed_up_with_prefill'])} with prefill, {found['answers']} answers"
     )
 
 
@@ -98,5 +98,6 @@ def _list(values: list[Any]) -> str:
     return " ".join(str(value) for value in values)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Two decimals below 100, none from there; a dash for None."""
     return "–" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -238,8 +238,12 @@ def test_paint_alternates_and_leaves_the_prefill_alone():
 def test_no_color_is_respected(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     assert cli.use_colour()
     monkeypatch.setenv("NO_COLOR", "1")
+    assert not cli.use_colour()
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
     assert not cli.use_colour()
 
 

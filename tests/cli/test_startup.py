@@ -13,7 +13,8 @@ from jflash.cli.main import COMMANDS
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     *("bench_kernels", "benchmark", "check_lossless", "check_logits", "check_program"),
-    *("convert_checkpoint", "eval_gsm8k", "evaluate", "generate", "make_prompts", "train_drafter"),
+    *("chat", "convert_checkpoint", "eval_gsm8k", "evaluate", "generate", "make_prompts"),
+    "train_drafter",
 ]
 SLOW = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "transformers", "tokenizers"),

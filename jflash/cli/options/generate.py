@@ -29,7 +29,12 @@ def make_parser(prog: str = "generate.py") -> Parser:
 
 def _prompt_options(parser: Parser) -> None:
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: a word problem")
+    group.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="-, or a pipe: standard input; default: a word problem",
+    )
     group.add_argument("--prompt-ids", type=ids, metavar="1,2,3", help="token ids instead")
     group.add_argument("--prompt-file", type=Path, metavar="FILE", help="text, UTF-8")
     group.add_argument(

@@ -1,0 +1,172 @@
+"""chat: turns with a model, each answer shown as it is decoded.
+
+A turn that does not fit, a bad line and Ctrl-C end an answer at most, never the conversation.
+"""
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jflash.cli.command import first_interrupt, gpu_notice
+from jflash.cli.generate import configured, that_draw, use_colour
+from jflash.cli.live_text import paint, texts
+from jflash.cli.options.pair import sampling
+from jflash.cli.prompts import checked_text
+from jflash.cli.results import number, tokens_per_second
+from jflash.decoding import Decoding
+from jflash.generate import Chunk, Generation, Pair, check_request, stream
+from jflash.io import encode_prompt, load_weights
+from jflash.io.text import decode
+from jflash.memory import check_decoding
+
+COMMANDS = "/reset forgets the conversation, /quit ends"
+SHORTEST = 64  # tokens of a first prompt that must fit the device's memory
+
+
+class Talk(NamedTuple):
+    """A loaded pair, and how it is asked."""
+
+    pair: Pair
+    tokenizer: Any
+    encode: Callable[[str, list[tuple[str, str]]], list[int]]
+    decoding: Decoding
+    dtype: str
+
+
+class Answer(NamedTuple):
+    """What came of a turn; the generation is None if Ctrl-C stopped it."""
+
+    text: str
+    sizes: list[int]  # tokens of the prefill and of each step
+    seconds: float  # since the first of them
+    generation: Generation | None
+
+
+def run(options: argparse.Namespace) -> None:
+    talk = _load(options)
+    live = sys.stdin.isatty()
+    if live:
+        print(f"{COMMANDS}; Ctrl-C stops an answer", file=sys.stderr)
+    history: list[tuple[str, str]] = []
+    for line in _lines(live):
+        if line == "/quit":
+            break
+        if line == "/reset":
+            history.clear()
+        elif line.startswith("/"):
+            print(f"no command {line.split()[0]!r}: {COMMANDS}", file=sys.stderr)
+        elif line:
+            _turn(talk, line, history, live)
+
+
+def _load(options: argparse.Namespace) -> Talk:
+    """ValueError for what cannot talk, before a weight is read."""
+    files = configured(options, batch=1)
+    tokenizer = files.target.tokenizer()
+    decoding = Decoding(
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=files.target.stop_ids(tokenizer),
+        sampling=sampling(options),
+        seed=options.seed,
+    )
+    files = that_draw(files, [decoding], options.draft_rule)
+    encode = functools.partial(
+        _encode, tokenizer, system=options.system, reasoning=options.reasoning == "on",
+        chat_template=not options.no_chat_template,
+    )  # fmt: skip
+    check_request(files.models, encode("Hello", []), decoding)
+    notice = gpu_notice()
+    if notice:
+        print(notice, file=sys.stderr)
+    check_decoding(files.models, files.dtype, 1, SHORTEST, options.max_new_tokens)
+    pair = load_weights(files, progress=sys.stderr.isatty())
+    jax.block_until_ready(pair.params)
+    return Talk(pair, tokenizer, encode, decoding, files.dtype)
+
+
+def _encode(tokenizer: Any, text: str, history: list[tuple[str, str]], **how: Any) -> list[int]:
+    return encode_prompt(tokenizer, text, history=history, **how)
+
+
+def _lines(live: bool) -> Iterator[str]:
+    """The user's lines to the end of the input, without blanks around them."""
+    if live:
+        import readline  # noqa: F401  (gives input() history and editing)
+    while True:
+        try:
+            line = input("> ") if live else sys.stdin.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            if not live:
+                raise
+            print("\n/quit or Ctrl-D ends", file=sys.stderr)
+            continue
+        if not live and not line:
+            return
+        yield line.strip()
+
+
+def _turn(talk: Talk, line: str, history: list[tuple[str, str]], live: bool) -> None:
+    """Asks, shows and remembers; a line on stderr for what does not fit."""
+    try:
+        ids = talk.encode(checked_text(line), history)
+        check_request(talk.pair.models, ids, talk.decoding)
+        new = talk.decoding.max_new_tokens
+        check_decoding(talk.pair.models, talk.dtype, 1, len(ids), new)
+        answer = _answer(talk, ids)
+    except ValueError as error:
+        print(f"{' '.join(str(error).split())} (/reset begins anew)", file=sys.stderr)
+        return
+    except KeyboardInterrupt:  # pressed twice, or before the answer began
+        if not live:
+            raise
+        print("\nstopped", file=sys.stderr)
+        return
+    print(_statistics(answer), file=sys.stderr)
+    history.append((line, answer.text))
+
+
+def _answer(talk: Talk, ids: list[int]) -> Answer:
+    """Streams to stdout until the answer ends or Ctrl-C is pressed."""
+    sizes: list[int] = []
+    begin, last = 0.0, None
+    colour = use_colour()
+    with first_interrupt("") as stopped:
+
+        def chunks() -> Iterator[Chunk]:
+            nonlocal begin, last
+            for chunk in stream(talk.pair, ids, talk.decoding):
+                begin = begin or time.perf_counter()
+                sizes.append(len(chunk.token_ids))
+                last = chunk.generation
+                yield chunk
+                if stopped():
+                    return
+
+        shown = []
+        for step, piece in enumerate(texts(chunks(), functools.partial(decode, talk.tokenizer))):
+            shown.append(piece)
+            print(paint(piece, step, colour) if colour else piece, end="", flush=True)
+    print(flush=True)
+    return Answer("".join(shown), sizes, time.perf_counter() - begin, last)
+
+
+def _statistics(answer: Answer) -> str:
+    """τ and tokens a second in a line; of a stopped answer as far as it came."""
+    steps, tokens = len(answer.sizes) - 1, sum(answer.sizes[1:])
+    speed = tokens / answer.seconds if steps else None
+    if answer.generation is not None:
+        speed = tokens_per_second([answer.generation])
+    parts = [
+        f"{sum(answer.sizes)} tokens",
+        f"τ {number(tokens / steps if steps else None)}",
+        f"{number(speed)} tokens/s",
+    ]
+    return " · ".join(parts + ["stopped"] * (answer.generation is None))
