@@ -99,16 +99,21 @@ def piped(command: str, text: str | bytes, *argv: str) -> subprocess.CompletedPr
     )
 
 
+LONG = "word " * 3000
+TOKENS = re.compile(r"(\d+) prompt tokens")
+
+
 def test_a_piped_conversation():
-    """The second answer sees the first turn; after /reset the first one comes again."""
-    turns = [QUESTION, "", QUESTION, "/reset", QUESTION, "word " * 5000, "/quit", "never read"]
+    """/reset begins anew; a turn that does not fit is told and ends nothing."""
+    turns = [LONG, QUESTION, "", LONG, "/reset", QUESTION, LONG, "/quit", "never read"]
     done = piped("chat", "\n".join(turns) + "\n")
     assert done.returncode == 0, done.stderr
-    answers = done.stdout.decode().splitlines()
-    assert answers[0] == answers[-1] != "" and "7" in answers[0]
-    told = done.stderr.decode().splitlines()
-    assert len([line for line in told if STATISTICS.search(line)]) == 3
-    assert "/reset begins anew" in told[-1] and "positions" in told[-1]
+    alone = piped("chat", f"{QUESTION}\n").stdout
+    assert b"7" in alone and done.stdout == alone + alone
+    told = done.stderr.decode()
+    assert len(STATISTICS.findall(told)) == 2 and told.count("/reset begins anew") == 3
+    first, after_a_turn, after_reset = map(int, TOKENS.findall(told))
+    assert first < after_a_turn == after_reset
 
 
 @pytest.mark.parametrize(
