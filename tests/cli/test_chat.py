@@ -1,6 +1,5 @@
 """chat: turns through a pseudo-terminal and through a pipe, Ctrl-C included; prompts by a pipe."""
 
-import fcntl
 import json
 import os
 import pty
@@ -8,7 +7,6 @@ import re
 import select
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -20,15 +18,21 @@ ROOT = Path(__file__).parents[2]
 QUESTION = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?"
 STATISTICS = re.compile(r"(\d+) tokens · τ [\d.–]+ · [\d.–]+ tokens/s")
 
+# Ctrl-C on a terminal reaches those whose terminal it is.
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
 
 def start(*argv: str, **variables: str) -> tuple[subprocess.Popen, int]:
     """A chat on a terminal of its own, and the terminal's other end."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **variables}
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "chat.py"), *argv],
+        [sys.executable, "-c", TAKE_TERMINAL, str(ROOT / "scripts" / "chat.py"), *argv],
         stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(theirs)
     return process, ours
