@@ -51,6 +51,37 @@ def width_1(results: list[Result]) -> str:
     return table(head, rows, cases)
 
 
+def right_logits(results: list[Result]) -> str:
+    """What check_logits.py measured: the distance from float32 of our pass, XLA's and a fault's."""
+    cases: list[dict[str, Any]] = [
+        r.content | {"file": r.name} for r in results if "right_logits" in r.content
+    ]
+    rows = [
+        [
+            f"{case['shape']}, {case['layers']} layers, embedding {case['embedding_scale']:g}",
+            f"{r['batch']} / {r['width']}", f"{r['experts_reached']:.0f}",
+            *(f"{r[n]['mean_nats']:.1e} / {r[n]['most_nats']:.1e}" for n in ("ours", "xla")),
+            " / ".join(f"{r[n]['largest_difference']:.3f}" for n in ("ours", "xla")),
+            " / ".join(f"{r[n]['same_best']:.1%}" for n in ("ours", "xla")),
+            f"{r['fault']['mean_nats']:.1e} / {r['fault']['most_nats']:.1e}",
+            *(
+                f"{d['mean_nats']:.1e} / {d['most_nats']:.1e}, {d['largest_difference']:.3f}, "
+                f"{d['same_best']:.1%}"
+                for d in [r.get("against", {}).get("ours")] if d
+            ),
+        ]
+        for case in cases
+        for r in case["right_logits"]
+    ]  # fmt: skip
+    head = [
+        *("shape", "batch / width", "experts reached"),
+        *("nats, mean / most: ours", "XLA", "largest difference of a logit, ours / XLA"),
+        *("same best token, ours / XLA", "nats with the fault, mean / most"),
+        "ours at this width against width 1: nats, largest difference, same best",
+    ]
+    return table(head, rows, cases)
+
+
 def plain_text(results: list[Result]) -> str:
     """Greedy answers of a real pair that equal plain decoding's to the last token."""
     cases = [

@@ -89,6 +89,22 @@ def checked() -> Result:
     return Result("l.json", where | found | {"checks": checks, "planted_fault": fault})
 
 
+def right() -> Result:
+    """What check_logits.py wrote, what the table shows of it."""
+
+    def distance(mean: float, most: float, largest: float, same: float) -> dict[str, float]:
+        names = ("mean_nats", "most_nats", "largest_difference", "same_best")
+        return dict(zip(names, (mean, most, largest, same), strict=True))
+
+    row = {"batch": 1, "width": 1, "experts_reached": 9.0}
+    row |= {"ours": distance(1e-5, 2e-5, 0.5, 1.0), "xla": distance(3e-5, 4e-5, 0.25, 0.5)}
+    row |= {"fault": distance(5e-4, 6e-4, 1.0, 0.0)}
+    wide = row | {"width": 16, "against": {"ours": distance(7e-5, 8e-5, 0.125, 0.75)}}
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    found = {"shape": "p", "layers": 8, "embedding_scale": 0.02, "right_logits": [row, wide]}
+    return Result("r.json", where | found)
+
+
 def timed_beside_vllm() -> Result:
     """A run of vLLM and of jflash, what the tables show of it."""
     plain = {"vllm": {"1": 6, "8": 7}, "jflash": {"1": 4, "8": 5}, "floor": {"8": 3}}
@@ -129,6 +145,11 @@ def test_every_table_shows_its_numbers(results):
         "lossless": ["| p, q | 1, 8 | 1,234 | 840 | 5 | 2,000 | caught | 7.5 |",
                      "`benchmarks/l.json`"],
         "width_1": ["| p | 8 | 3 of 4 | 12.5 | 2 / 36 | 0.50 / 4.00 | 0.25 / 2.00 |"],
+        "right_logits": [
+            "| p, 8 layers, embedding 0.02 | 1 / 1 | 9 | 1.0e-05 / 2.0e-05 | 3.0e-05 / 4.0e-05 "
+            "| 0.500 / 0.250 | 100.0% / 50.0% | 5.0e-04 / 6.0e-04 |  |",
+            "| 1 / 16 | 9 |", "| 7.0e-05 / 8.0e-05, 0.125, 75.0% |", "`benchmarks/r.json`",
+        ],
         "plain_text": ["| gsm8k | 32 | 3 of 10 |"],
         "evaluations": [
             "| gsm8k | greedy | 32 | 4.39 (8) | 5.60 (2) | 1,234 | 2.00 × / 1.75 × |  |",
@@ -146,7 +167,9 @@ def test_every_table_shows_its_numbers(results):
         ],
         "tiny_pair_speed": ["| GPU, float32 | 1,234 | 321 | 2.50 × | 49 of 50 |"],
     }  # fmt: skip
-    results = [*(*results, *evaluated(), checked(), trained(), embedded(), timed_beside_vllm())]
+    results = [
+        *(*results, *evaluated(), checked(), right(), trained(), embedded(), timed_beside_vllm())
+    ]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
         text = f"before\n<!-- table: {name} -->\nold\n<!-- end table -->\nafter"

@@ -73,7 +73,8 @@ def test_the_command_passes_and_its_planted_fault_is_caught(shape, capsys, tmp_p
     results = report["right_logits"]
     assert [(r["batch"], r["width"]) for r in results] == [(1, 1), (1, 8), (2, 1), (2, 8)]
     for result in results:
-        assert result["experts_reached"] == (8 if shape == "tiny-moe" else 0)
+        least, most = (2, 8) if shape == "tiny-moe" else (0, 0)
+        assert least <= result["experts_reached"] <= most
         assert 0 < result["ours"]["mean_nats"] < NATS  # bfloat16 rounds
         assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
     assert all(0 <= results[i]["against"]["ours"]["mean_nats"] < NATS for i in (1, 3))

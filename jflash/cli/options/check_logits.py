@@ -31,7 +31,7 @@ def make_parser(prog: str = "check_logits.py") -> Parser:
     add("--layers", type=int, default=8, help="of the target, at most; default 8")
     add("--batch", type=counts, default=(1, 8), metavar="1,8", help="default 1,8")
     add("--seed", type=int, default=0, help="of the texts")
-    text = "of the embedding's random numbers, default 0.02; larger keeps a text's tokens apart"
+    text = "of the embedding's random numbers, default 0.02; larger makes tokens differ more"
     add("--embedding-scale", type=float, default=SCALE, metavar="X", help=text)
     backend_options(parser)
     result_options(parser, "written there too")
