@@ -296,7 +296,7 @@ def test_batches_give_what_single_prompts_give(run, run_json, monotone, tmp_path
 def test_all_batches_have_one_shape(run, random, tmp_path, monkeypatch):
     calls = []
 
-    def recorded(pair, prompts, *, capacity, **_):
+    def recorded(pair, prompts, decodings, *, capacity, **_):
         calls.append((len(prompts), capacity))
         return [chunks([0], [0])[-1].generation for _ in prompts]
 

@@ -327,8 +327,8 @@ def only_look(models: Models, expected: int):
     """Decodes little, in the caches that were asked for."""
     honest = cli.generate
 
-    def short(pair, prompts, *, capacity, max_new_tokens, **rest):
+    def short(pair, prompts, decodings, *, capacity, **rest):
         assert capacity == expected
-        return honest(pair, prompts, capacity=capacity, max_new_tokens=3, **rest)
+        return honest(pair, prompts, decodings, capacity=capacity, max_new_tokens=3, **rest)
 
     return short
