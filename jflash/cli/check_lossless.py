@@ -18,6 +18,8 @@ from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.differences import difference_text
+from jflash.proof.law import CPU, GPU, check_law
+from jflash.proof.law_text import law_failures, law_lines
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
 from jflash.proof.width_1 import Parting
@@ -27,8 +29,32 @@ DIFFERS = 1
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was found, as one JSON object; `failures` is empty if all is well."""
-    begin = time.perf_counter()
     dtype = args.dtype or default_dtype()
+    found = {**describe_device(), "dtype": dtype, "seed": args.seed}
+    failed: list[str] = []
+    if "law" in args.checks:
+        found["law"] = [check_pair(name, args, dtype) for name in args.pairs]
+        failed += [line for law in found["law"] for line in law_failures(law)]
+    if "oracle" in args.checks:
+        found |= check_oracle(args, dtype)
+        failed += failures(found, args)
+    return found | {"failures": failed}
+
+
+def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """The law of one pair."""
+    form = CPU if jax.default_backend() == "cpu" else GPU
+    case = load_case(name, dtype, args.seed, asked_backends(args), form.batch)
+    with tqdm(total=form.comparisons, desc=name, unit="comparison") as bar:
+        law = check_law(case, form, args.seed, dtype, lambda _: bar.update())
+    for line in law_lines(law):
+        print(line, flush=True)
+    return law
+
+
+def check_oracle(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """All drafters against the oracle of one executable, for every pair and batch size."""
+    begin = time.perf_counter()
     backends = asked_backends(args)
     results, seen, fault = [], set(), None
     for name in args.pairs:
@@ -62,11 +88,8 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
                     print(f"{half} the fault: {difference_text(fault[half]['first_difference'])}")
         del case  # its weights make room for the next pair's
     assert fault is not None
-    found = {
-        **describe_device(),
+    return {
         "backends": results[0]["backends"],
-        "dtype": dtype,
-        "seed": args.seed,
         "corruption": CORRUPTION,
         "tokens": sum(result["tokens"] for result in results),
         "distinct_tokens": len(seen),
@@ -77,7 +100,6 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         "width_1": width_1_summaries(results),
         "seconds": time.perf_counter() - begin,
     }
-    return found | {"failures": failures(found, args)}
 
 
 def total_histogram(results: Sequence[dict[str, Any]]) -> list[int]:
@@ -174,8 +196,26 @@ def width_1_line(summary: dict[str, Any]) -> str:
     )
 
 
-def print_summary(found: dict[str, Any]) -> None:
-    """The table, what else was seen, and the verdict."""
+def print_verdict(found: dict[str, Any]) -> None:
+    """Where it ran, and what it comes to."""
+    versions = found["versions"]
+    print(
+        f"{found['device']}, jax {versions['jax']}, driver {versions['driver'] or 'none'}, "
+        f"{found['dtype']}, seed {found['seed']}, {found['date']}"
+    )
+    for line in found["failures"]:
+        print(f"FAILED: {line}")
+    if found["failures"]:
+        return
+    if "law" in found:
+        tokens = sum(law["tokens"] for law in found["law"])
+        print(f"LOSSLESS: {tokens} tokens, all the bits of plain decoding at width 1 and batch 1")
+    if "checks" in found:
+        print(f"LOSSLESS: {found['tokens']} tokens of the oracles, every mode the same bits")
+
+
+def print_oracle(found: dict[str, Any]) -> None:
+    """The table, and what else was seen."""
     print(
         f"\n{'pair':<10} {'batch':>5} {'mode':<22} {'runs':>4} {'tokens':>8} {'logits rows':>11} "
         f"{'K/V rows':>9} {'τ':>6} {'differing: tokens':>18} {'logits':>7} {'K/V':>7}"
@@ -198,24 +238,16 @@ def print_summary(found: dict[str, Any]) -> None:
     print(fault_line(found["planted_fault"]))
     for summary in found["width_1"]:
         print(width_1_line(summary))
-    versions = found["versions"]
     backends = ", ".join(f"{op} {backend}" for op, backend in found["backends"].items())
-    print(
-        f"{found['device']}, jax {versions['jax']}, driver {versions['driver'] or 'none'}, "
-        f"{found['dtype']}, "
-        f"{backends}, seed {found['seed']}, {found['date']}, "
-        f"{found['seconds']:.0f} s"
-    )
-    for line in found["failures"]:
-        print(f"FAILED: {line}")
-    if not found["failures"]:
-        print(f"LOSSLESS: {found['tokens']} tokens of the oracles, every mode the same bits")
+    print(f"{backends}, {found['seconds']:.0f} s")
 
 
 def run(args: argparse.Namespace) -> None:
     """SystemExit with DIFFERS if the check is not passed."""
+    on_cpu = jax.default_backend() == "cpu"
+    args.pairs = args.pairs or (("tiny-math",) if on_cpu else ("qwen3-8b", "qwen3-coder-30b"))
     large = [name for name in args.pairs if name in SHAPES]
-    if large and jax.default_backend() == "cpu":
+    if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
     if args.json is None:
         found = report(args)
@@ -229,7 +261,9 @@ def run(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace, *writers: Callable[[str], None]) -> dict[str, Any]:
     """Checks, prints, and gives the result as a line to each of `writers`."""
     found = check(args)
-    print_summary(found)
+    if "checks" in found:
+        print_oracle(found)
+    print_verdict(found)
     line = json.dumps(found, allow_nan=False)
     for write in (print, *writers):
         write(line)

@@ -169,14 +169,19 @@ def attend_by_length(
     v: Float[Array, "B S K H"],
     lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
+    part: Int[Array, "#B S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal block attention, part by part, each with its own softmax, then combined."""
+    """Causal block attention, part by part, each with its own softmax, then combined.
+
+    `part` is the part of each slot, by default SPLITS even ones of what is live: the fault.
+    """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     in_block = jnp.arange(S)[None, :] - lengths[:, None]
     used = in_block < widths[:, None]
     visible = used[:, None, :] & (in_block[:, None, :] <= jnp.arange(T)[None, :, None])
-    part = jnp.arange(S)[None, :] // -(-(lengths + widths) // SPLITS)[:, None]  # the fault
+    if part is None:
+        part = jnp.arange(S)[None, :] // -(-(lengths + widths) // SPLITS)[:, None]
     scores = jnp.einsum(
         "BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k,
         precision="highest", preferred_element_type=jnp.float32,

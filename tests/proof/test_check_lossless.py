@@ -35,7 +35,18 @@ def run_command(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-SMALL = ("--batches", "2", "--tokens", "100", "--min-count", "2", "--min-distinct", "20")
+SMALL = (
+    "--checks",
+    "oracle",
+    "--batches",
+    "2",
+    "--tokens",
+    "100",
+    "--min-count",
+    "2",
+    "--min-distinct",
+    "20",
+)
 CAUGHT = {"pair": "small", "capacity": 4096, "splits": 4, "prompt_tokens": [9]} | {
     half: {"differences": count, "first_difference": None}
     for half, count in (("without", 0), ("with", 1))
@@ -43,34 +54,45 @@ CAUGHT = {"pair": "small", "capacity": 4096, "splits": 4, "prompt_tokens": [9]} 
 
 
 def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
-    """The whole command: all modes equal, every acceptance length seen, the fault caught."""
+    """The whole command without options: all the bits of plain decoding, every fault caught."""
     file = tmp_path / "result.json"
-    done = as_users(
-        "check_lossless.py", "--pairs", "tiny-math", "--batches", "2", "--tokens", "240",
-        "--min-count", "1", "--min-distinct", "30", "--dtype", "float32", "--json", str(file),
-    )  # fmt: skip
+    done = as_users("check_lossless.py", "--dtype", "float32", "--json", str(file))
     assert done.returncode == 0, done.stderr
     found, lines = json.loads(file.read_text()), done.stdout.splitlines()
     assert json.loads(lines[-1]) == found
     assert lines[-2].startswith("LOSSLESS: ")
     assert found["failures"] == []
-    assert found["differences"] == 0
-    assert found["tokens"] >= 240
-    assert len(found["replay_histogram"]) == 16
-    assert min(found["replay_histogram"]) >= 1
+    (law,) = found["law"]
+    assert (law["pair"], law["promised"], law["differences"]) == ("tiny-math", True, 0)
+    assert law["tokens"] >= 360
+    assert len(law["compared"]) == 6  # the halves among them
+    for each in law["compared"]:
+        assert each["compared_logits_rows"] > 100 and each["compared_kv_rows"] > 400
+    assert [fault["caught"] for fault in law["faults"]] == [True] * 4
+
+
+def test_every_drafter_is_compared_with_the_oracle(case, capsys, monkeypatch):
+    """In one program: all modes equal, every acceptance length seen, the fault caught."""
+    for module in (lossless_cases, lossless_check):
+        monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
+    monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
+    code, out, _ = run_command(capsys, *SMALL)
+    found = json.loads(out.splitlines()[-1])
+    assert (code, found["failures"], found["differences"]) == (0, [], 0)
+    assert found["tokens"] >= 100
+    assert len(found["replay_histogram"]) == 8
+    assert min(found["replay_histogram"]) >= 2
     (result,) = found["checks"]
-    assert list(result["modes"]) == ["trained drafter", "random drafter", "replay"]
+    assert list(result["modes"]) == ["random drafter", "another random drafter", "replay"]
     for name, mode in result["modes"].items():
         times = result["replays"] if name == "replay" else 1
         assert mode["tokens"] == times * result["tokens"]
         assert mode["logits_rows"] == times * (result["tokens"] - result["sequences"])
-    steps = {name: mode["steps"] for name, mode in result["modes"].items()}
-    assert steps["trained drafter"] < steps["random drafter"] / 2
     fault = found["planted_fault"]
     assert fault["without"]["differences"] == 0
     assert fault["with"]["differing_logits_rows"] > 0
     assert fault["with"]["first_difference"]["largest_difference"] > 0
-    assert [w["pair"] for w in found["width_1"]] == ["tiny-math"]
+    assert [w["pair"] for w in found["width_1"]] == ["small"]
 
 
 def test_a_real_difference_is_printed_and_fails(case, capsys, monkeypatch):
@@ -157,6 +179,7 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
         (["--pairs", "qwen3-coder-30b"], "qwen3-coder-30b takes days on a CPU: use --pairs tiny"),
         (["--pairs", "tiny-math", "--batches", "0,2"], "--batches: '0,2' is no list"),
         (["--pairs", "tiny-math", "--batches", "two"], "'two' is no list"),
+        (["--pairs", "tiny-math", "--checks", "all"], "--checks all: of law,oracle"),
         (["--pairs", "tiny-math", "--tokens", "0"], "--tokens 0: at least 1"),
         (["--pairs", "tiny-math", "--min-count", "0"], "--min-count 0: at least 1"),
         (["--pairs", "tiny-math", "--seed", "-1"], "seed -1"),

@@ -7,10 +7,14 @@ from jflash.cli.options.results import backend_options, check_result, result_opt
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.proof.pairs import PAIRS
 
+CHECKS = ("law", "oracle")
 EPILOG = """
-Trained, random and replaying drafters decode 100,000 tokens, for every pair and batch size through
-one executable, and must give the tokens, K/V and logits of its oracle, which accepts no draft. A
-fault planted on purpose must be caught. Exit code 0: lossless; 1: not so; 2: bad input.
+law: plain decoding at width 1 and batch 1 against other widths, batches, capacities, chunks and
+drafters, a replay with wrong tokens, and texts given as prompts. Tokens, logits, keys and values
+must have the same bits. oracle: trained, random and replaying drafters decode --tokens for every
+pair and batch size through one executable, and must give what its oracle gives, which accepts no
+draft; the law implies this. Faults planted on purpose must be caught.
+Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
 
@@ -21,12 +25,14 @@ def make_parser(prog: str = "check_lossless.py") -> Parser:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    usual = tuple(PAIRS)[:2]
-    add("--pairs", type=names, default=usual, help=f"of {','.join(PAIRS)}; default the first two")
-    add("--batches", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
-    add("--tokens", type=int, default=100_000, help="by the oracles in all, default 100000")
-    add("--min-count", type=int, default=1000, help="of every acceptance length, default 1000")
-    add("--min-distinct", type=int, default=1000, help="tokens in the outputs, default 1000")
+    usual = "a dense and a MoE pair on a GPU, tiny-math on a CPU"
+    add("--pairs", type=names, help=f"of {','.join(PAIRS)}; by default {usual}")
+    add("--checks", type=names, default=CHECKS[:1], help="of law,oracle; default law")
+    oracle = parser.add_argument_group("of the oracle's check").add_argument
+    oracle("--batches", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
+    oracle("--tokens", type=int, default=100_000, help="by the oracles in all, default 100000")
+    oracle("--min-count", type=int, default=1000, help="of every acceptance length, default 1000")
+    oracle("--min-distinct", type=int, default=1000, help="tokens in the outputs, default 1000")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     backend_options(parser)
     add("--seed", type=int, default=0, help="of prompts, wrong drafts and a random drafter")
@@ -40,9 +46,16 @@ def names(text: str) -> tuple[str, ...]:
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what cannot be checked anywhere."""
-    unknown = [name for name in args.pairs if name not in PAIRS]
+    unknown = [name for name in args.pairs or () if name not in PAIRS]
+    strange = [name for name in args.checks if name not in CHECKS]
     refuse(
-        [(unknown, f"--pairs: no pair is called {''.join(unknown[:1])!r}, use {','.join(PAIRS)}")]
+        [
+            (
+                unknown,
+                f"--pairs: no pair is called {''.join(unknown[:1])!r}, use {','.join(PAIRS)}",
+            ),
+            (strange, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}"),
+        ]
     )
     at_least_1(args, ("tokens", "min_count", "min_distinct"))
     check_result(args)

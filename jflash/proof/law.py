@@ -1,0 +1,276 @@
+"""The law: plain decoding at width 1 and batch 1 against every other way to decode the same texts.
+
+A way is a program (width, batch, capacity, chunk, with the drafter or without) and the modes that
+it runs in. Knows nothing of the command line. What breaks the law is counted, never explained
+away: on a device whose operations do not promise it the counts say what differs.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jflash.decoding import Decoding
+from jflash.programs import Shape, capacity_for, new_state
+from jflash.proof.cases import LONGEST_PROMPT, Case
+from jflash.proof.digest import Apart, Digest, apart, digests
+from jflash.proof.faults import FAULTS, Fault, planted
+from jflash.proof.lossless import (
+    Executable,
+    Mode,
+    Task,
+    compile_executable,
+    compile_run,
+    corrupted,
+    decode,
+)
+from jflash.speculative import Models, Params
+
+MODES = ("plain", "own drafter", "other drafter", "replay")
+CHUNKS = (128, 64)
+
+
+class Way(NamedTuple):
+    """A program and its modes; with "plain" there is no drafter, and no other mode."""
+
+    width: int
+    batch: int
+    modes: tuple[str, ...]
+    roomy: bool = False  # twice the capacity
+    chunk: int = CHUNKS[0]
+
+    def named(self, mode: str) -> str:
+        extra = (", twice the capacity" if self.roomy else "") + (
+            f", chunks of {self.chunk}" if self.chunk != CHUNKS[0] else ""
+        )
+        return f"width {self.width}, batch {self.batch}{extra}: {mode}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How much is decoded, and in which ways."""
+
+    tokens: int  # of the texts, at least
+    anchored: int  # of them by width 1 and batch 1; others by width 1 and the largest batch
+    new_tokens: int  # of a text, at most
+    ways: tuple[Way, ...]
+
+    @property
+    def batch(self) -> int:
+        return max(way.batch for way in self.ways)
+
+    @property
+    def comparisons(self) -> int:
+        """Every mode, the halves, and the planted faults."""
+        return sum(len(way.modes) for way in self.ways) + 1 + len(FAULTS)
+
+
+PLAIN, OWN, OTHER, REPLAY = ((mode,) for mode in MODES)
+GPU = Form(
+    tokens=10_000,
+    anchored=2_000,
+    new_tokens=160,
+    ways=(
+        Way(1, 64, PLAIN),
+        Way(1, 8, PLAIN, roomy=True, chunk=64),
+        Way(4, 1, OWN + REPLAY),
+        Way(8, 1, OWN),
+        Way(16, 1, OWN + OTHER),
+        Way(16, 8, OWN + OTHER + REPLAY, roomy=True),
+        Way(16, 32, OWN, chunk=64),
+        Way(16, 64, OWN + OTHER + REPLAY),
+    ),
+)
+CPU = Form(
+    tokens=360,
+    anchored=360,
+    new_tokens=64,
+    ways=(
+        Way(1, 8, PLAIN, roomy=True, chunk=64),
+        Way(4, 1, OWN),
+        Way(8, 4, OTHER, chunk=64),
+        Way(16, 8, OWN + REPLAY, roomy=True),
+    ),
+)
+
+
+class Bench(NamedTuple):
+    """What all comparisons of a pair share."""
+
+    case: Case
+    dtype: str
+    new_tokens: int
+
+    def shape(self, way: Way) -> Shape:
+        width = self.case.models.block_size
+        capacity = capacity_for(LONGEST_PROMPT, self.case.max_new_tokens, width, max(CHUNKS))
+        slots, stops = capacity * (1 + way.roomy), len(self.case.stops)
+        return Shape.of(way.batch, slots, self.dtype, stops, way.chunk)
+
+    def models(self, way: Way) -> Models:
+        if way.modes == PLAIN:
+            return self.case.models.plain()
+        return replace(self.case.models, block_size=way.width)
+
+    def params(self, mode: str) -> Params:
+        if mode == "plain":
+            return Params(self.case.params.target)
+        return self.case.other_drafter if mode == "other drafter" else self.case.params
+
+    def executable(self, way: Way) -> Executable:
+        return compile_executable(self.models(way), self.params(way.modes[0]), self.shape(way))
+
+    def task(self, prompts: Sequence[list[int]]) -> Task:
+        return Task(prompts, self.decoding(self.new_tokens))
+
+    def decoding(self, new_tokens: int) -> Decoding:
+        return Decoding(max_new_tokens=new_tokens, stop_token_ids=tuple(self.case.stops))
+
+
+def decoded(
+    bench: Bench,
+    executable: Executable,
+    mode: str,
+    prompts: Sequence[list[int]],
+    texts: Sequence[Digest],
+    seed: int,
+) -> list[Digest]:
+    """The prompts by one mode, a batch at a time; a batch that is not full repeats its last one."""
+    batch, found = executable.shape.batch, []
+    for i in range(0, len(prompts), batch):
+        own = list(prompts[i : i + batch])
+        filled = own + own[-1:] * (batch - len(own))
+        text = None
+        if mode == "replay":
+            rows = np.zeros((batch, executable.shape.capacity), np.int32)
+            for row, digest in zip(rows, texts[i : i + batch], strict=False):
+                row[: len(digest.tokens)] = digest.tokens
+            vocabulary = bench.case.models.target.config.vocab_size
+            text = corrupted(jnp.asarray(rows), jax.random.key(seed + i), vocabulary)
+        task = bench.task(filled)
+        run = decode(executable, Mode(mode, bench.params(mode), text=text), task)
+        found += digests(run, task)[: len(own)]
+    return found
+
+
+class Compared(NamedTuple):
+    """One comparison with plain decoding, summed over texts."""
+
+    way: str
+    texts: int
+    apart: Apart
+    first: dict[str, Any] | None  # the text that differs first, and from which index
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return {"way": self.way, "texts": self.texts, **self.apart._asdict(), "first": self.first}
+
+
+def compared(way: str, texts: Sequence[Digest], found: Sequence[Digest]) -> Compared:
+    sums, first = Apart(), None
+    for number, (one, other) in enumerate(zip(texts, found, strict=True)):
+        each = apart(one, other)
+        if each.differ and first is None:
+            first = {"text": number, "prompt_tokens": one.prompt_tokens, **each._asdict()}
+        sums = sums.plus(each)
+    return Compared(way, len(found), sums, first)
+
+
+REFERENCE = Way(1, 1, PLAIN)
+FAULTY_TEXTS = 2
+
+
+def check_law(
+    case: Case, form: Form, seed: int, dtype: str, progress: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Everything that was compared for one pair, and which planted faults were caught."""
+    begin = time.perf_counter()
+    form = fitting(form, case.models.block_size)
+    bench = Bench(case, dtype, min(form.new_tokens, case.max_new_tokens))
+    alone = bench.executable(REFERENCE)
+    prompts = case.prompts(form.batch, seed)
+    texts = decoded(bench, alone, "plain", prompts[: _anchors(form, bench)], (), seed)
+    anchors = len(texts)
+    found: list[Compared] = []
+    executable = alone
+    for way in form.ways:
+        executable = bench.executable(way)
+        for mode in way.modes:
+            # Until all texts are known, those that are: the anchors; at batch 1 no more than them.
+            count = len(prompts) if way.batch > 1 else anchors
+            own = decoded(bench, executable, mode, prompts[:count], texts, seed)
+            found.append(compared(way.named(mode), texts[:count], own[: len(texts)]))
+            texts += own[len(texts) :]
+            progress(found[-1].way)
+    found.append(halves(bench, alone, texts[:anchors]))
+    progress(found[-1].way)
+    # The last way is the widest block of the most sequences.
+    faults = []
+    for fault in FAULTS:
+        faults.append(caught(bench, fault, alone, executable, texts, prompts))
+        progress(fault.name)
+    tokens = sum(len(text.tokens) - text.prompt_tokens for text in texts)
+    return {
+        "pair": case.name,
+        "backends": case.models.kernels._asdict(),
+        "promised": case.models.one_arithmetic,
+        "texts": len(texts),
+        "tokens": tokens,
+        "anchored_tokens": sum(len(t.tokens) - t.prompt_tokens for t in texts[:anchors]),
+        "compared": [each.result for each in found],
+        "differences": sum(sum(each.apart[:3]) for each in found),
+        "faults": faults,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def fitting(form: Form, width: int) -> Form:
+    """The form for a drafter's block: no way is wider."""
+    return replace(form, ways=tuple(w._replace(width=min(w.width, width)) for w in form.ways))
+
+
+def _anchors(form: Form, bench: Bench) -> int:
+    """How many texts the reference itself decodes."""
+    return min(form.batch, max(1, -(-form.anchored // bench.new_tokens)))
+
+
+def halves(bench: Bench, alone: Executable, texts: Sequence[Digest]) -> Compared:
+    """Texts again, with their first halves given as prompts: chunks in place of steps."""
+    long = [text for text in texts if len(text.tokens) > text.prompt_tokens + 2]
+    middle = [(text.prompt_tokens + len(text.tokens)) // 2 for text in long]
+    found = []
+    for text, end in zip(long, middle, strict=True):
+        new = len(text.tokens) - end
+        task = Task([text.tokens[:end].tolist()], bench.decoding(new))
+        found += digests(decode(alone, Mode("plain", bench.params("plain")), task), task)
+    return compared("width 1, batch 1, half of the text as a prompt: plain", long, found)
+
+
+def caught(
+    bench: Bench,
+    fault: Fault,
+    alone: Executable,
+    wide: Executable,
+    texts: Sequence[Digest],
+    prompts: Sequence[list[int]],
+) -> dict[str, Any]:
+    """One planted fault in a block of several sequences, against width 1 and batch 1 with it."""
+    prompts, want = prompts[:FAULTY_TEXTS], texts[:FAULTY_TEXTS]
+    if not fault.sound_alone:
+        want = decoded(bench, planted_run(bench, alone, fault), "plain", prompts, (), 0)
+    wide = planted_run(bench, wide, fault)
+    found = compared(fault.name, want, decoded(bench, wide, "own drafter", prompts, (), 0))
+    return {"fault": fault.name, "caught": found.apart.differ, **found.apart._asdict()}
+
+
+def planted_run(bench: Bench, sound: Executable, fault: Fault) -> Executable:
+    """The executable with the fault in its steps; prompts are admitted by the sound one."""
+    models = planted(sound.models, fault)
+    drafter = bench.case.params.drafter if models.drafter is not None else None
+    params = Params(bench.case.params.target, drafter)
+    state = jax.eval_shape(lambda: new_state(models, sound.shape))
+    return sound._replace(models=models, run=compile_run(models, params, state, sound.shape))

@@ -1,0 +1,121 @@
+"""The law's check: what it compares, what it says of a device that breaks it, and what fails."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jflash.cli import check_lossless, main
+from jflash.kernels import Kernels
+from jflash.models.decoder import Target
+from jflash.proof import law as law_module
+from jflash.proof.digest import Digest, apart
+from jflash.proof.law import OWN, PLAIN, REPLAY, Form, Way, fitting
+from jflash.proof.law_text import law_failures
+from tests.support.attention_checks import ON_GPU
+from tests.support.lossless_case import small_case
+
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
+pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
+SMALL = Form(
+    tokens=40,
+    anchored=40,
+    new_tokens=20,
+    ways=(Way(1, 2, PLAIN, True, 64), Way(8, 2, OWN + REPLAY)),
+)
+
+
+def digest(tokens, prompt=2, logits=0, kv=0) -> Digest:
+    n = len(tokens)
+    rows = np.full((n, 2), 7, np.uint32), np.full((n - 1, 3, 2), 9, np.uint32)
+    found = Digest(prompt, np.array(tokens), *rows)
+    if logits:
+        found.logits[logits, 1] += 1
+    if kv:
+        found.keys_values[kv, 2, 0] += 1
+    return found
+
+
+def test_what_two_digests_differ_in():
+    one = digest(range(10))
+    assert apart(one, digest(range(10)))[:3] == (0, 0, 0)
+    assert apart(one, digest(range(10)))[3:] == (10, 7, 9)
+    assert apart(one, digest(range(10), logits=4))[:3] == (0, 1, 0)
+    assert apart(one, digest(range(10), logits=2))[:3] == (0, 0, 0)  # the prefill's, not recorded
+    assert apart(one, digest(range(10), kv=8))[:3] == (0, 0, 1)
+    assert apart(one, digest(range(10), kv=1))[:3] == (0, 0, 1)  # the prompt's
+    # Behind another token, whose own row is compared, two texts go on.
+    other = digest([*range(5), 99, 98, *range(7, 10)], logits=5)
+    assert apart(one, other)[:3] == (2, 1, 0)
+    assert apart(one, digest([*range(5), *range(6, 11)], logits=7, kv=8))[:3] == (5, 0, 0)
+    assert apart(one, digest(range(7)))[:3] == (3, 0, 0)
+    longer = digest(range(10), prompt=6, logits=4)
+    assert apart(one, longer)[:3] == (0, 0, 0) and apart(one, longer).compared_logits_rows == 3
+
+
+def run(capsys, monkeypatch, case) -> tuple[int, str, dict]:
+    monkeypatch.setattr(check_lossless, "CPU", SMALL)
+    monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
+    try:
+        code = main.run("check-lossless", ["--pairs", "tiny-math", "--dtype", "float32"])
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        code = ended.code
+    out = capsys.readouterr().out
+    return code, out, json.loads(out.splitlines()[-1])
+
+
+def lawful(*kernels: str):
+    case = small_case()
+    return case._replace(models=replace(case.models, kernels=Kernels(*kernels)))
+
+
+def test_operations_without_the_law_are_told_where_they_break_it(capsys, monkeypatch):
+    """XLA's products in place of a CPU's: exit code 1, and every comparison that differs."""
+    code, out, found = run(capsys, monkeypatch, lawful("cpu", "xla", "cpu", "xla", "cpu"))
+    assert code == 1
+    (law,) = found["law"]
+    assert not law["promised"] and "do not promise" in out
+    differing = [each["way"] for each in law["compared"] if each["first"]]
+    assert "width 8, batch 2: own drafter" in differing
+    for way in differing:
+        assert f"FAILED: small is not plain decoding's at {way}: " in out
+    assert "LOSSLESS" not in out
+
+
+def test_a_fault_that_nobody_sees_fails(capsys, monkeypatch):
+    """The sound target in every fault's place: the check refuses to vouch for itself."""
+    sound = tuple(fault._replace(target=Target) for fault in law_module.FAULTS[:2])
+    monkeypatch.setattr(law_module, "FAULTS", sound)
+    code, out, found = run(capsys, monkeypatch, lawful(*["cpu"] * 5))
+    assert code == 1
+    (law,) = found["law"]
+    assert law["promised"] and law["differences"] == 0
+    assert [each["caught"] for each in law["faults"]] == [False, False]
+    assert out.count("FAILED: a planted fault was not caught (") == 2
+
+
+def test_forms_decode_what_they_say():
+    """The short form of a GPU: widths, batches, capacities and chunks that the law names."""
+    form = law_module.GPU
+    assert form.batch * form.new_tokens >= form.tokens >= 10_000
+    assert {way.width for way in form.ways} == {1, 4, 8, 16}
+    assert {way.batch for way in form.ways} == {1, 8, 32, 64}
+    assert {way.roomy for way in form.ways} == {True, False}
+    assert {way.chunk for way in form.ways} == {64, 128}
+    assert {mode for way in form.ways for mode in way.modes} == set(law_module.MODES)
+    for each in (form, law_module.CPU):
+        assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
+        assert all(way.modes[0] != "replay" for way in each.ways)
+    assert {way.width for way in fitting(form, 8).ways} == {1, 4, 8}
+
+
+def test_a_comparison_of_nothing_fails():
+    nothing = {"tokens": 0, "logits_rows": 0, "kv_rows": 0, "first": None}
+    law = {
+        "pair": "small",
+        "compared": [{"way": "width 4", "compared_logits_rows": 0, **nothing}],
+        "faults": [],
+    }
+    assert list(law_failures(law)) == ["small, width 4: no logits were compared"]
