@@ -1,8 +1,8 @@
 """Head norms, RoPE and the cache write in Pallas-Triton: one program a sequence and head.
 
 Compiled alone for an H200, XLA makes five kernels of it for a block of 16 tokens at Qwen3-8B's
-heads: two reductions, two scatters and the queries. Here each program reads its head's rows once,
-as two halves, and writes them where they belong; the caches are updated in place.
+heads: two reductions, two scatters and the queries. Here each program reads 16 rows of its head
+once, as two halves, and writes them where they belong; the caches are updated in place.
 """
 
 import functools
@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.grid import grid
+
+ROWS = 16  # of a program, whatever T is: so a row is reduced in one order at every width
 
 
 def heads_to_cache(
@@ -35,7 +37,7 @@ def heads_to_cache(
     q, k, v = pl.pallas_call(
         kernel,
         name="heads_to_cache",
-        grid=(N + 2 * K, B),
+        grid=(N + 2 * K, B, pl.cdiv(T, ROWS)),
         out_shape=(
             jax.ShapeDtypeStruct((B, max(N, 1) // G, T, G, H), k.dtype),
             jax.typeof(k),
@@ -53,7 +55,7 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     N, K, H, eps, first = heads
     P, T, half, dtype = x_ref.shape[0], slots_ref.shape[1], H // 2, q_ref.dtype
     head, b = pl.program_id(0), pl.program_id(1)
-    row = jnp.arange(pl.next_power_of_2(T))
+    row = pl.program_id(2) * ROWS + jnp.arange(ROWS)
     real = (row < T)[:, None]
     columns = first + head * H + jnp.arange(half)
 

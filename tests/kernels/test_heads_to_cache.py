@@ -55,6 +55,21 @@ def inputs(case, seed=0):
     return (x, *scales, cos, sin, *caches, slots), Heads(N, K, H, 1e-6, first)
 
 
+def test_a_rows_bits_do_not_depend_on_the_width():
+    (x, *scales, cos, sin, k, v, slots), heads = inputs(
+        (1, 1, 40, 8, 2, 64, 64, True, 0, "bfloat16")
+    )
+    slots = jnp.arange(40)[None] + 5
+    whole = run_triton(x, *scales, cos, sin, k, v, slots, heads=heads)
+    for first, T in [(0, 1), (3, 5), (17, 16), (2, 33)]:
+        at = slice(first, first + T)
+        cut = (x[:, :, at], *scales, cos[:, at], sin[:, at], k, v, slots[:, at])
+        q, new_k, new_v = run_triton(*cut, heads=heads)
+        np.testing.assert_array_equal(q, whole[0][:, at])
+        for new, all_new in ((new_k, whole[1]), (new_v, whole[2])):
+            np.testing.assert_array_equal(new[:, 5:][:, at], all_new[:, 5:][:, at])
+
+
 def by_hand(args, heads):
     """The contract in float64, one row and head at a time."""
     x, q_scale, k_scale, cos, sin, k, v, slots = (
