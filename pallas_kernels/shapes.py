@@ -32,6 +32,16 @@ class MatmulShape(NamedTuple):
     N: int
 
 
+class LayerShape(NamedTuple):
+    """A decoder layer's products: M rows of width D, A columns of attention, Q of qkv, F of MLP."""
+
+    M: int
+    D: int
+    A: int
+    Q: int
+    F: int
+
+
 class GroupedShape(NamedTuple):
     """One call of an op of `pallas_kernels.grouped_matmul`: M tokens, each to k of E experts."""
 
@@ -90,6 +100,18 @@ MATMUL: dict[str, MatmulShape] = {
         ("gate-up", "gate_up", 4096, 24576),
         ("head", "head_argmax", 4096, 151936),
     )
+}
+
+# The four products of a layer, in a chain with its norms: models, and rows of a step.
+LAYER: dict[str, LayerShape] = {
+    f"{name}-m{M}": LayerShape(M, *sizes)
+    for name, sizes in (
+        ("qwen3-8b", (4096, 4096, 6144, 12288)),
+        ("qwen3-4b", (2560, 4096, 6144, 9728)),
+        ("llama-3.1-8b", (4096, 4096, 6144, 14336)),
+        ("smollm2-135m", (576, 576, 960, 1536)),
+    )
+    for M in (16, 32, 64, 128, 256, 512)
 }
 
 # Qwen3-30B-A3B and Qwen3-Coder-30B-A3B: 1, 8 and 32 sequences of one token (plain decoding), and

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jflash.bench.kernel_times import Case, Missing
+from jflash.bench.layer_case import layer_case
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels import grouped_matmul, matmul
 from pallas_kernels.block_attention import block_attention
@@ -22,6 +23,7 @@ from pallas_kernels.choice import check
 from pallas_kernels.shapes import (
     BLOCK_ATTENTION,
     GROUPED_MATMUL,
+    LAYER,
     MATMUL,
     BlockShape,
     GroupedShape,
@@ -254,6 +256,7 @@ OPS: dict[str, Op] = {
     "block_attention": Op(
         BLOCK_ATTENTION, ("mosaic_gpu", "triton", "xla", "flash-attn3"), attention_case
     ),
-    "matmul": Op(MATMUL, ("tuned", "mosaic_gpu", "xla"), matmul_case),
+    "matmul": Op(MATMUL, ("canonical", "tuned", "mosaic_gpu", "xla"), matmul_case),
+    "layer": Op(LAYER, ("canonical", "tuned", "xla"), layer_case),
     "grouped_matmul": Op(GROUPED_MATMUL, ("triton", "xla"), grouped_case),
 }

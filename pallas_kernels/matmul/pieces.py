@@ -12,6 +12,10 @@ rows   XLA    1,1,1,1  2,2,1,2  2,4,1,4  2,8,1,8
 At 128 rows down in two pieces gains 10 of 151, qkv and out lose 1 each; at 512 rows qkv loses 4.7
 of 341, out 1.6, down 0.4, which leaves XLA's time (347). The 40 column tiles of Qwen3-4B's out and
 down want four pieces: 70.7 at 16 rows, with two 74.3, XLA 70.2.
+As chosen here (benchmarks/h200-canonical-layer.json, which has more around each layer): 117.7,
+126.6, 130.7, 146.4, 216.7 and 342.4 at 16, 32, 64, 128, 256 and 512 rows, XLA 116.9, 125.3, 134.9,
+149.3, 201.8 and 346.8. So 256 rows pay 7 %: there out in two pieces costs 6, and no tile of 128
+rows fills the GPU with whole K.
 """
 
 STEP = 64  # pieces begin at multiples of it

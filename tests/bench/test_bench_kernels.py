@@ -14,7 +14,15 @@ from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_p
 from jflash.cli import bench_kernels, main
 from jflash.cli.options.bench_kernels import make_parser
 from pallas_kernels.block_attention import triton
-from pallas_kernels.shapes import GROUPED_MATMUL, MATMUL, BlockShape, GroupedShape, MatmulShape
+from pallas_kernels.shapes import (
+    GROUPED_MATMUL,
+    LAYER,
+    MATMUL,
+    BlockShape,
+    GroupedShape,
+    LayerShape,
+    MatmulShape,
+)
 
 TINY = BlockShape(B=2, T=4, S=64, N=2, K=1, H=64, context=37)
 QUICK = {"bandwidth": 1e9, "rounds": 1, "round_seconds": 1e-4}
@@ -136,6 +144,18 @@ def test_grouped_products_have_cases(op, columns, monkeypatch, few_copies):
         assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
 
 
+def test_the_products_of_a_layer_have_cases(monkeypatch, few_copies):
+    monkeypatch.setitem(LAYER, "tiny", LayerShape(3, 64, 32, 96, 128))
+    case = OPS["layer"].case("tiny", "float32", "xla")
+    assert isinstance(case, Case)
+    weights = 64 * 96 + 32 * 64 + 64 * 256 + 128 * 64
+    assert case.bytes == 4 * (weights + 3 * (96 + 32 + 5 * 64 + 2 * 128))
+    assert measure(case, **QUICK)["error"] <= 1e-5
+    if jax.default_backend() == "cpu":
+        kernel = OPS["layer"].case("tiny", "bfloat16", "canonical")
+        assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
+
+
 def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_path, few_copies):
     tiny = Op({"tiny": TINY}, ("triton", "flash-attn3"), lambda name, dtype, backend: (
         tiny_case() if backend == "triton" else Missing("tiny", name, dtype, backend, "not here")
@@ -178,7 +198,10 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
         (["--op", "softmax"], "no op is called 'softmax': use block_attention, matmul"),
         (["--shape", "qwen9"], "no shape is called 'qwen9': use corner-narrowest"),
         (["--op", "matmul", "--shape", "qwen3-b1-2k"], "no shape is called 'qwen3-b1-2k'"),
-        (["--backend", "cudnn"], "no backend is called 'cudnn': use flash-attn3, mosaic_gpu"),
+        (
+            ["--backend", "cudnn"],
+            "no backend is called 'cudnn': use flash-attn3, mosaic_gpu",
+        ),
         (["--rounds", "0"], "--rounds 0: at least 1"),
         (["--overwrite"], "--overwrite without --json"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
