@@ -167,6 +167,7 @@ def in_turns(results: list[Result]) -> str:
 def kernels(results: list[Result]) -> str:
     """Kernels by shape: microseconds of each backend; bandwidth and error of the first, ours."""
     found = [r for r in results if "rows" in r.content]
+    found.sort(key=lambda result: -len(result.content["rows"]))  # the widest run has the columns
     cases: list[dict[str, Any]] = [r.content | {"file": r.name} for r in found]
     timed = [row for case in cases for row in case["rows"] if "us" in row]
     backends = list(dict.fromkeys(row["backend"] for row in timed))
