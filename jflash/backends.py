@@ -53,12 +53,13 @@ def _sizes(models: Models, dtype: str) -> dict[str, list]:
     sizes: dict[str, list] = {"attention": [], "matmul": [matmul.Sizes(dtype)], "heads": []}
     sizes["norm"] = [rms_norm.Sizes(models.target.config.hidden_size)]
     for config in models.configs:
-        groups = config.num_heads // config.num_kv_heads
-        sizes["attention"].append(
-            block_attention.Sizes(models.block_size, groups, config.head_dim, dtype)
-        )
-        sizes["heads"].append(heads_to_cache.Sizes(config.head_dim))
-    moe = models.target.config.moe
-    hidden = models.target.config.hidden_size
-    experts = moe and grouped_matmul.Sizes(hidden, moe.intermediate_size, dtype)
-    return sizes | {"experts": [experts] if experts else []}
+        for mixer in set(config.mixers):
+            width, groups, head_dim = models.block_size, mixer.groups, mixer.head_dim
+            sizes["attention"].append(block_attention.Sizes(width, groups, head_dim, dtype))
+            sizes["heads"].append(heads_to_cache.Sizes(head_dim))
+    target = models.target.config
+    sizes["experts"] = [
+        grouped_matmul.Sizes(target.hidden_size, moe.intermediate_size, dtype)
+        for moe in set(target.experts)
+    ]
+    return sizes

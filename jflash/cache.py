@@ -6,14 +6,32 @@ past a sequence's length is garbage by definition: rollback is a smaller length,
 overwrites it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from jflash.config import AttentionSpec
+
 RING_BLOCK = 64  # slots that Mosaic's attention kernel reads at a time: it takes whole ones only
+
+
+@runtime_checkable
+class LayerState(Protocol):
+    """What a step asks of any layer's state, which the layer itself makes and understands.
+
+    Keys and values answer with themselves: rollback is a smaller length, and what a slot held
+    before is never seen. A recurrent state remembers `count`, and is zeroed for a new sequence.
+    """
+
+    def committed[S](self: S, count: Int[Array, " B"]) -> S:
+        """The state after the first `count` rows of each sequence's last block were kept."""
+        ...
+
+    def cleared[S](self: S, slot: Int[Array, ""]) -> S:
+        """The state before a new sequence begins in `slot`."""
+        ...
 
 
 class LayerCache(NamedTuple):
@@ -21,6 +39,12 @@ class LayerCache(NamedTuple):
 
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K H"]
+
+    def committed(self, count: Int[Array, " B"]) -> "LayerCache":
+        return self
+
+    def cleared(self, slot: Int[Array, ""]) -> "LayerCache":
+        return self
 
     @property
     def wraps(self) -> bool:
@@ -46,6 +70,12 @@ class RingCache(NamedTuple):
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K H"]
 
+    def committed(self, count: Int[Array, " B"]) -> "RingCache":
+        return self
+
+    def cleared(self, slot: Int[Array, ""]) -> "RingCache":
+        return self
+
     @property
     def wraps(self) -> bool:
         return True
@@ -61,51 +91,50 @@ class RingCache(NamedTuple):
 Cache = LayerCache | RingCache
 
 
-def ring_slots(window: int, block_size: int, capacity: int) -> int:
-    """Slots of a ring for `window` and blocks of `block_size`, whole RING_BLOCKs of them.
+def ring_slots(window: int, rows: int, capacity: int) -> int:
+    """Slots of a ring for `window` and at most `rows` tokens at once, whole RING_BLOCKs of them.
 
     No more than `capacity`, which is never reached: then the ring does not wrap.
     """
-    return min(capacity, -(-(window + block_size - 1) // RING_BLOCK) * RING_BLOCK)
+    return min(capacity, -(-(window + rows - 1) // RING_BLOCK) * RING_BLOCK)
 
 
 def empty_cache(
-    num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
-) -> tuple[LayerCache, ...]:
-    """Caches of zeros, one a layer; every array its own, so that all of them can be donated."""
-    shape = (batch, capacity, num_kv_heads, head_dim)
-    return tuple(
-        LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)
-    )
+    spec: AttentionSpec, batch: int, capacity: int, rows: int, dtype: DTypeLike
+) -> Cache:
+    """A layer's cache of zeros, a ring if it has a window; every array its own, to be donated.
+
+    At most `rows` tokens are written at once and attended to.
+    """
+    ring = spec.window is not None
+    slots = capacity if spec.window is None else ring_slots(spec.window, rows, capacity)
+    shape = (batch, slots, spec.num_kv_heads, spec.head_dim)
+    k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    return RingCache(k, v) if ring else LayerCache(k, v)
 
 
-def with_rings(
-    caches: Sequence[LayerCache], windows: Sequence[int | None], block_size: int
-) -> tuple[Cache, ...]:
-    """Empty caches, with a ring for each layer that has a window."""
-    rings = []
-    for cache, window in zip(caches, windows, strict=True):
-        if window is not None:
-            size = ring_slots(window, block_size, cache.k.shape[1])
-            cache = RingCache(cache.k[:, :size], cache.v[:, :size])
-        rings.append(cache)
-    return tuple(rings)
-
-
-def write_chunk(
-    cache: LayerCache,
+def write_chunk[C: Cache](
+    cache: C,
     k: Float[Array, "1 C K H"],
     v: Float[Array, "1 C K H"],
     slot: Int[Array, ""],
     offset: Int[Array, ""],
-) -> LayerCache:
+) -> C:
     """A prompt chunk of sequence `slot` goes to positions offset … offset + C - 1.
 
-    offset + C must not pass the capacity: the update would be moved back over live rows.
+    offset + C must not pass the capacity: the update would be moved back over live rows. A ring
+    holds window + C - 1 slots at least: what padding overwrites has left every later row's window.
     """
+    if cache.wraps:
+        positions = (offset + jnp.arange(k.shape[1])) % cache.k.shape[1]
+        return cache._replace(
+            k=cache.k.at[slot, positions].set(k[0], unique_indices=True),
+            v=cache.v.at[slot, positions].set(v[0], unique_indices=True),
+        )
     start = (slot, offset, 0, 0)
-    return LayerCache(
-        lax.dynamic_update_slice(cache.k, k, start), lax.dynamic_update_slice(cache.v, v, start)
+    return cache._replace(
+        k=lax.dynamic_update_slice(cache.k, k, start),
+        v=lax.dynamic_update_slice(cache.v, v, start),
     )
 
 
@@ -134,8 +163,8 @@ def write_context[C: Cache](
     return cache._replace(k=put(cache.k, k), v=put(cache.v, v))
 
 
-def one_sequence(cache: LayerCache, slot: Int[Array, ""]) -> LayerCache:
+def one_sequence[C: Cache](cache: C, slot: Int[Array, ""]) -> C:
     """The cache of one sequence, batch axis kept: what a prompt's chunk attends to."""
-    return LayerCache(
-        lax.dynamic_slice_in_dim(cache.k, slot, 1), lax.dynamic_slice_in_dim(cache.v, slot, 1)
+    return cache._replace(
+        k=lax.dynamic_slice_in_dim(cache.k, slot, 1), v=lax.dynamic_slice_in_dim(cache.v, slot, 1)
     )

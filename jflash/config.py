@@ -3,7 +3,15 @@
 Knows no file format and no array. A value that decodes wrongly if guessed has no default here.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+def _at_least_1(record: Any, *names: str) -> None:
+    for name in names:
+        if getattr(record, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(record, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,41 +55,29 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What a row of a drafter's layer sees; by default the context and its whole block.
+class AttentionSpec:
+    """One layer's attention: its heads, how positions enter, and what a row sees.
 
-    `window` w: what is less than w positions away, ahead too unless `causal`. Causal: nothing
-    behind its own row of the block.
+    `window`: keys fewer than that many positions away, on both sides unless `causal`. `causal`: no
+    key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
+    softcap); `sinks`: each head's softmax has one more, learned logit without a value.
     """
 
-    window: int | None = None
-    causal: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """The trunk that targets and drafters share: sizes, norms, biases and positions."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    max_position_embeddings: int
-    qk_norm: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
+    rope: RopeConfig | None  # None: positions do not enter
+    scale: float
+    window: int | None = None
+    causal: bool = True
+    softcap: float | None = None
+    sinks: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-        for name in (*sizes, "num_kv_heads", "head_dim", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _at_least_1(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of "
@@ -89,17 +85,39 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {self.window}")
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key and value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of a layer's keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeConfig:
-    """Experts in place of the MLP of some layers; `intermediate_size` is that of one expert."""
+class DenseSpec:
+    """A SwiGLU MLP."""
+
+    intermediate_size: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_1(self, "intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Experts in place of an MLP; `intermediate_size` is that of one expert."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     renormalise: bool  # the weights of a token's experts add up to 1
-    sparse_layers: tuple[int, ...]  # layers with experts; the others keep the dense MLP
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -110,22 +128,113 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer: what mixes tokens, and what follows it; each after a norm, with a residual."""
+
+    mixer: AttentionSpec
+    mlp: DenseSpec | MoeSpec
+
+    def attending(self, **changes: Any) -> "LayerConfig":
+        """The layer with other values of some fields of its mixer."""
+        return replace(self, mixer=replace(self.mixer, **changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What targets and drafters share: a family is the data of its layers."""
+
+    vocab_size: int
+    hidden_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    layers: tuple[LayerConfig, ...]
+
+    def __post_init__(self) -> None:
+        _at_least_1(self, "vocab_size", "hidden_size", "num_layers", "max_position_embeddings")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def mixers(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.mixer for layer in self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None of one that sees the whole context."""
+        return tuple(mixer.window for mixer in self.mixers)
+
+    @property
+    def experts(self) -> tuple[MoeSpec, ...]:
+        """The experts of the layers that have some."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Which layers have experts."""
+        return tuple(i for i, x in enumerate(self.layers) if isinstance(x.mlp, MoeSpec))
+
+    @property
+    def intermediate_size(self) -> int:
+        """Columns of an MLP: a dense layer's, else those of all experts that a token goes to."""
+        dense = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DenseSpec)]
+        if dense:
+            return dense[0].intermediate_size
+        return max(moe.experts_per_token * moe.intermediate_size for moe in self.experts)
+
+    def attending[C](self: C, *changes: Mapping[str, Any]) -> C:
+        """The model with other values of some fields of its layers' mixers: `changes` of each."""
+        model: Any = self
+        pairs = zip(model.layers, changes, strict=True)
+        return replace(model, layers=tuple(layer.attending(**own) for layer, own in pairs))
+
+    def with_experts[C](self: C, moe: MoeSpec, layers: Collection[int]) -> C:
+        """The model with experts in place of the MLPs of `layers`."""
+        model: Any = self
+        new = [replace(x, mlp=moe) if i in layers else x for i, x in enumerate(model.layers)]
+        return replace(model, layers=tuple(new))
+
+    @classmethod
+    def alike[C](
+        cls: type[C],
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rope: RopeConfig | None,
+        intermediate_size: int,
+        mlp_bias: bool = False,
+        **others: Any,
+    ) -> C:
+        """A model of layers all alike; `others` are fields of the mixers and of the model."""
+        names = {field.name for field in fields(AttentionSpec)}
+        mixer = AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=rope,
+            **{"scale": head_dim**-0.5} | {k: v for k, v in others.items() if k in names},
+        )
+        mlp = DenseSpec(intermediate_size=intermediate_size, bias=mlp_bias)
+        layers = (LayerConfig(mixer=mixer, mlp=mlp),) * num_layers
+        make: Any = cls
+        return make(layers=layers, **{k: v for k, v in others.items() if k not in names})
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A decoder: Qwen3, Qwen3-MoE, Qwen2/2.5, Llama 3.x and Mistral differ only in these fields."""
+    """A decoder: Qwen3, Qwen3-MoE, Qwen2/2.5, Llama 3.x and Mistral differ only in their layers."""
 
     tie_embeddings: bool
-    moe: MoeConfig | None = None  # a dense decoder's
-
-    def moe_of(self, layer: int) -> MoeConfig | None:
-        """The experts of a layer; None if its MLP is dense."""
-        return self.moe if self.moe and layer in self.moe.sparse_layers else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DecoderConfig):
-    """A DFlash drafter (version 1): trunk, block, what its layers see, and how it meets its target.
+    """A DFlash drafter (version 1): layers, block, and how it meets its target.
 
-    `sights` has one entry a layer, or none if every layer sees the whole context and block.
+    Its layers see the context, and of the block all rows unless they are causal or have a window.
     """
 
     block_size: int
@@ -135,16 +244,6 @@ class DrafterConfig(DecoderConfig):
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
-    sights: tuple[Sight, ...] = ()
-
-    def sight(self, layer: int) -> Sight:
-        """What the rows of a layer see."""
-        return self.sights[layer] if self.sights else Sight()
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None of one that sees the whole context."""
-        return tuple(self.sight(i).window for i in range(self.num_layers))
 
     @property
     def changes_logits(self) -> bool:
@@ -161,10 +260,6 @@ class DrafterConfig(DecoderConfig):
                 f"target_layer_ids {list(self.target_layer_ids)} must be within "
                 f"0 … {self.num_target_layers - 1} (num_target_layers {self.num_target_layers})"
             )
-        if self.sights and len(self.sights) != self.num_layers:
-            raise ValueError(f"{len(self.sights)} layer_types for {self.num_layers} layers")
-        if any(sight.window is not None and sight.window < 1 for sight in self.sights):
-            raise ValueError(f"sliding_window must be at least 1: {list(self.sights)}")
         if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
             raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} repeat a layer")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -185,9 +280,7 @@ class Drafter2Config(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _at_least_1(self, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of conv_group_size "

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import MoeConfig
+from jflash.config import MoeSpec
 from jflash.kernels import Kernels
 from pallas_kernels.grouped_matmul import (
     grouped_gate_up,
@@ -39,7 +39,7 @@ class Experts(nn.Module):
     """Parameters: router [D, E], gate_up [E, D, 2F] (the gate's columns first), down [E, F, D]."""
 
     hidden_size: int
-    config: MoeConfig
+    config: MoeSpec
 
     def setup(self) -> None:
         c, width = self.config, self.hidden_size

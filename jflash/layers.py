@@ -1,21 +1,20 @@
-"""RMSNorm, attention and MLP of a decoder layer: the one door to pallas_kernels.
+"""RMSNorm, attention and MLP of a decoder layer, and the passes that they work on.
 
-A layer knows no cache layout: it hands its projection, with what it takes to make heads of it, and
-its cache to an `attend`, which writes, attends and returns the cache. `BlockAttend` serves the
-speculative step, `PrefillAttend` a prompt's chunk, `MaskAttend` training.
+A layer knows no mask and no cache layout: it hands its spec, its projection, with what it takes to
+make heads of it, and its cache to the pass, which writes, attends and returns the cache. `Block`
+serves the speculative step, `Chunk` a prompt, `Rows` training.
 Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
 """
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from jflash.cache import Cache, one_sequence, write_chunk
-from jflash.config import DecoderConfig, MoeConfig, Sight
+from jflash.cache import Cache, empty_cache, one_sequence, write_chunk, write_context
+from jflash.config import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.experts import Experts
 from jflash.kernels import XLA, Kernels
 from jflash.rope import rope_angles
@@ -54,76 +53,98 @@ class Projected(NamedTuple):
         return q, cache._replace(k=k, v=v)
 
 
-Attend = Callable[[Projected, Cache | None], tuple[Array, Cache | None]]
-
-
 @runtime_checkable
-class DrafterAttend(Protocol):
-    """An Attend that can be told what the rows of each layer see."""
+class Pass(Protocol):
+    """What one call of a model works on: its layers attend through it, by its kernels.
 
-    def seeing(self, sight: Sight) -> Attend: ...
-    def __call__(self, projected: Projected, cache: Cache | None) -> tuple[Array, Cache | None]: ...
+    A layer with a state of another kind than keys and values reads the pass as it needs it: a
+    `Block` may be taken back in part, of a `Chunk` what lies past `length` is padding.
+    """
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        projected: Projected,
+        cache: Any,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "B T N H"], Any]:
+        """Attention of the projected rows, and the cache with their keys and values."""
+        ...
 
 
-class BlockAttend(NamedTuple):
+class Block(NamedTuple):
     """A block of T tokens at slots lengths[b] … of each sequence; see pallas_kernels' contract."""
 
     lengths: Int[Array, " B"]
     widths: Int[Array, " B"]
-    causal: bool
     kernels: Kernels
-    window: int | None = None
 
-    def seeing(self, sight: Sight) -> "BlockAttend":
-        return self._replace(causal=sight.causal, window=sight.window)
-
-    def __call__(self, projected, cache):
+    def attend(self, spec, projected, cache, sinks=None):
         slots = cache.slots(self.lengths[:, None] + jnp.arange(projected.cos.shape[1]))
         q, cache = projected.write(cache, slots, self.kernels.heads)
         out = block_attention(
             q, cache.k, cache.v, self.lengths, self.widths,
-            causal=self.causal, scale=q.shape[-1] ** -0.5, backend=self.kernels.attention,
-            window=self.window, ring=cache.wraps,
+            causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
+            window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
         )  # fmt: skip
         return out, cache
 
 
-class PrefillAttend(NamedTuple):
-    """One chunk [1, C] of the prompt of sequence `slot`, at positions offset …."""
+class Chunk(NamedTuple):
+    """One chunk [1, C], at positions offset …, of the `length` prompt tokens of sequence `slot`."""
 
     slot: Int[Array, ""]
     offset: Int[Array, ""]
-    kernels: Kernels = XLA
+    length: Int[Array, ""]
+    kernels: Kernels
 
-    def __call__(self, projected, cache):
+    def attend(self, spec, projected, cache, sinks=None):
         q, k, v = projected.split(self.kernels.heads)
         cache = write_chunk(cache, k, v, self.slot, self.offset)
         own = one_sequence(cache, self.slot)
         # A chunk is a causal block that fills its width.
         out = block_attention(
             q, own.k, own.v, self.offset[None], jnp.full(1, q.shape[1]),
-            causal=True, scale=q.shape[-1] ** -0.5, backend=self.kernels.attention,
+            causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
+            window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
         )  # fmt: skip
         return out, cache
 
+    def write[C: Cache](self, projected: Projected, cache: C) -> C:
+        """The cache with keys and values that nothing attends to yet: a drafter's context."""
+        _, k, v = projected.split(self.kernels.heads)
+        return write_context(cache, k, v, self.slot, self.offset, self.length)
 
-class MaskAttend(NamedTuple):
+
+class Rows(NamedTuple):
     """Whole sequences without a cache, by an explicit mask; differentiable, for training.
 
-    `implementation` is one of jax.nn.dot_product_attention's.
+    `implementation` is one of jax.nn.dot_product_attention's. Key and query s lie at one place.
     """
 
     mask: Bool[Array, "B 1 T S"]
     implementation: Literal["xla", "cudnn"] = "xla"
+    kernels: Kernels = XLA
 
-    def seeing(self, sight: Sight) -> "MaskAttend":
-        return self  # the mask says it all
-
-    def __call__(self, projected, cache):
+    def attend(self, spec, projected, cache, sinks=None):
+        check_trains(spec)
+        mask = self.mask
+        if spec.window is not None:
+            ahead = jnp.arange(mask.shape[3]) - jnp.arange(mask.shape[2])[:, None]
+            mask &= jnp.abs(ahead) < spec.window
         out = jax.nn.dot_product_attention(
-            *projected.split(), mask=self.mask, implementation=self.implementation
+            *projected.split(), mask=mask, scale=spec.scale, implementation=self.implementation
         )
         return out, cache
+
+
+def check_trains(spec: AttentionSpec) -> None:
+    """ValueError for what only the step's kernels have."""
+    if spec.sinks or spec.softcap is not None:
+        raise ValueError(f"no training has sinks ({spec.sinks}) or a soft cap ({spec.softcap}) yet")
 
 
 class RMSNorm(nn.Module):
@@ -182,55 +203,59 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with optional q/k norm and biases; q, k and v are one kernel."""
+    """Grouped-query attention by its spec; q, k and v are one kernel."""
 
-    config: DecoderConfig
+    spec: AttentionSpec
+    hidden_size: int
+    eps: float
 
     def setup(self) -> None:
-        c = self.config
-        width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = Projection(c.hidden_size, width, c.qkv_bias)
-        self.out = Projection(c.num_heads * c.head_dim, c.hidden_size, c.out_bias)
-        if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
-            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        s, width = self.spec, self.hidden_size
+        self.qkv = Projection(width, s.num_heads * s.head_dim + s.kv_width, s.qkv_bias)
+        self.out = Projection(s.num_heads * s.head_dim, width, s.out_bias)
+        if s.qk_norm:
+            self.q_norm = RMSNorm(s.head_dim, self.eps)
+            self.k_norm = RMSNorm(s.head_dim, self.eps)
+        if s.sinks:
+            self.sinks = self.param("sinks", nn.initializers.zeros, (s.num_heads,))
 
     def keys_values(
         self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], first: int
     ) -> Projected:
         """Keys and values alone, which lie in x's columns from `first` on, as a projection."""
-        c = self.config
-        heads = heads_op.Heads(0, c.num_kv_heads, c.head_dim, c.rms_norm_eps, first)
-        scale = self.k_norm.scale if c.qk_norm else None
-        return Projected(x[None], None, scale, *rope_angles(positions, c.rope, c.head_dim), heads)
+        s = self.spec
+        heads = heads_op.Heads(0, s.num_kv_heads, s.head_dim, self.eps, first)
+        scale = self.k_norm.scale if s.qk_norm else None
+        return Projected(x[None], None, scale, *rope_angles(positions, s.rope, s.head_dim), heads)
 
     def context_kernel(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
         """The columns of keys and values of the fused kernel, and of its bias."""
-        first = self.config.num_heads * self.config.head_dim
+        first = self.spec.num_heads * self.spec.head_dim
         return self.qkv.kernel[:, first:], self.qkv.bias[first:] if self.qkv.use_bias else None
 
-    def __call__(self, x, positions, cache, attend: Attend, residual, kernels: Kernels):
-        c = self.config
-        heads = heads_op.Heads(c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps)
-        scales = (self.q_norm.scale, self.k_norm.scale) if c.qk_norm else (None, None)
-        angles = rope_angles(positions, c.rope, c.head_dim)
-        projected = Projected(self.qkv.pieces(x, kernels.matmul), *scales, *angles, heads)
-        out, cache = attend(projected, cache)
-        return self.out(out.reshape(*out.shape[:2], -1), kernels.matmul, residual), cache
+    def __call__(self, x, positions, cache, over: Pass, residual):
+        s = self.spec
+        heads = heads_op.Heads(s.num_heads, s.num_kv_heads, s.head_dim, self.eps)
+        scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else (None, None)
+        angles = rope_angles(positions, s.rope, s.head_dim)
+        projected = Projected(self.qkv.pieces(x, over.kernels.matmul), *scales, *angles, heads)
+        out, cache = over.attend(s, projected, cache, self.sinks if s.sinks else None)
+        return self.out(out.reshape(*out.shape[:2], -1), over.kernels.matmul, residual), cache
 
 
 class MLP(nn.Module):
     """SwiGLU; gate and up are one kernel."""
 
-    config: DecoderConfig
+    spec: DenseSpec
+    hidden_size: int
 
     def setup(self) -> None:
-        c = self.config
-        self.gate_up = Projection(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias)
-        self.down = Projection(c.intermediate_size, c.hidden_size, c.mlp_bias)
+        s, width = self.spec, self.hidden_size
+        self.gate_up = Projection(width, 2 * s.intermediate_size, s.bias)
+        self.down = Projection(s.intermediate_size, width, s.bias)
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
-        if self.config.mlp_bias:
+        if self.spec.bias:
             gate, up = jnp.split(self.gate_up(x, kernels.matmul), 2, axis=-1)
             inner = silu_times(gate, up, backend=kernels.matmul)
         else:
@@ -241,24 +266,28 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, or the experts of `moe`, each with its residual."""
+    """Pre-norm attention, and an MLP or experts, each with its residual."""
 
-    config: DecoderConfig
-    moe: MoeConfig | None = None
+    config: LayerConfig
+    hidden_size: int
+    eps: float
 
     def setup(self) -> None:
-        c = self.config
-        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(c)
-        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c) if self.moe is None else Experts(c.hidden_size, self.moe)
+        c, width = self.config, self.hidden_size
+        self.input_norm = RMSNorm(width, self.eps)
+        self.attention = Attention(c.mixer, width, self.eps)
+        self.post_norm = RMSNorm(width, self.eps)
+        self.mlp = Experts(width, c.mlp) if isinstance(c.mlp, MoeSpec) else MLP(c.mlp, width)
+
+    def empty_state(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> Cache:
+        """What the layer keeps of `batch` sequences; see jflash.cache's LayerState."""
+        return empty_cache(self.config.mixer, batch, capacity, rows, dtype)
 
     def keys_values(self, x, positions, first):
         """Keys and values of context features: no input norm, no residual."""
         return self.attention.keys_values(x, positions, first)
 
-    def __call__(self, x, positions, cache, attend: Attend, kernels: Kernels):
-        x, cache = self.attention(
-            self.input_norm(x, kernels.norm), positions, cache, attend, x, kernels
-        )
-        return self.mlp(self.post_norm(x, kernels.norm), x, kernels), cache
+    def __call__(self, x, positions, cache, over: Pass):
+        norm = over.kernels.norm
+        x, cache = self.attention(self.input_norm(x, norm), positions, cache, over, x)
+        return self.mlp(self.post_norm(x, norm), x, over.kernels), cache

@@ -8,7 +8,7 @@ in use in the end is read from the device.
 
 import bisect
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash.cache import ring_slots
-from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, TargetConfig
+from jflash.config import AttentionSpec, Drafter2Config, DrafterConfig, MoeSpec, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.io.names import abstract_params
 from jflash.programs import Shape, capacity_for, new_state
@@ -156,8 +156,7 @@ def _parameters(config: Any) -> int:
     """How many numbers a model holds while it decodes."""
     count = weight_bytes([config], 1)
     if isinstance(config, DrafterConfig):  # its layers' key and value columns lie side by side too
-        columns = config.num_layers * 2 * config.num_kv_heads * config.head_dim
-        count += columns * (config.hidden_size + config.qkv_bias)
+        count += sum(m.kv_width * (config.hidden_size + m.qkv_bias) for m in config.mixers)
     return count
 
 
@@ -167,44 +166,51 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     logits = rows * models.target.config.vocab_size * FLOAT32
     live = 4 if models.sampled else 2  # draft's and verify's; probabilities and draws
     reports = 4 * shape.batch * shape.capacity * FLOAT32
-    attention = max(_attention_bytes(config, models, shape, rows) for config in models.configs)
+    attention = max(
+        _attention_bytes(mixer, slots, models, shape, rows)
+        for mixer, slots in _mixers(models, shape)
+    )
     if models.kernels.attention == "xla" and shape.batch > 1:
         attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
     experts = _expert_bytes(models, rows, shape.dtype)
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
 
 
-def _attention_bytes(config: DecoderConfig, models: Models, shape: Shape, rows: int) -> int:
-    queries = rows * config.num_heads
-    slots = _longest_cache(config, models.block_size, shape.capacity)
+def _attention_bytes(
+    mixer: AttentionSpec, slots: int, models: Models, shape: Shape, rows: int
+) -> int:
+    queries = rows * mixer.num_heads
     if models.kernels.attention in ("xla", "reference"):
-        return _einsum_bytes(config, queries, shape._replace(capacity=slots))
+        return _einsum_bytes(queries, slots, shape.dtype)
     splits = -(-slots // SMALLEST_SPLIT)
-    return queries * splits * (config.head_dim + 2) * FLOAT32
+    return queries * splits * (mixer.head_dim + 2) * FLOAT32
 
 
-def _longest_cache(config: DecoderConfig, block_size: int, capacity: int) -> int:
-    """Slots of a model's longest cache: less than the capacity if every layer has a window."""
-    if not isinstance(config, DrafterConfig):
-        return capacity
-    return max(
-        capacity if window is None else ring_slots(window, block_size, capacity)
-        for window in config.windows
-    )
+def _mixers(models: Models, shape: Shape) -> Iterator[tuple[AttentionSpec, int]]:
+    """Every kind of layer, with the slots of its cache: fewer than the capacity with a window."""
+    for config in models.configs:
+        rows = models.block_size
+        if config is models.target.config:  # prompts attend in chunks there
+            rows = max(rows, shape.chunk)
+        for mixer in set(config.mixers):
+            slots = shape.capacity
+            if mixer.window is not None:
+                slots = ring_slots(mixer.window, rows, shape.capacity)
+            yield mixer, slots
 
 
-def _einsum_bytes(config: DecoderConfig, queries: int, shape: Shape) -> int:
+def _einsum_bytes(queries: int, slots: int, dtype: str) -> int:
     """Scores of all slots, and weights in the cache's dtype."""
-    return queries * shape.capacity * (FLOAT32 + jnp.dtype(shape.dtype).itemsize)
+    return queries * slots * (FLOAT32 + jnp.dtype(dtype).itemsize)
 
 
 def _prefill_bytes(models: Models, shape: Shape) -> int:
     """One chunk of one sequence: its activations, its scores, and one layer's cache of its own."""
-    one_cache = 2 * shape.capacity * jnp.dtype(shape.dtype).itemsize
+    size = jnp.dtype(shape.dtype).itemsize
     attention = max(
-        _einsum_bytes(config, shape.chunk * config.num_heads, shape)
-        + one_cache * config.num_kv_heads * config.head_dim
-        for config in models.configs
+        _einsum_bytes(shape.chunk * mixer.num_heads, slots, shape.dtype)
+        + slots * size * mixer.kv_width
+        for mixer, slots in _mixers(models, shape)
     )
     logits = models.target.config.vocab_size * FLOAT32
     experts = _expert_bytes(models, shape.chunk, shape.dtype)
@@ -216,15 +222,17 @@ def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:
 
     It spreads every row over all experts, mostly zeros, and lays a layer's weights out anew.
     """
-    c = models.target.config
-    if c.moe is None:
-        return 0
-    moe, size = c.moe, jnp.dtype(dtype).itemsize
+    kinds = set(models.target.config.experts)
+    return max((_one_layers_experts(models, moe, tokens, dtype) for moe in kinds), default=0)
+
+
+def _one_layers_experts(models: Models, moe: MoeSpec, tokens: int, dtype: str) -> int:
+    size, hidden_size = jnp.dtype(dtype).itemsize, models.target.config.hidden_size
     rows = tokens * moe.experts_per_token
-    count = rows * (3 * c.hidden_size + 3 * moe.intermediate_size) * FLOAT32
+    count = rows * (3 * hidden_size + 3 * moe.intermediate_size) * FLOAT32
     if models.kernels.experts == "xla":
-        widest = max(c.hidden_size, moe.intermediate_size)
-        stack = 2 * c.hidden_size * moe.intermediate_size
+        widest = max(hidden_size, moe.intermediate_size)
+        stack = 2 * hidden_size * moe.intermediate_size
         count += moe.num_experts * (rows * widest + stack) * size
     return count
 
@@ -232,14 +240,15 @@ def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:
 def _row_bytes(models: Models) -> int:
     """Activations of a token in float32: a layer's own, a few residuals, and the features."""
     widths = [
-        3 * c.intermediate_size + 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        3 * c.intermediate_size + 2 * (mixer.num_heads * mixer.head_dim + mixer.kv_width)
         for c in models.configs
+        for mixer in set(c.mixers)
     ]
     features = max(4, 2 * len(models.taps)) * models.target.config.hidden_size
     context = 0
     if models.drafter is not None:
         c = models.drafter.config
-        context = c.num_layers * 2 * c.num_kv_heads * c.head_dim
+        context = sum(mixer.kv_width for mixer in c.mixers)
         if isinstance(c, Drafter2Config):  # rows of the codebooks, their product, and kernels
             context += 3 * c.selector_top_k * c.selector_rank
             context += 2 * c.conv_kernel_size * c.hidden_size

@@ -9,16 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jflash.cache import write_context
-from jflash.layers import PrefillAttend
+from jflash.layers import Chunk
 from jflash.sampling import choose, greedy, through_first_stop
 from jflash.speculative import Models, Params, Sequences, State, apply
 
 
 def admit(state: State, slot: Int[Array, ""], request: Sequences) -> State:
-    """The state with `request`, one sequence's row, in `slot`."""
-    put = jax.tree.map(lambda all, one: all.at[slot].set(one), state.sequences, request)
-    return state._replace(sequences=put)
+    """The state with `request`, one sequence's row, in `slot`, and nothing kept of it there."""
+    target_cache = tuple(layer.cleared(slot) for layer in state.target_cache)
+    drafter_cache = tuple(layer.cleared(slot) for layer in state.drafter_cache)
+    return State(put(state.sequences, slot, request), target_cache, drafter_cache)
+
+
+def put(sequences: Sequences, slot: Int[Array, ""], row: Sequences) -> Sequences:
+    return jax.tree.map(lambda all, one: all.at[slot].set(one), sequences, row)
 
 
 def prefill(
@@ -33,6 +37,7 @@ def prefill(
 
     The capacity must hold the prompt rounded up to whole chunks.
     """
+    state = admit(state, slot, request)
     kernels = models.kernels.chunk
     prompt_length = request.length
     chunks = (prompt_length + chunk - 1) // chunk
@@ -45,19 +50,17 @@ def prefill(
         offset = i * chunk
         tokens = lax.dynamic_slice(request.tokens, (offset,), (chunk,))[None]
         positions = (offset + jnp.arange(chunk))[None]
-        attend = PrefillAttend(slot, offset, kernels)
+        over = Chunk(slot, offset, prompt_length, kernels)
         hidden, features, target_cache = apply(
-            models.target, params.target, tokens, positions, target_cache, attend, models.taps,
-            kernels,
-        )  # fmt: skip
+            models.target, params.target, tokens, positions, target_cache, over, models.taps
+        )
         if models.drafter is not None:
             context = apply(
                 models.drafter, params.drafter, features, positions, kernels, method="context"
             )
-            rows = [projected.split(kernels.heads)[1:] for projected in context]
             drafter_cache = tuple(
-                write_context(cache, k, v, slot, offset, prompt_length)
-                for cache, (k, v) in zip(drafter_cache, rows, strict=True)
+                over.write(projected, cache)
+                for cache, projected in zip(drafter_cache, context, strict=True)
             )
         return target_cache, drafter_cache, hidden
 
@@ -79,4 +82,4 @@ def prefill(
         length=length,
         done=stopped[0] | (length >= request.limit),
     )
-    return admit(State(state.sequences, target_cache, drafter_cache), slot, begun)
+    return State(put(state.sequences, slot, begun), target_cache, drafter_cache)

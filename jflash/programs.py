@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash.cache import empty_cache, with_rings
 from jflash.decoding import GREEDY, Decoding
 from jflash.prefill import prefill
 from jflash.sampling import filters_of
@@ -105,15 +104,13 @@ def run(
 def new_state(models: Models, shape: Shape) -> State:
     """A state of empty slots, all done: they idle until a prompt is admitted."""
 
-    def caches(config):
-        sizes = (shape.batch, shape.capacity, config.num_kv_heads, config.head_dim)
-        return empty_cache(config.num_layers, *sizes, shape.dtype)
-
+    sizes, width = (shape.batch, shape.capacity), models.block_size
+    # A prompt's chunk attends in the target alone; of a drafter it only writes the context.
+    target_cache = models.target.empty_states(*sizes, max(width, shape.chunk), shape.dtype)
     drafter_cache = ()
     if models.drafter is not None:
-        config = models.drafter.config
-        drafter_cache = with_rings(caches(config), config.windows, models.block_size)
-    return State(empty_sequences(shape), caches(models.target.config), drafter_cache)
+        drafter_cache = models.drafter.empty_states(*sizes, width, shape.dtype)
+    return State(empty_sequences(shape), target_cache, drafter_cache)
 
 
 def empty_sequences(shape: Shape) -> Sequences:

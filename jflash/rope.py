@@ -57,12 +57,15 @@ def _fast_turns(s: YarnScaling, theta: float, head_dim: int) -> np.ndarray:
 
 
 def rope_angles(
-    positions: Int[Array, "B T"], rope: RopeConfig, head_dim: int
+    positions: Int[Array, "B T"], rope: RopeConfig | None, head_dim: int
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B T _"]]:
     """Cosines and sines [B, T, H/2] in float32 (Llama's layout: i is paired with i + H/2).
 
-    YaRN's attention factor is in both.
+    YaRN's attention factor is in both. Without a `rope` nothing turns.
     """
+    if rope is None:
+        still = jnp.zeros((*positions.shape, head_dim // 2))
+        return still + 1, still
     angle = positions[:, :, None] * rope_frequencies(rope, head_dim)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.attention_factor != 1:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jflash.cache import Cache
+from jflash.cache import Cache, LayerState
 from jflash.config import DecoderConfig
 from jflash.decoding import DRAFT_RULES
 from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
-from jflash.layers import BlockAttend
+from jflash.layers import Block
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, Tools
 from jflash.sampling import (
@@ -69,7 +69,7 @@ class Models:
     @property
     def one_arithmetic(self) -> bool:
         """Whether a token's bits are the same at every width, batch, capacity and chunk."""
-        used = self.kernels if self.target.config.moe else self.kernels._replace(experts="")
+        used = self.kernels if self.target.config.experts else self.kernels._replace(experts="")
         return all(name in ONE_ARITHMETIC for name in used if name)
 
     @property
@@ -116,7 +116,7 @@ class State(NamedTuple):
     """Everything a step reads and writes. Donated: use only what the last call returned."""
 
     sequences: Sequences
-    target_cache: tuple[Cache, ...]
+    target_cache: tuple[LayerState, ...]
     drafter_cache: tuple[Cache, ...]
 
     def with_sequences(self, **changes: Any) -> "State":
@@ -156,11 +156,10 @@ def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State
     mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
     block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
     embeddings = apply(models.target, params.target, block, method="embed")
-    attend = BlockAttend(positions[:, 0], widths, False, models.kernels)
+    over = Block(positions[:, 0], widths, models.kernels)
     hidden, cache = apply(
-        models.drafter, params.drafter, embeddings, positions, state.drafter_cache, attend,
-        models.kernels,
-    )  # fmt: skip
+        models.drafter, params.drafter, embeddings, positions, state.drafter_cache, over
+    )
     tools = drafting_tools(models, params, state, positions[:, 1:])
     tokens, q = apply(
         models.drafter, params.drafter, hidden[:, 1:], anchor[:, 0], tools, method="propose"
@@ -197,12 +196,11 @@ def verify(
     positions, widths = block_positions(models, state)
     sequences = state.sequences
     newest = jnp.take_along_axis(sequences.tokens, positions[:, :1], axis=1)
-    attend = BlockAttend(positions[:, 0], widths, True, models.kernels)
+    over = Block(positions[:, 0], widths, models.kernels)
     block = jnp.concatenate([newest, proposal.tokens], axis=1)
     hidden, features, cache = apply(
-        models.target, params.target, block, positions, state.target_cache, attend, models.taps,
-        models.kernels,
-    )  # fmt: skip
+        models.target, params.target, block, positions, state.target_cache, over, models.taps
+    )
     # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
     if models.draws_drafts:
@@ -247,6 +245,8 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
             projected.write(cache, cache.slots(positions, kept), models.kernels.heads)[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )
+    target_cache = tuple(layer.committed(count) for layer in state.target_cache)
+    drafter_cache = tuple(layer.committed(count) for layer in drafter_cache)
     length = s.length + count
     step = jnp.where(s.done, capacity, s.steps)
     lengths = s.acceptance_lengths.at[sequence[:, 0], step].set(count, mode="drop")
@@ -257,7 +257,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
         steps=s.steps + ~s.done,
         acceptance_lengths=lengths,
     )
-    return State(sequences, state.target_cache, drafter_cache)
+    return State(sequences, target_cache, drafter_cache)
 
 
 def speculative_step(models: Models, params: Params, state: State) -> State:

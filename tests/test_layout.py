@@ -99,7 +99,7 @@ def test_every_config_field_is_read():
     source = "\n".join(f.read_text(encoding="utf-8") for f in FILES if f.name != "config.py")
     read = {n.attr for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute)}
     records = [x for x in vars(config).values() if dataclasses.is_dataclass(x)]
-    assert config.MoeConfig in records and config.Sight in records
+    assert config.MoeSpec in records and config.AttentionSpec in records
     for record in records:
         for field in dataclasses.fields(record):
             assert field.name in read, f"{record.__name__}.{field.name} is never read"

@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, TargetConfig
+from jflash.config import (
+    AttentionSpec,
+    DecoderConfig,
+    DenseSpec,
+    Drafter2Config,
+    DrafterConfig,
+    MoeSpec,
+    TargetConfig,
+)
 
 
 class Work(NamedTuple):
@@ -70,12 +78,10 @@ def verify_work(
     experts evenly and independently.
     """
     head = target.vocab_size * target.hidden_size
-    sparse = target.moe.sparse_layers if target.moe else ()
-    dense_mlps = (target.num_layers - len(sparse)) * mlp_weights(target)
-    weights = target.num_layers * attention_weights(target) + dense_mlps + head
+    weights = layer_weights(target) + head
     attention = _attention(target, batch, width, context)
     work = _products(weights, batch * width, itemsize, attention)
-    return add(work, _experts(target, batch * width, itemsize, experts_read)) if sparse else work
+    return add(work, *_experts(target, batch * width, itemsize, experts_read))
 
 
 def draft_work(
@@ -86,11 +92,11 @@ def draft_work(
     It reads only its candidates' rows of a DFlash 2 drafter's codebooks.
     """
     c = drafter
-    layers = c.num_layers * layer_weights(c)
+    layers = layer_weights(c)
     head = c.vocab_size * c.hidden_size
     fc = len(c.target_layer_ids) * c.hidden_size**2
-    context_kv = c.num_layers * c.hidden_size * 2 * c.num_kv_heads * c.head_dim
-    context_rows = c.num_layers * batch * width * 2 * c.num_kv_heads * c.head_dim
+    columns = sum(mixer.kv_width for mixer in c.mixers)
+    context_kv, context_rows = c.hidden_size * columns, batch * width * columns
     places = batch * (width - 1)
     drafts = _products(head, places, itemsize, (0.0, 0.0))
     if isinstance(c, Drafter2Config):
@@ -111,40 +117,35 @@ def add(*works: Work) -> Work:
 
 
 def layer_weights(c: DecoderConfig) -> int:
-    """Entries of one layer's matrices, its MLP dense."""
-    return attention_weights(c) + mlp_weights(c)
+    """Entries of all layers' matrices but experts'."""
+    attention = sum(attention_weights(c, mixer) for mixer in c.mixers)
+    mlps = [layer.mlp for layer in c.layers if isinstance(layer.mlp, DenseSpec)]
+    return attention + sum(3 * c.hidden_size * mlp.intermediate_size for mlp in mlps)
 
 
-def attention_weights(c: DecoderConfig) -> int:
-    return c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+def attention_weights(c: DecoderConfig, mixer: AttentionSpec) -> int:
+    return c.hidden_size * (2 * mixer.num_heads * mixer.head_dim + mixer.kv_width)
 
 
-def mlp_weights(c: DecoderConfig) -> int:
-    return 3 * c.hidden_size * c.intermediate_size
-
-
-def expected_experts(c: TargetConfig, rows: int) -> float:
+def expected_experts(moe: MoeSpec, rows: int) -> float:
     """The expected number of different experts that `rows` tokens reach by even, independent draws.
 
     Rows that resemble each other, as those of a text do, share experts and read less.
     """
-    assert c.moe is not None
-    return c.moe.num_experts * (1 - (1 - c.moe.experts_per_token / c.moe.num_experts) ** rows)
+    return moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** rows)
 
 
-def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> Work:
+def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> list[Work]:
     """Routers and experts: `read` experts are read, and every row computes its k experts."""
-    assert c.moe is not None
-    moe, layers = c.moe, len(c.moe.sparse_layers)
-    read = expected_experts(c, rows) if read is None else read
-    expert = 3 * c.hidden_size * moe.intermediate_size
-    router = c.hidden_size * moe.num_experts
-    return Work(
-        layers * (router + read * expert) * itemsize,
-        2.0 * layers * (router + moe.experts_per_token * expert) * rows,
-        0.0,
-        0.0,
-    )
+    works = []
+    for moe in c.experts:
+        touched = expected_experts(moe, rows) if read is None else read
+        expert = 3 * c.hidden_size * moe.intermediate_size
+        router = c.hidden_size * moe.num_experts
+        read_bytes = (router + touched * expert) * itemsize
+        computed = 2.0 * (router + moe.experts_per_token * expert) * rows
+        works.append(Work(read_bytes, computed, 0.0, 0.0))
+    return works
 
 
 def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tuple[float, float]:
@@ -152,13 +153,13 @@ def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tupl
 
     Keys older than a layer's window are not read.
     """
-    windows = c.windows if isinstance(c, DrafterConfig) else (None,) * c.num_layers
-    seen = sum(context if w is None else min(context, w - 1) for w in windows)
-    rows = batch * (seen + c.num_layers * width)
-    return (
-        rows * 2.0 * c.num_kv_heads * c.head_dim,
-        rows * width * 4.0 * c.num_heads * c.head_dim,
-    )
+    entries = operations = 0.0
+    for mixer in c.mixers:
+        seen = context if mixer.window is None else min(context, mixer.window - 1)
+        rows = batch * (seen + width)
+        entries += rows * mixer.kv_width
+        operations += rows * width * 4.0 * mixer.num_heads * mixer.head_dim
+    return entries, operations
 
 
 def _products(weights: int, rows: int, itemsize: int, attention: tuple[float, float]) -> Work:

@@ -4,15 +4,13 @@ Numbers from the models' public config.json; `-window` and `-dflash2` give a pub
 another kind of drafter. Knows no weights: a shape decodes nothing of meaning.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jflash.config import (
     DrafterConfig,
     Llama3Scaling,
-    MoeConfig,
+    MoeSpec,
     RopeConfig,
-    Sight,
     TargetConfig,
     second_version,
 )
@@ -38,12 +36,9 @@ def _qwen3(hidden_size: int, intermediate_size: int, tie_embeddings: bool) -> Mo
         rope=RopeConfig(theta=1e6, scaling=None),
         max_position_embeddings=40960,
         qk_norm=True,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
     )
     return ModelShape(
-        TargetConfig(**trunk, num_layers=36, tie_embeddings=tie_embeddings),
+        TargetConfig.alike(**trunk, num_layers=36, tie_embeddings=tie_embeddings),
         _drafter(trunk, layers=5, block=16, mask=151669, taps=(1, 9, 17, 25, 33), target_layers=36),
     )
 
@@ -64,15 +59,12 @@ def _llama_8b() -> ModelShape:
         head_dim=128,
         rope=RopeConfig(theta=5e5, scaling=scaling),
         max_position_embeddings=131072,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
     )
     target: dict[str, Any] = trunk | dict(intermediate_size=14336, rms_norm_eps=1e-5, qk_norm=False)
     drafter: dict[str, Any] = trunk | dict(intermediate_size=12288, rms_norm_eps=1e-6, qk_norm=True)
     # Any id serves as the mask here: the step reads one row of the embedding.
     return ModelShape(
-        TargetConfig(**target, num_layers=32, tie_embeddings=False),
+        TargetConfig.alike(**target, num_layers=32, tie_embeddings=False),
         _drafter(
             drafter, layers=5, block=10, mask=128255, taps=(1, 8, 15, 22, 29), target_layers=32
         ),
@@ -92,19 +84,11 @@ def _qwen3_coder_30b() -> ModelShape:
         rope=RopeConfig(theta=1e7, scaling=None),
         max_position_embeddings=262144,
         qk_norm=True,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
     )
-    moe = MoeConfig(
-        num_experts=128,
-        experts_per_token=8,
-        intermediate_size=768,
-        renormalise=True,
-        sparse_layers=tuple(range(48)),
-    )
+    moe = MoeSpec(num_experts=128, experts_per_token=8, intermediate_size=768, renormalise=True)
+    target = TargetConfig.alike(**trunk, num_layers=48, tie_embeddings=False)
     return ModelShape(
-        TargetConfig(**trunk, num_layers=48, tie_embeddings=False, moe=moe),
+        target.with_experts(moe, range(48)),
         _drafter(
             trunk, layers=8, block=16, mask=151669, taps=(1, 12, 23, 34, 45), target_layers=48
         ),
@@ -114,14 +98,8 @@ def _qwen3_coder_30b() -> ModelShape:
 def _tiny_moe() -> ModelShape:
     """The tiny shape with experts in all layers but one."""
     target, drafter = _tiny()
-    moe = MoeConfig(
-        num_experts=8,
-        experts_per_token=2,
-        intermediate_size=64,
-        renormalise=True,
-        sparse_layers=(0, 2),
-    )
-    return ModelShape(replace(target, moe=moe), drafter)
+    moe = MoeSpec(num_experts=8, experts_per_token=2, intermediate_size=64, renormalise=True)
+    return ModelShape(target.with_experts(moe, (0, 2)), drafter)
 
 
 def _tiny() -> ModelShape:
@@ -137,12 +115,9 @@ def _tiny() -> ModelShape:
         rope=RopeConfig(theta=1e6, scaling=None),
         max_position_embeddings=4096,
         qk_norm=True,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
     )
     return ModelShape(
-        TargetConfig(**trunk, num_layers=3, tie_embeddings=False),
+        TargetConfig.alike(**trunk, num_layers=3, tie_embeddings=False),
         _drafter(trunk, layers=1, block=8, mask=511, taps=(0, 2), target_layers=3),
     )
 
@@ -150,8 +125,9 @@ def _tiny() -> ModelShape:
 def _drafter(
     trunk: dict[str, Any], *, layers: int, block: int, mask: int, taps, target_layers: int
 ) -> DrafterConfig:
-    return DrafterConfig(
+    return DrafterConfig.alike(
         **trunk,
+        causal=False,
         num_layers=layers,
         block_size=block,
         mask_token_id=mask,
@@ -165,8 +141,8 @@ def _drafter(
 
 def _windowed(shape: ModelShape) -> ModelShape:
     """All layers of the drafter but the last with a window, as Qwen3.6-27B's drafter has them."""
-    near = (Sight(window=2048, causal=True),) * (shape.drafter.num_layers - 1)
-    return shape._replace(drafter=replace(shape.drafter, sights=(*near, Sight())))
+    near = [{"window": 2048, "causal": True}] * (shape.drafter.num_layers - 1)
+    return shape._replace(drafter=shape.drafter.attending(*near, {}))
 
 
 def _dflash2(shape: ModelShape) -> ModelShape:

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.experts import ROUTING
 from jflash.io.names import abstract_params
-from jflash.layers import BlockAttend
+from jflash.layers import Block
 from jflash.programs import Shape, new_state, run
 from jflash.speculative import Models, Params, State, block_positions, draft
 
@@ -122,15 +122,15 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
     The step reads the weights of these experts. None without experts. It runs operation by
     operation, because compiling a large model once more would take a minute.
     """
-    if models.target.config.moe is None:
+    if not models.target.config.experts:
         return None
     proposal, _ = draft(models, params, state)
     positions, widths = block_positions(models, state)
     anchor = jnp.take_along_axis(state.sequences.tokens, positions[:, :1], axis=1)
     _, found = models.target.apply(
         {"params": params.target}, jnp.concatenate([anchor, proposal.tokens], axis=1), positions,
-        state.target_cache, BlockAttend(positions[:, 0], widths, True, models.kernels),
-        models.taps, models.kernels, mutable=[ROUTING],
+        state.target_cache, Block(positions[:, 0], widths, models.kernels),
+        models.taps, mutable=[ROUTING],
     )  # fmt: skip
     layers = jax.tree.leaves(found[ROUTING])
     return sum(len(jnp.unique(ids)) for ids in layers) / len(layers)

@@ -132,8 +132,8 @@ def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
     if file.metadata["general.architecture"] != "llama":
         return {}
     return {
-        f"blk.{layer}.attn_{x}.{part}": config.head_dim
-        for layer in range(config.num_layers)
+        f"blk.{layer}.attn_{x}.{part}": mixer.head_dim
+        for layer, mixer in enumerate(config.mixers)
         for x in "qk"
         for part in ("weight", "bias")
     }

@@ -3,17 +3,17 @@
 Only Qwen3's shape, dense or with experts: the shape of the drafters and of the models made here.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from jflash.config import (
+    AttentionSpec,
+    DenseSpec,
     Drafter2Config,
     DrafterConfig,
     LinearScaling,
     Llama3Scaling,
-    MoeConfig,
     RopeConfig,
-    Sight,
     TargetConfig,
     YarnScaling,
 )
@@ -22,7 +22,11 @@ from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTE
 
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
     """config.json of a Qwen3-shaped model of ours; ValueError for any other."""
-    if not config.qk_norm or config.mlp_bias or (config.qkv_bias != config.out_bias):
+    mixer = config.mixers[0]
+    plain = [replace(m, window=None, causal=True) for m in config.mixers]
+    biased = any(isinstance(x.mlp, DenseSpec) and x.mlp.bias for x in config.layers)
+    usual = mixer.qk_norm and mixer.qkv_bias == mixer.out_bias
+    if not usual or biased or len(set(plain)) > 1 or mixer.rope is None:
         raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
     common: dict[str, Any] = dict(
         architectures=[_architecture(config)],
@@ -31,22 +35,22 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_attention_heads=mixer.num_heads,
+        num_key_value_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
         hidden_act="silu",
         rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope.theta,
-        rope_scaling=_rope_scaling(config.rope),
+        rope_theta=mixer.rope.theta,
+        rope_scaling=_rope_scaling(mixer.rope),
         max_position_embeddings=config.max_position_embeddings,
-        attention_bias=config.qkv_bias,
+        attention_bias=mixer.qkv_bias,
         torch_dtype=dtype,
     )
     if isinstance(config, DrafterConfig):
         return common | _drafter_keys(config)
     common["tie_word_embeddings"] = config.tie_embeddings
-    if config.moe is not None:
-        common |= _moe_keys(config.moe, config.num_layers)
+    if config.experts:
+        common |= _moe_keys(config)
     return common
 
 
@@ -60,7 +64,7 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 def _architecture(config: TargetConfig | DrafterConfig) -> str:
     if isinstance(config, TargetConfig):
-        return "Qwen3ForCausalLM" if config.moe is None else "Qwen3MoeForCausalLM"
+        return "Qwen3ForCausalLM" if not config.experts else "Qwen3MoeForCausalLM"
     return DRAFTER_2 if isinstance(config, Drafter2Config) else DRAFTER
 
 
@@ -82,27 +86,31 @@ def _drafter_keys(config: DrafterConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
         "dflash_config": own,
-        **(_window_keys(config.sights) if config.sights else {}),
+        **(_window_keys(config.mixers) if any(m.window or m.causal for m in config.mixers) else {}),
     }
 
 
-def _window_keys(sights: tuple[Sight, ...]) -> dict[str, Any]:
+def _window_keys(mixers: tuple[AttentionSpec, ...]) -> dict[str, Any]:
     """The keys of config.json that say what a drafter's layers see."""
-    windows = {s.window for s in sights if s.window is not None}
-    causal = {s.causal for s in sights}
-    usual = all(s.causal == (s.window is not None) for s in sights)
+    windows = {m.window for m in mixers if m.window is not None}
+    causal = {m.causal for m in mixers}
+    usual = all(m.causal == (m.window is not None) for m in mixers)
     if len(windows) > 1 or (len(causal) > 1 and not usual):
-        raise ValueError(f"config.json has one sliding_window and one is_causal: {list(sights)}")
+        seen = [(m.window, m.causal) for m in mixers]
+        raise ValueError(f"config.json has one sliding_window and one is_causal, not {seen}")
     keys: dict[str, Any] = dict(
-        layer_types=[LAYER_TYPES[s.window is not None] for s in sights],
+        layer_types=[LAYER_TYPES[m.window is not None] for m in mixers],
         use_sliding_window=bool(windows),
         sliding_window=max(windows, default=None),
     )
     return keys if usual else keys | {"is_causal": causal.pop()}
 
 
-def _moe_keys(moe: MoeConfig, num_layers: int) -> dict[str, Any]:
+def _moe_keys(config: TargetConfig) -> dict[str, Any]:
     """What config.json of a Qwen3-MoE says beside the keys of a dense model."""
+    if len(set(config.experts)) > 1:
+        raise ValueError(f"config.json has one kind of experts, not {set(config.experts)}")
+    moe, layers = config.experts[0], range(config.num_layers)
     return {
         "model_type": "qwen3_moe",
         "num_experts": moe.num_experts,
@@ -110,5 +118,5 @@ def _moe_keys(moe: MoeConfig, num_layers: int) -> dict[str, Any]:
         "moe_intermediate_size": moe.intermediate_size,
         "norm_topk_prob": moe.renormalise,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(num_layers) if i not in moe.sparse_layers],
+        "mlp_only_layers": [i for i in layers if i not in config.sparse_layers],
     }

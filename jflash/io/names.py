@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import dflash, trunk
 from jflash.io.families.qwen3_moe import EXPERTS, STACKED
-from jflash.layers import MaskAttend
+from jflash.kernels import XLA, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
 
@@ -32,21 +32,30 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Shapes(NamedTuple):
+    """A pass that makes parameters and attends to nothing: the queries are its result."""
+
+    kernels: Kernels = XLA
+
+    def attend(self, spec, projected, cache, sinks=None):
+        return projected.split()[0], cache
+
+
 @functools.cache  # traces the model
 def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
     """The parameters as shapes, float32, without allocating anything. Not to be changed."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    attend = MaskAttend(jnp.ones((1, 1, 1, 1), bool))
+    over = _Shapes()
     caches = (None,) * config.num_layers
     key = jax.random.key(0)
     if isinstance(config, TargetConfig):
-        variables = jax.eval_shape(lambda: Target(config).init(key, tokens, tokens, caches, attend))
+        variables = jax.eval_shape(lambda: Target(config).init(key, tokens, tokens, caches, over))
     else:
         width = len(config.target_layer_ids) * config.hidden_size
         features, x = jnp.zeros((1, 1, width)), jnp.zeros((1, 1, config.hidden_size))
         variables = jax.eval_shape(
             lambda: drafter_of(config).init(
-                key, features, x, tokens, caches, attend, method="init_all"
+                key, features, x, tokens, caches, over, method="init_all"
             )
         )
     return variables["params"]
@@ -72,7 +81,7 @@ def leaf_sources(
         rest = leaf.shape[:-1] if kernel else leaf.shape[1:]
         sources[key] = tuple(
             Source(name, (rows, *rest))
-            for name, rows in zip(names, _rows(config, names, total), strict=True)
+            for name, rows in zip(names, _rows(config, key, names, total), strict=True)
         )
     return sources
 
@@ -93,7 +102,7 @@ def _names(config: TargetConfig | DrafterConfig, leaf: str) -> list[str]:
     match = re.fullmatch(r"layers_(\d+)/(.+)", leaf)
     if match:
         prefix = f"{'model.' if target else ''}layers.{match[1]}."
-        sparse = target and config.moe_of(int(match[1])) is not None
+        sparse = int(match[1]) in config.sparse_layers
         table = _LAYER | EXPERTS if sparse else _LAYER
         return [prefix + name for name in table[match[2]]]
     return (_TARGET if target else _DRAFTER)[leaf]
@@ -112,15 +121,13 @@ def _expert_sources(
     return tuple(Source(name.format(e=e), (rows, inputs)) for e in range(experts) for name in names)
 
 
-def _rows(config: TargetConfig | DrafterConfig, names: list[str], total: int) -> list[int]:
+def _rows(
+    config: TargetConfig | DrafterConfig, leaf: str, names: list[str], total: int
+) -> list[int]:
     """Output rows of each tensor of a fused leaf."""
     if len(names) == 1:
         return [total]
-    widths = {
-        "q_proj": config.num_heads * config.head_dim,
-        "k_proj": config.num_kv_heads * config.head_dim,
-        "v_proj": config.num_kv_heads * config.head_dim,
-        "gate_proj": config.intermediate_size,
-        "up_proj": config.intermediate_size,
-    }
-    return [widths[name.split(".")[-2]] for name in names]
+    if leaf.split("/")[1] != "attention":  # gate and up
+        return [total // len(names)] * len(names)
+    mixer = config.mixers[int(leaf.split("/")[0].removeprefix("layers_"))]
+    return [mixer.num_heads * mixer.head_dim, *[mixer.num_kv_heads * mixer.head_dim] * 2]

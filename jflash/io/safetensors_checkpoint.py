@@ -145,8 +145,8 @@ def _miscounted(config: TargetConfig | DrafterConfig, names: list[str]) -> list[
     Asked before anything is made of each of them: a config.json may say any number.
     """
     counts = {"num_hidden_layers": (LAYER, config.num_layers)}
-    if isinstance(config, TargetConfig) and config.moe is not None and not is_stacked(names):
-        counts["num_experts"] = (EXPERT, config.moe.num_experts)
+    if config.experts and not is_stacked(names):
+        counts["num_experts"] = (EXPERT, config.experts[0].num_experts)
     problems = []
     for key, (pattern, count) in counts.items():
         stored = max((int(m[1]) for m in map(pattern.search, names) if m), default=-1) + 1
@@ -177,7 +177,6 @@ def _problems(config: TargetConfig | DrafterConfig, sources: dict, owners: dict)
 
 def _experts_of(config: TargetConfig | DrafterConfig) -> dict[str, int]:
     """How many experts a leaf holds, by its path; leaves of one matrix are left out."""
-    if not isinstance(config, TargetConfig) or config.moe is None:
-        return {}
-    names = [f"layers_{i}/mlp/{x}/kernel" for i in config.moe.sparse_layers for x in _STACKS]
-    return dict.fromkeys(names, config.moe.num_experts)
+    names = [f"layers_{i}/mlp/{x}/kernel" for i in config.sparse_layers for x in _STACKS]
+    counts = [moe.num_experts for moe in config.experts for _ in _STACKS]
+    return dict(zip(names, counts, strict=True))

@@ -5,14 +5,13 @@ Knows nothing of drafting but its taps: outputs of chosen layers, which are a dr
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
-from jflash.cache import Cache
+from jflash.cache import LayerState
 from jflash.config import TargetConfig
-from jflash.kernels import XLA, Kernels
-from jflash.layers import Attend, DecoderLayer, RMSNorm, head_argmax, head_logits
+from jflash.layers import DecoderLayer, Pass, RMSNorm, head_argmax, head_logits
 
-Caches = tuple[Cache | None, ...]
+Caches = tuple[LayerState | None, ...]
 
 
 class Target(nn.Module):
@@ -24,19 +23,30 @@ class Target(nn.Module):
         c = self.config
         init = nn.initializers.normal(0.02)
         self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size))
-        self.layers = [DecoderLayer(c, c.moe_of(i)) for i in range(c.num_layers)]
+        self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_embeddings:
             self.head = self.param("head", init, (c.vocab_size, c.hidden_size))
+
+    @nn.nowrap
+    def make_layer(self, i: int) -> nn.Module:
+        return DecoderLayer(
+            self.config.layers[i], self.config.hidden_size, self.config.rms_norm_eps
+        )
+
+    @nn.nowrap
+    def empty_states(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> tuple:
+        """What the layers keep of `batch` sequences; at most `rows` tokens a pass."""
+        layers = [self.make_layer(i) for i in range(self.config.num_layers)]
+        return tuple(layer.empty_state(batch, capacity, rows, dtype) for layer in layers)
 
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         caches: Caches,
-        attend: Attend,
+        over: Pass,
         taps: tuple[int, ...] = (),
-        kernels: Kernels = XLA,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T PD"], Caches]:
         """Final-normed hidden states, tapped features (side by side, as `taps` orders), caches.
 
@@ -46,10 +56,10 @@ class Target(nn.Module):
         x = self.embed(tokens)
         outputs, new = [], []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, positions, cache, attend, kernels)
+            x, cache = layer(x, positions, cache, over)
             outputs.append(x)
             new.append(cache)
-        outputs[-1] = self.norm(x, kernels.norm)
+        outputs[-1] = self.norm(x, over.kernels.norm)
         features = [outputs[i] for i in taps]
         empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
         return outputs[-1], jnp.concatenate([empty, *features], axis=-1), tuple(new)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.config import DrafterConfig
 from jflash.kernels import XLA, Kernels
 from jflash.layers import (
     DecoderLayer,
-    DrafterAttend,
+    Pass,
     Projected,
     Projection,
     RMSNorm,
@@ -50,31 +50,40 @@ class Drafter(nn.Module):
     """
 
     config: DrafterConfig
-    layer_class = DecoderLayer  # no annotation: not a field
 
     def setup(self) -> None:
         c = self.config
         self.fc = Projection(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.layers = [self.layer_class(c) for _ in range(c.num_layers)]
+        self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    @nn.nowrap
+    def make_layer(self, i: int) -> nn.Module:
+        return DecoderLayer(
+            self.config.layers[i], self.config.hidden_size, self.config.rms_norm_eps
+        )
+
+    @nn.nowrap
+    def empty_states(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> tuple:
+        """What the layers keep of `batch` sequences; blocks have at most `rows` tokens."""
+        layers = [self.make_layer(i) for i in range(self.config.num_layers)]
+        return tuple(layer.empty_state(batch, capacity, rows, dtype) for layer in layers)
 
     def __call__(
         self,
         embeddings: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         caches: Caches,
-        attend: DrafterAttend,
-        kernels: Kernels = XLA,
+        over: Pass,
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Final-normed hidden states of a block: row i speaks for the token at its own position."""
         x = embeddings * jnp.asarray(self.config.input_embedding_scale, embeddings.dtype)
         new = []
-        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            own = attend.seeing(self.config.sight(i))
-            x, cache = layer(x, positions, cache, own, kernels)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(x, positions, cache, over)
             new.append(cache)
-        return self.norm(x, kernels.norm), tuple(new)
+        return self.norm(x, over.kernels.norm), tuple(new)
 
     def context(
         self,
@@ -91,15 +100,17 @@ class Drafter(nn.Module):
         flat = matmul(x.reshape(-1, x.shape[-1]), kernel, backend=kernels.matmul)
         rows = flat.reshape(*x.shape[:2], -1)
         rows = rows if bias is None else rows + bias
-        size = rows.shape[-1] // len(self.layers)
+        sizes = [mixer.kv_width for mixer in self.config.mixers]
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
         return tuple(
-            layer.keys_values(rows, positions, i * size) for i, layer in enumerate(self.layers)
+            layer.keys_values(rows, positions, first)
+            for layer, first in zip(self.layers, firsts, strict=True)
         )
 
     def _context_weights(self):
         if self.has_variable("params", "context_kernel"):
             bias = None
-            if self.config.qkv_bias:
+            if self.has_variable("params", "context_bias"):
                 bias = self.get_variable("params", "context_bias")
             return self.get_variable("params", "context_kernel"), bias
         return self.context_weights()
@@ -131,10 +142,10 @@ class Drafter(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if not cap else jnp.tanh(logits / cap) * cap
 
-    def init_all(self, features, embeddings, positions, caches, attend):
+    def init_all(self, features, embeddings, positions, caches, over):
         """Touches every parameter once, for `init`."""
         context = [projected.x for projected in self.context(features, positions)]
-        return context, self(embeddings, positions, caches, attend)
+        return context, self(embeddings, positions, caches, over)
 
 
 def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import Drafter2Config, DrafterConfig
-from jflash.kernels import Kernels
-from jflash.layers import Attend, DecoderLayer, Projection
+from jflash.layers import DecoderLayer, Pass, Projection
 from jflash.models.dflash import Drafter, Tools
 
 GROUP = 128  # tokens of which the best is found first
@@ -64,18 +63,19 @@ class DynamicConvolution(nn.Module):
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with its attention and its MLP each between two convolutions."""
 
-    config: Drafter2Config
+    drafter: Drafter2Config
 
     def setup(self) -> None:
         super().setup()
-        self.attention_conv = DynamicConvolution(self.config)
-        self.mlp_conv = DynamicConvolution(self.config)
+        self.attention_conv = DynamicConvolution(self.drafter)
+        self.mlp_conv = DynamicConvolution(self.drafter)
 
-    def __call__(self, x, positions, cache, attend: Attend, kernels: Kernels):
+    def __call__(self, x, positions, cache, over: Pass):
+        kernels = over.kernels
         normed = self.input_norm(x, kernels.norm)
         before, after = self.attention_conv.kernels(normed, kernels.matmul)
         inner = self.attention_conv(normed, before)
-        inner, cache = self.attention(inner, positions, cache, attend, None, kernels)
+        inner, cache = self.attention(inner, positions, cache, over, None)
         x = x + self.attention_conv(inner, after)
         normed = self.post_norm(x, kernels.norm)
         before, after = self.mlp_conv.kernels(normed, kernels.matmul)
@@ -118,11 +118,15 @@ class Drafter2(Drafter):
     """Parameters: version 1's, two convolutions a layer, candidate_selector."""
 
     config: Drafter2Config
-    layer_class = ConvolvedLayer
 
     def setup(self) -> None:
         super().setup()
         self.candidate_selector = CandidateSelector(self.config)
+
+    @nn.nowrap
+    def make_layer(self, i: int) -> nn.Module:
+        c = self.config
+        return ConvolvedLayer(c.layers[i], c.hidden_size, c.rms_norm_eps, c)
 
     def propose(
         self,
@@ -163,9 +167,9 @@ class Drafter2(Drafter):
         gains = self.candidate_selector(hidden, previous, candidates)
         return candidates, unary[:, :, None] + gains
 
-    def init_all(self, features, embeddings, positions, caches, attend):
+    def init_all(self, features, embeddings, positions, caches, over):
         places = positions[:, :, None]
-        made = super().init_all(features, embeddings, positions, caches, attend)
+        made = super().init_all(features, embeddings, positions, caches, over)
         return made, self.candidate_selector(embeddings, places, places)
 
 

@@ -28,7 +28,8 @@ from jflash.io import (
     random_drafter,
     stop_token_ids,
 )
-from jflash.layers import BlockAttend
+from jflash.kernels import Kernels
+from jflash.layers import Block
 from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
@@ -110,8 +111,8 @@ def _random_weights(name: str, dtype: str, seed: int, suited: Callable[[Models],
     changes what all later ones see. Windows are cut so that texts of this length pass them.
     """
     target, drafter = model_shape(name)
-    near = [replace(s, window=s.window and LONGEST_PROMPT) for s in drafter.sights]
-    drafter = replace(drafter, sights=tuple(near))
+    near = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
+    drafter = drafter.attending(*near)
     models = Models(Target(target), drafter_of(drafter), drafter.block_size)
     models = suited(models)
     weights = random_weights([target, drafter, drafter], dtype)
@@ -154,9 +155,13 @@ class SplitByLength(NamedTuple):
     block that verified it began.
     """
 
-    block: BlockAttend
+    block: Block
 
-    def __call__(self, projected, cache):
+    @property
+    def kernels(self) -> Kernels:
+        return self.block.kernels
+
+    def attend(self, spec, projected, cache, sinks=None):
         lengths, widths, kernels = self.block.lengths, self.block.widths, self.block.kernels
         slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
         q, cache = projected.write(cache, slots, kernels.heads)
@@ -211,10 +216,10 @@ def attend_by_length(
 class FaultyTarget(Target):
     """The target with SplitByLength in its verify passes; its parameters are a Target's."""
 
-    def __call__(self, tokens, positions, caches, attend, *rest):
-        if isinstance(attend, BlockAttend):
-            attend = SplitByLength(attend)
-        return super().__call__(tokens, positions, caches, attend, *rest)
+    def __call__(self, tokens, positions, caches, over, *rest):
+        if isinstance(over, Block):
+            over = SplitByLength(over)
+        return super().__call__(tokens, positions, caches, over, *rest)
 
 
 def with_fault(models: Models) -> Models:

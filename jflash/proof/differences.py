@@ -53,7 +53,9 @@ def compare(
     a, b = one.evidence, other.evidence
     logits = jnp.any(a.checksums != b.checksums, axis=-1) | (_bits(a.top) != _bits(b.top))
     filled = index < short - 1
-    pairs = list(zip(one.state.target_cache, other.state.target_cache, strict=True))
+    pairs: list[tuple[Any, Any]] = list(
+        zip(one.state.target_cache, other.state.target_cache, strict=True)
+    )
     if own_drafter:
         pairs += zip(one.state.drafter_cache, other.state.drafter_cache, strict=True)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jflash.layers import BlockAttend, Projection, RMSNorm
+from jflash.kernels import Kernels
+from jflash.layers import Block, Projection, RMSNorm
 from jflash.models.decoder import Target
 from jflash.proof.cases import attend_by_length
 from jflash.speculative import Models
@@ -77,11 +78,15 @@ def _xlas_product(call, args, kwargs, context):
 class _AttendByBatch(NamedTuple):
     """Attention in PARTS parts where there are several sequences."""
 
-    block: BlockAttend
+    block: Block
 
-    def __call__(self, projected, cache):
+    @property
+    def kernels(self) -> Kernels:
+        return self.block.kernels
+
+    def attend(self, spec, projected, cache, sinks=None):
         if len(projected.cos) == 1:
-            return self.block(projected, cache)
+            return self.block.attend(spec, projected, cache, sinks)
         slots = self.block.lengths[:, None] + jnp.arange(projected.cos.shape[1])
         q, cache = projected.write(cache, slots, self.block.kernels.heads)
         size = cache.k.shape[1] // PARTS
@@ -93,11 +98,11 @@ class _AttendByBatch(NamedTuple):
 
 def _faulty(intercept: Callable[..., Any]) -> type[Target]:
     class Faulty(Target):
-        def __call__(self, tokens, positions, caches, attend, *rest):
-            if not isinstance(attend, BlockAttend):
-                return super().__call__(tokens, positions, caches, attend, *rest)
+        def __call__(self, tokens, positions, caches, over, *rest):
+            if not isinstance(over, Block):
+                return super().__call__(tokens, positions, caches, over, *rest)
             with nn.intercept_methods(only_calls):
-                return super().__call__(tokens, positions, caches, attend, *rest)
+                return super().__call__(tokens, positions, caches, over, *rest)
 
     def only_calls(call, args, kwargs, context):
         if context.method_name != "__call__":
@@ -108,10 +113,10 @@ def _faulty(intercept: Callable[..., Any]) -> type[Target]:
 
 
 class _FaultyAttention(Target):
-    def __call__(self, tokens, positions, caches, attend, *rest):
-        if isinstance(attend, BlockAttend):
-            attend = _AttendByBatch(attend)
-        return super().__call__(tokens, positions, caches, attend, *rest)
+    def __call__(self, tokens, positions, caches, over, *rest):
+        if isinstance(over, Block):
+            over = _AttendByBatch(over)
+        return super().__call__(tokens, positions, caches, over, *rest)
 
 
 FAULTS = (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import MoeConfig, TargetConfig
+from jflash.config import AttentionSpec, MoeSpec, TargetConfig
 from jflash.rope import rope_angles
 
 _dot = functools.partial(jnp.matmul, precision="highest")
@@ -38,15 +38,13 @@ def float32_pass(
     first: int,
 ) -> Truth:
     """The logits of tokens `first` … of a text whose tokens go to `experts`."""
-    cos, sin = (angle[0] for angle in rope_angles(jnp.arange(len(tokens))[None], config.rope,
-                                                  config.head_dim))  # fmt: skip
     x, given, short = _wide(params["embedding"][tokens]), iter(experts), []
     for i in range(config.num_layers):
-        layer, moe = params[f"layers_{i}"], config.moe_of(i)
+        layer, spec, moe = params[f"layers_{i}"], config.mixers[i], config.layers[i].mlp
         normed = _norm(x, layer["input_norm"], config.rms_norm_eps)
-        x += _attention(config, layer["attention"], normed, cos, sin)
+        x += _attention(spec, layer["attention"], normed, config.rms_norm_eps)
         normed = _norm(x, layer["post_norm"], config.rms_norm_eps)
-        if moe is None:
+        if not isinstance(moe, MoeSpec):
             x += _project(_swiglu(_project(normed, layer["mlp"]["gate_up"])), layer["mlp"]["down"])
         else:
             out, shortfall = _mixture(moe, layer["mlp"], normed, next(given))
@@ -57,21 +55,22 @@ def float32_pass(
     return Truth(_dot(x, _wide(head).T), jnp.array(short).reshape(len(short), len(tokens)))
 
 
-def _attention(config: TargetConfig, params: Any, x: Array, cos: Array, sin: Array) -> Array:
-    """Causal attention of a text to itself."""
-    T, N, K, H = len(x), config.num_heads, config.num_kv_heads, config.head_dim
+def _attention(spec: AttentionSpec, params: Any, x: Array, eps: float) -> Array:
+    """Causal attention of a text to itself; a window, sinks or a soft cap are not written here."""
+    assert spec.causal and spec.window is None and spec.softcap is None and not spec.sinks
+    T, N, K, H = len(x), spec.num_heads, spec.num_kv_heads, spec.head_dim
+    cos, sin = (angle[0] for angle in rope_angles(jnp.arange(T)[None], spec.rope, H))
     heads = _project(x, params["qkv"]).reshape(T, N + 2 * K, H)
     q, k, v = heads[:, :N], heads[:, N : N + K], heads[:, N + K :]
-    if config.qk_norm:
-        q = _norm(q, params["q_norm"], config.rms_norm_eps)
-        k = _norm(k, params["k_norm"], config.rms_norm_eps)
+    if spec.qk_norm:
+        q, k = _norm(q, params["q_norm"], eps), _norm(k, params["k_norm"], eps)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    scores = _einsum("TKGH,SKH->KGTS", q.reshape(T, K, N // K, H), k) * H**-0.5
+    scores = _einsum("TKGH,SKH->KGTS", q.reshape(T, K, N // K, H), k) * spec.scale
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf), axis=-1)
     return _project(_einsum("KGTS,SKH->TKGH", weights, v).reshape(T, N * H), params["out"])
 
 
-def _mixture(moe: MoeConfig, params: Any, x: Array, ids: Array) -> tuple[Array, Array]:
+def _mixture(moe: MoeSpec, params: Any, x: Array, ids: Array) -> tuple[Array, Array]:
     """Every expert's output for every token, weighted by zero where it was not chosen."""
     logits = _dot(x, _wide(params["router"]["kernel"]))
     best = lax.top_k(logits, moe.experts_per_token)[0]

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.cache import empty_cache
 from jflash.experts import ROUTING
-from jflash.kernels import XLA, Kernels
-from jflash.layers import BlockAttend, PrefillAttend
+from jflash.kernels import XLA
+from jflash.layers import Block, Chunk, Pass
 from jflash.models.decoder import Caches
 from jflash.speculative import Models, apply
 
@@ -45,18 +44,18 @@ def forced(models: Models, params: Any, text: Int[Array, "B T"]) -> Seen:
 @functools.partial(jax.jit, static_argnums=0)
 def _prompt(models: Models, params: Any, text: Array) -> tuple[Caches, Array]:
     """The caches of all prompts and where their tokens went, [X, B, PROMPT, k]."""
-    c, batch, chunks = models.target.config, len(text), -(-PROMPT // CHUNK)
+    batch, chunks = len(text), -(-PROMPT // CHUNK)
     room = jnp.zeros((batch, chunks * CHUNK), text.dtype).at[:, :PROMPT].set(text[:, :PROMPT])
     dtype = params["embedding"].dtype
-    empty = empty_cache(c.num_layers, batch, CAPACITY, c.num_kv_heads, c.head_dim, dtype)
+    empty = models.target.empty_states(batch, CAPACITY, CHUNK, dtype)
 
     def chunk(caches: Caches, place: tuple[Array, Array]) -> tuple[Caches, Array]:
         slot, offset = place
         tokens = lax.dynamic_slice(room, (slot, offset), (1, CHUNK))
         positions = (offset + jnp.arange(CHUNK))[None]
         kernels = XLA._replace(experts=models.kernels.experts)  # as prefill has them
-        attend = PrefillAttend(slot, offset)
-        return _pass(models, params, tokens, positions, caches, attend, kernels)[1:]
+        over = Chunk(slot, offset, jnp.int32(PROMPT), kernels)
+        return _pass(models, params, tokens, positions, caches, over)[1:]
 
     slots = jnp.repeat(jnp.arange(batch), chunks)
     caches, experts = lax.scan(chunk, empty, (slots, jnp.arange(batch * chunks) % chunks * CHUNK))
@@ -75,10 +74,8 @@ def _blocks(models: Models, params: Any, text: Array, caches: Caches) -> tuple[A
         tokens = lax.dynamic_slice_in_dim(text, begin, width, axis=1)
         positions = jnp.broadcast_to(begin + jnp.arange(width), (batch, width))
         widths = jnp.full(batch, width)
-        attend = BlockAttend(positions[:, 0], widths, True, models.kernels)
-        hidden, caches, experts = _pass(
-            models, params, tokens, positions, caches, attend, models.kernels
-        )
+        over = Block(positions[:, 0], widths, models.kernels)
+        hidden, caches, experts = _pass(models, params, tokens, positions, caches, over)
         logits = apply(models.target, params, hidden, method="logits")
         best = apply(models.target, params, hidden, models.kernels.matmul, method="best")
         return caches, (logits, best, experts)
@@ -92,16 +89,16 @@ def _blocks(models: Models, params: Any, text: Array, caches: Caches) -> tuple[A
 
 
 def _pass(
-    models: Models, params: Any, tokens: Array, positions: Array, caches: Caches, attend: Any,
-    kernels: Kernels,
-) -> tuple[Array, Caches, Array]:  # fmt: skip
+    models: Models, params: Any, tokens: Array, positions: Array, caches: Caches, over: Pass
+) -> tuple[Array, Caches, Array]:
     """The target's pass, and the experts of its tokens [X, B, T, k]."""
     (hidden, _, caches), found = models.target.apply(
-        {"params": params}, tokens, positions, caches, attend, (), kernels, mutable=[ROUTING]
+        {"params": params}, tokens, positions, caches, over, (), mutable=[ROUTING]
     )
-    moe = models.target.config.moe
-    if moe is None:
+    config = models.target.config
+    if not config.experts:
         return hidden, caches, jnp.zeros((0, *tokens.shape, 1), jnp.int32)
     routing: Any = found[ROUTING]
-    ids = [routing[f"layers_{i}"]["mlp"]["ids"][0] for i in moe.sparse_layers]
-    return hidden, caches, jnp.stack(ids).reshape(len(ids), *tokens.shape, moe.experts_per_token)
+    ids = [routing[f"layers_{i}"]["mlp"]["ids"][0] for i in config.sparse_layers]
+    k = config.experts[0].experts_per_token
+    return hidden, caches, jnp.stack(ids).reshape(len(ids), *tokens.shape, k)

@@ -76,8 +76,8 @@ def from_float32(
         most_nats=float(nats.max()),
         same_best=float(best.mean()),
         choice_shortfall=float(jnp.max(jnp.max(seen.logits, axis=2) - chosen)),
-        other_experts=float(np.mean(np.array(short) > 0)) if config.moe else 0.0,
-        router_shortfall=float(np.max(short)) if config.moe else 0.0,
+        other_experts=float(np.mean(np.array(short) > 0)) if config.experts else 0.0,
+        router_shortfall=float(np.max(short)) if config.experts else 0.0,
     )
 
 
@@ -111,9 +111,9 @@ def with_fault(config: TargetConfig, params: Any, experts: Int[Array, "X B T k"]
     With experts: of that one of the middle sparse layer which most tokens reach. Without: in one
     of 64 columns of the middle layer.
     """
-    if config.moe:
+    if config.experts:
         middle = len(experts) // 2
-        layer = config.moe.sparse_layers[middle]
+        layer = config.sparse_layers[middle]
         expert = int(jnp.argmax(jnp.bincount(experts[middle].reshape(-1))))
         exchange = functools.partial(_exchanged_of, expert)
     else:

@@ -41,16 +41,11 @@ def cut(shape: ModelShape, target_layers: int, drafter_layers: int) -> ModelShap
     taps = tuple(i * target_layers // drafter_layers for i in range(drafter_layers))
     drafter = replace(
         shape.drafter,
-        num_layers=drafter_layers,
+        layers=shape.drafter.layers[-drafter_layers:],
         target_layer_ids=taps,
         num_target_layers=target_layers,
-        sights=shape.drafter.sights[-drafter_layers:],
     )
-    moe = shape.target.moe
-    if moe is not None:
-        kept = tuple(i for i in moe.sparse_layers if i < target_layers)
-        moe = replace(moe, sparse_layers=kept)
-    return ModelShape(replace(shape.target, num_layers=target_layers, moe=moe), drafter)
+    return ModelShape(replace(shape.target, layers=shape.target.layers[:target_layers]), drafter)
 
 
 def pair_models(shape: ModelShape) -> Models:
@@ -92,11 +87,9 @@ def temporary_bound(models: Models, batch: int, dtype: str) -> int:
     """
     rows, size = batch * models.block_size, jnp.dtype(dtype).itemsize
     widths = [2 * c.intermediate_size for c in models.configs]
-    moe = models.target.config.moe
-    if moe is not None:
-        widths.append(
-            moe.experts_per_token * max(2 * moe.intermediate_size, models.target.config.hidden_size)
-        )
+    hidden_size = models.target.config.hidden_size
+    for moe in models.target.config.experts:
+        widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, hidden_size))
     widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch, dtype) else 0
     return rows * (logits + 2 * widest) + ROOM

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jflash.config import DecoderConfig, Sight
-from jflash.layers import MaskAttend
-from jflash.training.data import Rows
+from jflash.config import AttentionSpec, DecoderConfig
+from jflash.kernels import XLA, Kernels
+from jflash.layers import Rows, check_trains
+from jflash.training.data import Rows as PackedRows
 
 Backend = Literal["xla", "cudnn"]
 BACKENDS = ("xla", "cudnn")
@@ -29,20 +30,20 @@ class BlocksAttend(NamedTuple):
 
     context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees at most
     anchors: Int[Array, "B A"]
-    sight: Sight = Sight()
+    kernels: Kernels = XLA
 
-    def seeing(self, sight: Sight) -> "BlocksAttend":
-        return self._replace(sight=sight)
-
-    def _masks(self, W: int) -> tuple[Bool[Array, "B 1 1 A _ T"], Bool[Array, "W W"]]:
+    def _masks(
+        self, spec: AttentionSpec, W: int
+    ) -> tuple[Bool[Array, "B 1 1 A _ T"], Bool[Array, "W W"]]:
         """The context rows and the rows of its block that each row of a block sees."""
         context, row = self.context[:, :, None], jnp.arange(W)
-        if self.sight.window is not None:
+        if spec.window is not None:
             key = jnp.arange(context.shape[-1])
-            context &= within(self.sight, self.anchors[:, :, None] + row, key)
-        return context[:, None, None], within(self.sight, row, row)
+            context &= within(spec, self.anchors[:, :, None] + row, key)
+        return context[:, None, None], within(spec, row, row)
 
-    def __call__(self, projected, cache):
+    def attend(self, spec, projected, cache, sinks=None):
+        check_trains(spec)
         q, k, v = projected.split()
         B, A, _ = self.context.shape
         N, H = q.shape[2:]
@@ -52,11 +53,11 @@ class BlocksAttend(NamedTuple):
         f32 = jnp.float32
         past = jnp.einsum("BAWKGH,BTKH->BKGAWT", q, cache.k, preferred_element_type=f32)
         own = jnp.einsum("BAWKGH,BAUKH->BKGAWU", q, k, preferred_element_type=f32)
-        seen, own_seen = self._masks(q.shape[2])
+        seen, own_seen = self._masks(spec, q.shape[2])
         past = jnp.where(seen, past, -jnp.inf)
-        if self.sight != Sight():
+        if spec.causal or spec.window is not None:
             own = jnp.where(own_seen, own, -jnp.inf)
-        scores = jnp.concatenate([past, own], axis=-1) * H**-0.5
+        scores = jnp.concatenate([past, own], axis=-1) * spec.scale
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         past, own = jnp.split(weights, [past.shape[-1]], axis=-1)
         out = jnp.einsum("BKGAWT,BTKH->BAWKGH", past, cache.v)
@@ -73,16 +74,18 @@ class GroupedBlocksAttend(NamedTuple):
     mask: Bool[Array, "C 1 Q S"]  # C = B·A/g groups, Q = g·W queries, S = T + g·W keys
     implementation: Backend
     places: Int[Array, "C Q"]  # of the queries
+    kernels: Kernels = XLA
 
-    def seeing(self, sight: Sight) -> "GroupedBlocksAttend":
-        if sight == Sight():
-            return self
+    def _mask(self, spec: AttentionSpec) -> Bool[Array, "C 1 Q S"]:
+        if not (spec.causal or spec.window is not None):
+            return self.mask
         context = jnp.arange(self.mask.shape[-1] - self.places.shape[1])
         context = jnp.broadcast_to(context, (len(self.places), len(context)))
         keys = jnp.concatenate([context, self.places], axis=1)
-        return self._replace(mask=self.mask & within(sight, self.places, keys)[:, None])
+        return self.mask & within(spec, self.places, keys)[:, None]
 
-    def __call__(self, projected, cache):
+    def attend(self, spec, projected, cache, sinks=None):
+        check_trains(spec)
         q, k, v = projected.split()
         B, _, N, H = q.shape
         C, _, Q, _ = self.mask.shape
@@ -94,13 +97,13 @@ class GroupedBlocksAttend(NamedTuple):
             return jnp.concatenate([copies, own.reshape(C, Q, K, H)], axis=1)
 
         out = jax.nn.dot_product_attention(
-            q.reshape(C, Q, N, H), keys(cache.k, k), keys(cache.v, v), mask=self.mask,
-            implementation=self.implementation,
+            q.reshape(C, Q, N, H), keys(cache.k, k), keys(cache.v, v), mask=self._mask(spec),
+            scale=spec.scale, implementation=self.implementation,
         )  # fmt: skip
         return out.reshape(B, -1, N, H), cache
 
 
-def causal_attend(rows: Rows, backend: Backend = "xla") -> MaskAttend:
+def causal_attend(rows: PackedRows, backend: Backend = "xla") -> Rows:
     """Every token sees itself and the earlier tokens of its conversation.
 
     Padding counts as one more conversation (segment 0), so no row of scores is empty.
@@ -108,16 +111,16 @@ def causal_attend(rows: Rows, backend: Backend = "xla") -> MaskAttend:
     T = rows.tokens.shape[1]
     same = rows.segments[:, :, None] == rows.segments[:, None, :]
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)
-    return MaskAttend((same & causal)[:, None], backend)
+    return Rows((same & causal)[:, None], backend)
 
 
 def within(
-    sight: Sight, query: Int[Array, "*lead Q"], key: Int[Array, "*_ S"]
+    spec: AttentionSpec, query: Int[Array, "*lead Q"], key: Int[Array, "*_ S"]
 ) -> Bool[Array, "*lead Q S"]:
     """The keys that a layer's window and causality leave to each query, by places in a row."""
     ahead = key[..., None, :] - query[..., :, None]
-    seen = (ahead <= 0) if sight.causal else jnp.ones_like(ahead, bool)
-    return seen if sight.window is None else seen & (jnp.abs(ahead) < sight.window)
+    seen = (ahead <= 0) if spec.causal else jnp.ones_like(ahead, bool)
+    return seen if spec.window is None else seen & (jnp.abs(ahead) < spec.window)
 
 
 def blocks_attend(
@@ -170,7 +173,7 @@ def refusal(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> str 
         return f"needs an NVIDIA GPU, the device is a {platform}"
     if dtype != "bfloat16":
         return f"needs bfloat16, the training runs in {dtype}"
-    heads = {config.head_dim for config in configs}
+    heads = {mixer.head_dim for config in configs for mixer in config.mixers}
     if any(head % 8 or head > 128 for head in heads):
         return f"takes heads of at most 128 and a multiple of 8, got {sorted(heads)}"
     return None

@@ -40,22 +40,21 @@ def drafter_config_for(
         raise ValueError(f"a drafter needs at least 1 layer, got {num_layers}")
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(target.num_layers, num_layers)
-    return DrafterConfig(
+    mixer = target.mixers[0]
+    return DrafterConfig.alike(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=num_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
         rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
+        rope=mixer.rope,
         max_position_embeddings=target.max_position_embeddings,
         # A drafter is of Qwen3's shape whatever its target: norms on q and k, no biases.
         qk_norm=True,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
+        causal=False,
         block_size=block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=target_layer_ids,

@@ -1,6 +1,7 @@
 """The numbers of the embedded pair: its sizes, its data, its trainings; and a tiny run's."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.training.drafter import drafter_config_for
@@ -27,25 +28,25 @@ class Recipe:
     anchors: int
 
 
+TARGET: dict[str, Any] = dict(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=640,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=10000.0, scaling=None),
+    max_position_embeddings=2048,
+    qk_norm=True,
+    tie_embeddings=True,
+)
+
+
 def full_recipe() -> Recipe:
     """What the embedded pair was made with: a few minutes a stage on one H200."""
-    target = TargetConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=640,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10000.0, scaling=None),
-        max_position_embeddings=2048,
-        qk_norm=True,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        tie_embeddings=True,
-    )
+    target = TargetConfig.alike(**TARGET)
     return Recipe(
         target=target,
         drafter=drafter_config_for(
@@ -74,8 +75,10 @@ def full_recipe() -> Recipe:
 def smoke_recipe() -> Recipe:
     """The same stages at sizes that two CPU cores finish in a minute; the pair knows nothing."""
     full = full_recipe()
-    target = replace(full.target, hidden_size=64, intermediate_size=96, num_layers=3, head_dim=16)
-    target = replace(target, vocab_size=512)
+    small: dict[str, Any] = dict(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=3, head_dim=16
+    )
+    target = TargetConfig.alike(**(TARGET | small))
     training = TrainConfig(
         steps=30, batch_size=6, learning_rate=3e-3, compute_dtype="float32", steps_per_call=10,
         checkpoint_every=20,

@@ -56,7 +56,8 @@ def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
     matrices = sum(x.size for x in leaves if x.ndim == 2)
     matrices -= 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
     experts = sum(x.size for x in leaves if x.ndim == 3)
-    chosen = target.moe.experts_per_token / target.moe.num_experts if target.moe else 0
+    shares = {moe.experts_per_token / moe.num_experts for moe in target.experts} or {0}
+    (chosen,) = shares
     work = verify_work(target, 2, 4, 100.0, 2)
     read = 1 - (1 - chosen) ** 8  # by one of 8 rows or more
     assert work.weight_bytes == pytest.approx(2 * (matrices + read * experts), rel=1e-12)
@@ -66,7 +67,7 @@ def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
     codebooks = drafter.vocab_size, getattr(drafter, "selector_rank", 0)  # looked up, not applied
     matrices = sum(x.size for x in leaves if x.ndim == 2 and x.shape != codebooks)
     head = target.vocab_size * target.hidden_size
-    twice = drafter.num_layers * drafter.hidden_size * 2 * drafter.num_kv_heads * drafter.head_dim
+    twice = drafter.hidden_size * sum(mixer.kv_width for mixer in drafter.mixers)
     assert draft_work(drafter, 1, 8, 100.0, 2).weight_bytes == 2 * (matrices + head + twice)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.config import Drafter2Config, Sight, second_version
+from jflash.config import Drafter2Config, second_version
 from jflash.io import convert_checkpoint, load_drafter, load_pair, save_checkpoint
 from jflash.io.hf_config import drafter_config
 from jflash.io.hf_write import to_hf_config
@@ -154,7 +154,7 @@ def test_published_drafters(name):
     got = drafter_config(raw)
     assert isinstance(got, Drafter2Config)
     assert [getattr(got, key) for key in OWN] == [2, 16, 256, 16]
-    assert got.sights == (Sight(window=2048),) * layers
+    assert got.windows == (2048,) * layers and not any(m.causal for m in got.mixers)
     assert (got.block_size, got.target_layer_ids) == (block, tuple(ids))
     assert got.output_multiplier == more.get("output_multiplier", 1.0)
     inner = raw.pop("dflash_config")

@@ -156,9 +156,13 @@ def test_every_leaf_of_every_type(arch, kind, tmp_path):
         np.testing.assert_allclose(got[leaf], value, rtol=1e-6, atol=1e-7, err_msg=leaf)
         assert got[leaf].std() > 0.01  # no zeros, nothing vanishing
     c = model.config
-    assert (c.num_heads, c.num_kv_heads, c.head_dim) == HEADS[arch]
-    assert (c.rope.theta, c.rms_norm_eps) == (50000, pytest.approx(1e-5))
-    assert (c.tie_embeddings, c.qkv_bias, c.qk_norm) == (tied, arch == "qwen2", arch == "qwen3")
+    assert (c.mixers[0].num_heads, c.mixers[0].num_kv_heads, c.mixers[0].head_dim) == HEADS[arch]
+    assert (c.mixers[0].rope.theta, c.rms_norm_eps) == (50000, pytest.approx(1e-5))
+    assert (c.tie_embeddings, c.mixers[0].qkv_bias, c.mixers[0].qk_norm) == (
+        tied,
+        arch == "qwen2",
+        arch == "qwen3",
+    )
 
 
 def test_dtypes(tmp_path):
@@ -209,7 +213,7 @@ def test_llama_3_scaling_is_found_in_its_factors(factor, tmp_path):
         original_max_position_embeddings=8192,
     )  # fmt: skip
     file = scaled(tmp_path, scaling)
-    assert open_checkpoint(file).config(target_config).rope == RopeConfig(
+    assert open_checkpoint(file).config(target_config).mixers[0].rope == RopeConfig(
         theta=50000.0, scaling=scaling
     )
     open_checkpoint(file).check(open_checkpoint(file).config(target_config))

@@ -47,8 +47,14 @@ def test_a_config_that_says_nothing_is_the_default_model(family):
     theirs = CLASSES[family]()
     assert config.num_layers == theirs.num_hidden_layers
     assert config.max_position_embeddings == theirs.max_position_embeddings
-    assert (config.qk_norm, config.qkv_bias) == ("qwen3" in family, family == "qwen2")
-    assert config.num_heads % config.num_kv_heads == 0 and not config.tie_embeddings
+    assert (config.mixers[0].qk_norm, config.mixers[0].qkv_bias) == (
+        "qwen3" in family,
+        family == "qwen2",
+    )
+    assert (
+        config.mixers[0].num_heads % config.mixers[0].num_kv_heads == 0
+        and not config.tie_embeddings
+    )
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
@@ -58,7 +64,7 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     config.save_pretrained(tmp_path)
     got = open_checkpoint(tmp_path).config(target_config)
-    assert (got.num_layers, got.rope.theta, got.rope.scaling) == (3, 5e5, None)
+    assert (got.num_layers, got.mixers[0].rope.theta, got.mixers[0].rope.scaling) == (3, 5e5, None)
 
 
 def test_a_mistral_with_a_window_is_refused():
@@ -70,7 +76,7 @@ def test_a_mistral_with_a_window_is_refused():
         with pytest.raises(ValueError, match=r"sliding_window \d+: targets with windows"):
             target_config(name | given)
     config = target_config(name | {"sliding_window": None, "attention_bias": True})
-    assert not config.qkv_bias  # transformers' Mistral does not read attention_bias
+    assert not config.mixers[0].qkv_bias  # transformers' Mistral does not read attention_bias
 
 
 def test_llama_3_scaling_in_both_spellings():
@@ -83,11 +89,11 @@ def test_llama_3_scaling_in_both_spellings():
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     for form in (old, new):
-        got = target_config(name | form).rope
+        got = target_config(name | form).mixers[0].rope
         assert (got.theta, got.scaling) == (5e5, scaling)
         beside = name | form | {"original_max_position_embeddings": 4096}  # that one counts
         want = replace(scaling, original_max_position_embeddings=4096)
-        assert target_config(beside).rope.scaling == want
+        assert target_config(beside).mixers[0].rope.scaling == want
 
 
 @pytest.mark.parametrize(
@@ -203,10 +209,16 @@ def test_published_drafters(name):
     shape, parameters, mask = MEANT[name]
     got = drafter_config(published(name))
     assert (got.num_layers, got.hidden_size, got.intermediate_size) == (layers, width, ffn)
-    assert (got.num_heads, got.num_kv_heads, got.head_dim) == (heads, kv_heads, 128)
+    assert (got.mixers[0].num_heads, got.mixers[0].num_kv_heads, got.mixers[0].head_dim) == (
+        heads,
+        kv_heads,
+        128,
+    )
     assert (got.block_size, got.num_target_layers) == (block, targets)
-    assert got.target_layer_ids == tuple(ids) and got.qk_norm and not got.qkv_bias
-    assert (got.mask_token_id, got.rope.theta) == (mask, theta)
+    assert (
+        got.target_layer_ids == tuple(ids) and got.mixers[0].qk_norm and not got.mixers[0].qkv_bias
+    )
+    assert (got.mask_token_id, got.mixers[0].rope.theta) == (mask, theta)
     assert got == replace(model_shape(shape).drafter, mask_token_id=mask)
     assert weight_bytes([got], 1) == parameters
     shapes = {s.name: s.shape for parts in leaf_sources(got).values() for s in parts}

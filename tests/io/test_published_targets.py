@@ -103,6 +103,14 @@ def test_qwen2_has_biases_and_its_heads_share_the_width(name, head_dim, entries)
     """The entries are those that the hub shows of the weights."""
     got = target_config(PUBLISHED[name])
     assert weight_bytes([got], 1) == entries
-    assert (got.qkv_bias, got.out_bias, got.mlp_bias, got.qk_norm) == (True, False, False, False)
-    assert got.num_heads * got.head_dim == got.hidden_size and got.head_dim == head_dim
-    assert got.rope == RopeConfig(theta=1e6, scaling=None)
+    assert (
+        got.mixers[0].qkv_bias,
+        got.mixers[0].out_bias,
+        got.layers[0].mlp.bias,
+        got.mixers[0].qk_norm,
+    ) == (True, False, False, False)
+    assert (
+        got.mixers[0].num_heads * got.mixers[0].head_dim == got.hidden_size
+        and got.mixers[0].head_dim == head_dim
+    )
+    assert got.mixers[0].rope == RopeConfig(theta=1e6, scaling=None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import transformers
 
-from jflash.config import DrafterConfig, Sight, YarnScaling
+from jflash.config import YarnScaling
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import abstract_params
@@ -23,8 +23,7 @@ TYPES = ["sliding_attention", "full_attention"]
 
 def sights(**changes) -> list[tuple[int | None, bool]]:
     config = drafter_config(BASE | changes)
-    assert len(config.sights) in (0, config.num_layers)
-    return [(s.window, s.causal) for s in map(config.sight, range(config.num_layers))]
+    return [(mixer.window, mixer.causal) for mixer in config.mixers]
 
 
 MIXED = {"layer_types": [TYPES[0]] * 4 + [TYPES[1]], "use_sliding_window": True}
@@ -59,7 +58,8 @@ def test_without_layer_types_the_windows_are_those_of_transformers(given):
     got = drafter_config(raw)
     for i, kind in enumerate(theirs.layer_types):
         window = theirs.sliding_window if kind == "sliding_attention" else None
-        assert got.sight(i) == Sight(window=window, causal=window is not None)
+        mixer = got.mixers[i]
+        assert (mixer.window, mixer.causal) == (window, window is not None)
 
 
 def test_what_is_written_is_read():
@@ -68,10 +68,9 @@ def test_what_is_written_is_read():
         assert drafter_config(to_hf_config(config, "float32")) == config
     plain = drafter_config(BASE)
     assert "layer_types" not in to_hf_config(plain, "float32")
-    two = (Sight(window=5, causal=True), Sight(window=6, causal=True), *[Sight()] * 3)
-    fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+    two = ({"window": 5, "causal": True}, {"window": 6, "causal": True}, {}, {}, {})
     with pytest.raises(ValueError, match="one sliding_window"):
-        to_hf_config(DrafterConfig(**(fields | {"sights": two})), "float32")
+        to_hf_config(plain.attending(*two), "float32")
 
 
 def test_targets_with_windows_are_refused_by_name():
@@ -90,7 +89,7 @@ def test_rope_is_that_of_transformers(name, old):
     if not old:
         said = {"rope_parameters": given | {"rope_theta": theta}}
     raw = {k: v for k, v in BASE.items() if not k.startswith("rope")} | sizes | said
-    rope = drafter_config(raw).rope
+    rope = drafter_config(raw).mixers[0].rope
     np.testing.assert_allclose(rope_frequencies(rope, 64), want["inv_freq"], rtol=1e-5)
     cos, sin = rope_angles(jnp.array([[0, 1, 7, 100]]), rope, 64)
     angles = np.array([[0], [1], [7], [100]]) * np.array(want["inv_freq"])
@@ -175,20 +174,29 @@ def test_published_drafters(name):
     near, far, window, width, ffn, heads, block, ids, targets, mask, _, count = PUBLISHED[name]
     raw = windowed(name)
     config = drafter_config(raw)
-    assert [config.sight(i) for i in range(near + far)] == [
-        *[Sight(window=window, causal=True)] * near, *[Sight()] * far
-    ]  # fmt: skip
+    seen = [(mixer.window, mixer.causal) for mixer in config.mixers]
+    assert seen == [(window, True)] * near + [(None, False)] * far
     assert (config.block_size, config.mask_token_id) == (block, mask)
     assert (config.target_layer_ids, config.num_target_layers) == (tuple(ids), targets)
     own = raw.pop("dflash_config")
     assert drafter_config(raw | own) == config  # at either level
     leaves = jax.tree.leaves(abstract_params(config))
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (heads, 8, head_dim(name))
-    head = config.head_dim
+    assert (
+        config.mixers[0].num_heads,
+        config.mixers[0].num_kv_heads,
+        config.mixers[0].head_dim,
+    ) == (heads, 8, head_dim(name))
+    head = config.mixers[0].head_dim
     layer = width * (2 * heads + 2 * 8) * head + 3 * width * ffn + 2 * width + 2 * head
     by_hand = (near + far) * layer + len(ids) * width * width + 2 * width
     assert sum(leaf.size for leaf in leaves) == by_hand == count
     if name.startswith("Kimi"):  # both of its factors are 1: no stretching of the scores
-        assert (config.rope.scaling.factor, config.rope.scaling.attention_factor) == (64.0, 1.0)
+        assert (
+            config.mixers[0].rope.scaling.factor,
+            config.mixers[0].rope.scaling.attention_factor,
+        ) == (64.0, 1.0)
     if name.startswith("gpt-oss"):
-        assert isinstance(config.rope.scaling, YarnScaling) and not config.rope.scaling.truncate
+        assert (
+            isinstance(config.mixers[0].rope.scaling, YarnScaling)
+            and not config.mixers[0].rope.scaling.truncate
+        )

@@ -24,7 +24,8 @@ CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
 def of_shape(name: str, head_dim: int | None = None) -> Models:
     target, drafter = (
-        replace(config, head_dim=head_dim or config.head_dim) for config in model_shape(name)
+        config.attending(*[{"head_dim": head_dim} if head_dim else {}] * config.num_layers)
+        for config in model_shape(name)
     )
     return Models(Target(target), Drafter(drafter), drafter.block_size)
 

@@ -13,7 +13,7 @@ from jflash import experts
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import Window, busy_state, experts_read, random_weights
-from jflash.config import MoeConfig
+from jflash.config import MoeSpec
 from jflash.experts import Experts, route
 from jflash.generate import Pair, generate
 from jflash.io import load_target, open_checkpoint, save_checkpoint
@@ -37,14 +37,13 @@ from tests.support.pairs import (
 )
 
 E, K, D, F = 6, 3, 32, 24
-MOE = MoeConfig(
-    num_experts=E, experts_per_token=K, intermediate_size=F, renormalise=True, sparse_layers=(0, 2)
-)
+MOE = MoeSpec(num_experts=E, experts_per_token=K, intermediate_size=F, renormalise=True)
+SPARSE = (0, 2)
 
 
-def moe_pair(drafter_seed: int = 1, moe: MoeConfig = MOE):
+def moe_pair(drafter_seed: int = 1, moe: MoeSpec = MOE):
     """A target with experts in two of its three layers, and a drafter that agrees on little."""
-    target, drafter = target_config(moe=moe), drafter_config()
+    target, drafter = target_config(moe=moe, sparse=SPARSE), drafter_config()
     models = Models(Target(target), Drafter(drafter), drafter.block_size)
     return Pair(models, Params(random_params(target, 0), random_params(drafter, drafter_seed)))
 
@@ -148,7 +147,7 @@ def stacked(folder):
     """Rewrites per-expert tensors as transformers 5 holds them: one for all experts of a layer."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for layer in MOE.sparse_layers:
+    for layer in SPARSE:
         prefix = f"model.layers.{layer}.mlp.experts."
         each = {x: [tensors.pop(f"{prefix}{e}.{x}_proj.weight") for e in range(E)]
                 for x in ("gate", "up", "down")}  # fmt: skip
@@ -253,9 +252,8 @@ def published(name: str) -> dict:
 def test_published_configs(name):
     """30.5 billion parameters, of which a token uses 3.3, as the model cards say."""
     config = read_target(published(name))
-    assert config.moe == model_shape("qwen3-coder-30b").target.moe
+    assert config.experts == model_shape("qwen3-coder-30b").target.experts
     assert weight_bytes([config], 1) == 30_532_122_624
-    assert config.moe is not None
     expert = (
         sum(
             abstract_params(config)["layers_0"]["mlp"][x]["kernel"].size
@@ -291,20 +289,19 @@ def test_bad_configs_are_refused(change, said):
 def test_which_layers_have_experts():
     def layers(**change):
         config = read_target(published("Qwen3-30B-A3B") | {"num_hidden_layers": 6} | change)
-        return None if config.moe is None else config.moe.sparse_layers
+        return config.sparse_layers
 
     assert layers() == (0, 1, 2, 3, 4, 5)
     assert layers(decoder_sparse_step=2) == (1, 3, 5)
     assert layers(decoder_sparse_step=2, mlp_only_layers=[3, 4]) == (1, 5)
-    assert layers(mlp_only_layers=list(range(6))) is layers(num_experts=0) is None
+    assert layers(mlp_only_layers=list(range(6))) == layers(num_experts=0) == ()
     saved_by_5 = {k: v for k, v in published("Qwen3-30B-A3B").items() if k != "num_experts"}
     config = read_target(saved_by_5 | {"num_local_experts": 16})
-    assert config.moe is not None and config.moe.num_experts == 16
+    assert [moe.num_experts for moe in config.experts] == [16] * 48
 
 
 def test_floors_count_the_experts_that_are_read():
     target = model_shape("qwen3-coder-30b").target
-    assert target.moe is not None
     one, all_of_them = (verify_work(target, 1, rows, 0.0, 2) for rows in (1, 4096))
     head = 2 * 151936 * 2048  # read once; the embedding's rows do not count
     assert all_of_them.weight_bytes == pytest.approx(2 * 30_532_122_624 - head, rel=1e-3)
@@ -312,16 +309,12 @@ def test_floors_count_the_experts_that_are_read():
     assert all_of_them.weight_bytes - one.weight_bytes == pytest.approx(48 * 120 * expert, rel=1e-6)
     # A token's operations are two for every weight that it uses.
     assert one.weight_operations == pytest.approx(one.weight_bytes, rel=1e-6)
-    dense = replace(target, moe=replace(target.moe, sparse_layers=()))
-    whole = replace(target, moe=None)
-    assert verify_work(dense, 1, 16, 100.0, 2) == verify_work(whole, 1, 16, 100.0, 2)
 
 
 def test_the_experts_of_a_step_are_counted(monkeypatch):
     """By the very choices of the target's routers; and what was counted is what the floor reads."""
     shape = model_shape("tiny-moe")
-    moe = shape.target.moe
-    assert moe is not None
+    moe, sparse = shape.target.experts[0], len(shape.target.experts)
     # Without a drafter a block is its anchor over and over; the rows differ by place and by text.
     models = Models(Target(shape.target), None, 4)
     params = Params(random_weights([shape.target], "float32")[0], None)
@@ -335,10 +328,10 @@ def test_the_experts_of_a_step_are_counted(monkeypatch):
 
     monkeypatch.setattr(experts, "route", listening)
     read = experts_read(models, params, state)
-    assert [ids.shape for ids in chosen] == [(8, moe.experts_per_token)] * len(moe.sparse_layers)
+    assert [ids.shape for ids in chosen] == [(8, moe.experts_per_token)] * sparse
     assert read == np.mean([len({*ids.flat}) for ids in chosen])
     assert moe.experts_per_token < read <= moe.num_experts
-    expert = 4 * 3 * shape.target.hidden_size * moe.intermediate_size * len(moe.sparse_layers)
+    expert = 4 * 3 * shape.target.hidden_size * moe.intermediate_size * sparse
     few, more = (verify_work(shape.target, 2, 4, 60.0, 4, n).weight_bytes for n in (2.0, 2.5))
     assert more - few == pytest.approx(expert / 2)
 
@@ -346,12 +339,10 @@ def test_the_experts_of_a_step_are_counted(monkeypatch):
 def test_random_experts_do_not_make_all_tokens_one():
     """What the lossless check and the benchmark decode: text that wanders."""
     shape = model_shape("qwen3-coder-30b").target
-    assert shape.moe is not None
-    few = replace(shape.moe, num_experts=16, intermediate_size=192, sparse_layers=tuple(range(6)))
-    small = replace(
-        shape, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64,
-        vocab_size=512, moe=few,
-    )  # fmt: skip
+    few = replace(shape.experts[0], num_experts=16, intermediate_size=192)
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "scale": 64**-0.5}
+    small = replace(shape, hidden_size=512, vocab_size=512, layers=shape.layers[:6])
+    small = small.attending(*[heads] * 6).with_experts(few, range(6))
     weights = random_weights([small], "float32")[0]
     # A quarter of the width: twice the weights give the same sums.
     doubled = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, weights)

@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from jflash.bench.shapes import SHAPES, ModelShape
 from jflash.cli import check_lossless, main
-from jflash.config import Sight
 from jflash.models.dflash2 import Drafter2
 from jflash.programs import new_state
 from jflash.proof import cases as lossless_cases
@@ -159,8 +157,8 @@ def test_too_little_shown_fails():
 def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_passed(monkeypatch):
     assert set(PAIRS) - {"tiny-math"} < SHAPES.keys()
     target, drafter = SHAPES["tiny-dflash2"]
-    sights = (Sight(window=2048), *[Sight()] * (drafter.num_layers - 1))
-    shape = ModelShape(target, replace(drafter, sights=sights))
+    sights = (dict(window=2048), *[dict()] * (drafter.num_layers - 1))
+    shape = ModelShape(target, drafter.attending(*sights))
     monkeypatch.setitem(SHAPES, "tiny-window", shape)
     case = lossless_cases.load_case("tiny-window", "float32", 0, {}, 1)
     made = case.models.drafter

@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
-from jflash.config import Sight
 from jflash.proof.compile_target import (
     A100,
     H200,
@@ -123,8 +122,8 @@ def test_attention_of_any_group_and_width_can_be_made(heads: int, width: int):
 def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
     """The best of a vocabulary are found by XLA's own kernel; drafts are followed in one or two."""
     shape = cut(model_shape("qwen3-8b-dflash2"), target_layers=2, drafter_layers=2)
-    sights = (Sight(window=700, causal=True), Sight(window=300))  # in rings that wrap
-    shape = shape._replace(drafter=replace(shape.drafter, sights=sights))
+    sights = (dict(window=700, causal=True), dict(window=300))  # in rings that wrap
+    shape = shape._replace(drafter=shape.drafter.attending(*sights))
     step = step_program(on_h200(pair_models(shape)), 8, CAPACITY, DTYPE)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)

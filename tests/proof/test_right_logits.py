@@ -86,8 +86,7 @@ def test_faults_of_the_program_are_caught():
     xla = vars(from_float32(MOE, params, text(16), decoded(MOE, params, 8)))
     near = xla["router_shortfall"]
     assert too_far(xla, xla, near) == []
-    assert MOE.moe is not None
-    raw = replace(MOE, moe=replace(MOE.moe, renormalise=False))
+    raw = MOE.with_experts(replace(MOE.experts[0], renormalise=False), MOE.sparse_layers)
     found = vars(from_float32(MOE, params, text(16), decoded(raw, params, 8)))
     assert any("mean_nats" in line for line in too_far(found, xla, near))
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from jflash import cache, generate, load_pair
 from jflash.cache import LayerCache
 from jflash.io.hf_config import TARGETS
-from jflash.layers import MaskAttend
+from jflash.layers import Rows
 from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
 from tests.support.reference import case_folders, case_sets, close, pair, record
@@ -43,7 +43,7 @@ def recorded_forward(both, tokens, anchor):
     c = drafter.config
     length = tokens.shape[1]
     positions = jnp.arange(length + c.block_size)[None]
-    causal = MaskAttend(jnp.tril(jnp.ones((length,) * 2, bool))[None, None])
+    causal = Rows(jnp.tril(jnp.ones((length,) * 2, bool))[None, None])
     _, features, _ = apply(
         models.target, params.target, tokens, positions[:, :length],
         (None,) * models.target.config.num_layers, causal, models.taps,

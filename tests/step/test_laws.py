@@ -271,12 +271,14 @@ def test_a_batch_ends_within_the_indices():
 def test_numbers_that_are_not_whole_are_refused():
     """In a process of its own: here the tests' type checks would speak first."""
     code = """
+from jflash.decoding import Decoding
 from jflash.generate import check_keys, check_request
 from jflash.models.decoder import Target
 from jflash.speculative import Models
 from tests.support.pairs import target_config
 models = Models(Target(target_config()), None, 1)
-for call in (lambda: check_keys(0.5, (), 1), lambda: check_request(models, [1], 2.5)):
+half = Decoding(max_new_tokens=2.5)
+for call in (lambda: check_keys(0.5, (), 1), lambda: check_request(models, [1], half)):
     try:
         call()
     except ValueError as error:

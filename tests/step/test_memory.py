@@ -14,7 +14,6 @@ from jflash.backends import with_backends
 from jflash.bench.shapes import SHAPES
 from jflash.cli import generate as cli
 from jflash.cli import main
-from jflash.config import Sight
 from jflash.decoding import Decoding
 from jflash.io import load_pair
 from jflash.io.names import abstract_params
@@ -45,9 +44,12 @@ def published(name: str, layers: int | None = None, backend: str = "xla") -> Mod
     target, drafter = SHAPES[name]
     if layers is not None:
         ids = tuple(range(layers))
-        target = replace(target, num_layers=layers)
+        target = replace(target, layers=target.layers[:layers])
         drafter = replace(
-            drafter, num_layers=layers, num_target_layers=layers, target_layer_ids=ids
+            drafter,
+            layers=drafter.layers[:layers],
+            num_target_layers=layers,
+            target_layer_ids=ids,
         )
     return Models(Target(target), drafter_of(drafter), drafter.block_size, Kernels(backend))
 
@@ -99,8 +101,8 @@ def test_caches_of_a_published_pair(batch, capacity):
 def windowed(models: Models, *windows: int | None) -> Models:
     """The same pair with these windows in the drafter's layers."""
     assert models.drafter is not None
-    sights = tuple(Sight(window=w, causal=w is not None) for w in windows)
-    return replace(models, drafter=drafter_of(replace(models.drafter.config, sights=sights)))
+    sights = [dict(window=w, causal=w is not None) for w in windows]
+    return replace(models, drafter=drafter_of(models.drafter.config.attending(*sights)))
 
 
 def test_a_window_takes_a_ring_however_long_the_context():

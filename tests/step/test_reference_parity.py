@@ -14,10 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jflash import cache, generate, load_pair, stream
-from jflash.cache import empty_cache
 from jflash.io.hf_config import TARGETS
 from jflash.kernels import XLA
-from jflash.layers import BlockAttend, MaskAttend
+from jflash.layers import Block, Rows
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 from tests.support.reference import case_folders, case_sets, close, pair, record
@@ -40,7 +39,7 @@ def recorded_forward(both, tokens):
     assert drafter is not None
     c, width = drafter.config, models.block_size
     positions = jnp.arange(tokens.shape[1] + width)[None]
-    causal = MaskAttend(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None, None])
+    causal = Rows(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None, None])
     caches = (None,) * models.target.config.num_layers
     hidden, features, _ = apply(
         models.target, params.target, tokens, positions[:, : tokens.shape[1]], caches, causal,
@@ -51,12 +50,12 @@ def recorded_forward(both, tokens):
     caches = tuple(
         projected.write(cache, context, "xla")[1]
         for cache, projected in zip(
-            empty_cache(c.num_layers, 1, 64, c.num_kv_heads, c.head_dim, "float32"),
+            drafter.empty_states(1, 64, 16, "float32"),
             rows, strict=True,
         )
     )  # fmt: skip
     block = jnp.full((1, width), c.mask_token_id).at[0, 0].set(tokens[0, CONTEXT])
-    attend = BlockAttend(jnp.full(1, CONTEXT), jnp.full(1, width), False, XLA)
+    attend = Block(jnp.full(1, CONTEXT), jnp.full(1, width), XLA)
     embeddings = apply(models.target, params.target, block, method="embed")
     place = positions[:, CONTEXT : CONTEXT + width]
     states, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)

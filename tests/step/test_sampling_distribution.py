@@ -17,7 +17,7 @@ from scipy import stats
 from jflash import sampling as sampling_module
 from jflash import speculative
 from jflash.decoding import Decoding, Sampling
-from jflash.layers import MaskAttend
+from jflash.layers import Rows
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.prefill import prefill
@@ -70,7 +70,7 @@ def target_logits() -> np.ndarray:
     length = tokens.shape[1]
     mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    attend = MaskAttend(mask)
+    attend = Rows(mask)
     hidden, _, _ = apply(models.target, params.target, tokens, positions, (None,), attend)
     logits = apply(models.target, params.target, hidden, method="logits")
     return np.asarray(logits)[:, len(PROMPT) - 1 : -1]

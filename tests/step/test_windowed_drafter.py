@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jflash import cache
-from jflash.cache import RingCache, empty_cache, ring_slots, with_rings, write_context
-from jflash.config import Sight, second_version
+from jflash.cache import RingCache, empty_cache, ring_slots, write_context
+from jflash.config import second_version
 from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.models.dflash2 import drafter_of
@@ -25,8 +25,8 @@ from tests.support.lossless_case import small_case
 from tests.support.pairs import drafter_config, prompts, random_pair, random_params
 
 SIGHTS = {
-    "mixed": (Sight(window=20, causal=True), Sight()),
-    "two-sided": (Sight(window=3), Sight(window=57)),
+    "mixed": (dict(window=20, causal=True), dict()),
+    "two-sided": (dict(window=3), dict(window=57)),
 }
 
 
@@ -77,7 +77,7 @@ def drafted(pair, sizes, rounds: int = 60) -> np.ndarray:
 
 def test_the_last_rows_are_those_of_a_cache_with_all_positions(monkeypatch):
     """After prompts longer than a ring, in chunks longer than it, and steps twice around it."""
-    pair = random_pair(sights=(Sight(window=20, causal=True), Sight(window=30)))
+    pair = random_pair(sights=(dict(window=20, causal=True), dict(window=30)))
     monkeypatch.setattr(cache, "RING_BLOCK", 1)
     new_state.clear_cache()
     small = drafted(pair, [27, 37])
@@ -92,7 +92,10 @@ def test_a_ring_has_room_for_the_window_and_a_block():
     assert ring_slots(2048, 16, 40960) == 2112
     assert ring_slots(49, 16, 512) == 64 and ring_slots(50, 16, 512) == 128
     assert ring_slots(2048, 16, 512) == 512
-    caches = with_rings(empty_cache(2, 1, 512, 2, 16, "float32"), [100, None], 16)
+    caches = [
+        empty_cache(m, 1, 512, 16, "float32")
+        for m in drafter_config(sights=(dict(window=100), {})).mixers
+    ]
     assert [c.wraps for c in caches] == [True, False]
     assert [c.k.shape[1] for c in caches] == [128, 512]
 
@@ -116,7 +119,7 @@ def test_a_prompt_leaves_its_last_rows_in_a_ring():
 
 def test_the_lossless_check_compares_what_a_ring_holds():
     """Random and replayed drafts, taken up to whole blocks at a time: the oracle's bits."""
-    sights = (Sight(window=20, causal=True), Sight(window=9))
+    sights = (dict(window=20, causal=True), dict(window=9))
     pair = random_pair(sights=sights)
     other = random_params(drafter_config(sights=sights), 2)
     case = small_case()._replace(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.layers import MaskAttend
+from jflash.layers import Rows
 from jflash.speculative import apply
 from tests.support import reference
 
@@ -11,7 +11,7 @@ from tests.support import reference
 def target_logits(model, params, ids: list[int]) -> np.ndarray:
     """[ids, vocabulary]."""
     count = len(ids)
-    attend = MaskAttend(jnp.tril(jnp.ones((count, count), bool))[None, None])
+    attend = Rows(jnp.tril(jnp.ones((count, count), bool))[None, None])
     caches = (None,) * model.config.num_layers
     hidden, *_ = apply(model, params, jnp.array([ids]), jnp.arange(count)[None], caches, attend, ())
     return np.asarray(apply(model, params, hidden, method="logits")[0])

@@ -37,10 +37,14 @@ TRUNK = {
 
 
 def target_config(**changes) -> TargetConfig:
-    return TargetConfig(**(TRUNK | {"tie_embeddings": False} | changes))
+    """`moe` stands in `sparse` layers, in all by default."""
+    moe, sparse = changes.pop("moe", None), changes.pop("sparse", None)
+    config = TargetConfig.alike(**(TRUNK | {"tie_embeddings": False} | changes))
+    return config if moe is None else config.with_experts(moe, sparse or range(config.num_layers))
 
 
 def drafter_config(**changes) -> DrafterConfig:
+    """`sights`: other values of some fields of each layer's mixer."""
     own = {
         "num_layers": 2,
         "block_size": 8,
@@ -51,7 +55,9 @@ def drafter_config(**changes) -> DrafterConfig:
         "output_multiplier": 1.0,
         "final_logit_softcapping": None,
     }
-    return DrafterConfig(**(TRUNK | own | changes))
+    sights = changes.pop("sights", None)
+    config = DrafterConfig.alike(**(TRUNK | own | {"causal": False} | changes))
+    return config.attending(*sights) if sights else config
 
 
 def random_params(config, seed: int, scale: float = 0.2) -> dict:
@@ -86,14 +92,15 @@ class ReplayDrafter(Drafter):
     def setup(self):
         self.rows = self.param("rows", nn.initializers.zeros, (ROWS, TRUNK["hidden_size"]))
 
-    def __call__(self, embeddings, positions, caches, attend, kernels=XLA):
+    def __call__(self, embeddings, positions, caches, over):
         return self.rows[positions], caches
 
     def context(self, features, positions, kernels=XLA):
         c = self.config
-        heads = Heads(0, c.num_kv_heads, c.head_dim, c.rms_norm_eps)
-        rows = jnp.zeros((*positions.shape, 2 * c.num_kv_heads * c.head_dim))
-        angles = rope_angles(positions, c.rope, c.head_dim)
+        mixer = c.mixers[0]
+        heads = Heads(0, mixer.num_kv_heads, mixer.head_dim, c.rms_norm_eps)
+        rows = jnp.zeros((*positions.shape, mixer.kv_width))
+        angles = rope_angles(positions, mixer.rope, mixer.head_dim)
         return (Projected(rows[None], None, None, *angles, heads),) * c.num_layers
 
     def adjust_logits(self, logits):

@@ -39,8 +39,9 @@ SIZES = dict(
     out_bias=False,
     mlp_bias=False,
 )
-TARGET = TargetConfig(**SIZES, num_layers=2, tie_embeddings=False)
-DRAFTER = DrafterConfig(
+TARGET = TargetConfig.alike(**SIZES, num_layers=2, tie_embeddings=False)
+DRAFTER = DrafterConfig.alike(
+    causal=False,
     **SIZES,
     num_layers=1,
     block_size=4,

@@ -1,6 +1,5 @@
 """The training forward of the drafter is the decoding forward, and its loss is the paper's."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 
 from jflash.cache import LayerCache, empty_cache
-from jflash.config import Sight
 from jflash.kernels import XLA
-from jflash.layers import BlockAttend
+from jflash.layers import Block
 from jflash.models.dflash import Drafter
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend
@@ -69,31 +67,31 @@ def decoding_hidden(tokens, anchor, drafter):
     # What lies past the length is garbage by definition.
     garbage = [
         LayerCache(c.k + 7.0, c.v - 3.0)
-        for c in empty_cache(config.num_layers, 1, 64, 2, config.head_dim, "float32")
+        for c in (empty_cache(mixer, 1, 64, W, "float32") for mixer in config.mixers)
     ]
     slots = jnp.where(positions < anchor, positions, 64 + positions)
     caches = tuple(p.write(c, slots, "xla")[1] for c, p in zip(garbage, context, strict=True))
     mask = jnp.full(W - 1, config.mask_token_id)
     block = jnp.concatenate([tokens[anchor][None], mask])[None]
     embeddings = apply(TARGET, params.target, block, method="embed")
-    attend = BlockAttend(anchor[None], jnp.asarray([W]), False, XLA)
+    attend = Block(anchor[None], jnp.asarray([W]), XLA)
     place = anchor + jnp.arange(W)[None]
     out, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)
     return out[0]
 
 
-NEAR = Sight(window=5, causal=True)
+NEAR = dict(window=5, causal=True)
 SIGHTS = {
     "full": (),
-    "causal windows": (NEAR, Sight()),
-    "two-sided windows": (Sight(window=3), Sight(window=11)),
-    "causal": (Sight(causal=True),) * 2,
+    "causal windows": (NEAR, dict()),
+    "two-sided windows": (dict(window=3), dict(window=11)),
+    "causal": (dict(causal=True),) * 2,
 }
 
 
 @pytest.mark.parametrize("sights", SIGHTS.values(), ids=SIGHTS)
 def test_blocks_are_those_of_decoding(sights):
-    rows, drafter = make_rows(), Drafter(replace(DRAFTER.config, sights=sights))
+    rows, drafter = make_rows(), Drafter(DRAFTER.config.attending(*sights))
     segments = np.asarray(rows.segments)
     anchors = np.array([[8, 20, 37, 0], [3, 10, int(np.argmax(segments[1] == 2)) + 6, 30]])
     params = PAIR.params

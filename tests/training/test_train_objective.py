@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jflash.cache import LayerCache
-from jflash.config import Sight
 from jflash.speculative import apply
 from jflash.training import attention
 from jflash.training.attention import (
@@ -178,7 +177,7 @@ class Heads:
         return self.heads
 
 
-@pytest.mark.parametrize("sight", [Sight(), Sight(window=5, causal=True), Sight(window=6)])
+@pytest.mark.parametrize("sight", [{}, {"window": 5, "causal": True}, {"window": 6}])
 def test_grouped_attention_is_the_plain_one(sight, monkeypatch):
     """What cuDNN is asked for, done by XLA, against the scores of all blocks written out."""
     B, A, T, N, K, H, width = 2, 6, 40, 4, 2, 8, 8
@@ -195,13 +194,15 @@ def test_grouped_attention_is_the_plain_one(sight, monkeypatch):
     context = context.at[0, 0].set(False)  # the first token of a conversation
     pull = normal(B, A * width, N, H)
 
-    def value(attend, heads, cache):
-        out, _ = attend(Heads(*heads), cache)
+    spec = replace(target_config(head_dim=H).mixers[0], **{"causal": False, **sight})
+
+    def value(over, heads, cache):
+        out, _ = over.attend(spec, Heads(*heads), cache)
         return jnp.sum(pull * out)
 
-    fused = grouped(context, anchors, width, "xla").seeing(sight)
+    fused = grouped(context, anchors, width, "xla")
     assert fused.mask.shape == (B * A // 2, 1, 2 * width, T + 2 * width)
-    plain = blocks_attend(context, anchors, width, "xla").seeing(sight)
+    plain = blocks_attend(context, anchors, width, "xla")
     first, second = (
         jax.jit(jax.value_and_grad(partial(value, a), (0, 1)))((q, k, v), cache)
         for a in (plain, fused)

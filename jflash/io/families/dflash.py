@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jflash.config import Drafter2Config, DrafterConfig, Sight, default_target_layer_ids
+from jflash.config import Drafter2Config, DrafterConfig, default_target_layer_ids
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import read_trunk
 from jflash.io.hf_values import said
@@ -54,7 +54,6 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=False,
         block_size=value.get("block_size", 16),
         mask_token_id=value["mask_token_id"],
         target_layer_ids=tuple(ids),
@@ -62,15 +61,16 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
         input_embedding_scale=float(value.get("input_embedding_scale", 1)),
         output_multiplier=float(value.get("output_multiplier", 1)),
         final_logit_softcapping=float(cap) if cap > 0 else None,
-        sights=_sights(raw, own, trunk["num_layers"]),
     )
+    sight = _sight(raw, own, trunk["num_layers"])
     if name == DRAFTER:
-        return DrafterConfig(**shared)
-    return Drafter2Config(**shared, **{key: value[key] for key in OF_DRAFTER_2})
+        return DrafterConfig.alike(**shared).attending(*sight)
+    second = {key: value[key] for key in OF_DRAFTER_2}
+    return Drafter2Config.alike(**shared, **second).attending(*sight)
 
 
-def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[Sight, ...]:
-    """What a drafter's layers see, () if all of them see everything.
+def _sight(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> list[dict[str, Any]]:
+    """What each layer of a drafter sees: its window, and whether it is causal.
 
     Qwen3Config's rules for windows; unless `is_causal` says so for all, those layers are causal
     that have a window. dflash 0.1.0 reads the keys at the top level alone, not in its `own`.
@@ -83,11 +83,10 @@ def _sights(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> tuple[
     windowed = _windowed_layers(value, num_layers, window)
     if any(windowed) and (type(window) is not int or window < 1):
         raise ValueError(f"sliding_window must be a whole number of at least 1, got {window!r}")
-    sights = tuple(
-        Sight(window=window if own else None, causal=own if is_causal is None else is_causal)
+    return [
+        {"window": window if own else None, "causal": own if is_causal is None else is_causal}
         for own in windowed
-    )
-    return () if set(sights) == {Sight()} else sights
+    ]
 
 
 def _windowed_layers(value: dict[str, Any], num_layers: int, window: Any) -> list[bool]:

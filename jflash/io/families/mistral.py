@@ -20,5 +20,5 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     window = raw.get("sliding_window", DEFAULTS["sliding_window"])
     if window is not None:
         raise ValueError(f"sliding_window {shown(window)}: targets with windows are not supported")
-    own = dict(qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False)
+    own = dict(qk_norm=False, qkv_bias=False, out_bias=False)
     return read_target(raw, DEFAULTS, **own)

@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = (
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen2."""
-    own = dict(qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False)
+    own = dict(qk_norm=False, qkv_bias=True, out_bias=False)
     config = read_target(raw, DEFAULTS, **own)
     refuse_windows(raw)
     return config

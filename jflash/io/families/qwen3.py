@@ -23,6 +23,6 @@ def target(raw: dict[str, Any]) -> TargetConfig:
 def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen3's layers, whatever stands in place of their MLP."""
     bias = (defaults | said(raw, defaults))["attention_bias"]
-    config = read_target(raw, defaults, qk_norm=True, qkv_bias=bias, out_bias=bias, mlp_bias=False)
+    config = read_target(raw, defaults, qk_norm=True, qkv_bias=bias, out_bias=bias)
     refuse_windows(raw)
     return config

@@ -1,9 +1,8 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP of some layers."""
 
-from dataclasses import replace
 from typing import Any
 
-from jflash.config import MoeConfig, TargetConfig
+from jflash.config import MoeSpec, TargetConfig
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import COMMON
 from jflash.io.hf_values import said
@@ -32,21 +31,17 @@ STACKED = {  # one tensor for all experts, [E, out, in]
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen3-MoE."""
     value = DEFAULTS | said(raw, (*DEFAULTS, "num_local_experts"))
-    return replace(qwen3.read(raw, DEFAULTS), moe=_experts(value))
-
-
-def _experts(value: dict[str, Any]) -> MoeConfig | None:
-    """The experts of a config whose keys are filled up; None if no layer has any."""
+    config = qwen3.read(raw, DEFAULTS)
     experts = value.get("num_local_experts", value["num_experts"])
     step, dense = value["decoder_sparse_step"], value["mlp_only_layers"]
     layers = range(value["num_hidden_layers"])
     sparse = tuple(i for i in layers if experts and i not in dense and (i + 1) % step == 0)
     if not sparse:
-        return None
-    return MoeConfig(
+        return config
+    moe = MoeSpec(
         num_experts=experts,
         experts_per_token=value["num_experts_per_tok"],
         intermediate_size=value["moe_intermediate_size"],
         renormalise=value["norm_topk_prob"],
-        sparse_layers=sparse,
     )
+    return config.with_experts(moe, sparse)

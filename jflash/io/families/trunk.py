@@ -39,7 +39,7 @@ TARGET = {
 def read_target(raw: dict[str, Any], defaults: dict[str, Any], **own: Any) -> TargetConfig:
     """A dense target: the common fields, and those that are the family's own."""
     trunk, value = read_trunk(raw, defaults)
-    return TargetConfig(**trunk, tie_embeddings=value["tie_word_embeddings"], **own)
+    return TargetConfig.alike(**trunk, tie_embeddings=value["tie_word_embeddings"], **own)
 
 
 def refuse_windows(raw: dict[str, Any]) -> None:
