@@ -20,8 +20,16 @@ i >= widths[b] are padding: finite, of no meaning. A row that sees nothing is 0.
 
 Query head n reads KV head n // G. A score is q·k * scale; softcap makes it
 softcap * tanh(score / softcap); sinks[n] is one more logit in head n's softmax, with no value.
-Scores, softmax and sums are float32, the result has q's dtype. With "cpu" a row's bits depend on
-its query and on what it sees alone: not on B, T, S or the slots.
+Scores, softmax and sums are float32, the result has q's dtype.
+
+By "canonical" a row's bits depend on what it sees alone: not on B, T, S, the row's place in the
+block, its neighbours or who computes which piece. Positions are cut at multiples of 256; a piece is
+walked in ascending blocks of 64 by one online softmax, and pieces are merged in ascending order by
+one formula (`pieces`). What a row does not see is left out exactly. It is for Hopper and bfloat16,
+and takes a prompt's chunk, up to 512 tokens, as a block. "mosaic_gpu" and "triton"
+cut by B, S and the heads; with "cpu" too a row's bits depend on its query and what it sees alone.
+On an H200 (jax 0.11.2, 2026-11-22) 63 runs of B 1 and 8, T 1, 5, 16, 128 and 512, two capacities,
+walked and split, causal, with a window and with a soft cap, gave 0 differing bits.
 """
 
 import sys
@@ -30,7 +38,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention import cpu, mosaic_gpu, reference, triton, xla
+from pallas_kernels.block_attention import canonical, cpu, mosaic_gpu, reference, triton, xla
 from pallas_kernels.choice import check, device_refusal
 
 BACKENDS = {
@@ -38,11 +46,17 @@ BACKENDS = {
     "triton": triton,
     "cpu": cpu,
     "xla": xla,
+    "canonical": canonical,
     "reference": reference,
 }
 # What the two kernels take, the better one first; xla and reference take any sizes and types.
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
-KERNEL_DTYPES = {"mosaic_gpu": ("bfloat16",), "triton": ("bfloat16", "float32")}
+MAX_CHUNK = 512  # tokens of a prompt's chunk, which the canonical kernel takes as a block
+KERNEL_DTYPES = {
+    "mosaic_gpu": ("bfloat16",),
+    "triton": ("bfloat16", "float32"),
+    "canonical": ("bfloat16",),
+}
 
 
 class Sizes(NamedTuple):
@@ -102,11 +116,12 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
         return None
     if sizes.head_dim not in HEAD_DIMS:
         return f"has head dims {', '.join(map(str, HEAD_DIMS))}, not {sizes.head_dim}"
-    if not 1 <= sizes.width <= MAX_WIDTH:
-        return f"has blocks of 1 to {MAX_WIDTH} tokens, not {sizes.width}"
+    widest = MAX_CHUNK if backend == "canonical" else MAX_WIDTH
+    if not 1 <= sizes.width <= widest:
+        return f"has blocks of 1 to {widest} tokens, not {sizes.width}"
     if not 1 <= sizes.groups <= MAX_GROUPS:
         return f"has 1 to {MAX_GROUPS} query heads a KV head, not {sizes.groups}"
     dtypes, dtype = KERNEL_DTYPES[backend], jnp.dtype(sizes.dtype).name
     if dtype not in dtypes:
         return f"has caches of {' and '.join(dtypes)}, not {dtype}"
-    return device_refusal(backend, device)
+    return device_refusal("triton" if backend == "triton" else "mosaic_gpu", device)

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.block_attention.pieces import LOWEST, finish, merge
+
 LOG2E = math.log2(math.e)
 
 
@@ -34,6 +36,7 @@ def combine(
     queries: int,
     seen: Callable,
     interpret: bool = False,
+    body: Callable | None = None,
 ) -> Float[Array, "B T N H"]:
     """Weighted sums of values, relative to 2 ** top, and sums of weights: the attention `out`.
 
@@ -58,7 +61,7 @@ def combine(
         inputs.append(sinks.astype(jnp.float32))
         specs.append(pl.BlockSpec((None,), lambda t, n, b: (n,)))
     return pl.pallas_call(
-        functools.partial(_kernel, chunk=chunk, queries=queries, seen=seen),
+        functools.partial(body or _kernel, chunk=chunk, queries=queries, seen=seen),
         name="block_attention_combine",
         grid=(T, N, B),
         in_specs=specs,
@@ -69,6 +72,48 @@ def combine(
         ),
         interpret=interpret,
     )(*inputs)
+
+
+def combine_in_order(totals, tops, weights, lengths, widths, sinks, out, **how):
+    """`combine` in the canonical form: ascending, as a kernel that walks all pieces merges them."""
+    return combine(totals, tops, weights, lengths, widths, sinks, out, **how, body=_kernel_in_order)
+
+
+AT_ONCE = 8  # chunks whose loads are on their way together
+
+
+def _kernel_in_order(length_ref, width_ref, totals_ref, tops_ref, weights_ref, *rest, **how):
+    chunks, H = totals_ref.shape
+    chunk = how["chunk"]
+    tile = lax.div(pl.program_id(0), jnp.int32(how["queries"]))
+    first, end = how["seen"](length_ref[...], width_ref[...], tile)
+    *sink_ref, out_ref = rest
+    columns = jnp.arange(H)
+
+    def load(j):
+        written = (j * chunk < end) & ((j + 1) * chunk > first) & (j < chunks)
+        at = jnp.minimum(j, chunks - 1)
+        wide = jnp.broadcast_to(written, (H,))
+        return (
+            plt.load(totals_ref.at[jnp.full((H,), at), columns], mask=wide, other=0.0),
+            plt.load(tops_ref.at[at], mask=written, other=LOWEST),
+            plt.load(weights_ref.at[at], mask=written, other=0.0),
+        )
+
+    def several(i, piece):
+        for loaded in [load(i * AT_ONCE + j) for j in range(min(AT_ONCE, chunks))]:
+            piece = merge(piece, loaded, _across)
+        return piece
+
+    nothing = jnp.zeros((H,), jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
+    begin, stop = lax.div(first, chunk * AT_ONCE), pl.cdiv(end, chunk * AT_ONCE)
+    piece = lax.fori_loop(begin, stop, several, nothing)
+    sink = sink_ref[0][...] * LOG2E if sink_ref else None
+    out_ref[...] = finish(piece, sink, _across).astype(out_ref.dtype)
+
+
+def _across(number, like):
+    return jnp.broadcast_to(number, like.shape)
 
 
 def _kernel(

@@ -24,12 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_attention.combine import LOG2E, combine
+from pallas_kernels.block_attention.combine import LOG2E, combine, combine_in_order
+from pallas_kernels.block_attention.pieces import LOWEST, finish, merge
 
 ROWS = 64  # of a wgmma
 SHARED_BYTES = 227 * 1024  # what one CTA may have on sm90
-# No score is ever below this. Finite, so that a row which has seen nothing yet does not make NaN.
-LOWEST = -1e30
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = LAYOUT.reduce(1)
@@ -45,6 +44,8 @@ class Tiles:
     chunk: int  # slots a CTA walks
     block: int  # slots loaded and multiplied at a time
     stages: int  # blocks of K and of V on their way or in use
+    walk: bool = False  # a CTA takes all chunks in turn, and merges each with those before
+    ordered: bool = False  # chunks of several CTAs are merged one after the other, as by a walk
 
     def __post_init__(self):
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -104,9 +105,9 @@ def block_attention(
             f"block attention's mosaic_gpu backend takes bfloat16, not q {q.dtype}, k {k.dtype}, "
             f"v {v.dtype}: use 'triton' or 'xla'"
         )
-    if H not in (64, 128, 256) or N % K or N // K > 16 or not 1 <= T <= 32:
+    if H not in (64, 128, 256) or N % K or N // K > 16 or not 1 <= T <= 512:
         raise ValueError(
-            "block attention's mosaic_gpu backend takes T 1 to 32, N / K 1 to 16 and "
+            "block attention's mosaic_gpu backend takes T 1 to 512, N / K 1 to 16 and "
             f"H 64, 128, 256, not {T=} {N=} {K=} {H=}: use 'xla'"
         )
     tiles = tiles or choose_tiles(B, S, K, H)
@@ -151,7 +152,8 @@ class _Task:
 
     @property
     def chunks(self) -> int:
-        return pl.cdiv(self.S, self.tiles.chunk)
+        """CTAs along the slots."""
+        return 1 if self.tiles.walk else pl.cdiv(self.S, self.tiles.chunk)
 
     @property
     def columns(self) -> int:
@@ -216,7 +218,8 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: _Task, interpret):
     if task.chunks == 1:
         return _one_chunk(task, interpret)(rows, k, v, lengths, widths, *extra)
     accs, tops, totals = _each_chunk(task, interpret)(rows, k, v, lengths, widths)
-    return combine(
+    add = combine_in_order if task.tiles.ordered else combine
+    return add(
         accs, tops, totals, lengths, widths, sinks, _out_type(task),
         chunk=task.tiles.chunk, queries=task.queries, seen=task.read_by_tile,
         interpret=interpret is not None,
@@ -233,12 +236,8 @@ def _one_chunk(task: _Task, interpret):
         acc, top, total = _walk(
             task, q_ref, k_ref, v_ref, lengths_ref[b], widths_ref[b], at, *scratch
         )
-        if sinks_ref:
-            sink = _sink_rows(task, sinks_ref[0], head)
-            top, old = jnp.maximum(top, sink), top
-            total = total * jnp.exp2(old - top) + jnp.exp2(sink - top)
-            acc = acc * _across(jnp.exp2(old - top), acc)
-        out_s[...] = (acc * _across(_share(total), acc)).astype(jnp.bfloat16)
+        sink = _sink_rows(task, sinks_ref[0], head) if sinks_ref else None
+        out_s[...] = finish((acc, top, total), sink, _across).astype(jnp.bfloat16)
         plgpu.commit_smem()
         heads, columns = pl.ds(head * task.G, task.G), pl.ds(part * task.columns, task.columns)
         for i in range(task.queries):
@@ -336,15 +335,16 @@ def _walk(
     k_bar,
     v_bar,
 ):
-    """The online softmax over a chunk's visible blocks: sums of values [ROWS, columns], the
-    maximum of each row (in units of log 2) and the sum of its weights [ROWS].
+    """The online softmax over a chunk's visible blocks, or over all of them: sums of values
+    [ROWS, columns], the scale of each row and the sum of its weights [ROWS], see `pieces`.
     """
     b, chunk, head, tile, part = at
     block, stages, steps = task.tiles.block, task.tiles.stages, task.tiles.chunk // task.tiles.block
     first, last = task.seen_by_tile(length, width, tile)
     first_read, last_read = task.read_by_tile(length, width, tile)
-    begin = jnp.maximum(chunk * steps, lax.div(first_read, block))
-    end = jnp.minimum((chunk + 1) * steps, lax.div(last_read + block - 1, block))
+    begin, end = lax.div(first_read, block), lax.div(last_read + block - 1, block)
+    if not task.tiles.walk:
+        begin, end = jnp.maximum(chunk * steps, begin), jnp.minimum((chunk + 1) * steps, end)
 
     def fetch(i):
         slot = lax.rem(i - begin, stages)
@@ -384,7 +384,7 @@ def _walk(
             if task.window is not None:
                 visible &= column >= _across(row_first - i * block, column)
         logits = jnp.where(visible, logits, -jnp.inf)
-        new_top = jnp.maximum(top, logits.max(axis=1))
+        new_top = jnp.maximum(top, jnp.round(logits.max(axis=1)))
         weights = jnp.exp2(logits - _across(new_top, logits))
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
@@ -410,14 +410,22 @@ def _walk(
 
         added = pl.run_scoped(pv, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
         acc = acc * _across(shrink, acc) + added
-        if steps > stages:
+        if task.tiles.walk or steps > stages:
             pl.when(i + stages < end)(partial(fetch, i + stages))
         return acc, new_top, total
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, task.columns), jnp.float32), LAYOUT)
     zero = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW_LAYOUT)
     lowest = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
-    return lax.fori_loop(begin, end, step, (zeros, lowest, zero))
+    nothing = (zeros, lowest, zero)
+    if not task.tiles.walk:
+        return lax.fori_loop(begin, end, step, nothing)
+
+    def piece(j, before):
+        first, last = jnp.maximum(begin, j * steps), jnp.minimum(end, (j + 1) * steps)
+        return merge(before, lax.fori_loop(first, last, step, nothing), _across)
+
+    return lax.fori_loop(lax.div(begin, steps), lax.div(end + steps - 1, steps), piece, nothing)
 
 
 def _across(per_row, like):
@@ -460,8 +468,3 @@ def _sink_rows(task: _Task, sinks_ref, head):
 
 def _out_type(task: _Task):
     return jax.ShapeDtypeStruct((task.B, task.T, task.K * task.G, task.H), jnp.bfloat16)
-
-
-def _share(total):
-    """1 / total; a row that sees nothing has sums of 0 and stays 0."""
-    return 1 / jnp.where(total > 0, total, 1.0)

@@ -64,7 +64,14 @@ def test_default_backend_suits_the_device():
         ("triton", QWEN3._replace(head_dim=96), None, "64, 128, 256, not 96: use 'xla'"),
         ("triton", QWEN3._replace(width=33), None, "1 to 32 tokens, not 33: use 'xla'"),
         ("triton", QWEN3._replace(groups=17), None, "1 to 16 query heads a KV head, not 17"),
-        ("cudnn", QWEN3, CPU, "no backend 'cudnn': use one of mosaic_gpu, triton, xla, reference"),
+        ("canonical", QWEN3._replace(width=513), None, "1 to 512 tokens, not 513: use 'xla'"),
+        ("canonical", QWEN3, SM89, "needs an NVIDIA GPU of compute capability 9.x"),
+        (
+            "cudnn",
+            QWEN3,
+            CPU,
+            "no backend 'cudnn': use one of mosaic_gpu, triton, cpu, xla, canonical",
+        ),
     ],
 )
 def test_a_backend_that_cannot_do_it_is_refused(backend, sizes, where, message):
@@ -82,7 +89,7 @@ def test_bad_options_are_refused():
         block_attention(q, k, v, *at, **how, softcap=0.0, backend="xla")
     with pytest.raises(ValueError, match="one dtype, not q float32, k bfloat16"):
         block_attention(q, k.astype(jnp.bfloat16), v, *at, **how, backend="triton")
-    assert set(BACKENDS) == {"mosaic_gpu", "triton", "xla", "reference"}
+    assert set(BACKENDS) == {"mosaic_gpu", "triton", "cpu", "xla", "canonical", "reference"}
 
 
 @pytest.mark.skipif(ON_GPU, reason="needs the CPU to itself")

@@ -1,0 +1,135 @@
+"""Attention in the canonical form: one row, the same bits whoever computes which piece.
+
+Through the interpreters, in pieces of 64 or 128 positions in place of 256. They multiply tiles in
+an order of their own but of one shape, so a row keeps its place in a tile where bits are compared.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_attention import canonical, mosaic_gpu, pieces, reference
+from pallas_kernels.block_attention.mosaic_gpu import Tiles
+from tests.support.attention_checks import ON_GPU
+
+interpreted = pytest.mark.skipif(
+    ON_GPU, reason="beside a GPU the interpreter may wait for ever; there kernels run compiled"
+)
+WALK = Tiles(chunk=64, block=64, stages=1, walk=True, ordered=True)
+SINKS = jnp.asarray([0.5, -1.0, 9.0, 0.0], jnp.float32)
+
+
+def operands(B, T, S, N=4, K=2, H=64, seed=0, spread=4.0):
+    """Scores far apart, so that later pieces shift the scale of those before them.
+
+    And values that cancel: each of the first three eighths lies once more after them, negated, and
+    the rest are 0. So for a row that sees them all what rounding left over is the result.
+    """
+    random = np.random.default_rng(seed)
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
+    q, k, v = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    half = 3 * S // 8
+    k = k.at[:, half : 2 * half].set(k[:, :half])
+    v = v.at[:, half : 2 * half].set(-v[:, :half]).at[:, 2 * half :].set(0)
+    return q * spread, k, v
+
+
+def attend(q, k, v, lengths, tiles, **how):
+    lengths = jnp.asarray(lengths, jnp.int32)
+    widths = jnp.full(lengths.shape, q.shape[1])
+    how = {"scale": q.shape[-1] ** -0.5, "causal": True} | how
+    got = mosaic_gpu.block_attention(q, k, v, lengths, widths, tiles=tiles, interpret=True, **how)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    return got, reference.block_attention(q, k, v, lengths, widths, **how)
+
+
+HOW = {
+    "plain": {},
+    "window": {"window": 70},
+    "sinks": {"sinks": SINKS},
+    "softcap": {"softcap": 3.0},
+    "both ways": {"causal": False},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", HOW)
+def test_a_walk_and_ctas_of_their_own_give_the_same_bits(name):
+    q, k, v = operands(3, 4, 512)  # six blocks of 64 count: a tree of pieces adds otherwise
+    lengths = [500, 126, 0]
+    walked, want = attend(q, k, v, lengths, WALK, **HOW[name])
+    split, _ = attend(q, k, v, lengths, dataclasses.replace(WALK, walk=False), **HOW[name])
+    np.testing.assert_array_equal(walked, split)
+    np.testing.assert_allclose(walked.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
+    other = dataclasses.replace(WALK, chunk=128)
+    if name == "plain":  # the inputs tell another cut apart
+        assert (np.asarray(attend(q, k, v, lengths, other)[0]) != np.asarray(walked)).any()
+
+
+@interpreted
+def test_more_chunks_than_are_loaded_at_once():
+    q, k, v = operands(1, 2, 640)  # ten pieces
+    walked, want = attend(q, k, v, [630], WALK)
+    split, _ = attend(q, k, v, [630], dataclasses.replace(WALK, walk=False))
+    np.testing.assert_array_equal(walked, split)
+    np.testing.assert_allclose(walked.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
+
+
+@interpreted
+def test_a_row_does_not_depend_on_batch_capacity_width_or_stages():
+    q, k, v = operands(3, 40, 256, seed=1)  # two tiles of rows
+    whole, _ = attend(q, k, v, [200, 130, 60], WALK)
+    alone, _ = attend(q[1:2, :3], k[1:2], v[1:2], [130], dataclasses.replace(WALK, walk=False))
+    np.testing.assert_array_equal(alone[0], whole[1, :3])
+    # Another capacity, whose unseen slots hold NaN; and the second tile's rows as a block.
+    more = ((0, 0), (0, 64), (0, 0), (0, 0))
+    longer_k, longer_v = (jnp.pad(x, more, constant_values=jnp.nan) for x in (k, v))
+    wide, _ = attend(q, longer_k, longer_v, [200, 130, 60], dataclasses.replace(WALK, walk=False))
+    np.testing.assert_array_equal(wide, whole)
+    later, _ = attend(q[:, 32:], k, v, [232, 162, 92], WALK)
+    np.testing.assert_array_equal(later, whole[:, 32:])
+    two = Tiles(chunk=128, block=64, stages=2, walk=True, ordered=True)
+    one = dataclasses.replace(two, stages=1)
+    for tiles in (two, dataclasses.replace(two, walk=False)):
+        got, _ = attend(q, k, v, [200, 130, 60], tiles)
+        np.testing.assert_array_equal(got, attend(q, k, v, [200, 130, 60], one)[0])
+
+
+@interpreted
+def test_a_cut_that_depends_on_the_batch_is_caught():
+    """The planted violation: `choose_tiles` cuts by the batch and the capacity."""
+    q, k, v = operands(8, 4, 512, K=4, seed=2)
+    lengths = [500] * 8
+    cuts = [mosaic_gpu.choose_tiles(B, 512, 64, 64) for B in (1, 8)]
+    assert cuts[0].chunk != cuts[1].chunk
+    many, _ = attend(q, k, v, lengths, cuts[1])
+    one, _ = attend(q[:1], k[:1], v[:1], lengths[:1], cuts[0])
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(one[0], many[0])
+
+
+def test_scaling_by_powers_of_two_is_exact_and_skips_what_is_not_seen():
+    across = lambda number, like: jnp.broadcast_to(number, like.shape)  # noqa: E731
+    sums = jnp.asarray([1.5, -3.25, 1e-30], jnp.float32)
+    piece = sums, jnp.float32(7), jnp.float32(2.5)
+    unseen = jnp.zeros(3), jnp.float32(pieces.LOWEST), jnp.float32(0)
+    for merged in (pieces.merge(piece, unseen, across), pieces.merge(unseen, piece, across)):
+        for got, want in zip(merged, piece, strict=True):
+            np.testing.assert_array_equal(got, want)
+    merged = pieces.merge(piece, (sums, jnp.float32(4), jnp.float32(1)), across)
+    np.testing.assert_array_equal(merged[0], sums + sums * 0.125)
+    assert (merged[1], merged[2]) == (7, 2.625)
+    nothing = pieces.finish(unseen, None, across)
+    np.testing.assert_array_equal(nothing, jnp.zeros(3))
+
+
+def test_the_cut_is_one_constant():
+    for B, T, N, K, H in [(1, 1, 32, 8, 128), (8, 16, 32, 8, 128), (1, 512, 64, 8, 64)]:
+        tiles = canonical.tiles_for(B, T, N, K, H)
+        assert tiles.chunk == pieces.PIECE and tiles.block == 64 and tiles.ordered
+        assert tiles.shared_bytes(H) <= mosaic_gpu.SHARED_BYTES // 2
+    assert not canonical.tiles_for(1, 16, 32, 8, 128).walk
+    assert canonical.tiles_for(8, 16, 32, 8, 128).walk
+    assert canonical.tiles_for(1, 512, 32, 8, 128).walk  # a prompt's chunk
