@@ -18,20 +18,17 @@ from jflash.proof.right_logits import FACTOR, NATS, failures, from_float32, too_
 from jflash.speculative import Models
 
 TINY, MOE = (model_shape(name).target for name in ("tiny", "tiny-moe"))
-LLAMA = replace(
-    TINY,
-    qk_norm=False,
-    tie_embeddings=True,
-    qkv_bias=True,
-    rope=RopeConfig(
-        theta=5e5,
-        scaling=Llama3Scaling(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
+ROPE = RopeConfig(
+    theta=5e5,
+    scaling=Llama3Scaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
     ),
+)
+LLAMA = replace(TINY, tie_embeddings=True).attending(
+    *[dict(qk_norm=False, qkv_bias=True, rope=ROPE)] * TINY.num_layers
 )
 
 
