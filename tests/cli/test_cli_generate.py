@@ -126,7 +126,7 @@ def test_stream_prints_what_json_says(run, run_json, random):
     tau = f"τ {want['mean_acceptance_length']:.2f}"
     for part in ("40 tokens", f"{want['steps']} steps", tau, "tokens/s", "first token"):
         assert part in err
-    for part in ("compile", "cpu", "float32", "attention xla", "block 4"):
+    for part in ("compile", "cpu", "float32", "attention cpu", "block 4"):
         assert part in err
 
 
