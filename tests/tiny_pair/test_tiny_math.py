@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jflash.acceptance import acceptance, by_ending, is_looping
+from jflash.cli import main
 from jflash.decoding import Decoding
 from jflash.generate import Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
@@ -236,7 +237,7 @@ def test_train_drafter_command(place, tmp_path, capsys):
     sizes += ["--anchors", "4", "--row-length", "64"]
     sizes += ["--max-new-tokens", "8", "--answer-batch", "2"]
     given = ["--target", place.target, "--data", data, "--output", tmp_path / "drafter", *sizes]
-    assert command("train_drafter", *given, "--keep-answers") == 0
+    assert main.run("train", [str(a) for a in (*given, "--keep-answers")]) == 0
     pair = load_pair(place.target, tmp_path / "drafter")
     assert pair.models.block_size == 4
     [answers] = (tmp_path / "drafter-work").glob("answers-*.npz")
@@ -248,7 +249,7 @@ def test_train_drafter_command(place, tmp_path, capsys):
         ([*given, "--overwrite", "--steps", "0"], "steps must be at least 1, got 0"),
         ([*given, "--overwrite", "--anchors", "65"], "anchors must be within 1 … 64"),
     ]:
-        assert command("train_drafter", *arguments) == 2
+        assert main.run("train", [str(a) for a in arguments]) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 

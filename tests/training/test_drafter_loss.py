@@ -91,7 +91,7 @@ SIGHTS = {
 
 @pytest.mark.parametrize("sights", SIGHTS.values(), ids=SIGHTS)
 def test_blocks_are_those_of_decoding(sights):
-    rows, drafter = make_rows(), Drafter(DRAFTER.config.attending(*sights))
+    rows, drafter = make_rows(), Drafter(DRAFTER.config.attending(*(sights or ({}, {}))))
     segments = np.asarray(rows.segments)
     anchors = np.array([[8, 20, 37, 0], [3, 10, int(np.argmax(segments[1] == 2)) + 6, 30]])
     params = PAIR.params

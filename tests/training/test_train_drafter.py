@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -171,7 +172,7 @@ def test_a_drafter_is_trained_on(place, capsys):
         np.testing.assert_allclose(now, was, rtol=2**-8, atol=1e-7)  # written in bfloat16
     run = json.loads((place / "on-work/training/run.json").read_text())
     width = before.models.drafter.config.intermediate_size
-    assert run["intermediate_size"] == width != SIZES["--intermediate-size"]
+    assert run["layers"][0]["mlp"]["intermediate_size"] == width != SIZES["--intermediate-size"]
 
     with (place / "drafter/model.safetensors").open("r+b") as file:
         file.seek(-4, os.SEEK_END)

@@ -1,5 +1,6 @@
 """Each option of a drafter's loss equals its formula in NumPy, and its attention the plain one."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
