@@ -47,8 +47,11 @@ def test_train_drafter(capsys, tmp_path):
 
 
 def test_check_lossless(capsys):
-    assert main.run("check-lossless", ["--pairs", "tiny-math", "--batches", "2,5"]) == 2
+    oracle = ["--checks", "oracle", "--pairs", "tiny-math", "--batches", "2,5"]
+    assert main.run("check-lossless", oracle) == 2
     refused(capsys, "batch 5 with 640 tokens")
+    assert main.run("check-lossless", ["--pairs", "tiny-math"]) == 2
+    refused(capsys, "batch 8 with 640 tokens")
 
 
 def test_check_lossless_of_random_weights():
@@ -74,7 +77,7 @@ def test_benchmark_counts_the_prompts_that_a_real_pair_decodes(tmp_path, monkeyp
         prompts=((1, 2, 3), (4,) * 90), max_new_tokens=3000, stop_token_ids=(),
     )  # fmt: skip
     models = benchmark_case.task_models(task)
-    step = memory.Shape(4, 256, memory.PREFILL_CHUNK, memory.STOP_SLOTS, "float32")
+    step = memory.Shape.of(4, 256, "float32")
     limit = memory.memory_budget(models, step).total
     monkeypatch.setattr(benchmark_case, "device_memory", lambda: limit)
     monkeypatch.setattr(memory, "device_memory", lambda: limit)
