@@ -40,7 +40,9 @@ def attend(q, k, v, lengths, tiles, **how):
     lengths = jnp.asarray(lengths, jnp.int32)
     widths = jnp.full(lengths.shape, q.shape[1])
     how = {"scale": q.shape[-1] ** -0.5, "causal": True} | how
-    got = mosaic_gpu.block_attention(q, k, v, lengths, widths, tiles=tiles, interpret=True, **how)
+    got = mosaic_gpu.block_attention(
+        q, k, v, lengths, widths, tiles=tiles, interpret=not ON_GPU, **how
+    )
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     return got, reference.block_attention(q, k, v, lengths, widths, **how)
 
@@ -77,7 +79,7 @@ def test_more_chunks_than_are_loaded_at_once():
     np.testing.assert_allclose(walked.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
 
 
-@interpreted
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter waits for ever with two tiles of rows")
 def test_a_row_does_not_depend_on_batch_capacity_width_or_stages():
     q, k, v = operands(3, 40, 256, seed=1)  # two tiles of rows
     whole, _ = attend(q, k, v, [200, 130, 60], WALK)
