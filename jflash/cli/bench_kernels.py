@@ -11,7 +11,7 @@ from jflash.bench.floors import measure_rates
 from jflash.bench.kernel_cases import OPS
 from jflash.bench.kernel_times import COLUMNS, measure, row_text
 from jflash.device import describe_device
-from jflash.files import check_whole_file, keep_newest
+from jflash.files import keep_newest
 
 
 def make_plan(args: argparse.Namespace) -> list[tuple[str, str, str]]:
@@ -60,6 +60,4 @@ def run(args: argparse.Namespace) -> None:
     plan = make_plan(args)
     if jax.default_backend() != "gpu":
         raise ValueError("nothing to time: kernels run on a GPU, and JAX sees none here")
-    if args.json is not None:
-        check_whole_file(args.json, args.overwrite)
     print(keep_newest(args.json, benchmark(args, plan)))

@@ -25,11 +25,11 @@ from jflash.bench.report import (
 )
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import BAD_INPUT
-from jflash.cli.options.results import asked_backends
+from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.decoding import Decoding
-from jflash.files import check_whole_file, keep_newest
+from jflash.files import keep_newest
 from jflash.generate import check_request
 from jflash.io import open_checkpoint, pair_models
 
@@ -58,7 +58,7 @@ def make_task(args: argparse.Namespace) -> Task:
         widths=args.widths,
         only_step=args.only_step,
         dtype=args.dtype,
-        backends=asked_backends(args),
+        backends=chosen_backends(args),
         steps=args.steps,
         repeats=args.repeats,
         prompts=prompts,
@@ -71,23 +71,13 @@ def check_sizes(args: argparse.Namespace, target: Any, drafter: Any, capacity: i
     """ValueError for what does not fit the pair's configs."""
     full = drafter.block_size
     positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
-    refuse(
-        [
-            (any(not 2 <= w <= full for w in args.widths), f"--widths {args.widths}: 2 … {full}"),
-            (
-                args.acceptance is not None and not 1 <= args.acceptance <= full,
-                f"--acceptance {args.acceptance}: within 1 … {full} tokens a step",
-            ),
-            (
-                args.context > capacity,
-                f"--context {args.context} is beyond the capacity {capacity}",
-            ),
-            (
-                args.context > positions,
-                f"--context {args.context}: the pair has {positions} positions",
-            ),
-        ]
-    )
+    for width in args.widths:
+        refuse(not 2 <= width <= full, f"--widths {args.widths}: 2 … {full}")
+    accepted, context = args.acceptance, args.context
+    beyond = accepted is not None and not 1 <= accepted <= full
+    refuse(beyond, f"--acceptance {accepted}: within 1 … {full} tokens a step")
+    refuse(context > capacity, f"--context {context} is beyond the capacity {capacity}")
+    refuse(context > positions, f"--context {context}: the pair has {positions} positions")
 
 
 def pair_configs(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -191,8 +181,6 @@ def run(args: argparse.Namespace) -> None:
     task = make_task(args)
     if args.against:
         call([args.reference_python, "-P", str(REFERENCE), "check"])
-    if args.json is not None:
-        check_whole_file(args.json, args.overwrite)
     print(keep_newest(args.json, results(args, task)))
 
 

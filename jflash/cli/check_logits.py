@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import SCALE, random_weights
-from jflash.cli.options.results import asked_backends
+from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
-from jflash.files import check_whole_file, keep_newest
+from jflash.files import keep_newest
 from jflash.memory import check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.programs import Shape
@@ -35,7 +35,7 @@ def targets(args: argparse.Namespace) -> list[Models]:
     found = []
     for width in (1, shape.drafter.block_size):
         models = Models(Target(config), None, width)
-        models = with_backends(models, DTYPE, jax.devices()[0], **asked_backends(args))
+        models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
         decoding = Shape.of(args.batch[-1], CAPACITY, DTYPE, chunk=CHUNK)
         check_memory(models, decoding, PROMPT + ROWS, device_memory())
         found.append(models)
@@ -71,8 +71,6 @@ def nats(distance: dict[str, float]) -> str:
 
 def run(args: argparse.Namespace) -> None:
     models, begin = targets(args), time.perf_counter()
-    if args.json is not None:
-        check_whole_file(args.json, args.overwrite)
     config = models[0].target.config
     [params] = random_weights([config], DTYPE, experts_scale=SCALE)
     # Norms come before every layer: a larger embedding leaves the scale of all that follows them.

@@ -3,16 +3,16 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
 from jflash.bench.shapes import SHAPES
-from jflash.cli.options.results import asked_backends
+from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
-from jflash.files import whole_file
+from jflash.files import keep_newest
 from jflash.io import default_dtype
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
@@ -44,7 +44,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
     form = CPU if jax.default_backend() == "cpu" else GPU
-    case = load_case(name, dtype, args.seed, asked_backends(args), form.batch)
+    case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch)
     with tqdm(total=form.comparisons, desc=name, unit="comparison") as bar:
         law = check_law(case, form, args.seed, dtype, lambda _: bar.update())
     for line in law_lines(law):
@@ -55,7 +55,7 @@ def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any
 def check_oracle(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """All drafters against the oracle of one executable, for every pair and batch size."""
     begin = time.perf_counter()
-    backends = asked_backends(args)
+    backends = chosen_backends(args)
     results, seen, fault = [], set(), None
     for name in args.pairs:
         case = load_case(name, dtype, args.seed, backends, args.batches[-1])
@@ -249,22 +249,10 @@ def run(args: argparse.Namespace) -> None:
     large = [name for name in args.pairs if name in SHAPES]
     if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
-    if args.json is None:
-        found = report(args)
-    else:
-        with whole_file(args.json, args.overwrite) as write:
-            found = report(args, write)
-    if found["failures"]:
-        raise SystemExit(DIFFERS)
-
-
-def report(args: argparse.Namespace, *writers: Callable[[str], None]) -> dict[str, Any]:
-    """Checks, prints, and gives the result as a line to each of `writers`."""
     found = check(args)
     if "checks" in found:
         print_oracle(found)
     print_verdict(found)
-    line = json.dumps(found, allow_nan=False)
-    for write in (print, *writers):
-        write(line)
-    return found
+    print(keep_newest(args.json, [json.dumps(found, allow_nan=False)]))
+    if found["failures"]:
+        raise SystemExit(DIFFERS)

@@ -10,9 +10,9 @@ import jax
 
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
-from jflash.cli.options.results import asked_backends
+from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
-from jflash.files import check_whole_file, keep_newest
+from jflash.files import keep_newest
 from jflash.platform import leave_compilation_cache
 from jflash.proof.compile_target import inspect
 from jflash.proof.gates import Result, check
@@ -28,7 +28,7 @@ def programs(args: argparse.Namespace) -> dict[str, StepProgram]:
     shape = model_shape(args.shape)
     found = {}
     for kind, models in (("plain", plain_models(shape)), ("step", pair_models(shape))):
-        models = with_backends(models, DTYPE, jax.devices()[0], **asked_backends(args))
+        models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
         for batch in args.batch:
             found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity, DTYPE)
     return found
@@ -60,8 +60,6 @@ def run(args: argparse.Namespace) -> None:
             "this compiles for the NVIDIA GPU of this machine, and JAX sees none: "
             "tests/proof/test_gates.py compiles for an H200 anywhere"
         )
-    if args.json is not None:
-        check_whole_file(args.json, args.overwrite)
     todo = programs(args)
     leave_compilation_cache()  # the assembler says nothing of a program that is not compiled
     report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}

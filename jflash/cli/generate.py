@@ -96,12 +96,12 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
 
 def configured(options: argparse.Namespace, batch: int) -> PairFiles:
     """The pair that the options name, at its width."""
-    choice = drafter_choice(drafter_name(options))
+    source, seed = drafter_choice(drafter_name(options))
     auto = options.block_size == AUTO
     files = configure_pair(
-        options.target, choice.source, dtype=options.dtype,
+        options.target, source, dtype=options.dtype,
         block_size=None if auto else options.block_size,
-        drafter_seed=choice.seed, attention_backend=options.attention_backend,
+        drafter_seed=seed, attention_backend=options.attention_backend,
     )  # fmt: skip
     return at_best_width(files, batch) if auto else files
 

@@ -12,7 +12,7 @@ from jflash.bench import kernel_cases
 from jflash.bench.kernel_cases import OPS, Op, make_attention_case
 from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_per_call, table
 from jflash.cli import bench_kernels, main
-from jflash.cli.options.bench_kernels import make_parser
+from jflash.cli.options.bench_kernels import check, make_parser
 from pallas_kernels.block_attention import triton
 from pallas_kernels.shapes import (
     GROUPED_MATMUL,
@@ -188,7 +188,7 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
     cut = json.loads(file.read_text())
     assert (len(cut["rows"]), cut["missing_cases"]) == (1, 1)
     with pytest.raises(ValueError, match="exists already"):
-        bench_kernels.run(parser.parse_args(argv))
+        check(parser.parse_args(argv))
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def test_a_line_draws_as_it_says(pair, capsys, tmp_path):
 @pytest.mark.parametrize("parser", [generate.make_parser(), evaluate.make_parser()])
 def test_help_says_where_the_drafter_changes_no_token(parser):
     """Drafts drawn from q decide which tokens are drawn; greedy ones never do."""
-    told = " ".join(parser.format_help().split())
-    (oracle,) = re.findall(r"--oracle the same executable.*?alone", told)
-    (random,) = re.findall(r"random:SEED or random:SEED:SOURCE.*?alone\)", told)
+    text = " ".join(parser.format_help().split())
+    (oracle,) = re.findall(r"--oracle the same executable.*?--draft-rule greedy", text)
+    (random,) = re.findall(r"random:SEED or random:SEED:SOURCE.*?--draft-rule greedy\)", text)
     for what in (oracle, random):
         assert "the same greedy tokens" in what
-        assert "temperature 0" in what and "--draft-rule greedy alone" in what
+        assert "temperature 0" in what and "only under --draft-rule greedy" in what

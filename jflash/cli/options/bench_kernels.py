@@ -6,16 +6,15 @@ from jflash.cli.command import Parser
 from jflash.cli.options.results import check_result, result_options
 from jflash.cli.options.values import at_least_1
 
+WHAT = "Kernels by themselves: op × shape × backend, microseconds, share of bandwidth and error."
+EPILOG = "Beside XLA, and beside flash-attn3-jax where it is installed. Needs a GPU."
+
 
 def make_parser(prog: str = "bench_kernels.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Kernels on their own: op × shape × backend, microseconds, share of bandwidth and error.",
-        epilog="Beside XLA, and beside flash-attn3-jax where it is installed. Needs a GPU.",
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
-    add("--op", default="block_attention", metavar="A,B", help="folders of pallas_kernels, "
-        "default block_attention; a name that there is not prints them all")  # fmt: skip
+    ops = "folders of pallas_kernels, default block_attention; a wrong name prints them all"
+    add("--op", default="block_attention", metavar="A,B", help=ops)
     add("--shape", metavar="A,B", help="names of pallas_kernels/shapes.py, default all of the op")
     add("--backend", metavar="A,B", help="default: what the op has for a GPU, and outside ones")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -26,5 +25,5 @@ def make_parser(prog: str = "bench_kernels.py") -> Parser:
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what is wrong whatever ops there are."""
-    at_least_1(args, ("rounds",))
+    at_least_1(args, "rounds")
     check_result(args)

@@ -9,6 +9,7 @@ from jflash.cli.command import Parser
 from jflash.cli.options.results import backend_options, check_result, result_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
+WHAT = "Step times of a pair beside the device's own limits: plain decoding, verify, draft, step."
 EPILOG = """
 Random weights (--shape) give times of steps, never a speed: that takes a real pair, or an
 acceptance that you state. Every batch size runs in processes of its own, one after the other.
@@ -16,11 +17,7 @@ acceptance that you state. Every batch size runs in processes of its own, one af
 
 
 def make_parser(prog: str = "benchmark.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Step times of a pair beside the device's own limits: plain decoding, verify, draft, step.",
-        epilog=EPILOG,
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
     add("--shape", help=f"random weights of a published shape: {', '.join(SHAPES)}")
     add("--target", type=Path, metavar="DIR", help="a real pair instead, with --drafter")
@@ -51,41 +48,20 @@ def check(args: argparse.Namespace) -> None:
     """ValueError for what could not be measured, whatever the pair."""
     if args.stage:
         return
-    real = args.target is not None or args.drafter is not None
-    refuse(
-        [
-            (
-                (args.shape is None) == (not real)
-                or (args.target is None) != (args.drafter is None),
-                "give either --shape NAME or --target DIR and --drafter DIR",
-            ),
-            (
-                args.shape is not None and args.prompts is not None,
-                "--prompts needs a real pair: random weights decode nothing of meaning",
-            ),
-            (
-                args.beside is not None and args.shape is None,
-                "--beside compares random weights: give --shape",
-            ),
-        ]
-    )
+    folders = [args.target is not None, args.drafter is not None]
+    either = all(folders) if args.shape is None else not any(folders)
+    refuse(not either, "give either --shape NAME or --target DIR and --drafter DIR")
+    meaningless = "--prompts needs a real pair: random weights decode nothing of meaning"
+    refuse(args.shape is not None and args.prompts is not None, meaningless)
+    random = args.beside is None or args.shape is not None
+    refuse(not random, "--beside compares random weights: give --shape")
     for shape in filter(None, (args.shape, args.beside)):
         model_shape(shape)
-    at_least_1(args, ("steps", "repeats", "context", "max_new_tokens"))
-    refuse(
-        [
-            (
-                args.capacity is not None and (args.capacity < 1 or args.capacity % 256),
-                f"--capacity {args.capacity}: a multiple of 256",
-            ),
-            (
-                args.against and (1 not in args.batch or args.only_step),
-                "--against reference compares whole cases at --batch 1",
-            ),
-            (
-                args.no_compilation_cache,
-                "--no-compilation-cache: a cache of its own, new for each case, is what is timed",
-            ),
-        ]
-    )
+    at_least_1(args, "steps", "repeats", "context", "max_new_tokens", "capacity")
+    refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")
+    whole = 1 in args.batch and not args.only_step
+    why = "--against reference compares whole cases at --batch 1"
+    refuse(args.against and not whole, why)
+    timed = "--no-compilation-cache: a cache of its own, new for each case, is what is timed"
+    refuse(args.no_compilation_cache, timed)
     check_result(args)

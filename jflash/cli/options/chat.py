@@ -14,7 +14,7 @@ have one colour (not with NO_COLOR or TERM=dumb); τ and tokens/s follow each an
 
 
 def make_parser(prog: str = "chat.py") -> Parser:
-    parser = Parser(prog, "Talk to a model, turn by turn, several tokens a step.", epilog=EPILOG)
+    parser = Parser(prog, "Talk to a model, turn by turn, several tokens a step.", EPILOG)
     model_options(parser.add_argument_group("models"))
     prompt_options(parser.add_argument_group("prompts"))
     sampling_options(parser.add_argument_group("decoding"), max_new_tokens=512)
@@ -22,6 +22,6 @@ def make_parser(prog: str = "chat.py") -> Parser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError for values and combinations that no model could make sense of."""
-    at_least_1(options, ("max_new_tokens",))
+    """ValueError for values and combinations that no model could serve."""
+    at_least_1(options, "max_new_tokens")
     check_pair(options, drawn=options.temperature > 0)

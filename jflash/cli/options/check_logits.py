@@ -9,7 +9,7 @@ from jflash.cli.options.results import backend_options, check_result, result_opt
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 
 SCALE = 0.02
-
+WHAT = "Compares the logits of the program that decodes with float32's, and with XLA's rounding."
 EPILOG = """
 Random weights of a published shape, normal(0, 0.02), and random texts, which go through prefill and
 blocks at width 1 and at the drafter's width: in bfloat16 by the kernels that decode, the same by
@@ -20,11 +20,7 @@ Exit code 0: the logits are right; 1: not so, and where; 2: bad input.
 
 
 def make_parser(prog: str = "check_logits.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Compares the logits of the program that decodes with float32's, and with XLA's rounding.",
-        epilog=EPILOG,
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
     default = "qwen3-coder-30b"
     add("--shape", default=default, help=f"one of {', '.join(SHAPES)}, default {default}")
@@ -40,12 +36,10 @@ def make_parser(prog: str = "check_logits.py") -> Parser:
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what no device could check."""
-    at_least_1(args, ["layers"])
-    scale, shape = args.embedding_scale, model_shape(args.shape)
-    refuse([
-        (not 0 < scale < math.inf, f"--embedding-scale {scale}: a number above 0"),
-        (shape.target.tie_embeddings and scale != SCALE,
-         f"--embedding-scale {scale}: the head of {args.shape} is its embedding"),
-    ])  # fmt: skip
+    at_least_1(args, "layers")
+    scale, tied = args.embedding_scale, model_shape(args.shape).target.tie_embeddings
+    refuse(not 0 < scale < math.inf, f"--embedding-scale {scale}: a number above 0")
+    why = f"--embedding-scale {scale}: the head of {args.shape} is its embedding"
+    refuse(tied and scale != SCALE, why)
     check_seed(args.seed)
     check_result(args)

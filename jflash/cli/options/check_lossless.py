@@ -8,6 +8,7 @@ from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.proof.pairs import PAIRS
 
 CHECKS = ("law", "oracle")
+WHAT = "Shows that greedy decoding is lossless on this device, bit for bit, or where it is not."
 EPILOG = """
 law: plain decoding at width 1 and batch 1 against other widths, batches, capacities, chunks and
 drafters, a replay with wrong tokens, and texts given as prompts. Tokens, logits, keys and values
@@ -19,11 +20,7 @@ Exit code 0: lossless; 1: not so; 2: bad input.
 
 
 def make_parser(prog: str = "check_lossless.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Shows that greedy decoding is lossless on this device, bit for bit, or where it is not.",
-        epilog=EPILOG,
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
     usual = "a dense and a MoE pair on a GPU, tiny-math on a CPU"
     add("--pairs", type=names, help=f"of {','.join(PAIRS)}; by default {usual}")
@@ -46,17 +43,11 @@ def names(text: str) -> tuple[str, ...]:
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what cannot be checked anywhere."""
-    unknown = [name for name in args.pairs or () if name not in PAIRS]
-    strange = [name for name in args.checks if name not in CHECKS]
-    refuse(
-        [
-            (
-                unknown,
-                f"--pairs: no pair is called {''.join(unknown[:1])!r}, use {','.join(PAIRS)}",
-            ),
-            (strange, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}"),
-        ]
-    )
-    at_least_1(args, ("tokens", "min_count", "min_distinct"))
-    check_result(args)
+    for name in args.pairs or ():
+        why = f"--pairs: no pair is called {name!r}, use {','.join(PAIRS)}"
+        refuse(name not in PAIRS, why)
+    wrong = set(args.checks) - set(CHECKS)
+    refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
+    at_least_1(args, "tokens", "min_count", "min_distinct")
     check_seed(args.seed)
+    check_result(args)

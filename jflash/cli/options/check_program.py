@@ -7,6 +7,7 @@ from jflash.cli.command import Parser
 from jflash.cli.options.results import backend_options, check_result, result_options
 from jflash.cli.options.values import counts, refuse
 
+WHAT = "Compiles the step of all layers for this GPU, autotuned, and shows what it must show."
 EPILOG = """
 The gates of tests/proof/test_gates.py, which compiles four layers without a GPU: one command
 buffer, no copy of a cache or of weights, bounded temporaries, no spills. Nothing is run and no
@@ -15,11 +16,7 @@ weights exist. Exit code 0: all hold; 1: not so, and where; 2: bad input or no G
 
 
 def make_parser(prog: str = "check_program.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Compiles the step of all layers for this GPU, autotuned, and shows what it must show.",
-        epilog=EPILOG,
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
     add("--shape", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, default qwen3-8b")
     add("--batch", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
@@ -31,7 +28,7 @@ def make_parser(prog: str = "check_program.py") -> Parser:
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what no GPU could compile."""
-    refuse([(args.capacity < 256 or args.capacity % 256,
-             f"--capacity {args.capacity}: a multiple of 256")])  # fmt: skip
-    check_result(args)
+    size = args.capacity
+    refuse(size < 256 or size % 256, f"--capacity {size}: a multiple of 256")
     model_shape(args.shape)
+    check_result(args)

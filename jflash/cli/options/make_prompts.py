@@ -4,16 +4,15 @@ import argparse
 from pathlib import Path
 
 from jflash.cli.command import Parser
-from jflash.cli.options.values import check_seed
+from jflash.cli.options.values import check_seed, option_name, refuse
 from jflash.decoding import Sampling
+
+WHAT = "Collects prompts to train a drafter on: from files, made up, and written by the target."
+EPILOG = "Every line says its source. What the test sets ask is left out: name them all."
 
 
 def make_parser(prog: str = "make_prompts.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Collects prompts to train a drafter on: from files, made up, and written by the target.",
-        epilog="Every line says its source. What the test sets ask is left out: name them all.",
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.jsonl")
     add("--overwrite", action="store_true")
@@ -36,17 +35,14 @@ def make_parser(prog: str = "make_prompts.py") -> Parser:
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what does not fit, before anything is read."""
-    if args.output.exists() and not args.overwrite:
-        raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
+    exists = args.output.exists() and not args.overwrite
+    refuse(exists, f"{args.output} exists already: pass --overwrite to replace it")
     for name, least in (("variants", 0), ("count", 1), ("batch", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
-    files = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.questions, *args.exclude_test]
-    for file in filter(None, files):
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file")
-    if not (any(files[: -len(args.exclude_test) or None]) or args.written_by):
-        raise ValueError("no source of prompts: see --help")
+        refuse(getattr(args, name) < least, f"{option_name(name)} must be at least {least}")
+    sources = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.questions]
+    for file in filter(None, [*sources, *args.exclude_test]):
+        refuse(not file.is_file(), f"{file}: no such file")
+    refuse(not any([*sources, args.written_by]), "no source of prompts: see --help")
     check_seed(args.seed)
     drawing(args)
 

@@ -1,93 +1,57 @@
 """Options that name a pair and how it decodes, shared by the commands that decode."""
 
 import argparse
-from typing import NamedTuple
 
-from jflash.cli.options.values import block_size, check_seed, refuse
+from jflash.cli.options.values import block_size, check_seed, option_name, refuse
 from jflash.decoding import DRAFT_RULES, Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.kernels import AUTO
 
 DEFAULT_TARGET = str(EMBEDDED_PAIR / "target")
 DEFAULT_DRAFTER = str(EMBEDDED_PAIR / "drafter")
-
-
-class DrafterChoice(NamedTuple):
-    """Where the drafter comes from: nowhere (None), a checkpoint, or its config and a seed."""
-
-    source: str | None
-    seed: int | None
+TARGET = (
+    "a folder in Hugging Face or Orbax form, a .gguf file or a hub id; default: the embedded one"
+)
+DRAFTER = """default: the embedded one; none: without; random:SEED or random:SEED:SOURCE: that
+drafter's config with random weights (the same greedy tokens, slower; above temperature 0 the same
+ones only under --draft-rule greedy)"""
+BACKEND = "mosaic_gpu, triton or xla; default: the best that the device has"
+WIDTH = "default: the drafter's own; without one 1; auto: the best by the measured table"
+RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
+ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
+temperature 0 the tokens are the same only under --draft-rule greedy"""
 
 
 def model_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--target",
-        metavar="SOURCE",
-        default=DEFAULT_TARGET,
-        help="a folder in Hugging Face or Orbax form, a .gguf file or a hub id; "
-        "default: the embedded one",
-    )
-    group.add_argument(
-        "--drafter",
-        metavar="SOURCE",
-        help="default: the embedded one; none: without; random:SEED or random:SEED:SOURCE: "
-        "that drafter's config with random weights (the same greedy tokens, slower; above "
-        "temperature 0 the same ones under --draft-rule greedy alone)",
-    )
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
-    group.add_argument(
-        "--attention-backend",
-        metavar="NAME",
-        default=AUTO,
-        help="mosaic_gpu, triton or xla; default: the best that the device has",
-    )
-    group.add_argument(
-        "--block-size",
-        type=block_size,
-        metavar="W",
-        help="default: the drafter's own; without one 1; auto: the best by the measured table",
-    )
+    add = group.add_argument
+    add("--target", metavar="SOURCE", default=DEFAULT_TARGET, help=TARGET)
+    add("--drafter", metavar="SOURCE", help=DRAFTER)
+    add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
+    add("--block-size", type=block_size, metavar="W", help=WIDTH)
 
 
 def prompt_options(group: argparse._ActionsContainer) -> None:
     """How a text becomes the prompt of a model."""
-    group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument(
-        "--reasoning", choices=("on", "off"), default="off", help="the template's thinking mode"
-    )
-    group.add_argument(
-        "--no-chat-template", action="store_true", help="the prompt as it is, for base models"
-    )
+    add, thinking = group.add_argument, "the template's thinking mode"
+    add("--system", metavar="TEXT", help="system message")
+    add("--reasoning", choices=("on", "off"), default="off", help=thinking)
+    add("--no-chat-template", action="store_true", help="the prompt as it is, for base models")
 
 
 def sampling_options(group: argparse._ArgumentGroup, max_new_tokens: int) -> None:
-    group.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N",
-        help=f"default {max_new_tokens}",
-    )  # fmt: skip
-    group.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the best K tokens")
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the fewest that hold this share"
-    )
-    group.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="keep this share of the best one's"
-    )
-    group.add_argument(
-        "--draft-rule",
-        choices=DRAFT_RULES,
-        help="at a temperature: drafts are the drafter's best tokens, or drawn from it (default)",
-    )
-    group.add_argument("--seed", type=int, default=0, help="of the draws, default 0")
+    add, new = group.add_argument, max_new_tokens
+    add("--max-new-tokens", type=int, default=new, metavar="N", help=f"default {new}")
+    add("--temperature", type=float, default=0.0, help="default 0: greedy")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the best K tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the fewest with this share")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop less than this of the best")
+    add("--draft-rule", choices=DRAFT_RULES, help=RULE)
+    add("--seed", type=int, default=0, help="of the draws, default 0")
 
 
 def oracle_option(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--oracle",
-        action="store_true",
-        help="the same executable, but no draft is accepted: the same greedy tokens, one a step. "
-        "Above temperature 0 the tokens are the same under --draft-rule greedy alone",
-    )
+    group.add_argument("--oracle", action="store_true", help=ORACLE)
 
 
 def drafter_name(options: argparse.Namespace) -> str:
@@ -95,55 +59,44 @@ def drafter_name(options: argparse.Namespace) -> str:
     return DEFAULT_DRAFTER if options.drafter is None else options.drafter
 
 
-def drafter_choice(text: str) -> DrafterChoice:
-    """none, random:SEED, random:SEED:SOURCE or SOURCE."""
+def drafter_choice(text: str) -> tuple[str | None, int | None]:
+    """Source and seed from none, random:SEED, random:SEED:SOURCE or SOURCE.
+
+    The source is None without a drafter; a seed stands for random weights of the source's config.
+    """
     if text == "none":
-        return DrafterChoice(None, None)
+        return None, None
     kind, *rest = text.split(":", 2)
     if kind != "random":
-        return DrafterChoice(text, None)
-    if not rest or not rest[0].isdecimal():
-        raise ValueError(f"--drafter {text}: give a seed, such as random:0")
-    return DrafterChoice(rest[1] if len(rest) > 1 else DEFAULT_DRAFTER, check_seed(int(rest[0])))
+        return text, None
+    wrong = not rest or not rest[0].isdecimal()
+    refuse(wrong, f"--drafter {text}: give a seed, such as random:0")
+    return rest[1] if len(rest) > 1 else DEFAULT_DRAFTER, check_seed(int(rest[0]))
 
 
 def sampling(options: argparse.Namespace) -> Sampling:
-    """How requests draw that say nothing else; ValueError in the words of the command line."""
+    """The draws of requests without options of their own; ValueError names the option."""
+    o = options
     try:
-        return Sampling(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-        )
+        return Sampling(temperature=o.temperature, top_k=o.top_k, top_p=o.top_p, min_p=o.min_p)
     except ValueError as error:
         field, _, why = str(error).partition(" ")
         why = why.replace("a temperature", "a --temperature")
-        raise ValueError(f"--{field.replace('_', '-')} {why}") from None
+        raise ValueError(f"{option_name(field)} {why}") from None
 
 
 def check_pair(options: argparse.Namespace, drawn: bool) -> None:
     """ValueError for contradictions; `drawn`: prompts may be drawn at a temperature."""
-    rule = options.draft_rule == "sampled"
-    refuse(
-        [
-            (rule and not drawn, "--draft-rule sampled needs a --temperature above 0"),
-            (rule and options.drafter == "none", "--draft-rule sampled without a drafter"),
-            (
-                options.block_size == AUTO and options.drafter == "none",
-                "--block-size auto without a drafter",
-            ),
-            (
-                options.drafter is None and options.target != DEFAULT_TARGET,
-                f"--target {options.target} needs its own --drafter (a folder, a hub id, or none)",
-            ),
-            (options.system and options.no_chat_template, "--system with --no-chat-template"),
-            (
-                options.reasoning == "on" and options.no_chat_template,
-                "--reasoning on without the chat template",
-            ),
-        ]
-    )
-    check_seed(options.seed)
-    sampling(options)
-    drafter_choice(drafter_name(options))
+    o = options
+    draws, plain = o.draft_rule == "sampled", o.drafter == "none"
+    refuse(draws and not drawn, "--draft-rule sampled needs a --temperature above 0")
+    refuse(draws and plain, "--draft-rule sampled without a drafter")
+    refuse(o.block_size == AUTO and plain, "--block-size auto without a drafter")
+    needs = f"--target {o.target} needs its own --drafter (a folder, a hub id, or none)"
+    refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
+    refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
+    thinks = o.reasoning == "on"
+    refuse(thinks and o.no_chat_template, "--reasoning on without the chat template")
+    check_seed(o.seed)
+    sampling(o)
+    drafter_choice(drafter_name(o))

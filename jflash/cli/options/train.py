@@ -4,16 +4,17 @@ import argparse
 from pathlib import Path
 
 from jflash.cli.command import Parser
-from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, refuse
+from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
 from jflash.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
 
+WHAT = "Trains a DFlash drafter for your target, on prompts that the target itself answers."
 EPILOG = """
 A line of --data holds "prompt" (text, put through the target's chat template) or "prompt_ids", and
 with --keep-answers also "answer" (text) or "answer_ids" (stop token included). The same command
 goes on where it was stopped or killed; OUTPUT-work/training holds the curves.
 """
-# What a new drafter is like unless it is said.
+# A new drafter's form without options.
 FORM = {
     "drafter": "dflash", "num_layers": 5, "intermediate_size": None, "block_size": 16,
     "target_layer_ids": None, "mask_token_id": None, "conv_kernel_size": 2, "conv_group_size": 16,
@@ -22,11 +23,7 @@ FORM = {
 
 
 def make_parser(prog: str = "train_drafter.py") -> Parser:
-    parser = Parser(
-        prog,
-        "Trains a DFlash drafter for a target of yours, on prompts that the target answers itself.",
-        epilog=EPILOG,
-    )
+    parser = Parser(prog, WHAT, EPILOG)
     add = parser.add_argument
     add("--target", required=True, help="checkpoint folder, .gguf file or hub id; stays as it is")
     add("--data", type=Path, required=True, metavar="FILE.jsonl", help="a prompt a line")
@@ -67,10 +64,10 @@ def _drafter_options(add) -> None:
         ("conv_kernel_size", "rows that a convolution spans"),
         ("conv_group_size", "channels that share a kernel"),
         ("selector_rank", "width of the codebooks"),
-        ("selector_top_k", "candidates of a place"),
+        ("selector_top_k", "candidates of a position"),
     ):
-        told = f"{what}, of --drafter dflash2; default: {FORM[name]}"
-        add(f"--{name.replace('_', '-')}", type=int, help=told)
+        text = f"{what}, of --drafter dflash2; default: {FORM[name]}"
+        add(option_name(name), type=int, help=text)
 
 
 def _training_options(add) -> None:
@@ -92,8 +89,8 @@ def _training_options(add) -> None:
     add("--decay", type=float, metavar="γ", help="default: the paper's for the block width")
     add("--dpace-alpha", type=float, default=paper.dpace_alpha)
     add("--ce-share", type=float, default=paper.ce_share, help="of --loss tv")
-    share_of_places = "of the training, over which the places of a block come in one by one"
-    add("--curriculum", type=float, default=0.0, metavar="SHARE", help=share_of_places)
+    positions = "of the training, over which the positions of a block come in one by one"
+    add("--curriculum", type=float, default=0.0, metavar="SHARE", help=positions)
     add("--selector-weight", type=float, default=paper.selector_weight, help="of its loss, dflash2")
     add("--training-attention", choices=("xla", "cudnn"), help="default: the device's fastest")
 
@@ -116,31 +113,21 @@ def share(text: str) -> Share:
 
 
 def drafter_form(args: argparse.Namespace) -> argparse.Namespace:
-    """The options about a new drafter with their defaults; ValueError for one beside --init-from,
-    whose drafter has a form already."""
+    """The options of a new drafter with their defaults; ValueError for one with --init-from."""
     given = {name: getattr(args, name) for name in FORM if getattr(args, name) is not None}
     if args.init_from is not None and given:
-        name = next(iter(given)).replace("_", "-")
-        raise ValueError(f"--{name}: the drafter of --init-from is as it is; leave this out")
+        name = option_name(next(iter(given)))
+        raise ValueError(f"{name}: the drafter of --init-from is as it is; leave this out")
     return argparse.Namespace(**FORM | given)
 
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what could not be trained, before anything is read."""
-    at_least_1(args, ("answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens"))
-    refuse(
-        [
-            (
-                args.overwrite and args.answer_part.of > 1,
-                "--overwrite with --answer-part: a part would delete the answers of the others; "
-                "give another --output",
-            ),
-            *(
-                (not file.is_file(), f"{file}: no such file")
-                for file in filter(None, (args.data, args.eval_prompts))
-            ),
-        ]
-    )
+    at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
+    why = "--overwrite with --answer-part: a part would delete the answers of the others; "
+    refuse(args.overwrite and args.answer_part.of > 1, why + "give another --output")
+    for file in filter(None, (args.data, args.eval_prompts)):
+        refuse(not file.is_file(), f"{file}: no such file")
     check_seed(args.seed)
     drafter_form(args)
     train_config(args, "float32")

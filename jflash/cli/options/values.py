@@ -1,42 +1,42 @@
 """What the value of an option may be: lists, seeds and counts, each read in one place."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 from jflash.kernels import AUTO
 
 
+def _listed(text: str, kind: Callable[[str], Any], what: str) -> list[Any]:
+    try:
+        return [kind(piece) for piece in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {what}") from None
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers from 1 up out of "1,8,32": each once, ascending."""
-    try:
-        found = tuple(sorted({int(piece) for piece in text.split(",")}))
-    except ValueError:
-        found = (0,)
-    if found[0] < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of numbers from 1 up, such as 1,8,32"
-        )
-    return found
+    return tuple(sorted(set(_listed(text, _count, "numbers from 1 up, such as 1,8,32"))))
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def decimals(text: str) -> tuple[float, ...]:
     """Numbers out of "0,0.7", in their order."""
-    try:
-        return tuple(float(piece) for piece in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 0,0.7") from None
+    return tuple(_listed(text, float, "numbers such as 0,0.7"))
 
 
 def ids(text: str) -> list[int]:
-    """Ids out of "1,2,3", in their order; whether they exist is the model's to say."""
-    try:
-        return [int(piece) for piece in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of ids such as 1,2,3") from None
+    """Ids out of "1,2,3", in their order; the model decides whether they exist."""
+    return _listed(text, int, "ids such as 1,2,3") if text.strip() else []
 
 
 def block_size(text: str) -> int | str:
-    """A width or 'auto'; the drafter says which widths it can run."""
+    """A width or 'auto'; the drafter decides which widths it can run."""
     try:
         return text if text == AUTO else int(text)
     except ValueError:
@@ -45,21 +45,23 @@ def block_size(text: str) -> int | str:
 
 def check_seed(value: int) -> int:
     """A seed that JAX's keys can hold."""
-    if not 0 <= value < 2**32:
-        raise ValueError(f"seed {value} must be within 0 … {2**32 - 1}")
+    refuse(not 0 <= value < 2**32, f"seed {value} must be within 0 … {2**32 - 1}")
     return value
 
 
-def at_least_1(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """ValueError for the first of these options that is 0 or less."""
+def at_least_1(options: argparse.Namespace, *names: str) -> None:
+    """ValueError for the first of these options that is 0 or less; one that is not set passes."""
     for name in names:
         value = getattr(options, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+        refuse(value is not None and value < 1, f"{option_name(name)} {value}: at least 1")
 
 
-def refuse(cases: Sequence[tuple[object, str]]) -> None:
-    """ValueError with the reason of the first case that is true."""
-    for wrong, why in cases:
-        if wrong:
-            raise ValueError(why)
+def option_name(name: str) -> str:
+    """The option that argparse stores as `name`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(wrong: object, why: str) -> None:
+    """ValueError with the reason if something is wrong."""
+    if wrong:
+        raise ValueError(why)
