@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jflash.generate import Chunk, Generation, Pair, generate, stream
     from jflash.io import encode_prompt, load_pair, load_tokenizer, stop_token_ids
+    from jflash.serving.engine import Engine
+    from jflash.serving.request import Request
 
 _HOMES = {
     **dict.fromkeys(("Chunk", "Generation", "Pair", "generate", "stream"), "jflash.generate"),
     **dict.fromkeys(("encode_prompt", "load_pair", "load_tokenizer"), "jflash.io"),
     "stop_token_ids": "jflash.io",
+    "Engine": "jflash.serving.engine",
+    "Request": "jflash.serving.request",
 }
 
 __all__ = [
     "Chunk",
+    "Engine",
     "Generation",
     "Pair",
+    "Request",
     "encode_prompt",
     "generate",
     "load_pair",

@@ -1,0 +1,126 @@
+"""A request on its way: its events, as they come, to one reader in a thread or an event loop.
+
+The engine's thread gives, a reader takes; neither waits for the other. Knows no device.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from jflash.serving.request import Event, FinishReason, Request, Result
+
+
+class Handle:
+    """What `Engine.submit` returns. Iterate it, with `for` or `async for`, once.
+
+    Every event is handed out once, the last one with its finish reason. An engine that fails raises
+    its error in every reader, after the events that came before.
+    """
+
+    def __init__(self, request: Request, on_cancel: Callable[["Handle"], None]) -> None:
+        self.request = request
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self._events = deque[Event]()
+        self._past = list[Event]()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._wake: Callable[[], None] | None = None
+
+    def cancel(self) -> None:
+        """Ends the request soon, in whatever phase it is; its last event is 'cancelled'.
+
+        Of one that has ended nothing changes.
+        """
+        self._on_cancel(self)
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._events or self._ended)
+                event = self._next()
+            if event is None:
+                return
+            yield event
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:  # from the engine's thread; the loop may be closed by now
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrived.set)
+
+        with self._changed:
+            self._wake = wake
+        while True:
+            arrived.clear()
+            with self._changed:
+                waits = not (self._events or self._ended)
+                event = None if waits else self._next()
+            if waits:
+                await arrived.wait()
+            elif event is None:
+                return
+            else:
+                yield event
+
+    def result(self) -> Result:
+        """Everything there was, once the request has ended; waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+            if self._error is not None:
+                raise self._error
+            events = list(self._past)
+        return result_of(self.request, events)
+
+    def give(self, events: list[Event]) -> None:
+        """From the engine's thread: what came now."""
+        with self._changed:
+            assert not self._ended, "nothing comes after the last event"
+            self._events.extend(events)
+            self._past.extend(events)
+            self._ended = bool(events) and events[-1].finish_reason is not None
+            self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """From the engine's thread: there will be no more; `error` is raised in the reader."""
+        with self._changed:
+            self._error, self._ended = error, True
+            self._tell()
+
+    @property
+    def tokens(self) -> int:
+        """How many new tokens were given so far."""
+        return sum(len(event.token_ids) for event in self._past)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last event was given, be it read or not."""
+        return self._ended
+
+    def _next(self) -> Event | None:
+        if self._events:
+            return self._events.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        if self._wake is not None:
+            self._wake()
+
+
+def result_of(request: Request, events: list[Event]) -> Result:
+    """The events of a whole request put together."""
+    reason: FinishReason | None = events[-1].finish_reason
+    assert reason is not None, "a result is made of a request that has ended"
+    counts = [len(event.token_ids) for event in events if event.token_ids]
+    return Result(
+        prompt_tokens=len(request.prompt_ids),
+        token_ids=[token for event in events for token in event.token_ids],
+        acceptance_lengths=counts[1:],
+        finish_reason=reason,
+        cached_tokens=events[-1].cached_tokens,
+    )

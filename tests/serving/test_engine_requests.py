@@ -1,0 +1,95 @@
+"""The engine from outside: events and results, ends of every kind, readers in threads and loops."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jflash.decoding import Decoding
+from jflash.generate import generate
+from jflash.serving.engine import Engine
+from jflash.serving.request import Full, Request
+from tests.support.pairs import one_arithmetic, prompts, random_pair
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return one_arithmetic(random_pair())
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    with Engine(pair, max_batch=2, max_context=240, max_queue=3, prefill_chunk=64) as engine:
+        yield engine
+
+
+def by_itself(pair, request: Request):
+    drawn = replace(pair, models=replace(pair.models, sampled=True))
+    how = replace(Decoding(), max_new_tokens=request.max_tokens, stop_token_ids=request.stop_ids)
+    return generate(drawn, [list(request.prompt_ids)], how, prefill_chunk=64)[0]
+
+
+def test_events_are_the_steps_of_the_text_alone(pair, engine):
+    for prompt in prompts(3, seed=4):
+        request = Request(prompt_ids=prompt, max_tokens=30, seed=0)
+        want = by_itself(pair, request)
+        handle = engine.submit(request)
+        events = list(handle)
+        assert [len(e.token_ids) for e in events] == [1, *want.acceptance_lengths]
+        assert [t for e in events for t in e.token_ids] == want.token_ids
+        assert [e.accepted for e in events[1:]] == [n - 1 for n in want.acceptance_lengths]
+        assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
+        assert handle.result().acceptance_lengths == want.acceptance_lengths
+
+
+def test_a_loop_reads_while_the_engine_works(engine):
+    async def ids(request: Request) -> list[int]:
+        return [t async for e in engine.submit(request) for t in e.token_ids]
+
+    async def both(requests):
+        return await asyncio.gather(*map(ids, requests))
+
+    requests = [Request(prompt_ids=p, max_tokens=20) for p in prompts(2, seed=5)]
+    got = asyncio.run(both(requests))
+    assert got == [result.token_ids for result in engine.generate(requests)]
+
+
+def test_ends_of_every_kind(engine):
+    long = Request(prompt_ids=[1, 2], max_tokens=200)
+    first = engine.submit(long)
+    next(iter(first))
+    first.cancel()
+    assert first.result().finish_reason == "cancelled"
+    assert 1 <= len(first.result().token_ids) < 200
+    assert engine.submit(replace(long, timeout=1e-3)).result().finish_reason == "timeout"
+    whole = engine.submit(replace(long, max_tokens=20)).result()
+    stop = whole.token_ids[5]
+    stopped = engine.submit(replace(long, stop_ids=[stop])).result()
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    plain = engine.submit(replace(long, max_tokens=20, speculate=False)).result()
+    assert plain.token_ids == whole.token_ids and set(plain.acceptance_lengths) == {1}
+
+
+def test_refusals(pair, engine):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (dict(prompt_ids=[]), "empty"),
+        (dict(prompt_ids=[1], max_tokens=240), "1 prompt tokens"),
+        (dict(prompt_ids=[67]), "token id 67"),
+        (dict(prompt_ids=[1], max_tokens=2, stop_ids=list(range(17))), "17 stop_ids"),
+    ]
+    for request, why in wrong:
+        with pytest.raises(ValueError, match=why):
+            engine.submit(Request(**request))
+    with pytest.raises(ValueError, match="seed -1"):
+        Request(prompt_ids=[1], seed=-1)
+    with pytest.raises(ValueError, match="timeout 0"):
+        Request(prompt_ids=[1], timeout=0.0)
+    handles = []
+    with pytest.raises(Full, match="3 requests wait"):
+        for _ in range(9):
+            handles.append(engine.submit(Request(prompt_ids=[1], max_tokens=200)))
+    for handle in handles:
+        handle.cancel()
+    assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
