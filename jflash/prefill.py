@@ -18,7 +18,7 @@ def admit(state: State, slot: Int[Array, ""], request: Sequences) -> State:
     """The state with `request`, one sequence's row, in `slot`, and nothing kept of it there."""
     target_cache = tuple(layer.cleared(slot) for layer in state.target_cache)
     drafter_cache = tuple(layer.cleared(slot) for layer in state.drafter_cache)
-    return State(put(state.sequences, slot, request), target_cache, drafter_cache)
+    return State(put(state.sequences, slot, request), target_cache, drafter_cache, state.survey)
 
 
 def put(sequences: Sequences, slot: Int[Array, ""], row: Sequences) -> Sequences:
@@ -82,4 +82,4 @@ def prefill(
         length=length,
         done=stopped[0] | (length >= request.limit),
     )
-    return State(put(state.sequences, slot, begun), target_cache, drafter_cache)
+    return State(put(state.sequences, slot, begun), target_cache, drafter_cache, state.survey)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.decoding import GREEDY, Decoding
 from jflash.prefill import prefill
+from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of
 from jflash.speculative import Models, Params, Sequences, State, speculative_step
 
@@ -49,6 +50,7 @@ class Report(NamedTuple):
     done: Bool[Array, " B"]
     steps: Int[Array, " B"]
     acceptance_lengths: Int[Array, "B S"]
+    survey: Survey | None = None  # with Models.rows, of all steps so far
 
 
 class Programs(NamedTuple):
@@ -97,7 +99,7 @@ def run(
 
     _, state = lax.while_loop(unfinished, body, (jnp.int32(0), state))
     s = state.sequences
-    return state, Report(s.tokens, s.length, s.done, s.steps, s.acceptance_lengths)
+    return state, Report(s.tokens, s.length, s.done, s.steps, s.acceptance_lengths, state.survey)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -110,7 +112,8 @@ def new_state(models: Models, shape: Shape) -> State:
     drafter_cache = ()
     if models.drafter is not None:
         drafter_cache = models.drafter.empty_states(*sizes, width, shape.dtype)
-    return State(empty_sequences(shape), target_cache, drafter_cache)
+    survey = None if models.rows is None else empty_survey()
+    return State(empty_sequences(shape), target_cache, drafter_cache, survey)
 
 
 def empty_sequences(shape: Shape) -> Sequences:

@@ -148,6 +148,20 @@ def draw(
     return jnp.argmax(weights / noise, axis=-1).astype(jnp.int32)
 
 
+def confidence(
+    scores: Float[Array, "B T C"], q: Float[Array, "B T C"] | None, filters: Filters
+) -> Float[Array, "B T"]:
+    """How sure a drafter is at each place: the largest probability there, of q if it draws from q.
+
+    Never that of the token drawn: a row that is verified only if a certain token was drawn commits
+    that token too often (with p = q and only draws of a verified: p(a) + (1 - p(a)) p(a)).
+    """
+    best = 1 / jnp.sum(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), axis=-1)
+    if q is None:
+        return best
+    return jnp.where(filters.temperature[:, None] == 0, best, jnp.max(q, axis=-1))
+
+
 def choose(
     logits: Float[Array, "B T V"],
     indices: Int[Array, "B T"],

@@ -10,6 +10,7 @@ target's cache yet.
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -20,12 +21,14 @@ from jflash.decoding import DRAFT_RULES
 from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
 from jflash.layers import Block
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, Tools
+from jflash.models.dflash import Drafter, Proposal, Tools
+from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals, unpacked
 from jflash.sampling import (
     DRAFT,
     Filters,
     accepted_drafts,
     choose,
+    confidence,
     draw,
     greedy,
     judged,
@@ -40,7 +43,9 @@ class Models:
     """What is compiled: two modules, the block width W, the kernels, and how draws are done.
 
     Without a drafter nothing is drafted and each step commits one token, at any width. Unless
-    `sampled`, every request is greedy, and so are the drafts, whatever the draft rule.
+    `sampled`, every request is greedy, and so are the drafts, whatever the draft rule. `rows` are
+    those that a step verifies over the whole batch, all with None; with as many as there are
+    sequences nothing is drafted, and the drafter's context is still written.
     """
 
     target: Target
@@ -49,6 +54,7 @@ class Models:
     kernels: Kernels = XLA
     sampled: bool = False
     draft_rule: str = "sampled"
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size
@@ -60,6 +66,18 @@ class Models:
             )
         if self.draft_rule not in DRAFT_RULES:
             raise ValueError(f"draft rule {self.draft_rule!r}: {' or '.join(DRAFT_RULES)}")
+        if self.rows is not None:
+            self._check_rows()
+
+    def _check_rows(self) -> None:
+        if self.drafter is None:
+            raise ValueError(f"{self.rows} rows to verify: without a drafter there are no drafts")
+        if not self.one_arithmetic:
+            others = {name for name in self.kernels if name not in ONE_ARITHMETIC}
+            raise ValueError(
+                f"{self.rows} rows to verify: by {', '.join(sorted(others))} a token's bits hang "
+                f"on the number of rows; only {' and '.join(ONE_ARITHMETIC)} may verify fewer"
+            )
 
     @property
     def configs(self) -> tuple[DecoderConfig, ...]:
@@ -87,7 +105,11 @@ class Models:
 
     def plain(self) -> "Models":
         """The target alone at width 1: plain decoding, which a pair is measured against."""
-        return replace(self, drafter=None, block_size=1)
+        return replace(self, drafter=None, block_size=1, rows=None)
+
+    def width(self, batch: int) -> int:
+        """Rows of a block: 1 where a step verifies the anchors alone."""
+        return 1 if self.rows == batch else self.block_size
 
 
 class Params(NamedTuple):
@@ -118,42 +140,39 @@ class State(NamedTuple):
     sequences: Sequences
     target_cache: tuple[LayerState, ...]
     drafter_cache: tuple[Cache, ...]
+    survey: Survey | None = None  # with Models.rows
 
     def with_sequences(self, **changes: Any) -> "State":
         """The state with other values of some fields of its sequences."""
         return self._replace(sequences=self.sequences._replace(**changes))
 
 
-class Proposal(NamedTuple):
-    """Drafts, and what they were drawn from: None if they are the drafter's best tokens."""
-
-    tokens: Int[Array, "B D"]
-    q: Float[Array, "B D V"] | None = None
-
-
 class Verdict(NamedTuple):
-    """What the target says of a block."""
+    """What the target says of a block; of rows that were not verified, anything."""
 
     logits: Float[Array, "B W V"]
     choices: Int[Array, "B W"]  # the token after each row, to the first that is not the draft
     accepted: Int[Array, " B"]  # how many drafts its choices confirm
-    features: Float[Array, "B W PD"]  # its tapped layers, for the drafter's context
+    features: Float[Array, "_ _ PD"]  # its tapped layers, for the drafter's context; as `rows` lie
+    rows: Rows
 
 
 def block_positions(models: Models, state: State) -> tuple[Int[Array, "B W"], Int[Array, " B"]]:
     """Positions of the block's rows, the anchor first, and how many of them there is room for."""
     start = state.sequences.length - 1
-    widths = jnp.clip(state.sequences.limit - start, 1, models.block_size)
-    return start[:, None] + jnp.arange(models.block_size), widths
+    width = models.width(len(start))
+    widths = jnp.clip(state.sequences.limit - start, 1, width)
+    return start[:, None] + jnp.arange(width), widths
 
 
 def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State]:
     """W - 1 proposals for the block whose anchor is each sequence's newest token."""
     positions, widths = block_positions(models, state)
     anchor = jnp.take_along_axis(state.sequences.tokens, positions[:, :1], axis=1)
-    if models.drafter is None:  # never accepted: the row only keeps the block's shape
-        return Proposal(jnp.repeat(anchor, models.block_size - 1, axis=1)), state
-    mask = jnp.full((anchor.shape[0], models.block_size - 1), models.drafter.config.mask_token_id)
+    shape = positions[:, 1:].shape
+    if models.drafter is None or not shape[1]:  # never accepted: rows only keep the block's shape
+        return Proposal(jnp.broadcast_to(anchor, shape), confidence=jnp.zeros(shape)), state
+    mask = jnp.full(shape, models.drafter.config.mask_token_id)
     block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
     embeddings = apply(models.target, params.target, block, method="embed")
     over = Block(positions[:, 0], widths, models.kernels)
@@ -161,62 +180,86 @@ def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, over
     )
     tools = drafting_tools(models, params, state, positions[:, 1:])
-    tokens, q = apply(
+    proposal = apply(
         models.drafter, params.drafter, hidden[:, 1:], anchor[:, 0], tools, method="propose"
     )
-    return Proposal(tokens, q), state._replace(drafter_cache=cache)
+    return proposal, state._replace(drafter_cache=cache)
 
 
 def drafting_tools(
     models: Models, params: Params, state: State, indices: Int[Array, "B D"]
 ) -> Tools:
     """The target's head and the draft rule, for drafts of the tokens at `indices`."""
-    sequences = state.sequences
+    s, backend = state.sequences, models.kernels.matmul
+    ranked, keys = models.rows is not None, s.key
+    if ranked:
+        # The rank of a row hangs on the drafts of other sequences, and so on noise that decided
+        # nothing in earlier steps: what is drafted again is drawn anew.
+        keys = jax.vmap(jax.random.fold_in)(keys, s.steps)
 
-    def best(hidden: Array) -> Array:
-        return apply(models.target, params.target, hidden, models.kernels.matmul, method="best")
+    def best(hidden: Array) -> Proposal:
+        if ranked:
+            return choose(logits(hidden), True)
+        return Proposal(apply(models.target, params.target, hidden, backend, method="best"))
 
     def logits(hidden: Array) -> Array:
-        return apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
+        return apply(models.target, params.target, hidden, backend, method="logits")
 
-    def choose(scores: Array, filtered: bool) -> tuple[Array, Array | None]:
-        if not models.draws_drafts:
-            return greedy(scores), None
-        filters = sequences.filters if filtered else temperature_only(sequences.filters)
-        q = probabilities(scores, filters)
-        return draw(q, indices, sequences.key, DRAFT), q
+    def choose(scores: Array, filtered: bool) -> Proposal:
+        filters = s.filters if filtered else temperature_only(s.filters)
+        q = probabilities(scores, filters) if models.draws_drafts else None
+        tokens = greedy(scores) if q is None else draw(q, indices, keys, DRAFT)
+        return Proposal(tokens, q, confidence(scores, q, filters) if ranked else None)
 
     return Tools(best, logits, choose, models.draws_drafts)
+
+
+def rows_of(models: Models, state: State, proposal: Proposal, widths: Int[Array, " B"]) -> Rows:
+    """The rows that are verified: all, or the best of the batch by the drafter's confidence."""
+    batch, drafts = proposal.tokens.shape
+    if models.rows is None or models.rows >= batch * (drafts + 1):
+        return Whole(widths)
+    assert proposal.confidence is not None
+    survival = survivals(proposal.confidence)
+    counts = pick_rows(survival, widths, state.sequences.done, models.rows)
+    return packed(counts, drafts + 1, models.rows)
 
 
 def verify(
     models: Models, params: Params, state: State, proposal: Proposal
 ) -> tuple[Verdict, State]:
     """The target's one pass over the anchor and the drafts, which writes their keys and values."""
-    positions, widths = block_positions(models, state)
-    sequences = state.sequences
-    newest = jnp.take_along_axis(sequences.tokens, positions[:, :1], axis=1)
-    over = Block(positions[:, 0], widths, models.kernels)
-    block = jnp.concatenate([newest, proposal.tokens], axis=1)
+    positions, room = block_positions(models, state)
+    rows, s = rows_of(models, state, proposal, room), state.sequences
+    newest = jnp.take_along_axis(s.tokens, positions[:, :1], axis=1)
+    over = rows.over(Block(positions[:, 0], rows.widths, models.kernels))
+    block = rows.pack(jnp.concatenate([newest, proposal.tokens], axis=1))
     hidden, features, cache = apply(
-        models.target, params.target, block, positions, state.target_cache, over, models.taps
-    )
+        models.target, params.target, block, rows.pack(positions), state.target_cache, over,
+        models.taps,
+    )  # fmt: skip
     # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
-    if models.draws_drafts:
-        assert proposal.q is not None
-        p = probabilities(logits, sequences.filters)
+    key, filters = rows.own((s.key, s.filters))
+    if proposal.q is not None:
+        p = rows.unpack(probabilities(logits, filters))
         choices, accepted = judged(
-            proposal.tokens, proposal.q, p, positions + 1, sequences.key, widths
+            proposal.tokens, proposal.q, p, positions + 1, s.key, rows.widths
         )  # fmt: skip
     else:
         if models.sampled:
-            choices = choose(logits, positions + 1, sequences.key, sequences.filters)
+            choices = choose(logits, rows.pack(positions + 1), key, filters)
         else:
             backend = models.kernels.matmul
             choices = apply(models.target, params.target, hidden, backend, method="best")
-        accepted = accepted_drafts(proposal.tokens, choices, widths)
-    return Verdict(logits, choices, accepted, features), state._replace(target_cache=cache)
+        choices = rows.unpack(choices)
+        accepted = accepted_drafts(proposal.tokens, choices, rows.widths)
+    state = state._replace(target_cache=cache)
+    if state.survey is not None and proposal.confidence is not None:
+        survival = survivals(proposal.confidence)
+        survey = state.survey.seen(survival, room, rows.widths, accepted, s.done)
+        state = state._replace(survey=survey)
+    return Verdict(rows.unpack(logits), choices, accepted, features, rows), state
 
 
 def commit(models: Models, params: Params, state: State, verdict: Verdict) -> State:
@@ -227,7 +270,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
     count, stopped = through_first_stop(verdict.choices, count, s.stops)
     count = jnp.where(s.done, 0, count)
 
-    row = jnp.arange(models.block_size)
+    row = jnp.arange(positions.shape[1])
     capacity = s.tokens.shape[1]
     # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
     kept = row < count[:, None]
@@ -237,12 +280,15 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
     )
     drafter_cache = state.drafter_cache
     if models.drafter is not None:
+        rows = verdict.rows
         context = apply(
-            models.drafter, params.drafter, verdict.features, positions, models.kernels,
+            models.drafter, params.drafter, verdict.features, rows.pack(positions), models.kernels,
             method="context",
         )  # fmt: skip
         drafter_cache = tuple(
-            projected.write(cache, cache.slots(positions, kept), models.kernels.heads)[1]
+            unpacked(projected, rows).write(
+                cache, cache.slots(positions, kept), models.kernels.heads
+            )[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )
     target_cache = tuple(layer.committed(count) for layer in state.target_cache)
@@ -257,7 +303,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
         steps=s.steps + ~s.done,
         acceptance_lengths=lengths,
     )
-    return State(sequences, target_cache, drafter_cache)
+    return State(sequences, target_cache, drafter_cache, state.survey)
 
 
 def speculative_step(models: Models, params: Params, state: State) -> State:

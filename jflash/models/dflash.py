@@ -27,17 +27,27 @@ from jflash.layers import (
 from jflash.models.decoder import Caches
 
 
+class Proposal(NamedTuple):
+    """Drafts, what they were drawn from, and how sure the drafter is at each place.
+
+    q is None where the best is taken, confidence where nobody ranks rows by it.
+    """
+
+    tokens: Int[Array, "B T"]
+    q: Float[Array, "B T V"] | None = None
+    confidence: Float[Array, "B T"] | None = None
+
+
 class Tools(NamedTuple):
     """What the step lends a drafter for its drafts: the target's head, and the rule of choosing.
 
     `choose` takes scores of C tokens a place, and whether all of a request's filters apply or its
-    temperature alone: it gives the index of the token chosen, and the probabilities q that it was
-    drawn with, or None where the best is taken.
+    temperature alone: its proposal's tokens and q are of these C.
     """
 
-    best: Callable[[Array], Array]  # hidden states [B, T, D] to the ids of their largest logits
+    best: Callable[[Array], Proposal]  # of hidden states [B, T, D], by the head's largest logits
     logits: Callable[[Array], Array]  # hidden states [B, T, D] to logits [B, T, V]
-    choose: Callable[[Array, bool], tuple[Array, Array | None]]  # [B, T, C] to [B, T], [B, T, C]
+    choose: Callable[[Array, bool], Proposal]  # of scores [B, T, C]
     draws: bool  # whether `choose` draws
 
 
@@ -127,13 +137,13 @@ class Drafter(nn.Module):
         hidden: Float[Array, "B T D"],
         anchor: Int[Array, " B"],
         tools: Tools,
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        """Drafts of a block's masked rows, and what they were drawn from: None if from nothing.
+    ) -> Proposal:
+        """Drafts of a block's masked rows.
 
         Every place by itself; the anchor, the token before the first, plays no part.
         """
         if not (tools.draws or self.config.changes_logits):
-            return tools.best(hidden), None
+            return tools.best(hidden)
         return tools.choose(self.adjust_logits(tools.logits(hidden)), True)
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:

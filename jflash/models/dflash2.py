@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.layers import DecoderLayer, Pass, Projection
-from jflash.models.dflash import Drafter, Tools
+from jflash.models.dflash import Drafter, Proposal, Tools
 
 GROUP = 128  # tokens of which the best is found first
 
@@ -133,8 +133,8 @@ class Drafter2(Drafter):
         hidden: Float[Array, "B T D"],
         anchor: Int[Array, " B"],
         tools: Tools,
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        """Drafts from left to right; q of a place is conditional on the drafts before it.
+    ) -> Proposal:
+        """Drafts from left to right; a place's q and confidence hang on the drafts before it.
 
         q knows the request's temperature and no other filter.
         """
@@ -142,14 +142,15 @@ class Drafter2(Drafter):
         candidates, scores = self.candidate_scores(hidden, anchor, logits)
         # Each place chooses for every token that may be before it, all places at once.
         choose = jax.vmap(lambda x: tools.choose(x, False), in_axes=2, out_axes=2)
-        choices, q = choose(scores)
+        choices, q, confidence = choose(scores)
         path = follow(choices)
-        tokens = _at(candidates, path)
-        if q is None:
-            return tokens, None
-        before = jnp.pad(path, ((0, 0), (1, 0)))[:, :-1]  # behind the anchor all rows are equal
-        own = jnp.take_along_axis(q, before[:, :, None, None], axis=2)[:, :, 0]
-        return tokens, _spread(own, candidates, logits.shape[-1])
+        before = jnp.pad(path, ((0, 0), (1, 0)))[:, :-1]  # after the anchor all rows are equal
+        if confidence is not None:
+            confidence = _at(confidence, before)
+        if q is not None:
+            own = jnp.take_along_axis(q, before[:, :, None, None], axis=2)[:, :, 0]
+            q = _spread(own, candidates, logits.shape[-1])
+        return Proposal(_at(candidates, path), q, confidence)
 
     def candidate_scores(
         self,

@@ -15,6 +15,7 @@ from scipy import stats
 
 from jflash.config import Drafter2Config, second_version
 from jflash.decoding import Decoding, Sampling
+from jflash.models.dflash import Proposal
 from jflash.models.dflash2 import Drafter2, drafter_of
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state, run
@@ -140,24 +141,24 @@ class Unconditional(Drafter2):
     """Says of every draft that it was drawn behind the place before's best candidate."""
 
     def propose(self, hidden, anchor, tools):
-        tokens, right = super().propose(hidden, anchor, tools)
+        tokens, right, _ = super().propose(hidden, anchor, tools)
         assert right is not None
         logits = self.adjust_logits(tools.logits(hidden))
         candidates, scores = self.candidate_scores(hidden, anchor, logits)
-        q = tools.choose(scores[:, :, 0], False)[1]
+        q = tools.choose(scores[:, :, 0], False).q
         assert q is not None
         one_hot = jax.nn.one_hot(candidates, right.shape[-1])
-        return tokens, jnp.einsum("BTC,BTCV->BTV", q, one_hot, precision="highest")
+        return Proposal(tokens, jnp.einsum("BTC,BTCV->BTV", q, one_hot, precision="highest"))
 
 
 class Hotter(Drafter2):
     """q without the request's temperature."""
 
     def propose(self, hidden, anchor, tools):
-        tokens, q = super().propose(hidden, anchor, tools)
+        tokens, q, _ = super().propose(hidden, anchor, tools)
         assert q is not None
         q = q**0.7
-        return tokens, q / jnp.sum(q, axis=-1, keepdims=True)
+        return Proposal(tokens, q / jnp.sum(q, axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("wrong", [Unconditional, Hotter])

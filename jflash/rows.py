@@ -1,0 +1,177 @@
+"""Which rows of the blocks a step verifies, and how they lie in its one pass.
+
+A row is worth its time as far as the target is likely to reach it. The drafter's confidences rank
+the rows of the whole batch, and a step verifies the best R of them: a fixed number, so that the
+shapes are fixed. By one arithmetic (Models.one_arithmetic) no choice changes a token's bits.
+Knows no model and no way to draw a token.
+
+Axes: B batch, W block width, D = W - 1 drafts, R rows of a step, N bins.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jflash.kernels import Kernels
+from jflash.layers import Block, Projected
+
+BINS = 32  # of survivals within 0 … 1, in a survey
+
+
+class Whole(NamedTuple):
+    """Every row of every block, in its place: [B, W]."""
+
+    widths: Int[Array, " B"]
+
+    def pack(self, x: Array) -> Array:
+        return x
+
+    def unpack(self, x: Any) -> Any:
+        return x
+
+    def own(self, x: Any) -> Any:
+        return x
+
+    def over(self, block: Block) -> Block:
+        return block
+
+
+class Packed(NamedTuple):
+    """R rows as R sequences of one row, [R, 1]; a block's rows side by side, its anchor first.
+
+    Rows that are left over repeat the last one, and `unpack` gives nobody's row from them.
+    """
+
+    widths: Int[Array, " B"]  # rows of each block, at least 1
+    sequence: Int[Array, " R"]
+    place: Int[Array, " R"]  # in the block
+    row: Int[Array, "B W"]  # where a block's rows lie; past its width anywhere
+
+    def pack(self, x: Array) -> Array:
+        """[R, 1, …] of what every row of the blocks has, [B, W, …]."""
+        return x[self.sequence, self.place][:, None]
+
+    def unpack(self, x: Any) -> Any:
+        """[B, W, …] of [R, 1, …], of arrays or of a tree of them; past the widths any rows."""
+        return jax.tree.map(lambda leaf: leaf[self.row, 0], x)
+
+    def own(self, x: Any) -> Any:
+        """What each row's sequence has, [R, …] of [B, …]."""
+        return jax.tree.map(lambda leaf: leaf[self.sequence], x)
+
+    def over(self, block: Block) -> "PackedBlock":
+        return PackedBlock(block, self)
+
+
+Rows = Whole | Packed
+
+
+class PackedBlock(NamedTuple):
+    """The pass over packed rows: a layer works row by row, and attends block by block.
+
+    The cache's slots and attention's widths are the block's, so every kernel serves it as it is.
+    """
+
+    block: Block
+    rows: Packed
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.block.kernels
+
+    def attend(self, spec, projected, cache, sinks=None):
+        blocks = unpacked(projected, self.rows)
+        out, cache = self.block.attend(spec, blocks, cache, sinks)
+        return self.rows.pack(out), cache
+
+
+def unpacked(projected: Projected, rows: Rows) -> Projected:
+    """A projection of packed rows as one of blocks."""
+    if isinstance(rows, Whole):
+        return projected
+    pieces = projected.x[:, rows.row, 0]
+    return projected._replace(
+        x=pieces, cos=rows.unpack(projected.cos), sin=rows.unpack(projected.sin)
+    )
+
+
+def survivals(confidence: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """How likely each draft is to be reached and right; what is no probability counts as 0."""
+    sound = jnp.where(confidence >= 0, jnp.minimum(confidence, 1), 0)
+    return jnp.cumprod(sound, axis=1)
+
+
+def pick_rows(
+    survival: Float[Array, "B D"],
+    widths: Int[Array, " B"],
+    done: Bool[Array, " B"],
+    rows: int,
+) -> Int[Array, " B"]:
+    """How many rows of each block are verified, at most `rows` together.
+
+    Each sequence that is not done has its anchor's, so `rows` is at least B. Then drafts come by
+    their survival, which never rises along a block; of equal ones those of the smaller place, then
+    of the smaller sequence. So the rows of a block are its first ones.
+    """
+    B, W = survival.shape[0], survival.shape[1] + 1
+    assert rows >= B, f"{rows} rows for {B} sequences"
+    scores = jnp.concatenate([jnp.full((B, 1), 2.0), survival], axis=1)
+    room = (jnp.arange(W) < widths[:, None]) & ~done[:, None]
+    flat = jnp.where(room, scores, -1.0).T.reshape(-1)  # by (place, sequence)
+    order = jnp.arange(flat.size)
+    # Ranks by comparison: no sort, whose ties could fall otherwise on another device.
+    equal_before = (flat[None] == flat[:, None]) & (order[None] < order[:, None])
+    rank = jnp.sum((flat[None] > flat[:, None]) | equal_before, axis=1)
+    return jnp.sum((rank < rows).reshape(W, B).T & room, axis=1)
+
+
+def packed(counts: Int[Array, " B"], width: int, rows: int) -> Packed:
+    """The rows of `counts` from each block, in the order of the sequences."""
+    ends = jnp.cumsum(counts)
+    row = jnp.minimum(jnp.arange(rows), jnp.maximum(ends[-1] - 1, 0))
+    sequence = jnp.minimum(jnp.sum(ends <= row[:, None], axis=1), len(counts) - 1)
+    begins = ends - counts
+    places = jnp.minimum(begins[:, None] + jnp.arange(width), rows - 1)
+    place = jnp.maximum(row - begins[sequence], 0)
+    return Packed(jnp.maximum(counts, 1), sequence, place, places)
+
+
+class Survey(NamedTuple):
+    """What steps saw of drafts, by their survival in N equal bins: how the host picks R."""
+
+    offered: Int[Array, " N"]  # drafts that had room
+    verified: Int[Array, " N"]
+    accepted: Int[Array, " N"]
+    live: Int[Array, ""]  # sequences that were not done, summed over steps
+    steps: Int[Array, ""]
+
+    def seen(
+        self,
+        survival: Float[Array, "B D"],
+        room: Int[Array, " B"],
+        widths: Int[Array, " B"],
+        accepted: Int[Array, " B"],
+        done: Bool[Array, " B"],
+    ) -> "Survey":
+        """After one more step, of blocks with `room` rows of which `widths` were verified."""
+        place = jnp.arange(survival.shape[1])
+        bins = jnp.minimum((survival * BINS).astype(jnp.int32), BINS - 1)
+        hot = (bins[..., None] == jnp.arange(BINS)) & ~done[:, None, None]
+
+        def count(drafts: Int[Array, " B"]) -> Int[Array, " N"]:
+            return jnp.sum(hot & (place < drafts[:, None])[..., None], axis=(0, 1))
+
+        return Survey(
+            self.offered + count(room - 1),
+            self.verified + count(widths - 1),
+            self.accepted + count(accepted),
+            self.live + jnp.sum(~done),
+            self.steps + 1,
+        )
+
+
+def empty_survey() -> Survey:
+    bins = [jnp.zeros(BINS, jnp.int32) for _ in range(3)]
+    return Survey(*bins, jnp.int32(0), jnp.int32(0))
