@@ -173,5 +173,7 @@ class Survey(NamedTuple):
 
 
 def empty_survey() -> Survey:
-    bins = [jnp.zeros(BINS, jnp.int32) for _ in range(3)]
-    return Survey(*bins, jnp.int32(0), jnp.int32(0))
+    def bins() -> Int[Array, " N"]:  # each an array of its own, to be donated
+        return jnp.zeros(BINS, jnp.int32)
+
+    return Survey(bins(), bins(), bins(), jnp.int32(0), jnp.int32(0))
