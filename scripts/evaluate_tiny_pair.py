@@ -23,7 +23,7 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.memory import check_decoding
-from jflash.training.gsm8k import read_gsm8k
+from jflash.training.prompts import read_gsm8k
 from tiny_pair.evaluation import (
     EVAL_SEED,
     Limits,

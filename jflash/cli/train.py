@@ -23,6 +23,7 @@ from jflash.cli.options.train import (
 from jflash.cli.training_data import read_held_out, read_prompts
 from jflash.config import DrafterConfig, second_version
 from jflash.decoding import Decoding
+from jflash.files import locked
 from jflash.generate import Pair
 from jflash.io import (
     configure_target,
@@ -44,15 +45,15 @@ from jflash.training.drafter import (
     check_sizes,
     default_mask_token_id,
     drafter_config_for,
-    made_up_rows,
     make_lesson,
+    random_rows,
     split_held_out,
     train_drafter,
 )
 from jflash.training.held_out import held_out_evaluation
 from jflash.training.recipe import TrainConfig
 from jflash.training.steps import device_mesh
-from jflash.training.trainer import Evaluation, plan_lines, plan_training
+from jflash.training.trainer import LOCK, Evaluation, plan_training
 
 MEASURED_TOKENS = 32  # of each answer in a dry run
 
@@ -156,14 +157,14 @@ def without_loops(found: list[Conversation], keep: bool) -> list[Conversation]:
 def dry_run(args: argparse.Namespace, training: TrainConfig, prepared: Prepared) -> None:
     """Prints memory and time of the training, on made-up rows, and of the answers."""
     config, records, objective = prepared.config, prepared.records, train_objective(args)
-    rows = made_up_rows(args.batch, args.row_length, config.vocab_size)
+    rows = random_rows(args.batch, args.row_length, config.vocab_size)
     lesson = make_lesson(
         prepared.target, config, rows, anchors=args.anchors, training=training,
         objective=objective, backend=args.training_attention,
     )  # fmt: skip
     plan = plan_training(lesson.loss, lesson.start, prepared.params, rows, training)
     print(f"attention of the training: {lesson.identity['attention']}; objective: {objective}")
-    print("\n".join(plan_lines(plan, training)))
+    print("\n".join(plan))
     tokens = min(MEASURED_TOKENS, args.max_new_tokens)
     few = ([r.prompt_ids for r in records] * args.answer_batch)[: args.answer_batch]
     for _ in range(2):  # the first call compiles
@@ -244,7 +245,8 @@ def train(args: argparse.Namespace) -> None:
         dry_run(args, training, prepared)
         return
     if finished.exists():  # gone last: the old training is resumed by nobody
-        if work.exists():
+        (work / "training").mkdir(parents=True, exist_ok=True)
+        with locked(work / "training" / LOCK, work):
             shutil.rmtree(work)
         finished.unlink()
     work.mkdir(parents=True, exist_ok=True)

@@ -5,14 +5,13 @@ This file knows no model and no tokenizer.
 """
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jflash.files import json_lines
-from jflash.training.prompts import BOXED
+from jflash.training.prompts import BOXED, without_marks
 
 Record = dict[str, Any]
 Style = Callable[[Record], str]
@@ -23,7 +22,7 @@ NEXT_EXAMPLE = "\nQuestion:"  # where a base model, shown examples, goes on to t
 
 
 class Problem(NamedTuple):
-    """One problem: the user's turns, and what judges its answer."""
+    """A problem: the user's turns, and what its answer is checked against."""
 
     index: int  # its place in the data set, from 0
     turns: list[str]
@@ -33,8 +32,6 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data set: its place on the hub, its fields, and its prompt styles."""
-
     hub: str
     config: str | None
     split: str
@@ -47,13 +44,13 @@ class Dataset:
 
 
 def _text(*names: str, before: str = "", after: str = "") -> Style:
-    return lambda record: before + record[_named(record, names)] + after
+    return lambda record: before + record[_present(record, names)] + after
 
 
 def _with_tests(record: Record) -> str:
     tests = "\n".join(record["test_list"])
     return (
-        f"{record[_named(record, MBPP_TEXT)]} "
+        f"{record[_present(record, MBPP_TEXT)]} "
         f"Your function must pass these tests:\n```python\n{tests}\n```"
     )
 
@@ -149,7 +146,7 @@ def load_examples(name: str, count: int, file: Path | None) -> list[tuple[str, s
     for place, record in records[:count]:
         for field in (question, dataset.worked):
             _text_field(record, (field,), place)
-        found.append((record[question], re.sub(r"<<.*?>>", "", record[dataset.worked]).strip()))
+        found.append((record[question], without_marks(record[dataset.worked])))
     if len(found) < count:
         raise ValueError(f"{count} examples are wanted, {file or dataset.hub} holds {len(found)}")
     return found
@@ -159,7 +156,7 @@ def _problem(
     dataset: Dataset, index: int, record: Record, style: str, examples: Sequence[tuple[str, str]]
 ) -> Problem:
     if dataset.turns:
-        turns = list(record[_named(record, dataset.turns)])
+        turns = list(record[_present(record, dataset.turns)])
     else:
         turns = [dataset.styles[style](record)]
     if examples:
@@ -170,12 +167,8 @@ def _problem(
 
 
 def gold_answer(answer: str) -> str:
-    """What follows the last ####, as in GSM8K, else the whole."""
+    """The text after the last ####, as in GSM8K, else the whole text."""
     return answer.rpartition("####")[2].strip()
-
-
-def _named(record: Record, names: Sequence[str]) -> str:
-    return next(name for name in names if name in record)
 
 
 def _check(dataset: Dataset, record: Record, place: str) -> None:
@@ -183,7 +176,7 @@ def _check(dataset: Dataset, record: Record, place: str) -> None:
         _text_field(record, names, place)
     for names in (dataset.turns, (dataset.tests,) if dataset.tests else ()):
         if names:
-            value = record[_existing(record, names, place)]
+            value = record[_present(record, names, place)]
             if not (isinstance(value, list) and value and all(isinstance(t, str) for t in value)):
                 raise ValueError(f"{place}{' or '.join(names)} must be a list of texts")
     if dataset.kind == "math" and not gold_answer(record["answer"]):
@@ -191,12 +184,13 @@ def _check(dataset: Dataset, record: Record, place: str) -> None:
 
 
 def _text_field(record: Record, names: Sequence[str], place: str) -> None:
-    value = record[_existing(record, names, place)]
+    value = record[_present(record, names, place)]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{place}{' or '.join(names)} must be a text, found {value!r}")
 
 
-def _existing(record: Record, names: Sequence[str], place: str) -> str:
+def _present(record: Record, names: Sequence[str], place: str = "") -> str:
+    """The first of the names that the record has."""
     found = [name for name in names if name in record]
     if not found:
         has = ", ".join(map(str, record)) or "nothing"
@@ -205,7 +199,7 @@ def _existing(record: Record, names: Sequence[str], place: str) -> str:
 
 
 def _records(dataset: Dataset, split: str, file: Path | None) -> list[tuple[str, Record]]:
-    """Each record with the words that begin an error about it."""
+    """Each record after the words that begin an error about it."""
     if file is None:
         rows = enumerate(_from_hub(dataset, split))
         return [(f"{dataset.hub} row {i}: ", record) for i, record in rows]
@@ -220,9 +214,9 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
     import huggingface_hub
 
     unreachable = ""
-    try:  # asked once and plainly: the library would try again for half a minute
+    try:  # a single request: the library would try again for half a minute
         huggingface_hub.HfApi().dataset_info(dataset.hub, timeout=10)
-    except Exception as why:  # of whichever HTTP library it uses; told if nothing is cached
+    except Exception as why:  # of any HTTP library; shown if nothing is cached
         unreachable = _first_line(why)
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()

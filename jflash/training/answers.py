@@ -17,42 +17,28 @@ from jflash.training.recipe import WHOLE, Share
 
 
 def answer_prompts(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
-    *,
-    batch_size: int,
+    pair: Pair, prompts: Sequence[Sequence[int]], decoding: Decoding, *, batch_size: int
 ) -> list[Generation]:
-    """Answers in the order of the prompts.
-
-    ValueError for a prompt that does not fit, before anything runs.
-    """
+    """Answers in the order of the prompts; ValueError for a prompt that does not fit."""
     if not prompts:
         raise ValueError("no prompts to answer")
     jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(prompts)]
-    found = serve(pair, jobs, batch_size=batch_size)
-    answers: dict[int, Generation] = {}
-    for job, generation in tqdm(found, total=len(jobs), desc="answers", unit="prompt"):
-        answers[job.index] = generation
+    served = serve(pair, jobs, batch_size=batch_size)
+    bar = tqdm(served, total=len(jobs), desc="answers", unit="prompt")
+    answers = {job.index: generation for job, generation in bar}
     return [answers[i] for i in range(len(prompts))]
 
 
 def answer_into(
-    folder: Path,
-    name: str,
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    decodings: Sequence[Decoding],
-    *,
-    batch_size: int,
-    share: Share = WHOLE,
-) -> list[list[int]] | None:
-    """An answer to each prompt by each of `decodings`, a line of `folder`/`name`.jsonl as it comes.
+    folder: Path, name: str, pair: Pair, prompts: Sequence[Sequence[int]],
+    decodings: Sequence[Decoding], *, batch_size: int, share: Share = WHOLE,
+) -> list[list[int]] | None:  # fmt: skip
+    """Answers to each prompt by each of `decodings`, written to `folder`/`name`.jsonl as they come.
 
     It continues from the lines of this share and of all others. The result has the order of the
     prompts, one prompt's answers side by side; a stop token that ended an answer is its last
-    token. None if another share has not made all of its answers yet.
-    ValueError while another process makes the same share.
+    token. It is None while another share has answers to make. ValueError while another process
+    makes the same share.
     """
     jobs = [
         Job(i * len(decodings) + k, list(prompt), decoding)
@@ -60,18 +46,18 @@ def answer_into(
         for k, decoding in enumerate(decodings)
     ]
     suffix = f"-{share.index}-of-{share.of}" if share.of > 1 else ""
-    own = folder / f"{name}{suffix}.jsonl"
+    file = folder / f"{name}{suffix}.jsonl"
     answers: dict[int, list[int]] = {}
-    with locked(own, own):
-        for file in sorted(folder.glob(f"{glob.escape(name)}*.jsonl")):
-            answers |= read_answers(file)
+    with locked(file, file):
+        for made in sorted(folder.glob(f"{glob.escape(name)}*.jsonl")):
+            answers |= read_answers(made)
         if answers:
             print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
         others = {j.index for j in jobs if j.index // len(decodings) % share.of != share.index}
         missing = len(jobs) - len(answers.keys() | others)
-        found = serve(pair, jobs, batch_size=batch_size, answered=answers.keys() | others)
-        with appended(own) as add, tqdm(total=missing, desc="answers") as bar:
-            for job, generation in found:
+        served = serve(pair, jobs, batch_size=batch_size, answered=answers.keys() | others)
+        with appended(file) as add, tqdm(total=missing, desc="answers") as bar:
+            for job, generation in served:
                 answers[job.index] = generation.token_ids
                 add({"index": job.index, "answer_ids": generation.token_ids})
                 bar.update()

@@ -1,12 +1,12 @@
 """Attention in training: whole rows, and a drafter's blocks against the row that holds them.
 
-Nothing is cached and everything is differentiable. Backend 'xla' writes the scores out; 'cudnn' is
-NVIDIA's fused attention (bfloat16, a GPU), several times faster on long rows.
+Nothing is cached and everything is differentiable. Backend 'xla' writes the scores to memory;
+'cudnn' is NVIDIA's fused attention (bfloat16, a GPU), several times faster on long rows.
 Axes besides the package's: A anchors of a row, T the row's tokens, all keys before a block.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ from jflash.training.data import Rows as PackedRows
 
 Backend = Literal["xla", "cudnn"]
 BACKENDS = ("xla", "cudnn")
-QUERIES = 256  # rows of blocks that share a copy of the context: more copy less, but skip less
+QUERIES = 256  # rows of blocks that share a copy of the context: more make fewer copies
 
 
 class BlocksAttend(NamedTuple):
-    """A row's blocks [B, A·W] against the row's context, which the cache carries, and themselves.
+    """A row's blocks [B, A·W] attend to its context, which the cache carries, and to themselves.
 
-    Keys are never laid side by side for all blocks: each anchor has T + W of them, not T + A·W.
+    The keys of the blocks are not concatenated: each anchor has T + W keys, not T + A·W.
     """
 
     context: Bool[Array, "B A T"]  # which context rows the block of an anchor sees at most
@@ -35,7 +35,7 @@ class BlocksAttend(NamedTuple):
     def _masks(
         self, spec: AttentionSpec, W: int
     ) -> tuple[Bool[Array, "B 1 1 A _ T"], Bool[Array, "W W"]]:
-        """The context rows and the rows of its block that each row of a block sees."""
+        """Which context rows, and which rows of its block, each row of a block sees."""
         context, row = self.context[:, :, None], jnp.arange(W)
         if spec.window is not None:
             key = jnp.arange(context.shape[-1])
@@ -52,16 +52,16 @@ class BlocksAttend(NamedTuple):
         k, v = (x.reshape(B, A, -1, K, H) for x in (k, v))
         f32 = jnp.float32
         past = jnp.einsum("BAWKGH,BTKH->BKGAWT", q, cache.k, preferred_element_type=f32)
-        own = jnp.einsum("BAWKGH,BAUKH->BKGAWU", q, k, preferred_element_type=f32)
-        seen, own_seen = self._masks(spec, q.shape[2])
-        past = jnp.where(seen, past, -jnp.inf)
+        block = jnp.einsum("BAWKGH,BAUKH->BKGAWU", q, k, preferred_element_type=f32)
+        past_mask, block_mask = self._masks(spec, q.shape[2])
+        past = jnp.where(past_mask, past, -jnp.inf)
         if spec.causal or spec.window is not None:
-            own = jnp.where(own_seen, own, -jnp.inf)
-        scores = jnp.concatenate([past, own], axis=-1) * spec.scale
+            block = jnp.where(block_mask, block, -jnp.inf)
+        scores = jnp.concatenate([past, block], axis=-1) * spec.scale
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        past, own = jnp.split(weights, [past.shape[-1]], axis=-1)
+        past, block = jnp.split(weights, [past.shape[-1]], axis=-1)
         out = jnp.einsum("BKGAWT,BTKH->BAWKGH", past, cache.v)
-        out += jnp.einsum("BKGAWU,BAUKH->BAWKGH", own, v)
+        out += jnp.einsum("BKGAWU,BAUKH->BAWKGH", block, v)
         return out.reshape(B, -1, N, H), cache
 
 
@@ -90,11 +90,11 @@ class GroupedBlocksAttend(NamedTuple):
         B, _, N, H = q.shape
         C, _, Q, _ = self.mask.shape
 
-        def keys(context, own):
-            K = own.shape[2]
+        def keys(context, block):
+            K = block.shape[2]
             copies = jnp.broadcast_to(context[:, None], (B, C // B, *context.shape[1:]))
             copies = copies.reshape(C, -1, K, H)
-            return jnp.concatenate([copies, own.reshape(C, Q, K, H)], axis=1)
+            return jnp.concatenate([copies, block.reshape(C, Q, K, H)], axis=1)
 
         out = jax.nn.dot_product_attention(
             q.reshape(C, Q, N, H), keys(cache.k, k), keys(cache.v, v), mask=self._mask(spec),
@@ -117,7 +117,7 @@ def causal_attend(rows: PackedRows, backend: Backend = "xla") -> Rows:
 def within(
     spec: AttentionSpec, query: Int[Array, "*lead Q"], key: Int[Array, "*_ S"]
 ) -> Bool[Array, "*lead Q S"]:
-    """The keys that a layer's window and causality leave to each query, by places in a row."""
+    """The keys that a layer's window and causality leave to each query, given places in a row."""
     ahead = key[..., None, :] - query[..., :, None]
     seen = (ahead <= 0) if spec.causal else jnp.ones_like(ahead, bool)
     return seen if spec.window is None else seen & (jnp.abs(ahead) < spec.window)
@@ -134,41 +134,37 @@ def blocks_attend(
 
 
 def grouped(
-    context: Bool[Array, "B A T"],
-    anchors: Int[Array, "B A"],
-    block_size: int,
-    implementation: Backend,
+    context: Bool[Array, "B A T"], anchors: Int[Array, "B A"], block_size: int, backend: Backend
 ) -> GroupedBlocksAttend:
-    """`blocks_attend` of any implementation of jax.nn.dot_product_attention."""
+    """`blocks_attend` by jax.nn.dot_product_attention, whose implementation is `backend`."""
     B, A, T = context.shape
     g = max(n for n in range(1, A + 1) if A % n == 0 and (n == 1 or n * block_size <= QUERIES))
     past = jnp.repeat(context.reshape(B * A // g, g, T), block_size, axis=1)
     block = jnp.arange(g * block_size) // block_size
-    own = jnp.broadcast_to(block[:, None] == block, (len(past), len(block), len(block)))
+    same = jnp.broadcast_to(block[:, None] == block, (len(past), len(block), len(block)))
     places = (anchors[:, :, None] + jnp.arange(block_size)).reshape(len(past), len(block))
-    mask = jnp.concatenate([past, own], axis=-1)[:, None]
-    return GroupedBlocksAttend(mask, implementation, places)
+    mask = jnp.concatenate([past, same], axis=-1)[:, None]
+    return GroupedBlocksAttend(mask, backend, places)
 
 
-def training_backend(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> Backend:
-    """The fastest that runs: cuDNN on a GPU in bfloat16 where it takes the heads, else XLA."""
-    return "xla" if refusal(configs, dtype, platform) else "cudnn"
-
-
-def check_training_backend(
-    name: str, configs: Sequence[DecoderConfig], dtype: str, platform: str
+def training_backend(
+    name: str | None, configs: Sequence[DecoderConfig], dtype: str, platform: str
 ) -> Backend:
-    """The backend of that name; ValueError, with the reason, for one that cannot run here."""
-    if name not in BACKENDS:
+    """The named backend, or the fastest that runs: cuDNN where it can, else XLA.
+
+    ValueError for a name of none, and with the reason for one that cannot run here.
+    """
+    if name not in (None, *BACKENDS):
         raise ValueError(f"attention of a training is one of {', '.join(BACKENDS)}, got {name!r}")
-    why = refusal(configs, dtype, platform) if name == "cudnn" else None
-    if why:
-        raise ValueError(f"cudnn attention {why}: take xla")
-    return cast(Backend, name)
+    if name == "xla":
+        return "xla"
+    refusal = _cudnn_refusal(configs, dtype, platform)
+    if refusal and name == "cudnn":
+        raise ValueError(f"cudnn attention {refusal}: take xla")
+    return "xla" if refusal else "cudnn"
 
 
-def refusal(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> str | None:
-    """Why cuDNN cannot, or None."""
+def _cudnn_refusal(configs: Sequence[DecoderConfig], dtype: str, platform: str) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, the device is a {platform}"
     if dtype != "bfloat16":

@@ -1,7 +1,7 @@
-"""A sum over chunks, whose gradient is made while each chunk's values are still there.
+"""A sum over chunks that makes the gradient of each chunk together with its value.
 
-It serves losses on a head's logits, which would fill the device several times over for all blocks
-of a batch. It knows no model.
+It serves losses on a head's logits: the logits of all blocks of a batch would fill the device
+several times over. This file knows no model.
 """
 
 import functools
@@ -19,11 +19,11 @@ ChunkFn = Callable[..., tuple[Array, Any]]
 def sum_over_chunks(
     fn: ChunkFn, hidden: Array, rest: Any, shared: Any, *learnt: Any
 ) -> tuple[Array, Any]:
-    """Σ_i fn(hidden[i], rest[i], shared, …) and the extras, stacked: axis 0 is that of the chunks.
+    """Σ_i fn(hidden[i], rest[i], shared, …), and the extras of all chunks on axis 0.
 
-    Only `hidden` and `learnt` have gradients. These are as large as the arrays and are all that the
-    two passes keep between them, so no chunk is computed twice. The gradients of `learnt`,
-    parameters that all chunks share, are summed in float32.
+    Only `hidden` and `learnt` have gradients. The forward pass keeps nothing but these, and no
+    chunk is computed twice. The gradients of `learnt`, parameters that all chunks share, are summed
+    in float32.
     """
     return cast(tuple[Array, Any], _summed(fn, hidden, rest, shared, learnt))
 

@@ -9,7 +9,7 @@ from jflash.files import replacing
 
 
 def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> None:
-    """`curve.png`: a panel for every metric by step; a list is a line for each of its places.
+    """Draws `curve.png`: every metric by step in a panel, a list as a line for each of its places.
 
     A metric that only some records have (τ on held-out prompts) is drawn through those.
     """
@@ -40,22 +40,17 @@ def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> N
 
 def metric_names(history: list[dict[str, Any]]) -> list[str]:
     """Every metric of any record that is a number or a list of them, as they first appear."""
-    return list(
-        dict.fromkeys(
-            name
-            for record in history
-            for name, value in record.items()
-            if name != "step" and (isinstance(value, float) or _is_numbers(value))
-        )
-    )
 
+    def is_numbers(value: Any) -> bool:
+        values = value if isinstance(value, list) else [value]
+        return bool(values) and all(isinstance(v, float) for v in values)
 
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, float) for v in value)
+    items = [item for record in history for item in record.items()]
+    return list(dict.fromkeys(k for k, value in items if k != "step" and is_numbers(value)))
 
 
 def _colour_by_place(axis: Any) -> None:
-    """From dark (the first place of a block) to light (the last), said once in a legend."""
+    """Colours from dark (the first place of a block) to light (the last), with a legend."""
     from matplotlib import colormaps
 
     lines = axis.get_lines()

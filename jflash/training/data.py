@@ -1,7 +1,8 @@
 """Conversations as arrays: rows of one length, several conversations a row, nothing shared.
 
 A row knows which of its tokens belong together (`segments`), so no loss lets one conversation see
-another. Tokens only: chat templates are applied before, answers end with their stop token.
+another. This file knows only tokens: chat templates are applied before, and answers end with their
+stop token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ class Conversation(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Token rows [R, T]; every other array says something about the token at the same place."""
+    """Token rows; the other arrays are about the token at the same place."""
 
     tokens: Int[RowArray, "R T"]
     positions: Int[RowArray, "R T"]  # within its conversation, from 0
@@ -33,18 +34,14 @@ class Rows(NamedTuple):
 
 
 def pack(conversations: Iterable[Conversation], row_length: int) -> tuple[Rows, int]:
-    """Rows on the host, and how many conversations were longer than a row and left out.
+    """Rows on the host, and how many conversations are longer than a row and left out.
 
     Best fit, longest first: a conversation goes to the row with the least room that holds it.
     ValueError if none is left.
     """
-    kept, dropped = [], 0
-    for conversation in conversations:
-        size = len(conversation.prompt_ids) + len(conversation.answer_ids)
-        if size > row_length:
-            dropped += 1
-        else:
-            kept.append((size, conversation))
+    sized = [(len(c.prompt_ids) + len(c.answer_ids), c) for c in conversations]
+    kept = [item for item in sized if item[0] <= row_length]
+    dropped = len(sized) - len(kept)
     if not kept:
         raise ValueError(f"no conversation fits rows of {row_length} tokens ({dropped} are longer)")
     kept.sort(key=lambda item: -item[0])
@@ -65,12 +62,7 @@ def pack(conversations: Iterable[Conversation], row_length: int) -> tuple[Rows, 
 
 def _arrays(rows: list[list[Conversation]], row_length: int) -> Rows:
     shape = (len(rows), row_length)
-    out = Rows(
-        tokens=np.zeros(shape, np.int32),
-        positions=np.zeros(shape, np.int32),
-        segments=np.zeros(shape, np.int32),
-        supervised=np.zeros(shape, bool),
-    )
+    out = Rows(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, bool)))
     for r, row in enumerate(rows):
         start = 0
         for segment, (prompt, answer) in enumerate(row, start=1):
@@ -86,10 +78,9 @@ def _arrays(rows: list[list[Conversation]], row_length: int) -> Rows:
 
 def check_tokens(rows: Rows, vocab_size: int) -> None:
     """ValueError for a token outside the vocabulary (a gather would clamp it silently)."""
-    low, high = int(np.min(rows.tokens)), int(np.max(rows.tokens))
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size} tokens")
+    for token in (int(np.min(rows.tokens)), int(np.max(rows.tokens))):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size} tokens")
 
 
 def describe(rows: Rows, dropped: int) -> None:
@@ -103,10 +94,10 @@ def describe(rows: Rows, dropped: int) -> None:
 
 
 def save_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
-    """One .npz of all tokens in a line and their lengths, whole or not there.
+    """Writes one .npz of all tokens, one conversation after the other, and their lengths.
 
-    In the smallest type that holds them and not compressed: that took half a minute for 90,000
-    answers and saved a third.
+    The tokens have the smallest type that holds them. They are not compressed: that took half a
+    minute for 90,000 answers and saved a third.
     """
     tokens = np.asarray([i for c in conversations for ids in c for i in ids], np.int32)
     tokens = tokens.astype(np.min_scalar_type(tokens.max(initial=0)))
@@ -124,9 +115,9 @@ def load_conversations(path: Path) -> list[Conversation]:
     with np.load(path) as file:
         tokens = file["tokens"].tolist()
         prompts, answers = file["prompt_lengths"].tolist(), file["answer_lengths"].tolist()
-    found, start = [], 0
+    conversations, start = [], 0
     for prompt, answer in zip(prompts, answers, strict=True):
         middle, end = start + prompt, start + prompt + answer
-        found.append(Conversation(tokens[start:middle], tokens[middle:end]))
+        conversations.append(Conversation(tokens[start:middle], tokens[middle:end]))
         start = end
-    return found
+    return conversations

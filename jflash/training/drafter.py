@@ -14,25 +14,22 @@ from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_ta
 from jflash.files import json_lines
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
-from jflash.training.attention import check_training_backend, training_backend
+from jflash.training.attention import training_backend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
 from jflash.training.recipe import PAPERS, Objective, TrainConfig
 from jflash.training.steps import LossFn
 from jflash.training.trainer import Evaluation, Trained, crc32_of, train
 
-SAMPLED = 4096  # numbers of each of the target's leaves that a training's identity is made of
+SAMPLED = 4096  # numbers of each leaf of the target that make a training's identity
+
+Encode = Callable[[str], list[int]]
 
 
 def drafter_config_for(
-    target: TargetConfig,
-    *,
-    num_layers: int,
-    block_size: int,
-    mask_token_id: int,
-    target_layer_ids: tuple[int, ...] | None = None,
-    intermediate_size: int | None = None,
-) -> DrafterConfig:
+    target: TargetConfig, *, num_layers: int, block_size: int, mask_token_id: int,
+    target_layer_ids: tuple[int, ...] | None = None, intermediate_size: int | None = None,
+) -> DrafterConfig:  # fmt: skip
     """A drafter with its target's sizes; by default it taps the layers of the published rule."""
     if intermediate_size is not None and intermediate_size < 1:
         raise ValueError(f"intermediate_size must be at least 1, got {intermediate_size}")
@@ -68,8 +65,7 @@ def drafter_config_for(
 def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:
     """The tokenizer's mask token, else the first unused id, else an idle special token.
 
-    An idle one occurs in no text and no template: one named reserved or unused, or the last.
-
+    An idle token occurs in no text and no template: one named reserved or unused, or the last.
     ValueError if there is none of these, or no tokenizer.
     """
     if tokenizer is None:
@@ -93,24 +89,18 @@ def _idle_special_tokens(tokenizer: Any) -> dict[str, int]:
     template = str(getattr(tokenizer, "chat_template", None) or "")
     roles = ("bos", "eos", "pad", "unk", "sep", "cls")
     taken = {getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return {
-        str(token): i
-        for i, token in added.items()
-        if token.special and i not in taken and str(token) not in template
-    }
+    special = {str(token): i for i, token in added.items() if token.special and i not in taken}
+    return {text: i for text, i in special.items() if text not in template}
 
 
 def read_records(
-    path: Path,
-    encode: Callable[[str], list[int]],
-    encode_answer: Callable[[str], list[int]],
-    vocab_size: int,
+    path: Path, encode: Encode, encode_answer: Encode, vocab_size: int
 ) -> list[Conversation]:
     """Lines {"prompt" or "prompt_ids", optionally "answer" or "answer_ids"} as token ids.
 
     A line without an answer gets an empty one. ValueError names the line that does not fit.
     """
-    found = []
+    records = []
     for where, record in json_lines(path):
         if not ("prompt" in record or "prompt_ids" in record):
             raise ValueError(f'{where} has neither "prompt" nor "prompt_ids"')
@@ -123,13 +113,13 @@ def read_records(
             raise ValueError(
                 f"{where}: token id {outside[0]} is outside the vocabulary of {vocab_size} tokens"
             )
-        found.append(Conversation(prompt, answer))
-    if not found:
+        records.append(Conversation(prompt, answer))
+    if not records:
         raise ValueError(f"{path} holds no record")
-    return found
+    return records
 
 
-def _ids(record: dict, name: str, encode: Callable[[str], list[int]], where: str) -> list[int]:
+def _ids(record: dict, name: str, encode: Encode, where: str) -> list[int]:
     ids, text = record.get(f"{name}_ids"), record.get(name)
     if ids is not None:
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -144,10 +134,7 @@ def _ids(record: dict, name: str, encode: Callable[[str], list[int]], where: str
 
 
 def without_long(records: list[Conversation], longest: int) -> tuple[list[Conversation], int]:
-    """The conversations whose prompt leaves room for a token within `longest`, and how many do not.
-
-    ValueError if none does.
-    """
+    """The records whose prompt leaves room for a token within `longest`, and how many do not."""
     kept = [r for r in records if len(r.prompt_ids) < longest]
     if not kept:
         shortest = min(len(r.prompt_ids) for r in records)
@@ -161,7 +148,7 @@ def without_long(records: list[Conversation], longest: int) -> tuple[list[Conver
 def split_held_out(
     records: list[Conversation], count: int, seed: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """What to learn from, and `count` held out, drawn by the seed; equal prompts stay together."""
+    """The records to learn, and `count` prompts held out by the seed; equal ones stay together."""
     prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in records))
     if count >= len(prompts):
         raise ValueError(f"{count} of {len(prompts)} different prompts held out leave none")
@@ -174,7 +161,6 @@ def split_held_out(
 
 
 def check_sizes(target: TargetConfig, row_length: int, anchors: int) -> None:
-    """ValueError for rows or anchors that do not fit."""
     if not 1 <= anchors <= row_length:
         raise ValueError(f"anchors must be within 1 … {row_length} (the row length), got {anchors}")
     positions = target.max_position_embeddings
@@ -183,58 +169,45 @@ def check_sizes(target: TargetConfig, row_length: int, anchors: int) -> None:
 
 
 class Lesson(NamedTuple):
-    """What a drafter is trained on and with: the trainer's arguments."""
+    """The trainer's arguments for a drafter."""
 
     loss: LossFn
     start: Any  # float32 parameters
-    rows: Rows
     identity: dict[str, Any]
 
 
 def make_lesson(
-    target: Target,
-    config: DrafterConfig,
-    rows: Rows,
-    *,
-    anchors: int,
-    training: TrainConfig,
-    objective: Objective,
-    backend: str | None = None,
-    start: Any = None,
-) -> Lesson:
-    """The loss of a drafter on these rows; attention by the device's best unless named.
+    target: Target, config: DrafterConfig, rows: Rows, *, anchors: int, training: TrainConfig,
+    objective: Objective, backend: str | None = None, start: Any = None,
+) -> Lesson:  # fmt: skip
+    """The loss of a drafter on these rows, with the device's best attention unless it is named.
 
-    `start`: parameters to begin with, None for a new drafter's.
-
-    ValueError for settings that do not fit, before anything runs.
+    `start` holds the parameters to begin with; None makes a new drafter's. ValueError for settings
+    that do not fit, before anything runs.
     """
     check_sizes(target.config, rows.tokens.shape[1], anchors)
     check_tokens(rows, target.config.vocab_size)
     configs: list[DecoderConfig] = [target.config, config]
-    given = (configs, training.compute_dtype, jax.default_backend())
-    attention = check_training_backend(backend or training_backend(*given), *given)
-    own_rows = max(1, training.batch_size // jax.local_device_count())
-    blocks = Blocks(
-        anchors=anchors,
-        objective=objective,
-        backend=attention,
-        chunks=chunks_for(anchors, own_rows, config.block_size, config.vocab_size),
-    )
+    platform = jax.default_backend()
+    attention = training_backend(backend, configs, training.compute_dtype, platform)
+    rows_a_device = max(1, training.batch_size // jax.local_device_count())
+    chunks = chunks_for(anchors, rows_a_device, config.block_size, config.vocab_size)
+    blocks = Blocks(anchors=anchors, objective=objective, backend=attention, chunks=chunks)
     identity = asdict(config) | asdict(objective) | {"anchors": anchors, "attention": attention}
     loss = partial(drafter_loss, target, drafter_of(config), blocks)
     if start is None:
-        return Lesson(loss, init_drafter(config, training.seed), rows, identity)
+        return Lesson(loss, init_drafter(config, training.seed), identity)
     start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)
-    return Lesson(loss, start, rows, identity | {"start_crc32": crc32_of(start)})
+    return Lesson(loss, start, identity | {"start_crc32": crc32_of(start)})
 
 
 @jax.jit
 def _sample(params: Any) -> Any:
-    """Some numbers of each leaf: training changes all of them; gigabytes stay where they are."""
+    """Some numbers of each leaf: a training changes all leaves, and a copy of all is gigabytes."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1)[:: max(1, leaf.size // SAMPLED)], params)
 
 
-def made_up_rows(count: int, row_length: int, vocab_size: int) -> Rows:
+def random_rows(count: int, row_length: int, vocab_size: int) -> Rows:
     """Rows of random answers, for a plan that measures a step and learns nothing."""
     shape = (count, row_length)
     return Rows(
@@ -246,24 +219,14 @@ def made_up_rows(count: int, row_length: int, vocab_size: int) -> Rows:
 
 
 def train_drafter(
-    target: Target,
-    target_params: Any,
-    config: DrafterConfig,
-    conversations: Iterable[Conversation],
-    *,
-    row_length: int,
-    anchors: int,
-    training: TrainConfig,
-    directory: Path,
-    should_stop: Callable[[int], bool],
-    objective: Objective = PAPERS,
-    backend: str | None = None,
-    start: Any = None,
-    evaluation: Evaluation | None = None,
-) -> Trained:
+    target: Target, target_params: Any, config: DrafterConfig,
+    conversations: Iterable[Conversation], *, row_length: int, anchors: int, training: TrainConfig,
+    directory: Path, should_stop: Callable[[int], bool], objective: Objective = PAPERS,
+    backend: str | None = None, start: Any = None, evaluation: Evaluation | None = None,
+) -> Trained:  # fmt: skip
     """Packs the conversations and trains a drafter for a frozen target; see trainer.train.
 
-    It trains a new drafter, or with `start` the one that has these parameters.
+    The drafter is new, or has the parameters `start`.
     """
     rows, dropped = pack(conversations, row_length)
     lesson = make_lesson(

@@ -2,9 +2,8 @@
 
 Every block is [anchor, mask × W-1] and sees what it would see when decoding: the context features
 strictly before its anchor and all of its own rows, restricted by each layer's window and
-causality. The target is frozen; one causal forward of it over the row
-gives the features of all blocks (arXiv 2602.06036), and its distribution at any place if the loss
-asks for it.
+causality. The target is frozen. One causal forward of it over the row gives the features of all
+blocks (arXiv 2602.06036), and its distribution at every place if the loss needs that.
 Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.
 """
 
@@ -41,12 +40,12 @@ LOGITS = 2**31  # bytes of one chunk's float32 logits on a device
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """How a drafter's blocks are trained: their number a row, the objective, and the programs."""
+    """How a drafter's blocks are trained."""
 
     anchors: int  # of a row
     objective: Objective = PAPERS
     backend: Backend = "xla"  # of attention
-    chunks: int = 1  # that the anchors are shared out to when logits are made; divides them
+    chunks: int = 1  # of anchors, whose logits are made one after the other; divides `anchors`
 
     def __post_init__(self) -> None:
         if self.anchors < 1 or self.chunks < 1 or self.anchors % self.chunks:
@@ -54,7 +53,7 @@ class Blocks:
 
 
 def chunks_for(anchors: int, rows: int, block_size: int, vocab_size: int) -> int:
-    """The fewest equal chunks of which each one's logits, of a device's rows, stay under LOGITS."""
+    """The fewest equal chunks of anchors whose logits, for a device's rows, stay below LOGITS."""
     one = rows * (block_size - 1) * vocab_size * 4
     fitting = max(1, LOGITS // one)
     return next(n for n in range(1, anchors + 1) if anchors % n == 0 and anchors // n <= fitting)
@@ -79,7 +78,7 @@ def draw_anchors(
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
     """Different random places of each row whose next token is supervised, and which of them exist.
 
-    A row with fewer than `count` such places is filled with places marked as not existing.
+    A row with fewer than `count` such places gets others, marked as not existing.
     """
     if count > rows.tokens.shape[1]:
         raise ValueError(f"{count} anchors do not fit rows of {rows.tokens.shape[1]} tokens")
@@ -95,8 +94,8 @@ def block_labels(
 ) -> tuple[Int[Array, "B A K"], Bool[Array, "B A K"]]:
     """Tokens anchor + 1 … anchor + W - 1, and which of them count.
 
-    A token counts if it is supervised and in the anchor's conversation, and so are all tokens
-    between: decoding would end at the first that is not.
+    A token counts if it and all tokens between are supervised and in the anchor's conversation:
+    decoding would end at the first that is not.
     """
     T = rows.tokens.shape[1]
     index = anchors[:, :, None] + jnp.arange(1, block_size)
@@ -111,18 +110,13 @@ def block_labels(
 
 
 def block_hidden(
-    target: Target,
-    drafter: Drafter,
-    params: Any,
-    target_params: Any,
-    rows: Rows,
-    anchors: Int[Array, "B A"],
-    backend: Backend = "xla",
-) -> tuple[Float[Array, "B A W D"], Float[Array, "B T D"]]:
+    target: Target, drafter: Drafter, params: Any, target_params: Any, rows: Rows,
+    anchors: Int[Array, "B A"], backend: Backend = "xla",
+) -> tuple[Float[Array, "B A W D"], Float[Array, "B T D"]]:  # fmt: skip
     """The drafter's hidden states of all blocks, and the target's hidden states of the rows."""
     W = drafter.config.block_size
     B, A = anchors.shape
-    own, features, _ = apply(
+    target_rows, features, _ = apply(
         target, target_params, rows.tokens, rows.positions, (None,) * target.config.num_layers,
         causal_attend(rows, backend), drafter.config.target_layer_ids,
     )  # fmt: skip
@@ -141,44 +135,38 @@ def block_hidden(
     embeddings = apply(target, target_params, block, method="embed")
     attend = blocks_attend(seen, anchors, W, backend)
     hidden, _ = apply(drafter, params, embeddings, positions, caches, attend)
-    return hidden.reshape(B, A, W, -1), own
+    return hidden.reshape(B, A, W, -1), target_rows
 
 
 def target_hidden(
-    own: Float[Array, "B T D"], anchors: Int[Array, "B A"], places: int
+    rows: Float[Array, "B T D"], anchors: Int[Array, "B A"], places: int
 ) -> Float[Array, "B A K D"]:
-    """The target's rows that speak for places 1 … K past each anchor: row t predicts t + 1."""
+    """The target's rows that predict places 1 … K past each anchor: row t predicts t + 1."""
     B, A = anchors.shape
-    index = jnp.minimum(anchors[:, :, None] + jnp.arange(places), own.shape[1] - 1)
-    flat = jnp.take_along_axis(own, index.reshape(B, A * places, 1), axis=1)
+    index = jnp.minimum(anchors[:, :, None] + jnp.arange(places), rows.shape[1] - 1)
+    flat = jnp.take_along_axis(rows, index.reshape(B, A * places, 1), axis=1)
     return flat.reshape(B, A, places, -1)
 
 
 def drafter_loss(
-    target: Target,
-    drafter: Drafter,
-    blocks: Blocks,
-    params: Any,
-    target_params: Any,
-    rows: Rows,
-    key: Key[Array, ""],
-    progress: Float[Array, ""],
-) -> tuple[Float[Array, ""], dict[str, Array]]:
+    target: Target, drafter: Drafter, blocks: Blocks, params: Any, target_params: Any, rows: Rows,
+    key: Key[Array, ""], progress: Float[Array, ""],
+) -> tuple[Float[Array, ""], dict[str, Array]]:  # fmt: skip
     """The objective's mean over the tokens that blocks predict, k = 1 … W - 1 past the anchor.
 
-    With weights by decay it is Σ w_k · loss_k / Σ w_k; with D-PACE's, which mean tokens, it is
-    Σ w_k · loss_k by blocks and places. Metrics: `accuracy` [W - 1] by place, and
-    `acceptance_length`, what a greedy step would commit on average at these anchors (bonus
-    included). Bind the first three arguments for the trainer.
-    A DFlash 2 drafter adds its selector's loss at every place; metrics use the selector's choice.
+    With weights by decay it is Σ w_k · loss_k / Σ w_k. With D-PACE's weights, which count tokens,
+    it is Σ w_k · loss_k over the number of blocks and places. The metrics are `accuracy` [W - 1] by
+    place and `acceptance_length`, the mean that greedy steps would commit at these anchors (bonus
+    included). A DFlash 2 drafter adds its selector's loss at every place, and its metrics use the
+    selector's choice. Bind the first three arguments for the trainer.
     """
     places, objective = drafter.config.block_size - 1, blocks.objective
     anchors, exist = draw_anchors(rows, blocks.anchors, key)
     labels, live = block_labels(rows, anchors, exist, places + 1)
-    hidden, own = block_hidden(
+    hidden, target_rows = block_hidden(
         target, drafter, params, target_params, rows, anchors, blocks.backend
     )
-    wanted = target_hidden(own, anchors, places) if objective.soft else None
+    wanted = target_hidden(target_rows, anchors, places) if objective.soft else None
     counts = counted(objective, places, progress)
     decay = decay_weights(objective.decay or loss_decay(places + 1), places) * counts
     second = isinstance(drafter.config, Drafter2Config)
@@ -200,14 +188,9 @@ def drafter_loss(
 
 
 def chunk_loss(
-    target: Target,
-    drafter: Drafter,
-    objective: Objective,
-    hidden: Float[Array, "B C K D"],
-    rest: Any,
-    shared: Any,
-    *selector: Any,
-) -> tuple[Float[Array, ""], Bool[Array, "B C K"]]:
+    target: Target, drafter: Drafter, objective: Objective, hidden: Float[Array, "B C K D"],
+    rest: Any, shared: Any, *selector: Any,
+) -> tuple[Float[Array, ""], Bool[Array, "B C K"]]:  # fmt: skip
     """The weighted sum over C anchors a row, and the places where the target's token is drafted."""
     wanted, labels, live, previous = rest
     head, counts = shared

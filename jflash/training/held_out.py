@@ -1,6 +1,6 @@
 """τ of a drafter in training, by real speculative decoding of prompts that it does not learn from.
 
-Every look decodes with the parameters of the moment through executables that are compiled once.
+Every evaluation decodes with the parameters of the moment, by executables compiled once.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,9 @@ from jflash.training.trainer import Evaluation
 
 
 def held_out_evaluation(
-    target: Target,
-    target_params: Any,
-    config: DrafterConfig,
-    prompts: Sequence[Sequence[int]],
-    *,
-    every: int,
-    batch_size: int,
-    decoding: Decoding,
-) -> Evaluation:
+    target: Target, target_params: Any, config: DrafterConfig, prompts: Sequence[Sequence[int]], *,
+    every: int, batch_size: int, decoding: Decoding,
+) -> Evaluation:  # fmt: skip
     """Decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
     drafter, device = drafter_of(config), jax.devices()[0]
     dtype = str(target_params["embedding"].dtype)
@@ -41,7 +35,7 @@ def held_out_evaluation(
         return with_context_kernel(drafter, jax.tree.map(lambda x: x.astype(dtype), params))
 
     def run(params: Any) -> dict[str, Any]:
-        # Through the host: arrays that were on a mesh remember it, and decoding knows of none.
+        # They go through the host: arrays that were on a mesh remember it, and decoding has none.
         drafting = ready(jax.device_put(jax.device_get(params), device))
         answers = answer_prompts(
             Pair(models, Params(target_params, drafting)), prompts, decoding,
@@ -56,11 +50,11 @@ def acceptance_numbers(answers: Sequence[Generation], width: int) -> dict[str, A
     """`tau`, pooled over all steps; `tau_ended`, of answers that a stop token ended without a loop;
     `accepted` [W - 1], the share of steps that accepted at least 1, 2, … drafts.
 
-    A number that nothing speaks for (no such answer has a step) is left out.
+    A number is left out if no answer of its kind has a step.
     """
-    found = by_ending(answers, width)
-    numbers = {"tau": found["all"]["tau_pooled"], "tau_ended": found["ended"]["tau_pooled"]}
-    counts, steps = found["all"]["histogram"], found["all"]["steps"]
+    groups = by_ending(answers, width)
+    numbers = {"tau": groups["all"]["tau_pooled"], "tau_ended": groups["ended"]["tau_pooled"]}
+    counts, steps = groups["all"]["histogram"], groups["all"]["steps"]
     if steps:
         numbers["accepted"] = [round(sum(counts[k:]) / steps, 5) for k in range(1, width)]
     return {name: value for name, value in numbers.items() if value is not None}

@@ -38,7 +38,7 @@ products.defvjp(_forward, _backward)
 def head_logits(
     target: Target, params: Any, hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
-    """`Target.logits` (raw head, float32) with a backward pass in hidden's own dtype."""
+    """`Target.logits` (raw head, float32) with a backward pass in the dtype of `hidden`."""
     return products(hidden, params["embedding" if target.config.tie_embeddings else "head"])
 
 
@@ -73,8 +73,8 @@ def cross_entropy(
 ) -> Float[Array, "*lead"]:
     """-log softmax(logits)[label], in nats."""
     # A mask and not a gather, whose gradient would be a scatter over all logits.
-    own = jnp.arange(logits.shape[-1]) == labels[..., None]
-    chosen = jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
+    label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    chosen = jnp.sum(jnp.where(label, logits, 0.0), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -84,7 +84,7 @@ def weighted_mean(values: Float[Array, "*n"], weights: Float[Array, "*n"]) -> Fl
 
 
 def scale_residual_outputs(params: Any, num_layers: int) -> Any:
-    """Initial params with what is added to the residual stream scaled by 1/sqrt(2 L) (GPT-2)."""
+    """Initial params whose projections into the residual stream are scaled by 1/√(2 L) (GPT-2)."""
 
     def scale(path, leaf):
         names = [key.key for key in path]
@@ -95,5 +95,5 @@ def scale_residual_outputs(params: Any, num_layers: int) -> Any:
 
 
 def agreeing(correct: Bool[Array, "*lead K"], live: Bool[Array, "*lead K"]) -> Int[Array, "*lead"]:
-    """Length of the longest prefix that is live and correct: what greedy decoding accepts."""
+    """Length of the longest prefix that is live and correct, which greedy decoding accepts."""
     return jnp.sum(jnp.cumprod((correct & live).astype(jnp.int32), axis=-1), axis=-1)

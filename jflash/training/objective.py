@@ -14,7 +14,7 @@ from jflash.training.recipe import Objective
 def loss_decay(block_size: int) -> float:
     """γ of the weights exp(-(k - 1) / γ): the paper's 4, 5, 7 for W = 8, 10, 16.
 
-    Between and beyond them the two straight lines through these points: W / 2 up to 10, then
+    Other widths lie on the two straight lines through these points: W / 2 up to 10, then
     5 + (W - 10) / 3.
     """
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
@@ -31,8 +31,8 @@ def dpace_weights(
     """D-PACE's weight of each place: its share of the expected accepted length (arXiv 2605.18810).
 
     With q̃ = (1 - α)·q + α for the probability q that the drafter gives the label, the weight of
-    place j is Σ over m ≥ j of Π over i ≤ m of q̃_i: what the lengths that need j are worth. A place
-    that is not live ends the block. Constants to the gradient.
+    place j is Σ over m ≥ j of Π over i ≤ m of q̃_i: the expected length that needs j. A place that
+    is not live ends the block. The gradient takes the weights as constants.
     """
     smooth = jnp.where(live, (1 - alpha) * confidence + alpha, 0.0)
     reach = jnp.cumprod(smooth, axis=-1)
@@ -51,7 +51,7 @@ def kl_divergence(
 def total_variation(
     target: Float[Array, "*lead V"], drafter: Float[Array, "*lead V"]
 ) -> Float[Array, "*lead"]:
-    """½ Σ |p - q|: 1 - it is the chance that a draft drawn from q is accepted."""
+    """½ Σ |p - q|, the chance that a draft drawn from q is rejected."""
     return 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(target) - jax.nn.softmax(drafter)), axis=-1)
 
 
@@ -62,20 +62,20 @@ def place_losses(
     labels: Int[Array, "*lead K"],
 ) -> tuple[Float[Array, "*lead K"], Float[Array, "*lead K"]]:
     """The loss of each place, and the label's cross-entropy; a soft loss needs `target`."""
-    own = cross_entropy(logits, labels)
+    cross = cross_entropy(logits, labels)
     if target is None:
-        return own, own
+        return cross, cross
     if objective.loss == "kl":
-        return kl_divergence(target, logits), own
-    mixed = objective.ce_share * own
-    return mixed + (1 - objective.ce_share) * total_variation(target, logits), own
+        return kl_divergence(target, logits), cross
+    mixed = objective.ce_share * cross
+    return mixed + (1 - objective.ce_share) * total_variation(target, logits), cross
 
 
 def counted(objective: Objective, places: int, progress: Float[Array, ""]) -> Float[Array, " K"]:
-    """1 for the places that count so far, 0 for the rest, a fraction for the place between them.
+    """The curriculum: 1 for places that count so far, 0 for the rest, a fraction in between.
 
-    A curriculum over block length: from the first place alone to all of them, linearly over the
-    first `curriculum` of the training.
+    It grows from the first place to all of them, linearly over the first `curriculum` of the
+    training.
     """
     if not objective.curriculum:
         return jnp.ones(places)

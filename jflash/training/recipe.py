@@ -1,6 +1,6 @@
-"""What a training of a drafter is told: its numbers, its loss, its part of the answers.
+"""The settings of a drafter's training: its numbers, its loss, its share of the answers.
 
-Plain records: they name no array and import no JAX.
+These records name no array and import no JAX.
 """
 
 from dataclasses import dataclass, fields
@@ -52,7 +52,7 @@ class Objective:
     dpace_alpha: float = 0.5
     ce_share: float = 0.1
     curriculum: float = 0.0  # share of the training after which all places count
-    selector_weight: float = 1.0  # of the selector's loss beside this one; DFlash 2 alone
+    selector_weight: float = 1.0  # of the selector's loss beside this one; only for DFlash 2
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:

@@ -1,8 +1,8 @@
-"""What a DFlash 2 drafter's selector learns: to choose the target's token among its candidates.
+"""The loss of a DFlash 2 drafter's selector, which chooses the target's token among candidates.
 
 The authors' loss is not public. This one is cross-entropy over the scores of a place's candidates,
-given the target's token before the place; where the candidates lack the target's token, the loss
-adds it to them. The scores hold the head's logits, so the layers learn from this loss too.
+given the target's token before the place. If the candidates lack the target's token, the loss adds
+it. The scores contain the head's logits, so the layers learn from this loss too.
 Axes besides the package's: A anchors of a row, K places past an anchor, R rank.
 """
 
@@ -18,13 +18,9 @@ from jflash.training.losses import cross_entropy, lookup, products
 
 
 def selector_losses(
-    config: Drafter2Config,
-    selector: Any,
-    hidden: Float[Array, "B A K D"],
-    logits: Float[Array, "B A K V"],
-    previous: Int[Array, "B A K"],
-    labels: Int[Array, "B A K"],
-) -> tuple[Float[Array, "B A K"], Int[Array, "B A K"]]:
+    config: Drafter2Config, selector: Any, hidden: Float[Array, "B A K D"],
+    logits: Float[Array, "B A K V"], previous: Int[Array, "B A K"], labels: Int[Array, "B A K"],
+) -> tuple[Float[Array, "B A K"], Int[Array, "B A K"]]:  # fmt: skip
     """The loss of each place, and the token that decoding chooses there after `previous`.
 
     Every token gets a score and only candidates count: a matrix product of rank R costs little
@@ -36,8 +32,8 @@ def selector_losses(
     fixed = jax.lax.stop_gradient(logits).reshape(shape[0], -1, vocab)
     least = best_candidates(fixed, config.selector_top_k)[0][..., -1].reshape(shape)
     candidate = logits >= least[..., None]
-    own = jnp.arange(vocab) == labels[..., None]
-    losses = cross_entropy(jnp.where(candidate | own, scores, -jnp.inf), labels)
+    label = jnp.arange(vocab) == labels[..., None]
+    losses = cross_entropy(jnp.where(candidate | label, scores, -jnp.inf), labels)
     return losses, jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
 
 

@@ -34,24 +34,17 @@ def user_prefix(tokenizer: Any, system: str | None = None) -> list[int]:
 
 
 def write_prompts(
-    pair: Pair,
-    tokenizer: Any,
-    count: int,
-    *,
-    systems: Sequence[str | None],
-    decoding: Decoding,
-    batch_size: int,
-    folder: Path,
-    name: str,
-) -> list[Prompt]:
-    """`count` sampled user turns, the system messages taking turns; only useful ones are kept.
+    pair: Pair, tokenizer: Any, count: int, *, systems: Sequence[str | None], decoding: Decoding,
+    batch_size: int, folder: Path, name: str,
+) -> list[Prompt]:  # fmt: skip
+    """Samples `count` user turns, the system messages taking turns, and keeps the useful ones.
 
-    A turn is kept if a stop token ended it, it has no loop and it is long enough. Resumes from
-    `folder`.
+    A turn is kept if a stop token ended it, it has no loop and it is long enough. A killed run
+    resumes from `folder`.
     """
     prefixes = [user_prefix(tokenizer, system) for system in systems]
-    asked = [prefixes[i % len(prefixes)] for i in range(count)]
-    written = answer_into(folder, name, pair, asked, [decoding], batch_size=batch_size)
+    given = [prefixes[i % len(prefixes)] for i in range(count)]
+    written = answer_into(folder, name, pair, given, [decoding], batch_size=batch_size)
     assert written is not None  # this process makes all of them
     stops = set(decoding.stop_token_ids)
     ended = [ids for ids in written if ids[-1] in stops and not is_looping(ids)]

@@ -1,10 +1,9 @@
 """The compiled inside of a training: many optimizer steps in one program, over all local devices.
 
 The devices share the rows of a batch, and everything else is on each of them; one device runs the
-same program. Which rows a step sees and which key it draws from are functions of
-(seed, step) alone.
-Knows no model: `loss_fn(params, frozen, batch, key, progress) -> (loss, metrics)`, where progress
-runs from 0 to 1 over the training.
+same program. The rows of a step and the key that it draws from depend only on (seed, step).
+This file knows no model: `loss_fn(params, frozen, batch, key, progress) -> (loss, metrics)`, where
+progress runs from 0 to 1 over the training.
 """
 
 import functools
@@ -34,30 +33,8 @@ class TrainState(NamedTuple):
     optimizer: Any
 
 
-class Memory(NamedTuple):
-    """What a training takes on each device, in bytes."""
-
-    frozen: int  # parameters that are not trained
-    trained: int  # float32 parameters and the optimizer's moments
-    data: int
-    temporaries: int  # what XLA allocates beside them: activations, gradients
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-class Plan(NamedTuple):
-    """What a training takes: memory of each device, and seconds."""
-
-    devices: int
-    memory: Memory
-    compile_seconds: float
-    step_seconds: float
-
-
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW or Muon behind a clip by the global norm; vectors (norm scales) do not decay.
+    """AdamW or Muon after a clip by the global norm; vectors (norm scales) do not decay.
 
     Muon steps along the orthogonal part of each product's gradient (Jordan 2024), at the size of
     AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. Adam, with Nesterov's
@@ -92,9 +69,8 @@ def _kernels(params: Any) -> Any:
     """Muon's axes for the kernels of products, None for everything else."""
 
     def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        return (
-            optax.contrib.MuonDimensionNumbers() if path[-1] == KERNEL and leaf.ndim == 2 else None
-        )
+        product = path[-1] == KERNEL and leaf.ndim == 2
+        return optax.contrib.MuonDimensionNumbers() if product else None
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
@@ -154,16 +130,9 @@ def call_inputs(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def run_steps(
-    loss_fn: LossFn,
-    config: TrainConfig,
-    mesh: Mesh,
-    state: TrainState,
-    frozen: Any,
-    data: Any,
-    indices: Array,
-    first: Array,
-    count: Array,
-) -> tuple[TrainState, dict[str, Array]]:
+    loss_fn: LossFn, config: TrainConfig, mesh: Mesh, state: TrainState, frozen: Any, data: Any,
+    indices: Array, first: Array, count: Array,
+) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
     """`count` steps from step `first` on, on the first rows of `indices`; metrics are means.
 
     The count is a run-time value: one executable serves the last, shorter call too.
@@ -204,8 +173,8 @@ class Compiled(NamedTuple):
     """`run_steps` for one training: run(state, frozen, data, indices, first, count)."""
 
     run: Any
-    memory: Memory
-    seconds: float
+    memory: dict[str, int]  # bytes on each device, by what they hold
+    seconds: float  # of compiling
 
 
 def compile_steps(
@@ -216,19 +185,19 @@ def compile_steps(
     state = abstract_train_state(params, config, mesh)
     inputs = call_inputs(config, mesh, len(jax.tree.leaves(data)[0]), 0, 1)
     run: Any = run_steps.lower(loss_fn, config, mesh, state, frozen, data, *inputs).compile()
-    memory = Memory(
-        frozen=tree_bytes(frozen),
-        trained=tree_bytes(state),
-        data=tree_bytes(data),
-        temporaries=run.memory_analysis().temp_size_in_bytes,
-    )
+    memory = {
+        "frozen weights": tree_bytes(frozen),
+        "trained weights and optimizer": tree_bytes(state),
+        "data": tree_bytes(data),
+        "activations and gradients": run.memory_analysis().temp_size_in_bytes,
+    }
     return Compiled(run, memory, time.perf_counter() - begin)
 
 
 def measure(
     compiled: Compiled, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
-) -> Plan:
-    """The time of a few steps, on a state that is thrown away."""
+) -> float:
+    """The seconds of a step, over a few steps on a state that is thrown away."""
     state = new_train_state(params, config, mesh)
     num_rows = len(jax.tree.leaves(data)[0])
     count = min(MEASURED_STEPS, config.steps_per_call, config.steps)
@@ -238,4 +207,4 @@ def measure(
         begin = time.perf_counter()
         state, _ = jax.block_until_ready(compiled.run(state, frozen, data, *inputs))
         seconds = (time.perf_counter() - begin) / last
-    return Plan(mesh.size, compiled.memory, compiled.seconds, seconds)
+    return seconds

@@ -4,6 +4,7 @@ The device runs `steps_per_call` steps for each dispatch and the host never wait
 them. `jflash.training.steps` holds the inside of a call; this file knows files and progress.
 """
 
+import contextlib
 import json
 import time
 import zlib
@@ -19,26 +20,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
-from jflash.files import write_json
+from jflash.files import locked, write_json
 from jflash.memory import device_memory
+from jflash.training import steps
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig
-from jflash.training.steps import (
-    Compiled,
-    LossFn,
-    Memory,
-    Plan,
-    TrainState,
-    call_inputs,
-    compile_steps,
-    device_mesh,
-    measure,
-    new_train_state,
-    on_all,
-)
 
+LOCK = "run.lock"  # in the folder of a training
 SECONDS_BETWEEN_PICTURES = 20  # drawing takes half a second of a device that waits
-LOOK_DUE = "look_due"  # in the record of a checkpoint whose look is not on the disk yet
+LOOK_DUE = "look_due"  # in the record of a checkpoint whose evaluation is not on the disk yet
 
 
 class Trained(NamedTuple):
@@ -57,92 +47,76 @@ class Evaluation(NamedTuple):
 
 
 def plan_training(
-    loss_fn: LossFn, params: Any, frozen: Any, data: Any, config: TrainConfig
-) -> Plan:
-    """What `train` would take with the same arguments, measured on a few compiled steps.
+    loss_fn: steps.LossFn, params: Any, frozen: Any, data: Any, config: TrainConfig
+) -> list[str]:
+    """What `train` would take with the same arguments, in words, measured on a few steps.
 
     ValueError if that is more memory than the device has, before a step is run.
     """
-    mesh = device_mesh(config.batch_size)
-    frozen, data = on_all(mesh, (frozen, data))
+    mesh = steps.device_mesh(config.batch_size)
+    frozen, data = steps.on_all(mesh, (frozen, data))
     return _compiled_that_fits(loss_fn, config, mesh, params, frozen, data)[1]
 
 
 def _compiled_that_fits(
-    loss_fn: LossFn, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
-) -> tuple[Compiled, Plan]:
-    compiled = compile_steps(loss_fn, config, mesh, params, frozen, data)
-    memory, limit = compiled.memory, device_memory()
-    if limit is not None and memory.total > limit:
+    loss_fn: steps.LossFn, config: TrainConfig, mesh: Mesh, params: Any, frozen: Any, data: Any
+) -> tuple[steps.Compiled, list[str]]:
+    """The compiled steps, and the plan in words."""
+    compiled = steps.compile_steps(loss_fn, config, mesh, params, frozen, data)
+    size, limit = sum(compiled.memory.values()), device_memory()
+    parts = ", ".join(f"{name} {part / 1e9:.2f} GB" for name, part in compiled.memory.items())
+    if limit is not None and size > limit:
         raise ValueError(
-            f"a step takes {memory.total / 1e9:.1f} GB ({_parts(memory)}), the device has "
-            f"{limit / 1e9:.1f} GB: a smaller batch, fewer anchors or shorter rows take less"
+            f"a step takes {size / 1e9:.1f} GB ({parts}), the device has {limit / 1e9:.1f} GB: "
+            "a smaller batch, fewer anchors or shorter rows take less"
         )
-    return compiled, measure(compiled, config, mesh, params, frozen, data)
-
-
-def plan_lines(plan: Plan, config: TrainConfig) -> list[str]:
-    """The plan in words."""
-    memory, total = plan.memory, plan.step_seconds * config.steps
-    return [
-        f"memory of each of {plan.devices} device(s): {memory.total / 1e9:.2f} GB "
-        f"({_parts(memory)})",
-        f"time: {1e3 * plan.step_seconds:.1f} ms a step, {total / 60:.1f} minutes for "
-        f"{config.steps} steps; compiling took {plan.compile_seconds:.0f} s",
+    seconds = steps.measure(compiled, config, mesh, params, frozen, data)
+    return compiled, [
+        f"memory of each of {mesh.size} device(s): {size / 1e9:.2f} GB ({parts})",
+        f"time: {1e3 * seconds:.1f} ms a step, {seconds * config.steps / 60:.1f} minutes for "
+        f"{config.steps} steps; compiling took {compiled.seconds:.0f} s",
     ]
 
 
-def _parts(memory: Memory) -> str:
-    parts = {
-        "frozen weights": memory.frozen,
-        "trained weights and optimizer": memory.trained,
-        "data": memory.data,
-        "activations and gradients": memory.temporaries,
-    }
-    return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
-
-
 def train(
-    loss_fn: LossFn,
-    params: Any,
-    frozen: Any,
-    data: Any,
-    config: TrainConfig,
-    directory: str | Path,
-    *,
-    identity: Mapping[str, Any],
-    should_stop: Callable[[int], bool] = lambda step: False,
-    title: str = "training",
+    loss_fn: steps.LossFn, params: Any, frozen: Any, data: Any, config: TrainConfig,
+    directory: str | Path, *, identity: Mapping[str, Any],
+    should_stop: Callable[[int], bool] = lambda step: False, title: str = "training",
     evaluation: Evaluation | None = None,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Trains to the end, or until `should_stop(step)`; goes on from the newest checkpoint if any.
 
     `data` is a pytree of arrays with rows in front, held on the device; `frozen` is what the loss
     reads without training it. All local devices share the work. It prints a plan, then writes
     `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment resumes,
-    on the CPU with the same bits (not shown on GPUs). ValueError if the checkpoints there belong to
-    another run: other data or settings, or another `identity`, which holds what the loss was made
-    with.
+    on the CPU with the same bits (not shown on GPUs). ValueError while another process trains
+    there, and if the checkpoints there belong to another run: other data or settings, or another
+    `identity`, which holds what the loss was made with.
     """
     directory = Path(directory).resolve()
-    mesh = device_mesh(config.batch_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    mesh = steps.device_mesh(config.batch_size)
     settings = _settings(config, identity, data)
-    _check_claim(directory, settings)
-    frozen, data = on_all(mesh, (frozen, data))
-    # Two, so that one is whole whenever the run is killed.
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager(directory / "checkpoints", options=options) as manager:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(directory / LOCK, directory))
+        _check_claim(directory, settings)
+        frozen, data = steps.on_all(mesh, (frozen, data))
+        # Two, so that one is whole whenever the run is killed.
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        manager = ocp.CheckpointManager(directory / "checkpoints", options=options)
+        stack.enter_context(manager)
         compiled = None
         if (manager.latest_step() or 0) < config.steps:
             # This comes before there is a state, because measuring makes one.
             compiled, plan = _compiled_that_fits(loss_fn, config, mesh, params, frozen, data)
-            print("\n".join(plan_lines(plan, config)), flush=True)
+            print("\n".join(plan), flush=True)
             write_json(directory / "run.json", settings)  # not sooner: these settings can run
-        state = new_train_state(params, config, mesh)
+        state = steps.new_train_state(params, config, mesh)
         step, state, history = _newest(manager, state, directory)
+        log = _Log(manager, directory, title, history)
         if history and history[-1].pop(LOOK_DUE, False) and evaluation:
-            _look(evaluation, state, directory, history)
-            draw_curves(directory, history, title)
+            log.look(evaluation, state)
+            log.draw()
         if compiled is None:
             return Trained(state.params, step, history)
         drawn = time.monotonic()
@@ -151,31 +125,31 @@ def train(
         while step < config.steps and not should_stop(step):
             # The boundaries are always the same, so that a resumed run sums in the same order.
             last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
-            inputs = call_inputs(config, mesh, settings["rows"], step, last)
+            inputs = steps.call_inputs(config, mesh, settings["rows"], step, last)
             state, metrics = compiled.run(state, frozen, data, *inputs)
-            _record(history, bar, waiting)  # of the call before: the device is busy meanwhile
+            log.record(bar, waiting)  # of the call before: the device is busy meanwhile
             waiting = (last, metrics)
             save = _due(config.checkpoint_every, step, last) or last == config.steps
             look = evaluation and (_due(evaluation.every, step, last) or last == config.steps)
             bar.update(last - step)
             step = last
             if save or look:
-                _record(history, bar, waiting)
+                log.record(bar, waiting)
                 waiting = None
             if save:
                 history[-1] |= {LOOK_DUE: True} if look else {}
-                _save(manager, step, state, directory, history, title)
+                log.save(step, state)
             if look and evaluation:
-                _look(evaluation, state, directory, history)
+                log.look(evaluation, state)
             if save and time.monotonic() - drawn > SECONDS_BETWEEN_PICTURES:
-                draw_curves(directory, history, title)
+                log.draw()
                 drawn = time.monotonic()
-        _record(history, bar, waiting)
+        log.record(bar, waiting)
         bar.close()
         if step and manager.latest_step() != step:
-            _save(manager, step, state, directory, history, title)
+            log.save(step, state)
         if history:
-            draw_curves(directory, history, title)
+            log.draw()
     return Trained(state.params, step, history)
 
 
@@ -183,49 +157,55 @@ def _due(every: int, before: int, after: int) -> bool:
     return after // every > before // every
 
 
-def _look(
-    evaluation: Evaluation, state: TrainState, directory: Path, history: list[dict[str, Any]]
-) -> None:
-    """Adds to the newest record, after the checkpoint that it looks at was saved."""
-    history[-1].pop(LOOK_DUE, None)
-    history[-1] |= evaluation.run(state.params)
-    write_json(directory / "curve.json", history)
+class _Log(NamedTuple):
+    """What a run leaves on the disk; `history` grows."""
 
+    manager: ocp.CheckpointManager
+    directory: Path
+    title: str
+    history: list[dict[str, Any]]
 
-def _save(manager, step: int, state: TrainState, directory: Path, history: list, title: str):
-    loss = history[-1]["loss"] if history else 0.0
-    if not np.isfinite(loss):
-        raise ValueError(f"{title}: the loss is {loss} at step {step}; nothing was saved")
-    # The curve precedes the checkpoint: a resumed run reads it and needs its step in it.
-    write_json(directory / "curve.json", history)
-    manager.save(step, args=ocp.args.StandardSave(state))
+    def record(self, bar: Any, waiting: tuple[int, dict[str, Array]] | None) -> None:
+        if waiting is None:
+            return
+        step, metrics = waiting
+        values = jax.tree.map(lambda x: np.round(np.asarray(x, np.float64), 5).tolist(), metrics)
+        self.history.append({"step": step, **values})
+        scalars = {name: f"{v:.3f}" for name, v in values.items() if isinstance(v, float)}
+        bar.set_postfix(scalars, refresh=False)
 
+    def look(self, evaluation: Evaluation, state: steps.TrainState) -> None:
+        """Evaluates into the newest record, after the checkpoint that it looks at was saved."""
+        self.history[-1].pop(LOOK_DUE, None)
+        self.history[-1] |= evaluation.run(state.params)
+        self.write()
 
-def _record(history: list, bar: Any, waiting: tuple[int, dict[str, Array]] | None) -> None:
-    if waiting is None:
-        return
-    step, metrics = waiting
-    values = jax.tree.map(lambda x: np.round(np.asarray(x, np.float64), 5).tolist(), metrics)
-    history.append({"step": step, **values})
-    scalars = {k: v for k, v in values.items() if isinstance(v, float)}
-    bar.set_postfix({k: f"{v:.3f}" for k, v in scalars.items()}, refresh=False)
+    def save(self, step: int, state: steps.TrainState) -> None:
+        loss = self.history[-1]["loss"] if self.history else 0.0
+        if not np.isfinite(loss):
+            raise ValueError(f"{self.title}: the loss is {loss} at step {step}; nothing was saved")
+        # The curve precedes the checkpoint: a resumed run reads it and needs its step in it.
+        self.write()
+        self.manager.save(step, args=ocp.args.StandardSave(state))
 
+    def write(self) -> None:
+        write_json(self.directory / "curve.json", self.history)
 
-def _history(directory: Path, step: int) -> list[dict[str, Any]]:
-    path = directory / "curve.json"
-    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return [record for record in records if record["step"] <= step]
+    def draw(self) -> None:
+        draw_curves(self.directory, self.history, self.title)
 
 
 def _newest(
-    manager: ocp.CheckpointManager, state: TrainState, directory: Path
-) -> tuple[int, TrainState, list[dict[str, Any]]]:
+    manager: ocp.CheckpointManager, state: steps.TrainState, directory: Path
+) -> tuple[int, steps.TrainState, list[dict[str, Any]]]:
     """Step, state and history of the newest checkpoint; `state` at step 0 without one."""
     step = manager.latest_step()
     if step is None:
         return 0, state, []
     restored: Any = manager.restore(step, args=ocp.args.StandardRestore(state))
-    return step, restored, _history(directory, step)
+    path = directory / "curve.json"
+    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return step, restored, [record for record in records if record["step"] <= step]
 
 
 def _settings(config: TrainConfig, identity: Mapping[str, Any], data: Any) -> dict[str, Any]:

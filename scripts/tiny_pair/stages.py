@@ -14,8 +14,7 @@ from jflash.io import load_pair, load_target, load_tokenizer, save_checkpoint
 from jflash.training.answers import answer_prompts
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import train_drafter
-from jflash.training.gsm8k import read_gsm8k, renumbered
-from jflash.training.overlap import overlap
+from jflash.training.prompts import overlap, read_gsm8k, renumbered
 from tiny_pair.recipe import Recipe
 from tiny_pair.target_lm import train_target
 from tiny_pair.tokenizer import (

@@ -20,7 +20,7 @@ from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import encode_prompt
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import default_mask_token_id, read_records
-from jflash.training.gsm8k import renumbered
+from jflash.training.prompts import renumbered
 from tables.documents import TABLES, read_results
 from tiny_pair.evaluation import Limits, evaluate_split
 from tiny_pair.recipe import Recipe, full_recipe, smoke_recipe

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from jflash.cli.prompts import DEFAULT_PROMPT
-from jflash.training.overlap import overlap
+from jflash.training.prompts import overlap
 from tiny_pair.word_problems import (
     HELD_OUT_TEMPLATES,
     TEMPLATES,

@@ -14,7 +14,6 @@ from jflash.training import attention
 from jflash.training.attention import (
     blocks_attend,
     causal_attend,
-    check_training_backend,
     grouped,
     training_backend,
 )
@@ -213,16 +212,17 @@ def test_grouped_attention_is_the_plain_one(sight, monkeypatch):
 
 def test_attention_backend_is_refused_by_reason():
     configs = [target_config(head_dim=64)]
-    assert training_backend(configs, "bfloat16", "gpu") == "cudnn"
-    assert training_backend(configs, "float32", "gpu") == "xla"
-    assert training_backend([target_config(head_dim=20)], "bfloat16", "gpu") == "xla"
+    assert training_backend(None, configs, "bfloat16", "gpu") == "cudnn"
+    assert training_backend("xla", configs, "bfloat16", "gpu") == "xla"
+    assert training_backend(None, configs, "float32", "gpu") == "xla"
+    assert training_backend(None, [target_config(head_dim=20)], "bfloat16", "gpu") == "xla"
     for name, given, complaint in [
         ("cudnn", (configs, "bfloat16", "cpu"), "needs an NVIDIA GPU, the device is a cpu"),
         ("cudnn", (configs, "float32", "gpu"), "needs bfloat16"),
         ("flash", (configs, "bfloat16", "gpu"), "one of xla, cudnn, got 'flash'"),
     ]:
         with pytest.raises(ValueError, match=complaint):
-            check_training_backend(name, *given)
+            training_backend(name, *given)
 
 
 def test_bad_objectives_are_named():

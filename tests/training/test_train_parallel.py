@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import jax, numpy as np
-from jflash.training.drafter import make_lesson, made_up_rows
+from jflash.training.drafter import make_lesson, random_rows
 from jflash.training.recipe import Objective
 from jflash.training.recipe import TrainConfig
 from jflash.training.trainer import train
 from tests.support.pairs import random_pair
 
 pair = random_pair()
-rows = made_up_rows(12, 40, 60)
+rows = random_rows(12, 40, 60)
 config = TrainConfig(steps=6, batch_size=4, learning_rate=1e-2, compute_dtype="float32",
                      steps_per_call=2, checkpoint_every=100)
 lesson = make_lesson(pair.models.target, pair.models.drafter.config, rows, anchors=6,

@@ -161,7 +161,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         (["--self-instruct", files["train.jsonl"]], "train.jsonl:1 is no self-instruct task"),
         (["--svamp", files["train.jsonl"]], "is not SVAMP's JSON"),
         (["--svamp", tmp_path / "body.json"], "body.json entry 2 is no SVAMP problem"),
-        (["--gsm8k-train", tmp_path / "gsm8k.jsonl"], "gsm8k.jsonl:2 is not a GSM8K record"),
+        (["--gsm8k-train", tmp_path / "gsm8k.jsonl"], "gsm8k.jsonl:2 is no GSM8K record"),
         ([*test, files["tasks.jsonl"]], "none of the fields"),
         ([*test, tmp_path / "cut.gz"], "cut.gz cannot be read"),
         ([*test, tmp_path / "damaged.gz"], "damaged.gz cannot be read"),

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jflash.files import locked
 from jflash.models.decoder import Target
 from jflash.speculative import apply
 from jflash.training import steps, trainer
@@ -18,7 +19,7 @@ from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
 from jflash.training.recipe import OPTIMIZERS, TrainConfig
 from jflash.training.steps import batch_indices, optimizer
-from jflash.training.trainer import Evaluation, train
+from jflash.training.trainer import LOCK, Evaluation, train
 from tests.support.pairs import target_config
 from tiny_pair.target_lm import TrainedTarget, init_target, target_loss
 
@@ -94,11 +95,20 @@ def test_resumed_training_gives_the_same_bits(tmp_path, optimizer):
 
 def test_steps_that_do_not_fit_are_refused_before_one_is_run(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "device_memory", lambda: 100_000)
-    for module in (trainer, steps):
-        monkeypatch.setattr(module, "new_train_state", lambda *_: pytest.fail("a state was made"))
+    monkeypatch.setattr(steps, "new_train_state", lambda *_: pytest.fail("a state was made"))
     with pytest.raises(ValueError, match=r"a step takes 0\.0 GB .*: a smaller batch"):
         run(params=init_target(MODEL, 0), data=rows(), config=CONFIG, directory=tmp_path)
     assert not (tmp_path / "run.json").exists()  # the folder is free for settings that fit
+
+
+def test_a_folder_takes_one_training_at_a_time(tmp_path):
+    job = {"params": init_target(MODEL, 0), "data": rows(), "config": CONFIG}
+    with (
+        locked(tmp_path / LOCK, tmp_path),
+        pytest.raises(ValueError, match=f"{tmp_path} is in use"),
+    ):
+        run(**job, directory=tmp_path)
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_order_depends_on_seed_and_step_alone():
