@@ -1,6 +1,6 @@
-"""Judges an answer in words: a rule extracts its result, and math-verify compares it with the gold.
+"""Checks an answer in words: a rule extracts its result, and math-verify compares it with the gold.
 
-A check records the rule, because the rules differ in trust. This file knows no model.
+A check records the rule, because some rules deserve less trust. This file knows no model.
 """
 
 import logging
@@ -8,8 +8,8 @@ import re
 from typing import NamedTuple
 
 SECONDS = 3  # for one comparison: 9^(9^(9^9)) is an answer too
-LONGEST = 500  # characters of an expression; longer ones are no answer, and slow to find so
-# A dash after a digit or a letter is none of a number: of "18-20 days" the last one is 20.
+LONGEST = 500  # characters of an expression; longer ones are no answer, and slow to compare
+# A dash after a digit or a letter is no sign: the last number of "18-20 days" is 20.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?[$£€¥]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 UNIT = re.compile(r"(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*\.?")
 MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
@@ -27,7 +27,7 @@ class Check(NamedTuple):
 
 
 def check_answer(text: str, gold: str) -> Check:
-    """Judges `text` by `gold`, an expression in LaTeX or a number as people write it."""
+    """Checks `text` against `gold`, an expression in LaTeX or a number as people write it."""
     answer, rule = extract_answer(text)
     return Check(answer, rule, answer is not None and is_equal(answer, gold))
 
@@ -56,14 +56,14 @@ def is_equal(answer: str, gold: str) -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs time-outs
     both = (gold, _bare(answer))
-    right, found = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in both)
-    return math_verify.verify(right, found, timeout_seconds=SECONDS)
+    right, given = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in both)
+    return math_verify.verify(right, given, timeout_seconds=SECONDS)
 
 
 def _bare(answer: str) -> str:
     """An answer without marks around it, currency and unit: "**£18**" and "18 apples." are 18.
 
-    LaTeX would read a product of letters.
+    LaTeX would read a unit as a product of letters.
     """
     while around := MARKS.fullmatch(answer) or WORDS.fullmatch(answer):
         answer = (around[2] if around.re is MARKS else around[1]).strip()

@@ -1,9 +1,9 @@
-"""Does a program that a model wrote pass its tests: run in processes of its own, with limits.
+"""Runs a program that a model wrote with its tests, in separate processes, with limits.
 
-The limits hold for a program and all that it starts together: time, memory, processes, files in its
-folder; when it ends, all of that ends. It is no sandbox: the program runs as this user, may read
-and write what the user may, kill what the user runs (its supervisor too) and use the network. Run
-it only where that is no harm.
+The limits of time, memory, processes and files in its folder hold for a program and all that it
+starts together, and all of that ends with it. This is no sandbox: the program runs as this user,
+may read and write what the user may, kill what the user runs (its supervisor too) and use the
+network. Run it only where that does no harm.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def program(dataset: str, record: dict[str, Any], text: str) -> str:
-    """The whole of what is run: the answer's code, then the data set's tests of it."""
+    """The program to run: the answer's code, then the data set's tests of it."""
     if dataset == "humaneval":
         name, prompt = record["entry_point"], record["prompt"]
         definition = re.compile(rf"^(?:async +)?def +{re.escape(name)}\b", re.MULTILINE)
@@ -43,30 +43,25 @@ def program(dataset: str, record: dict[str, Any], text: str) -> str:
 
 
 def passes(source: str, limits: Limits = LIMITS) -> str:
-    """'passed', 'failed' or 'timeout'. Passed is only what reaches its own end.
+    """'passed', 'failed' or 'timeout'; a program passes only if its last line ran.
 
     ValueError on a system without /proc, where what a program starts cannot be ended.
     """
     if not Path("/proc/self/stat").exists():
-        raise ValueError(
-            f"programs run on Linux alone, this is {sys.platform}: leave out --execute"
-        )
-    end = secrets.token_hex(16)  # a program that leaves early cannot say it
-    # What is printed goes to a file, because a pipe's content has no limit, and to one that the
-    # program cannot remove.
+        raise ValueError(f"programs run only on Linux, this is {sys.platform}: leave out --execute")
+    end = secrets.token_hex(16)  # a program that leaves early cannot print it
+    # The output goes to a file, because a pipe's content has no limit, and to one that the program
+    # cannot remove.
     with tempfile.TemporaryFile() as printed, _folder() as folder:
         file = folder / "program.py"
-        # A text that is no Unicode is no program either: Python says so when it reads it.
+        # Python refuses a text that is no Unicode when it reads the program.
         file.write_bytes(f"{source}\nprint({end!r})\n".encode("utf-8", "surrogatepass"))
         supervisor = subprocess.Popen(
             [sys.executable, "-I", program_supervisor.__file__, str(file), json.dumps(limits)],
-            cwd=folder,
+            cwd=folder, start_new_session=True,
             env={"PATH": os.environ.get("PATH", ""), "HOME": str(folder), "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         try:
             code = supervisor.wait(limits.wall_seconds + END_SECONDS)
         except subprocess.TimeoutExpired:  # the program has stopped its supervisor

@@ -1,12 +1,12 @@
-"""Answers problems through the engine; judges and writes every answer as it comes.
+"""Answers problems through the engine, and checks and writes every answer as it comes.
 
-An answer that is on disk is not decoded again. This file knows no options, tables or pictures.
+An answer on disk is not decoded again. This file knows no options, tables or pictures.
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem
 from jflash.evals.folder import read_answers
-from jflash.evals.summary import Record
+from jflash.evals.summary import PARTS, Record
 from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
 from jflash.speculative import Models
 
-Turns = Sequence[tuple[str, str]]  # what the user said and what the model answered
+Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
 TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before
 
 
@@ -35,7 +35,7 @@ class Evaluation:
     """The problems of a run, and how they are decoded.
 
     `encode(turns, text)` gives the token ids of a conversation whose next user turn is `text`.
-    Only the answer before the first of `ends` is judged.
+    Only the part of an answer before the first of `ends` is checked.
     """
 
     problems: Sequence[Problem]
@@ -52,7 +52,6 @@ class Evaluation:
 
 
 def first_jobs(evaluation: Evaluation) -> list[Job]:
-    """Every problem's first prompt."""
     return _jobs(evaluation, 0, {}, None)
 
 
@@ -64,8 +63,7 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
         try:
             for i, text in enumerate(problem.turns):
                 prompt = evaluation.encode(turns, text)
-                answers = i * new  # of the turns before, whose text is not known yet
-                longest = prompt + prompt[-1:] * answers
+                longest = prompt + prompt[-1:] * (i * new)  # with the unknown answers before
                 check_request(models, longest, evaluation.decoding)
                 turns.append((text, ""))
         except ValueError as error:
@@ -83,11 +81,11 @@ def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
 
 def digest(evaluation: Evaluation) -> str:
     """A digest of the prompts and right answers: another template, file or order is another run."""
-    asked = [
+    prompts = [
         (problem.index, problem.gold, problem.turns, job.prompt_ids)
         for problem, job in zip(evaluation.problems, first_jobs(evaluation), strict=True)
     ]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def answer_all(
@@ -101,19 +99,24 @@ def answer_all(
 ) -> list[Record]:
     """Answers to all problems, including those that `file` holds already; in no order.
 
-    Later turns follow the answers of `turns_of`, or of this run, so that a baseline gets the very
-    same prompts.
+    Later turns follow the answers of `turns_of` instead of this run's, so that a baseline gets the
+    very same prompts.
     """
     records = read_answers(file)
     total = sum(len(problem.turns) for problem in evaluation.problems)
     bar = tqdm(total=total, initial=len(records), desc=name, unit="answer", file=sys.stderr)
     with bar, appended(file) as add:
         for turn in range(evaluation.turns):
-            said = _said(records if turns_of is None else turns_of)
+            before = records if turns_of is None else turns_of
+            texts = {(record["index"], record["turn"]): record["text"] for record in before}
             answered = {r["index"] + turn * TURN for r in records if r["turn"] == turn}
-            jobs = _jobs(evaluation, turn, said, pair.models)
             problems = {problem.index + turn * TURN: problem for problem in evaluation.problems}
-            for job, generation in _serve(pair, evaluation, jobs, answered, room_for_width):
+            served = serve(
+                pair, _jobs(evaluation, turn, texts, pair.models), answered=answered,
+                batch_size=evaluation.batch_size, steps_per_call=evaluation.steps_per_call,
+                room_for_width=room_for_width,
+            )  # fmt: skip
+            for job, generation in served:
                 record = _record(problems[job.index], turn, generation, evaluation)
                 add(record)
                 records.append(record)
@@ -139,25 +142,22 @@ def execute_all(
 
 
 def with_results(answers: Sequence[Record], results: dict[int, str]) -> list[Record]:
-    """The records, judged by whether their programs passed."""
+    """The records, each checked by its program's result."""
     return [
         r | {"check": {"rule": results[r["index"]], "correct": results[r["index"]] == "passed"}}
         for r in answers
     ]
 
 
-def _said(records: Sequence[Record]) -> dict[tuple[int, int], str]:
-    return {(record["index"], record["turn"]): record["text"] for record in records}
-
-
 def _jobs(
-    evaluation: Evaluation, turn: int, said: dict[tuple[int, int], str], models: Models | None
+    evaluation: Evaluation, turn: int, texts: dict[tuple[int, int], str], models: Models | None
 ) -> list[Job]:
+    """The jobs of a turn, after the `texts` of the answers to the turns before."""
     jobs = []
     for problem in evaluation.problems:
         if len(problem.turns) <= turn:
             continue
-        before = [(problem.turns[t], said[problem.index, t]) for t in range(turn)]
+        before = [(problem.turns[t], texts[problem.index, t]) for t in range(turn)]
         prompt = evaluation.encode(before, problem.turns[turn])
         new = evaluation.decoding.max_new_tokens
         if models is not None and turn:
@@ -169,31 +169,13 @@ def _jobs(
     return jobs
 
 
-def _serve(
-    pair: Pair,
-    evaluation: Evaluation,
-    jobs: list[Job],
-    answered: set[int],
-    room_for_width: int | None,
-) -> Iterator[tuple[Job, Generation]]:
-    return serve(
-        pair,
-        jobs,
-        batch_size=evaluation.batch_size,
-        steps_per_call=evaluation.steps_per_call,
-        answered=answered,
-        room_for_width=room_for_width,
-    )
-
-
 def _record(problem: Problem, turn: int, generation: Generation, evaluation: Evaluation) -> Record:
     """An answer as a line of JSON: its text, how it was decoded, whether it is right."""
     text = decode(evaluation.tokenizer, generation.token_ids)
     check = None
     if problem.gold is not None:
-        found = check_answer(before_stop(text, evaluation.ends), problem.gold)
-        check = found._asdict() | {"gold": problem.gold}
-    seconds = generation.seconds
+        checked = check_answer(before_stop(text, evaluation.ends), problem.gold)
+        check = checked._asdict() | {"gold": problem.gold}
     return {
         "index": problem.index,
         "turn": turn,
@@ -204,11 +186,8 @@ def _record(problem: Problem, turn: int, generation: Generation, evaluation: Eva
         "acceptance_lengths": generation.acceptance_lengths,
         "finish_reason": generation.finish_reason,
         "ending": ending(generation),
-        "seconds": {  # since the answer before this one, by all slots together
-            "compile": seconds.compile,
-            "prefill": seconds.prefill,
-            "decode": seconds.decode,
-        },
+        # Since the answer before this one, by all slots together.
+        "seconds": {part: getattr(generation.seconds, part) for part in PARTS},
     }
 
 
@@ -217,8 +196,8 @@ def _running(records: Sequence[Record]) -> str:
     steps = sum(len(r["acceptance_lengths"]) for r in records)
     tokens = sum(sum(r["acceptance_lengths"]) for r in records)
     seconds = sum(r["seconds"]["decode"] for r in records)
-    judged = [r["check"]["correct"] for r in records if r["check"] is not None]
-    parts = [f"right {sum(judged) / len(judged):.1%}"] if judged else []
+    right = [r["check"]["correct"] for r in records if r["check"] is not None]
+    parts = [f"right {sum(right) / len(right):.1%}"] if right else []
     parts += [f"τ {tokens / steps:.2f}"] if steps else []
     parts += [f"{tokens / seconds:.0f} tokens/s"] if seconds else []
     return ", ".join(parts)

@@ -24,10 +24,10 @@ RESULTS = ("summary.json", "histogram.png", "position.png", "progress.png")
 
 @contextlib.contextmanager
 def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Iterator[None]:
-    """Makes the folder of a run with these settings, or finds it again, and locks it for the block.
+    """Makes or reopens the folder of a run with these settings, and locks it for the block.
 
-    ValueError, by name, if another process holds the folder, or if it holds a run with other
-    settings; `overwrite` removes that run.
+    ValueError if another process holds the folder, and by name for a run with other settings;
+    `overwrite` removes that run.
     """
     file = folder / SETTINGS
     if folder.exists() and not folder.is_dir():

@@ -34,9 +34,8 @@ def write_plots(folder: Path, summary: dict[str, Any], title: str) -> None:
         ):
             y = [float("nan") if row[name] is None else row[name] for row in positions]
             axes.plot(x, y, marker="o", label=label)
-        axes.set(
-            xlabel="position of the draft in its block", ylabel="share accepted", ylim=(0, 1.03)
-        )
+        axes.set(xlabel="position of the draft in its block", ylabel="share accepted")
+        axes.set_ylim(0, 1.03)
         if positions:
             axes.legend()
 
@@ -48,11 +47,8 @@ def write_plots(folder: Path, summary: dict[str, Any], title: str) -> None:
         axes.bar(middles, heights, width=90 / len(deciles))
         axes.set(xlabel="progress through the answer, %", ylabel="tokens a step")
 
-    for name, draw in (
-        ("histogram", by_length),
-        ("position", by_position),
-        ("progress", by_progress),
-    ):
+    pictures = {"histogram": by_length, "position": by_position, "progress": by_progress}
+    for name, draw in pictures.items():
         _write(folder / f"{name}.png", draw, title)
 
 

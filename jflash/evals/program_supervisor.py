@@ -1,8 +1,8 @@
 """Runs one program under limits and ends everything that it started: the main of a process.
 
 `python -I program_supervisor.py PROGRAM LIMITS` runs PROGRAM in the current folder; LIMITS is JSON.
-Orphans of the program become children of this process, so that none escapes by a session of its
-own. Linux only. Knows the standard library alone: it must start quickly.
+Orphans of the program become children of this process, so that none escapes by starting a session.
+It runs on Linux, and imports only the standard library because it must start quickly.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ END_SECONDS = 5.0  # until all of them must be gone
 MOST_FILES = 10_000
 FORKS_BESIDE = 256  # processes and threads that this user may start elsewhere meanwhile
 
-# The program's process limits itself before it reads a line of the program. A limit on the user's
-# processes that processes out of sight use up already (another container's) is not set.
+# The program's process limits itself before it reads a line of the program. It sets no limit on the
+# user's processes if processes that it cannot see (another container's) have reached it already.
 LIMITED = """
 import os, resource as r, runpy, sys
 program, processes, *rest = sys.argv[1:]
@@ -47,7 +47,7 @@ runpy.run_path(program, run_name="__main__")
 
 
 class Limits(NamedTuple):
-    """What a program may take; bytes of memory and of a file also hold for each process alone."""
+    """What a program may take; bytes of memory and of a file also hold for each process."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 10  # of each process
@@ -140,7 +140,7 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _living() -> list[Process]:
-    """The processes under this one, zombies left out."""
+    """The processes under this one, without zombies."""
     children: dict[int, list[Process]] = {}
     for process in _processes():
         children.setdefault(process.parent, []).append(process)
@@ -153,7 +153,7 @@ def _living() -> list[Process]:
 
 
 def _processes() -> Iterator[Process]:
-    """All that the system has; those that end meanwhile are left out."""
+    """The system's processes, without those that end meanwhile."""
     page = os.sysconf("SC_PAGE_SIZE")
     for entry in _numbered(Path("/proc")):
         with contextlib.suppress(OSError):

@@ -1,10 +1,9 @@
-"""The summary of an evaluation as lines of text for people."""
+"""The summary of an evaluation as text."""
 
 from typing import Any
 
 
 def table(summary: dict[str, Any]) -> str:
-    """What evaluate.py prints at its end."""
     acceptance, speed = summary["acceptance"], summary["speed"]
     lines = [f"{summary['answers']} answers"]
     right = summary["accuracy"]
@@ -18,16 +17,13 @@ def table(summary: dict[str, Any]) -> str:
             f"right            {right['share']:.1%} ({right['correct']} of {right['judged']}), "
             f"95 % Wilson interval {low:.1%} … {high:.1%}; by rule: {rules}"
         )
-    for name, key in (
-        ("all", "all"),
-        ("ended", "ended"),
-        ("cut or looping", "limit_or_looping"),
-    ):
-        own = acceptance[key]
+    groups = {"all": "all", "ended": "ended", "cut or looping": "limit_or_looping"}
+    for name, key in groups.items():
+        group = acceptance[key]
         lines.append(
-            f"τ, {name:<14} {number(own['tau_pooled'])} pooled, "
-            f"{number(own['tau_mean_of_means'])} mean of prompts, {own['prompts']} answers, "
-            f"{own['new_tokens']} tokens"
+            f"τ, {name:<14} {number(group['tau_pooled'])} pooled, "
+            f"{number(group['tau_mean_of_means'])} mean of prompts, {group['prompts']} answers, "
+            f"{group['new_tokens']} tokens"
         )
     lines.append("steps that committed 1, 2, … tokens  " + _list(acceptance["all"]["histogram"]))
     positions = summary["acceptance_by_position"]
@@ -45,12 +41,14 @@ def table(summary: dict[str, Any]) -> str:
     if "baseline" in summary:
         lines += _baseline(summary["baseline"])
     if "same_as" in summary:
-        lines += _same_as(summary["same_as"])
+        same = summary["same_as"]
+        count = f"{same['identical_outputs']} of {same['answers']} outputs"
+        lines += [f"as {same['folder']}: {count}", *_differences(same, "there", "other_token")]
     return "\n".join(lines)
 
 
 def _baseline(baseline: dict[str, Any]) -> list[str]:
-    ended = baseline.get("both_ended")  # of batch 1 alone
+    ended = baseline.get("both_ended")  # only at batch 1
     lines = [
         _speed("plain decoding", baseline["speed"]),
         _speed_up("all", baseline),
@@ -58,11 +56,6 @@ def _baseline(baseline: dict[str, Any]) -> list[str]:
         f"identical        {baseline['identical_outputs']} of {baseline['answers']} outputs",
     ]
     return lines + _differences(baseline, "plain decoding", "plain_token")
-
-
-def _same_as(same: dict[str, Any]) -> list[str]:
-    line = f"as {same['folder']}: {same['identical_outputs']} of {same['answers']} outputs"
-    return [line, *_differences(same, "there", "other_token")]
 
 
 def _differences(found: dict[str, Any], other: str, token: str) -> list[str]:

@@ -16,30 +16,23 @@ Record = dict[str, Any]
 Z = 1.959964  # of a 95 % interval
 DECILES = 10
 SHOWN_DIFFERENCES = 20
+PARTS = ("compile", "prefill", "decode")  # of an answer's seconds
 
 
 def generation(record: Record) -> Generation:
     """The generation that a record was made of."""
-    return Generation(
-        prompt_tokens=record["prompt_tokens"],
-        token_ids=record["token_ids"],
-        acceptance_lengths=record["acceptance_lengths"],
-        finish_reason=record["finish_reason"],
-        seconds=Seconds(**record["seconds"]),
-    )
+    names = ("prompt_tokens", "token_ids", "acceptance_lengths", "finish_reason")
+    return Generation(**{n: record[n] for n in names}, seconds=Seconds(**record["seconds"]))
 
 
 def summarise(
-    answers: Sequence[Record],
-    width: int,
-    baseline: Sequence[Record] | None = None,
-    *,
+    answers: Sequence[Record], width: int, baseline: Sequence[Record] | None = None, *,
     batch_size: int,
-) -> dict[str, Any]:
-    """The summary of records of one run; `baseline` are the same prompts decoded plainly.
+) -> dict[str, Any]:  # fmt: skip
+    """The summary of one run's records; `baseline` are the same prompts decoded plainly.
 
-    At batch 1 no other answer shares an answer's seconds, so there is also the speed of those
-    that a stop token ended.
+    At batch 1 no other answer shares an answer's seconds, so the speed of those that a stop token
+    ended is there too.
     """
     answers = sorted(answers, key=_order)
     generations = [generation(record) for record in answers]
@@ -68,6 +61,7 @@ def accuracy(checks: Sequence[Record]) -> dict[str, Any] | None:
         return None
     right, count = sum(c["correct"] for c in checks), len(checks)
     rules = Counter(c["rule"] for c in checks)
+    correct = Counter(c["rule"] for c in checks if c["correct"])
     return {
         "correct": right,
         "judged": count,
@@ -75,11 +69,8 @@ def accuracy(checks: Sequence[Record]) -> dict[str, Any] | None:
         "interval_95": wilson(right, count),
         "interval": "Wilson score, 95 %",
         "by_rule": {
-            rule: {
-                "judged": rules[rule],
-                "correct": sum(c["correct"] for c in checks if c["rule"] == rule),
-            }
-            for rule in sorted(rules)
+            rule: {"judged": judged, "correct": correct[rule]}
+            for rule, judged in sorted(rules.items())
         },
     }
 
@@ -97,16 +88,14 @@ def by_position(generations: Sequence[Generation], width: int) -> list[dict[str,
     """How often draft 1 … width - 1 was accepted: given that all before it were, and of all steps.
 
     A stop token or the limit may cut the last step of an answer; what it would have accepted
-    after the cut is unknown and counts nowhere.
+    after the cut is unknown and does not count.
     """
     tried, accepted = Counter[int](), Counter[int]()
-    steps = 0
+    steps = sum(len(g.acceptance_lengths) for g in generations)
     for g in generations:
-        for i, length in enumerate(g.acceptance_lengths):
-            steps += 1
-            last = i == len(g.acceptance_lengths) - 1
+        for left, length in enumerate(reversed(g.acceptance_lengths)):
             accepted.update(range(1, length))
-            tried.update(range(1, length if last else length + 1))
+            tried.update(range(1, length + 1 if left else length))
     return [
         {
             "position": p,
@@ -120,25 +109,22 @@ def by_position(generations: Sequence[Generation], width: int) -> list[dict[str,
 
 def by_progress(generations: Sequence[Generation]) -> list[dict[str, Any]]:
     """Tokens a step in every tenth of the answers, by where a step begins."""
-    lengths: list[list[int]] = [[] for _ in range(DECILES)]
+    tenths: list[list[int]] = [[] for _ in range(DECILES)]
     for g in generations:
-        total, at = len(g.token_ids), 1  # the prefill's token comes first
+        total, begin = len(g.token_ids), 1  # the prefill's token comes first
         for length in g.acceptance_lengths:
-            lengths[min(DECILES - 1, DECILES * at // total)].append(length)
-            at += length
+            tenths[min(DECILES - 1, DECILES * begin // total)].append(length)
+            begin += length
     return [
-        {"from": i / DECILES, "steps": len(own), "tau": sum(own) / len(own) if own else None}
-        for i, own in enumerate(lengths)
+        {"from": i / DECILES, "steps": len(t), "tau": sum(t) / len(t) if t else None}
+        for i, t in enumerate(tenths)
     ]
 
 
 def speed(generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of the steps over the seconds of the steps; prefill and compilation apart."""
     tokens = sum(sum(g.acceptance_lengths) for g in generations)
-    spent = {
-        part: sum(getattr(g.seconds, part) for g in generations)
-        for part in ("compile", "prefill", "decode")
-    }
+    spent = {part: sum(getattr(g.seconds, part) for g in generations) for part in PARTS}
     both = spent["prefill"] + spent["decode"]
     return {
         "tokens_of_steps": tokens,
@@ -171,12 +157,16 @@ def compare(
 
 def _speed_up(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
     """The speed of the second of each pair, and how much faster the first ones are."""
-    own, other = speed([own for own, _ in pairs]), speed([other for _, other in pairs])
+    ours, other = speed([ours for ours, _ in pairs]), speed([other for _, other in pairs])
+
+    def ratio(name: str) -> float | None:
+        return ours[name] / other[name] if ours[name] and other[name] else None
+
     return {
         "answers": len(pairs),
         "speed": other,
-        "speed_up": _ratio(own, other, "tokens_per_second"),
-        "speed_up_with_prefill": _ratio(own, other, "tokens_per_second_with_prefill"),
+        "speed_up": ratio("tokens_per_second"),
+        "speed_up_with_prefill": ratio("tokens_per_second_with_prefill"),
     }
 
 
@@ -187,19 +177,15 @@ def differences(answers: Sequence[Record], others: Sequence[Record], name: str) 
     `name`).
     """
     theirs = {_order(record): record for record in others}
-    found = [d for r in answers if (d := _difference(r, theirs[_order(r)], name)) is not None]
+    different = [d for r in answers if (d := _difference(r, theirs[_order(r)], name)) is not None]
     return {
-        "identical_outputs": len(answers) - len(found),
-        "first_differences": found[:SHOWN_DIFFERENCES],
+        "identical_outputs": len(answers) - len(different),
+        "first_differences": different[:SHOWN_DIFFERENCES],
     }
 
 
 def _order(record: Record) -> tuple[int, int]:
     return record["index"], record["turn"]
-
-
-def _ratio(own: Record, other: Record, name: str) -> float | None:
-    return own[name] / other[name] if own[name] and other[name] else None
 
 
 def _difference(record: Record, other: Record, name: str) -> Record | None:
@@ -208,11 +194,11 @@ def _difference(record: Record, other: Record, name: str) -> Record | None:
     if ours == theirs:
         return None
     same = zip(ours, theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(same) if a != b), min(len(ours), len(theirs)))
+    place = next((i for i, (a, b) in enumerate(same) if a != b), min(len(ours), len(theirs)))
     return {
         "index": record["index"],
         "turn": record["turn"],
-        "position": at,
-        "token": ours[at] if at < len(ours) else None,
-        name: theirs[at] if at < len(theirs) else None,
+        "position": place,
+        "token": ours[place] if place < len(ours) else None,
+        name: theirs[place] if place < len(theirs) else None,
     }
