@@ -148,6 +148,7 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
+    dtype: str = "float32"  # of parameters and activations, as loaded or trained
 
     def __post_init__(self) -> None:
         _at_least_1(self, "vocab_size", "hidden_size", "num_layers", "max_position_embeddings")

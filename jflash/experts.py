@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash.config import MoeSpec
 from jflash.kernels import Kernels
+from jflash.leaves import Leaf, declare, gate_up_leaf
 from pallas_kernels.grouped_matmul import (
     grouped_gate_up,
     grouped_matmul,
@@ -29,10 +30,10 @@ ROUTING = "routing"  # of Flax's collections
 class Kernel(nn.Module):
     """A matrix, or one for every expert, as a parameter of its own."""
 
-    shape: tuple[int, ...]
+    leaf: Leaf
 
     def setup(self) -> None:
-        self.kernel = self.param("kernel", nn.initializers.normal(0.02), self.shape)
+        self.kernel = declare(self, "kernel", self.leaf)
 
 
 class Experts(nn.Module):
@@ -43,9 +44,10 @@ class Experts(nn.Module):
 
     def setup(self) -> None:
         c, width = self.config, self.hidden_size
-        self.router = Kernel((width, c.num_experts))
-        self.gate_up = Kernel((c.num_experts, width, 2 * c.intermediate_size))
-        self.down = Kernel((c.num_experts, c.intermediate_size, width))
+        self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")))
+        down = Leaf((c.intermediate_size, width), ("mlp", "embed"))
+        self.gate_up = Kernel(gate_up_leaf(width, c.intermediate_size).of_experts(c.num_experts))
+        self.down = Kernel(down.of_experts(c.num_experts))
 
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Kernels

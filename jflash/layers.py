@@ -17,6 +17,7 @@ from jflash.cache import Cache, empty_cache, one_sequence, write_chunk, write_co
 from jflash.config import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.experts import Experts
 from jflash.kernels import XLA, Kernels
+from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.rope import rope_angles
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
@@ -152,9 +153,10 @@ class RMSNorm(nn.Module):
 
     features: int
     eps: float
+    axis: str = "embed"
 
     def setup(self) -> None:
-        self.scale = self.param("scale", nn.initializers.ones, (self.features,))
+        self.scale = declare(self, "scale", Leaf((self.features,), (self.axis,)))
 
     def __call__(self, x: Float[Array, "*lead D"], backend: str = "xla") -> Float[Array, "*lead D"]:
         return rms_norm(x, self.scale, self.eps, backend=backend)
@@ -163,15 +165,13 @@ class RMSNorm(nn.Module):
 class Projection(nn.Module):
     """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32)."""
 
-    inputs: int
-    features: int
+    leaf: Leaf
     use_bias: bool = False
 
     def setup(self) -> None:
-        init = nn.initializers.normal(0.02)
-        self.kernel = self.param("kernel", init, (self.inputs, self.features))
+        self.kernel = declare(self, "kernel", self.leaf)
         if self.use_bias:
-            self.bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            self.bias = declare(self, "bias", self.leaf.bias)
 
     def __call__(
         self,
@@ -181,13 +181,13 @@ class Projection(nn.Module):
     ) -> Float[Array, "B T _"]:
         """The product, on top of `residual` if given."""
         lead = x.shape[:-1]
-        flat = x.reshape(-1, self.inputs)
+        flat = x.reshape(-1, x.shape[-1])
         if self.use_bias:
             out = matmul(flat, self.kernel, backend=backend) + self.bias
             out = out.reshape(*lead, -1)
             return out if residual is None else residual + out
         if residual is not None:
-            residual = residual.reshape(-1, self.features)
+            residual = residual.reshape(-1, residual.shape[-1])
         return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)
 
     def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B R _"]:
@@ -197,9 +197,9 @@ class Projection(nn.Module):
         """
         if self.use_bias:
             return self(x, backend)[None]
-        flat = partial_products(x.reshape(-1, self.inputs), self.kernel, backend=backend)
+        flat = partial_products(x.reshape(-1, x.shape[-1]), self.kernel, backend=backend)
         rows = flat.shape[1] // x.shape[0]
-        return flat.reshape(-1, x.shape[0], rows, self.features)
+        return flat.reshape(-1, x.shape[0], rows, flat.shape[-1])
 
 
 class Attention(nn.Module):
@@ -211,13 +211,16 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         s, width = self.spec, self.hidden_size
-        self.qkv = Projection(width, s.num_heads * s.head_dim + s.kv_width, s.qkv_bias)
-        self.out = Projection(s.num_heads * s.head_dim, width, s.out_bias)
+        N, K, H = s.num_heads, s.num_kv_heads, s.head_dim
+        columns = SideBySide((N * H, K * H, K * H))
+        fused = Leaf((width, K, (s.groups + 2) * H), ("embed", "kv_heads", "qkv"), columns)
+        self.qkv = Projection(fused, s.qkv_bias)
+        self.out = Projection(Leaf((N * H, width), ("heads", "embed")), s.out_bias)
         if s.qk_norm:
-            self.q_norm = RMSNorm(s.head_dim, self.eps)
-            self.k_norm = RMSNorm(s.head_dim, self.eps)
+            self.q_norm = RMSNorm(H, self.eps, "head_dim")
+            self.k_norm = RMSNorm(H, self.eps, "head_dim")
         if s.sinks:
-            self.sinks = self.param("sinks", nn.initializers.zeros, (s.num_heads,))
+            self.sinks = declare(self, "sinks", Leaf((N,), ("heads",)))
 
     def keys_values(
         self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], first: int
@@ -251,8 +254,8 @@ class MLP(nn.Module):
 
     def setup(self) -> None:
         s, width = self.spec, self.hidden_size
-        self.gate_up = Projection(width, 2 * s.intermediate_size, s.bias)
-        self.down = Projection(s.intermediate_size, width, s.bias)
+        self.gate_up = Projection(gate_up_leaf(width, s.intermediate_size), s.bias)
+        self.down = Projection(Leaf((s.intermediate_size, width), ("mlp", "embed")), s.bias)
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
         if self.spec.bias:

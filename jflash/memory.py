@@ -7,7 +7,6 @@ in use in the end is read from the device.
 """
 
 import bisect
-import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jflash.cache import ring_slots
 from jflash.config import AttentionSpec, Drafter2Config, DrafterConfig, MoeSpec, TargetConfig
 from jflash.generate import PREFILL_CHUNK
-from jflash.io.names import abstract_params
+from jflash.models.params import abstract_params, decoding_params
 from jflash.programs import Shape, capacity_for, new_state
 from jflash.speculative import Models
 
@@ -55,7 +54,7 @@ def memory_budget(models: Models, shape: Shape) -> Budget:
     state = jax.eval_shape(lambda: new_state(models, shape))
     caches = (state.target_cache, state.drafter_cache)
     return Budget(
-        weights=size * sum(_parameters(config) for config in models.configs),
+        weights=size * sum(_entries(decoding_params(config)) for config in models.configs),
         caches=tree_bytes(state),
         temporaries=max(
             _step_bytes(models, shape, tree_bytes(caches)), _prefill_bytes(models, shape)
@@ -143,7 +142,7 @@ def peak_memory() -> int | None:
 
 def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig], itemsize: int) -> int:
     """Bytes of models as published: what a program holds besides is its own doing."""
-    return itemsize * sum(x.size for c in configs for x in jax.tree.leaves(abstract_params(c)))
+    return itemsize * sum(_entries(abstract_params(config)) for config in configs)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -151,13 +150,8 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@functools.cache
-def _parameters(config: Any) -> int:
-    """How many numbers a model holds while it decodes."""
-    count = weight_bytes([config], 1)
-    if isinstance(config, DrafterConfig):  # its layers' key and value columns lie side by side too
-        count += sum(m.kv_width * (config.hidden_size + m.qkv_bias) for m in config.mixers)
-    return count
+def _entries(leaves: dict) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(leaves))
 
 
 def _step_bytes(models: Models, shape: Shape, caches: int) -> int:

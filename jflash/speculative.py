@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jflash.cache import Cache, LayerState
-from jflash.config import DecoderConfig
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.decoding import DRAFT_RULES
 from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
 from jflash.layers import Block
@@ -80,7 +80,7 @@ class Models:
             )
 
     @property
-    def configs(self) -> tuple[DecoderConfig, ...]:
+    def configs(self) -> tuple[TargetConfig | DrafterConfig, ...]:
         """The target's, then the drafter's if there is one."""
         return tuple(model.config for model in (self.target, self.drafter) if model is not None)
 

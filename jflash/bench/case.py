@@ -26,7 +26,6 @@ from jflash.bench.step_time import (
     busy_state,
     compile_run,
     experts_read,
-    random_weights,
     rewound,
     time_draft,
     time_run,
@@ -47,6 +46,7 @@ from jflash.memory import (
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
+from jflash.models.params import random_weights
 from jflash.programs import Shape, compile_programs
 from jflash.speculative import Models, Params, State
 

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash.config import (
-    AttentionSpec,
     DecoderConfig,
-    DenseSpec,
     Drafter2Config,
     DrafterConfig,
     MoeSpec,
     TargetConfig,
 )
+from jflash.models.params import abstract_params, decoding_params
 
 
 class Work(NamedTuple):
@@ -78,7 +77,7 @@ def verify_work(
     experts evenly and independently.
     """
     head = target.vocab_size * target.hidden_size
-    weights = layer_weights(target) + head
+    weights = _matrices(target) + head
     attention = _attention(target, batch, width, context)
     work = _products(weights, batch * width, itemsize, attention)
     return add(work, *_experts(target, batch * width, itemsize, experts_read))
@@ -91,22 +90,20 @@ def draft_work(
 
     It reads only its candidates' rows of a DFlash 2 drafter's codebooks.
     """
-    c = drafter
-    layers = layer_weights(c)
+    c, leaves = drafter, decoding_params(drafter)
     head = c.vocab_size * c.hidden_size
-    fc = len(c.target_layer_ids) * c.hidden_size**2
+    fc = leaves["fc"]["kernel"].size
     columns = sum(mixer.kv_width for mixer in c.mixers)
-    context_kv, context_rows = c.hidden_size * columns, batch * width * columns
+    context_kv, context_rows = leaves["context_kernel"].size, batch * width * columns
     places = batch * (width - 1)
     drafts = _products(head, places, itemsize, (0.0, 0.0))
     if isinstance(c, Drafter2Config):
-        kernels = 2 * 2 * c.conv_kernel_size * c.hidden_size // c.conv_group_size
-        layers += c.num_layers * kernels * c.hidden_size
+        selector = leaves["candidate_selector"]["hidden_projection"]["kernel"]
         rows = 2.0 * places * c.selector_top_k * c.selector_rank
         scores = (rows, rows * c.selector_top_k)
-        drafts = add(drafts, _products(c.hidden_size * c.selector_rank, places, itemsize, scores))
+        drafts = add(drafts, _products(selector.size, places, itemsize, scores))
     return add(
-        _products(layers, batch * width, itemsize, _attention(c, batch, width, context)),
+        _products(_matrices(c), batch * width, itemsize, _attention(c, batch, width, context)),
         drafts,
         _products(fc + context_kv, batch * width, itemsize, (float(context_rows), 0.0)),
     )
@@ -116,15 +113,15 @@ def add(*works: Work) -> Work:
     return Work(*map(sum, zip(*works, strict=True)))
 
 
-def layer_weights(c: DecoderConfig) -> int:
-    """Entries of all layers' matrices but experts'."""
-    attention = sum(attention_weights(c, mixer) for mixer in c.mixers)
-    mlps = [layer.mlp for layer in c.layers if isinstance(layer.mlp, DenseSpec)]
-    return attention + sum(3 * c.hidden_size * mlp.intermediate_size for mlp in mlps)
-
-
-def attention_weights(c: DecoderConfig, mixer: AttentionSpec) -> int:
-    return c.hidden_size * (2 * mixer.num_heads * mixer.head_dim + mixer.kv_width)
+def _matrices(c: TargetConfig | DrafterConfig) -> int:
+    """Entries of all layers' matrices but the experts' and their routers'."""
+    layers = {name: x for name, x in abstract_params(c).items() if name.startswith("layers_")}
+    leaves = jax.tree_util.tree_flatten_with_path(layers)[0]
+    return sum(
+        leaf.size
+        for path, leaf in leaves
+        if path[-1].key == "kernel" and "experts" not in leaf.axes
+    )
 
 
 def expected_experts(moe: MoeSpec, rows: int) -> float:
@@ -138,10 +135,11 @@ def expected_experts(moe: MoeSpec, rows: int) -> float:
 def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> list[Work]:
     """Routers and experts: `read` experts are read, and every row computes its k experts."""
     works = []
-    for moe in c.experts:
+    for i, moe in zip(c.sparse_layers, c.experts, strict=True):
+        leaves = abstract_params(c)[f"layers_{i}"]["mlp"]
         touched = expected_experts(moe, rows) if read is None else read
-        expert = 3 * c.hidden_size * moe.intermediate_size
-        router = c.hidden_size * moe.num_experts
+        router, *sizes = (leaves[name]["kernel"].size for name in ("router", "gate_up", "down"))
+        expert = sum(sizes) / moe.num_experts
         read_bytes = (router + touched * expert) * itemsize
         computed = 2.0 * (router + moe.experts_per_token * expert) * rows
         works.append(Work(read_bytes, computed, 0.0, 0.0))

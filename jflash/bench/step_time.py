@@ -14,14 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.experts import ROUTING
-from jflash.io.names import abstract_params
 from jflash.layers import Block
 from jflash.programs import Shape, new_state, run
 from jflash.speculative import Models, Params, State, block_positions, draft
-
-SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
 
 
 class Window(NamedTuple):
@@ -46,37 +42,6 @@ def window_around(context: int, capacity: int, width: int, steps: int, repeats: 
             "take fewer steps, a longer context or a larger capacity"
         )
     return Window(start, steps, repeats)
-
-
-def random_weights(
-    configs: list[TargetConfig | DrafterConfig], dtype: str, experts_scale: float = EXPERTS_SCALE
-) -> list[dict]:
-    """Parameters of each config, normal(0, 0.02) with norms 1, made on the device leaf by leaf.
-
-    The largest leaf comes first: the memory for drawing it is free again before memory fills up.
-
-    Experts' down projections are 16 times as large by default, for texts that are decoded. At the
-    usual scale the experts' output vanishes beside the attention mean: tokens collapse and one word
-    repeats (at a quarter of Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts: 5 distinct
-    tokens in 400; at this scale 380).
-    """
-    paths, tree = jax.tree.flatten_with_path([abstract_params(config) for config in configs])
-    keys = jax.random.split(jax.random.key(0), len(paths))
-    made: dict[int, Array] = {}
-    for i in sorted(range(len(paths)), key=lambda i: -paths[i][1].size):
-        name, shape = jax.tree_util.keystr(paths[i][0]), paths[i][1].shape
-        if len(shape) == 1:
-            made[i] = jnp.ones(shape, dtype)
-        else:
-            scale = experts_scale if "down" in name and len(shape) == 3 else SCALE
-            made[i] = _normal(keys[i], shape, dtype, scale)
-        made[i].block_until_ready()
-    return jax.tree.unflatten(tree, [made[i] for i in range(len(paths))])
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: Array, shape: tuple[int, ...], dtype: str, scale: float) -> Array:
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def busy_state(models: Models, shape: Shape, window: Window) -> State:

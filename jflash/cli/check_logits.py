@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_time import SCALE, random_weights
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.files import keep_newest
 from jflash.memory import check_memory, device_memory
 from jflash.models.decoder import Target
+from jflash.models.params import SCALE, random_weights
 from jflash.programs import Shape
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
 from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures

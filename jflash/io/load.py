@@ -1,14 +1,11 @@
 """From a folder or a hub id to models that decode: what a pair is loaded from and must agree on."""
 
-import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array
 
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
@@ -17,12 +14,12 @@ from jflash.generate import Pair
 from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_write import to_hf_config
-from jflash.io.names import abstract_params
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.dflash2 import drafter_of
+from jflash.models.params import random_params
 from jflash.speculative import Models, Params
 
 DTYPES = ("float32", "bfloat16")
@@ -60,23 +57,6 @@ def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> t
     """The drafter that `source` configures, with random weights: normal(0, 0.02), norms 1."""
     config = open_checkpoint(source).config(drafter_config)
     return drafter_of(config), random_params(config, seed, _known(dtype))
-
-
-def random_params(config: TargetConfig | DrafterConfig, seed: int, dtype: str) -> dict:
-    """Parameters that know nothing: normal(0, 0.02), norms 1."""
-    leaves, tree = jax.tree.flatten(abstract_params(config))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    random = [
-        jnp.ones(leaf.shape, dtype) if leaf.ndim == 1 else _normal(key, leaf.shape, dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, random)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """Compiled whole, so that nothing of it is held in float32."""
-    return (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from jflash.io.checksums import check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
-from jflash.io.names import abstract_params
 from jflash.io.problems import check_problems
+from jflash.models.params import abstract_params
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
 METADATA = "_METADATA"  # Orbax's file in it
@@ -62,7 +62,7 @@ def _fill(
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(
-            leaf.shape, dtype or stored[_name(path)].dtype, sharding=device
+            leaf.stored, dtype or stored[_name(path)].dtype, sharding=device
         ),
         abstract_params(config),
     )
@@ -120,9 +120,9 @@ def _stored(folder: Path, config: TargetConfig | DrafterConfig) -> dict[str, Any
     problems = [f"missing: {name}" for name in expected if name not in stored]
     problems += [f"unknown: {name}" for name in stored if name not in expected]
     problems += [
-        f"wrong shape: {name} is {tuple(stored[name].shape)}, expected {leaf.shape}"
+        f"wrong shape: {name} is {tuple(stored[name].shape)}, expected {leaf.stored}"
         for name, leaf in expected.items()
-        if name in stored and tuple(stored[name].shape) != leaf.shape
+        if name in stored and tuple(stored[name].shape) != leaf.stored
     ]
     check_problems(folder, problems)
     return stored

@@ -10,6 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.cache import LayerState
 from jflash.config import TargetConfig
 from jflash.layers import DecoderLayer, Pass, RMSNorm, head_argmax, head_logits
+from jflash.leaves import Leaf, declare
 
 Caches = tuple[LayerState | None, ...]
 
@@ -21,12 +22,12 @@ class Target(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        init = nn.initializers.normal(0.02)
-        self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size))
+        table = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+        self.embedding = declare(self, "embedding", table)
         self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_embeddings:
-            self.head = self.param("head", init, (c.vocab_size, c.hidden_size))
+            self.head = declare(self, "head", table)
 
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:

@@ -24,6 +24,7 @@ from jflash.layers import (
     RMSNorm,
     matmul,
 )
+from jflash.leaves import Leaf
 from jflash.models.decoder import Caches
 
 
@@ -63,7 +64,8 @@ class Drafter(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.fc = Projection(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
+        features = len(c.target_layer_ids) * c.hidden_size
+        self.fc = Projection(Leaf((features, c.hidden_size), ("features", "embed")))
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -152,11 +154,6 @@ class Drafter(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if not cap else jnp.tanh(logits / cap) * cap
 
-    def init_all(self, features, embeddings, positions, caches, over):
-        """Touches every parameter once, for `init`."""
-        context = [projected.x for projected in self.context(features, positions)]
-        return context, self(embeddings, positions, caches, over)
-
 
 def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, Any]:
     """The parameters with the leaf that makes the context of all layers in one GEMM.
@@ -166,3 +163,12 @@ def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, A
     kernel, bias = jax.jit(lambda p: drafter.apply({"params": p}, method="context_weights"))(params)
     extra = {"context_kernel": kernel} | ({} if bias is None else {"context_bias": bias})
     return {**params, **extra}
+
+
+def context_leaves(config: DrafterConfig) -> dict[str, Leaf]:
+    """What with_context_kernel adds."""
+    columns = sum(mixer.kv_width for mixer in config.mixers)
+    biases = sum(mixer.kv_width for mixer in config.mixers if mixer.qkv_bias)
+    kernel = Leaf((config.hidden_size, columns), ("embed", "context"))
+    bias = {"context_bias": Leaf((biases,), ("context",))} if biases else {}
+    return {"context_kernel": kernel, **bias}

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.layers import DecoderLayer, Pass, Projection
+from jflash.leaves import Leaf, declare
 from jflash.models.dflash import Drafter, Proposal, Tools
 
 GROUP = 128  # tokens of which the best is found first
@@ -31,10 +32,10 @@ class DynamicConvolution(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        groups = c.hidden_size // c.conv_group_size
-        init = nn.initializers.normal(0.02)
-        self.base_kernel = self.param("base_kernel", init, (2, c.conv_kernel_size, c.hidden_size))
-        self.kernel_projection = Projection(c.hidden_size, 2 * c.conv_kernel_size * groups)
+        width, taps, groups = c.hidden_size, c.conv_kernel_size, c.hidden_size // c.conv_group_size
+        base = Leaf((2, taps, width), ("convolutions", "taps", "embed"))
+        self.base_kernel = declare(self, "base_kernel", base)
+        self.kernel_projection = Projection(Leaf((width, 2 * taps * groups), ("embed", "kernels")))
 
     def kernels(self, x: Float[Array, "B T D"], backend: str) -> Float[Array, "2 B T U D"]:
         """Kernels of both convolutions, in float32."""
@@ -90,14 +91,12 @@ class CandidateSelector(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        init = nn.initializers.normal(0.02)
-        self.predecessor_codebook = self.param(
-            "predecessor_codebook", init, (c.vocab_size, c.selector_rank)
+        codebook = Leaf((c.vocab_size, c.selector_rank), ("vocab", "rank"))
+        self.predecessor_codebook = declare(self, "predecessor_codebook", codebook)
+        self.successor_codebook = declare(self, "successor_codebook", codebook)
+        self.hidden_projection = Projection(
+            Leaf((c.hidden_size, c.selector_rank), ("embed", "rank"))
         )
-        self.successor_codebook = self.param(
-            "successor_codebook", init, (c.vocab_size, c.selector_rank)
-        )
-        self.hidden_projection = Projection(c.hidden_size, c.selector_rank)
 
     def __call__(
         self,
@@ -167,11 +166,6 @@ class Drafter2(Drafter):
         previous = jnp.concatenate([first, candidates[:, :-1]], axis=1)
         gains = self.candidate_selector(hidden, previous, candidates)
         return candidates, unary[:, :, None] + gains
-
-    def init_all(self, features, embeddings, positions, caches, over):
-        places = positions[:, :, None]
-        made = super().init_all(features, embeddings, positions, caches, over)
-        return made, self.candidate_selector(embeddings, places, places)
 
 
 def drafter_of(config: DrafterConfig) -> Drafter:

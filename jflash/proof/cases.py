@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_time import random_weights
 from jflash.embedded import EMBEDDED_PAIR as EMBEDDED
 from jflash.files import json_lines
 from jflash.generate import PREFILL_CHUNK
@@ -34,6 +33,7 @@ from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
+from jflash.models.params import random_weights
 from jflash.programs import Shape, capacity_for
 from jflash.speculative import Models, Params
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from jflash.bench.shapes import ModelShape
 from jflash.config import Drafter2Config
-from jflash.io.names import abstract_params
 from jflash.models.decoder import Target
-from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
+from jflash.models.params import decoding_params
 from jflash.programs import Shape, new_state, run
 from jflash.speculative import Models, Params
 from pallas_kernels.matmul.tuning import winner
@@ -62,13 +61,10 @@ def step_program(models: Models, batch: int, capacity: int, dtype: str) -> StepP
     """The program of `models` as a driver compiles it, context weights side by side."""
 
     def params(config) -> Any:
-        floats = abstract_params(config)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), floats)
+        leaves = decoding_params(replace(config, dtype=dtype))
+        return jax.tree.map(lambda leaf: leaf.struct, leaves)
 
-    drafter = None
-    if models.drafter is not None:
-        add_context = functools.partial(with_context_kernel, models.drafter)
-        drafter = jax.eval_shape(add_context, params(models.drafter.config))
+    drafter = None if models.drafter is None else params(models.drafter.config)
     shape = Shape.of(batch, capacity, dtype)
     state = jax.eval_shape(lambda: new_state(models, shape))
     steps = jax.ShapeDtypeStruct((), jnp.int32)

@@ -14,11 +14,11 @@ from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.bench.report import collect
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.bench.step_time import busy_state, compile_run, random_weights, time_run, window_around
+from jflash.bench.step_time import busy_state, compile_run, time_run, window_around
 from jflash.io import load_pair
-from jflash.io.names import abstract_params
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.params import abstract_params, random_weights
 from jflash.programs import Shape
 from jflash.speculative import Models, Params, speculative_step
 from tables.cells import Result
@@ -53,9 +53,9 @@ def test_shapes_have_the_published_sizes(name, entries):
 def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
     target, drafter = model_shape(name)
     leaves = jax.tree.leaves(abstract_params(target))
-    matrices = sum(x.size for x in leaves if x.ndim == 2)
+    matrices = sum(x.size for x in leaves if len(x.stored) == 2)
     matrices -= 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
-    experts = sum(x.size for x in leaves if x.ndim == 3)
+    experts = sum(x.size for x in leaves if len(x.stored) == 3)
     shares = {moe.experts_per_token / moe.num_experts for moe in target.experts} or {0}
     (chosen,) = shares
     work = verify_work(target, 2, 4, 100.0, 2)
@@ -65,7 +65,7 @@ def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
 
     leaves = jax.tree.leaves(abstract_params(drafter))
     codebooks = drafter.vocab_size, getattr(drafter, "selector_rank", 0)  # looked up, not applied
-    matrices = sum(x.size for x in leaves if x.ndim == 2 and x.shape != codebooks)
+    matrices = sum(x.size for x in leaves if len(x.stored) == 2 and x.shape != codebooks)
     head = target.vocab_size * target.hidden_size
     twice = drafter.hidden_size * sum(mixer.kv_width for mixer in drafter.mixers)
     assert draft_work(drafter, 1, 8, 100.0, 2).weight_bytes == 2 * (matrices + head + twice)

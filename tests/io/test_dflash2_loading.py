@@ -12,8 +12,9 @@ from jflash.config import Drafter2Config, second_version
 from jflash.io import convert_checkpoint, load_drafter, load_pair, save_checkpoint
 from jflash.io.hf_config import drafter_config
 from jflash.io.hf_write import to_hf_config
-from jflash.io.names import abstract_params, leaf_sources
+from jflash.io.names import leaf_sources
 from jflash.memory import memory_budget
+from jflash.models.params import abstract_params
 from jflash.programs import Shape, new_state
 from tests.support.small_checkpoints import (
     DRAFTER,

@@ -12,7 +12,7 @@ import transformers
 from jflash.config import YarnScaling
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_write import to_hf_config
-from jflash.io.names import abstract_params
+from jflash.models.params import abstract_params
 from jflash.rope import rope_angles, rope_frequencies
 from tests.io.test_hf_config import published
 

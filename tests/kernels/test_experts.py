@@ -12,18 +12,18 @@ from safetensors.numpy import load_file, save_file
 from jflash import experts
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_time import Window, busy_state, experts_read, random_weights
+from jflash.bench.step_time import Window, busy_state, experts_read
 from jflash.config import MoeSpec
 from jflash.experts import Experts, route
 from jflash.generate import Pair, generate
 from jflash.io import load_target, open_checkpoint, save_checkpoint
 from jflash.io.convert import convert_checkpoint
 from jflash.io.hf_config import target_config as read_target
-from jflash.io.names import abstract_params
 from jflash.kernels import XLA
 from jflash.memory import weight_bytes
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.models.params import abstract_params, random_weights
 from jflash.programs import Shape
 from jflash.speculative import Models, Params
 from pallas_kernels.grouped_matmul import weighted_sum

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_time import SCALE, random_weights
 from jflash.cli import main
 from jflash.config import Llama3Scaling, RopeConfig, TargetConfig
 from jflash.models.decoder import Target
+from jflash.models.params import SCALE, random_weights
 from jflash.proof.forced import PROMPT, Seen, forced
 from jflash.proof.right_logits import FACTOR, NATS, failures, from_float32, too_far
 from jflash.speculative import Models

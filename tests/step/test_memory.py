@@ -16,7 +16,6 @@ from jflash.cli import generate as cli
 from jflash.cli import main
 from jflash.decoding import Decoding
 from jflash.io import load_pair
-from jflash.io.names import abstract_params
 from jflash.kernels import Kernels
 from jflash.memory import (
     WORKSPACE,
@@ -27,8 +26,8 @@ from jflash.memory import (
     memory_budget,
 )
 from jflash.models.decoder import Target
-from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
+from jflash.models.params import decoding_params
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, make_request, new_state, run
 from jflash.proof.compile_target import H200, compile_for, device_mesh
@@ -141,14 +140,10 @@ def abstract(models: Models, dtype: str) -> Params:
     """The shapes of what a pair, or a target alone, decodes with."""
 
     def shapes(config):
-        floats = abstract_params(config)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), floats)
+        leaves = decoding_params(replace(config, dtype=dtype))
+        return jax.tree.map(lambda leaf: leaf.struct, leaves)
 
-    target, drafter = shapes(models.target.config), models.drafter
-    if drafter is None:
-        return Params(target, None)
-    ready = functools.partial(with_context_kernel, drafter)
-    return Params(target, jax.eval_shape(ready, shapes(drafter.config)))
+    return Params(*(shapes(config) for config in models.configs))
 
 
 def temporaries(models: Models, shape: Shape, compile_it, step_alone: bool = False) -> int:

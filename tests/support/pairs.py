@@ -9,11 +9,11 @@ from flax import linen as nn
 
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.generate import Pair
-from jflash.io.names import abstract_params
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Projected
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.models.params import abstract_params
 from jflash.rope import rope_angles
 from jflash.speculative import Models, Params
 from pallas_kernels.heads_to_cache import Heads
@@ -65,9 +65,9 @@ def random_params(config, seed: int, scale: float = 0.2) -> dict:
     leaves, tree = jax.tree.flatten(abstract_params(config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     random = [
-        jax.random.uniform(key, leaf.shape, minval=0.5, maxval=1.5)
-        if leaf.ndim == 1
-        else scale * jax.random.normal(key, leaf.shape)
+        jax.random.uniform(key, leaf.stored, minval=0.5, maxval=1.5)
+        if len(leaf.stored) == 1
+        else scale * jax.random.normal(key, leaf.stored)
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, random)

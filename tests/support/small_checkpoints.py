@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jflash.config import DrafterConfig, RopeConfig, TargetConfig
 from jflash.io import save_checkpoint
-from jflash.io.names import abstract_params
+from jflash.models.params import abstract_params
 
 VOCABULARY = 300  # 256 bytes, then <eos>, <user>, <assistant>; the rest names nothing
 EOS, USER, ASSISTANT, MASK = 256, 257, 258, 299
@@ -64,9 +64,9 @@ def unit_gain_params(config: TargetConfig | DrafterConfig, seed: int) -> Any:
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: (
-            np.ones(leaf.shape, np.float32)
-            if leaf.ndim == 1
-            else (rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5).astype(np.float32)
+            np.ones(leaf.stored, np.float32)
+            if len(leaf.stored) == 1
+            else (rng.standard_normal(leaf.stored) * leaf.shape[0] ** -0.5).astype(np.float32)
         ),
         abstract_params(config),
     )

@@ -1,0 +1,99 @@
+"""A parameter before it is an array: its logical shape and axes, its dtype, how it lies in memory.
+
+The layers declare their leaves; memory, floors, files and random weights read what was declared.
+Axes are logical: a shard of a leaf is a slice along one of them, also of a fused leaf. Where the
+numbers of a fused leaf lie is its format's business, and only this file knows it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+
+class SideBySide(NamedTuple):
+    """The last two axes are one in memory: first all columns of the first part, then the next's.
+
+    [K, (G + 2)·H] lies as N·H columns of queries, K·H of keys and K·H of values.
+    """
+
+    columns: tuple[int, ...]  # of each part, a tensor of its own in a file
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a layer says of a parameter; without a `format` it lies as its axes say.
+
+    A layer leaves `dtype` open: it is the model's.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    format: SideBySide | None = None
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), self
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in memory."""
+        if self.format is None:
+            return self.shape
+        return *self.shape[:-2], sum(self.format.columns)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The array that it will be."""
+        return jax.ShapeDtypeStruct(self.stored, jnp.dtype(self.dtype))
+
+    @property
+    def bias(self) -> "Leaf":
+        """What is added to the product with this leaf."""
+        return replace(self, shape=self.shape[1:], axes=self.axes[1:])
+
+    def of_experts(self, count: int) -> "Leaf":
+        """One such leaf for each expert."""
+        return replace(self, shape=(count, *self.shape), axes=("experts", *self.axes))
+
+
+def gate_up_leaf(width: int, columns: int) -> Leaf:
+    """The fused kernel of a SwiGLU: the gate's columns and those that it gates."""
+    format = SideBySide((columns, columns))
+    return Leaf((width, 2, columns), ("embed", "gate_up", "mlp"), format)
+
+
+def declare(module: nn.Module, name: str, leaf: Leaf) -> Any:
+    """The parameter `name` of a module: its array, or the leaf itself while leaves are listed."""
+    if not module.has_variable("params", name):
+        return module.param(name, lambda key: leaf)
+    value = module.get_variable("params", name)
+    assert value.shape == leaf.stored, f"{name} is {value.shape}, not {leaf.stored}"
+    return value
+
+
+def declared(module: nn.Module) -> dict:
+    """The leaves of a module and of all below it, by name."""
+    return dict(module.init(jax.random.key(0), method=_set_up)["params"])
+
+
+def _set_up(part: Any) -> None:
+    """Runs the setup of a module and of all below it: leaves are declared there."""
+    if isinstance(part, nn.Module):
+        hasattr(part, "an attribute")  # Flax runs a setup when an attribute is looked for
+        part = [value for name, value in vars(part).items() if name != "parent"]
+    if isinstance(part, Sequence) and not isinstance(part, str):
+        for inner in part:
+            _set_up(inner)
