@@ -1,0 +1,54 @@
+"""Leaves are what the modules compute with: nothing else says what a parameter is."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jflash.bench.shapes import model_shape
+from jflash.leaves import Leaf, SideBySide
+from jflash.models.decoder import Target
+from jflash.models.dflash import with_context_kernel
+from jflash.models.dflash2 import drafter_of
+from jflash.models.params import abstract_params, decoding_params, random_params
+from tests.support.pairs import target_config
+
+AXES = {"qkv": ("embed", "kv_heads", "qkv"), "gate_up": ("embed", "gate_up", "mlp")}
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-dflash2"])
+def test_a_drafter_decodes_with_exactly_its_leaves(name):
+    """Context leaves stand in the tree as with_context_kernel makes them."""
+    config = model_shape(name).drafter
+    params = random_params(config, 0, "float32")
+    made = jax.eval_shape(lambda p: with_context_kernel(drafter_of(config), p), params)
+    leaves = jax.tree.map(lambda leaf: leaf.struct, decoding_params(config))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), leaves
+    )
+
+
+def test_fused_leaves_are_sliced_along_their_logical_axes():
+    config = target_config()
+    mixer = config.mixers[0]
+    leaves = abstract_params(config)["layers_0"]
+    qkv, gate_up = leaves["attention"]["qkv"]["kernel"], leaves["mlp"]["gate_up"]["kernel"]
+    head = mixer.head_dim
+    assert qkv.shape == (config.hidden_size, mixer.num_kv_heads, (mixer.groups + 2) * head)
+    assert gate_up.shape == (config.hidden_size, 2, config.intermediate_size)
+    assert (qkv.axes, gate_up.axes) == (AXES["qkv"], AXES["gate_up"])
+    for leaf in (qkv, gate_up):
+        assert jnp.prod(jnp.array(leaf.stored)) == leaf.size
+
+
+def test_an_array_of_another_shape_is_refused():
+    config = target_config()
+    params = random_params(config, 0, "float32")
+    params["norm"] = {"scale": params["norm"]["scale"][:-1]}
+    hidden = jnp.zeros((1, 1, config.hidden_size))
+    with pytest.raises(AssertionError, match=r"scale is \(\d+,\), not"):
+        Target(config).apply({"params": params}, hidden, method=lambda m, x: m.norm(x))
+
+
+def test_a_leaf_names_every_axis():
+    with pytest.raises(AssertionError):
+        Leaf((2, 3), ("embed",), SideBySide((1, 2)))
