@@ -33,10 +33,10 @@ from jflash.programs import (
     Report,
     Shape,
     capacity_for,
-    compile_programs,
     make_request,
     new_state,
 )
+from jflash.row_choice import ChosenRows, programs_for
 from jflash.speculative import Models, Sequences, State
 
 STEPS_PER_CALL = 8  # more leave finished slots idle for longer, fewer let the device wait
@@ -231,9 +231,9 @@ def _serve_bucket(
         report, ended = upcoming, {b: running.pop(b) for b in list(running) if done[b]}
 
 
-def _compiled(shared: _Shared, shape: Shape, clock: _Clock) -> tuple[Programs, State]:
+def _compiled(shared: _Shared, shape: Shape, clock: _Clock) -> tuple[Programs | ChosenRows, State]:
     begin = time.perf_counter()
-    programs = compile_programs(shared.models, shared.params, shape)
+    programs = programs_for(shared.models, shared.params, shape)
     state = jax.block_until_ready(new_state(shared.models, shape))
     clock.compile += time.perf_counter() - begin
     return programs, state

@@ -22,10 +22,10 @@ from jflash.programs import (
     Report,
     Shape,
     capacity_for,
-    compile_programs,
     make_request,
     new_state,
 )
+from jflash.row_choice import ChosenRows, programs_for
 from jflash.speculative import Models, Params, State
 
 STEPS_PER_CALL = 4  # steps between two looks of the host when somebody watches the tokens
@@ -155,14 +155,16 @@ def generate(
         state, report = session.programs.run(
             pair.params, state, jnp.int32(bound), jnp.asarray(cancel)
         )
-        report = jax.device_get(report)
+        if watched:
+            report = jax.device_get(report)
         for b, stop_when in enumerate(d.stop_when for d in decodings):
             if stop_when and b not in cut:
                 keep = _kept(stop_when, _new_ids(report, b, len(prompts[b])))
                 if keep is not None:
                     cut[b], cancel[b] = keep, True
-        if (report.done | cancel).all():
+        if (np.asarray(report.done) | cancel).all():
             break
+    report = jax.device_get(report)
     seconds = session.seconds(time.perf_counter())
     return [
         generation_of(report, b, len(prompt), decoding, cut.get(b), seconds)
@@ -218,7 +220,7 @@ def stream(
 class _Session(NamedTuple):
     """A prefilled state and when its parts were done."""
 
-    programs: Programs
+    programs: Programs | ChosenRows
     state: State
     compile_seconds: float
     prefill_seconds: float
@@ -264,7 +266,7 @@ def _start(
     dtype = str(pair.params.target["embedding"].dtype)
     shape = Shape.of(len(prompts), capacity or need, dtype, stops, chunk)
     begin = time.perf_counter()
-    programs = compile_programs(models, pair.params, shape)
+    programs = programs_for(models, pair.params, shape)
     # Empty state and keys compile at their first call too, so they come before the clock's mark.
     state = new_state(models, shape)
     requests = []

@@ -7,6 +7,7 @@ sets, seeds and bounds are run-time values, so nothing compiles twice.
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.decoding import GREEDY, Decoding
+from jflash.kernels import AUTO
 from jflash.prefill import prefill
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of
@@ -161,22 +163,29 @@ def make_request(
 def compile_programs(models: Models, params: Params, shape: Shape) -> Programs:
     """Both executables of a shape; asked again, the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
-    return _compile(models, tuple(leaves), tree, shape)
+    # Prompts are admitted alike whatever a step verifies.
+    any_rows = models if models.rows is None else replace(models, rows=AUTO)
+    admit, admit_seconds = _compile_prefill(any_rows, tuple(leaves), tree, shape)
+    steps, step_seconds = _compile_run(models, tuple(leaves), tree, shape)
+    return Programs(admit, steps, admit_seconds + step_seconds)
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Programs:
-    params = jax.tree.unflatten(tree, leaves)
-    start = time.perf_counter()
+def _compile_prefill(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
+    start, params = time.perf_counter(), jax.tree.unflatten(tree, leaves)
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
+    jitted = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return jitted.lower(params, state, number, request).compile(), time.perf_counter() - start
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
+    start, params = time.perf_counter(), jax.tree.unflatten(tree, leaves)
+    state = jax.eval_shape(lambda: new_state(models, shape))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
-    prefill_jit = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
-    run_jit = jax.jit(functools.partial(run, models), donate_argnums=1)
-    return Programs(
-        prefill_jit.lower(params, state, number, request).compile(),
-        run_jit.lower(params, state, number, cancel).compile(),
-        time.perf_counter() - start,
-    )
+    jitted = jax.jit(functools.partial(run, models), donate_argnums=1)
+    return jitted.lower(params, state, number, cancel).compile(), time.perf_counter() - start

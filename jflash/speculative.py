@@ -54,7 +54,7 @@ class Models:
     kernels: Kernels = XLA
     sampled: bool = False
     draft_rule: str = "sampled"
-    rows: int | None = None
+    rows: int | str | None = None  # AUTO stands for the numbers that a driver chooses from
 
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size
@@ -217,7 +217,10 @@ def drafting_tools(
 def rows_of(models: Models, state: State, proposal: Proposal, widths: Int[Array, " B"]) -> Rows:
     """The rows that are verified: all, or the best of the batch by the drafter's confidence."""
     batch, drafts = proposal.tokens.shape
-    if models.rows is None or models.rows >= batch * (drafts + 1):
+    if models.rows is None or drafts == 0:
+        return Whole(widths)
+    assert isinstance(models.rows, int), "a driver puts a number in AUTO's place"
+    if models.rows >= batch * (drafts + 1):
         return Whole(widths)
     assert proposal.confidence is not None
     survival = survivals(proposal.confidence)

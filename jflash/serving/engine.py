@@ -19,10 +19,10 @@ from jflash.programs import (
     PREFILL_CHUNK,
     Shape,
     capacity_for,
-    compile_programs,
     make_request,
     new_state,
 )
+from jflash.row_choice import programs_for
 from jflash.serving.handle import Handle
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 
@@ -81,7 +81,7 @@ class Engine:
         self._shape = Shape.of(max_batch, capacity, dtype, max_stop_ids, prefill_chunk)
         self._steps = steps_per_call
         self._max_queue = max_queue
-        self._programs = compile_programs(self.pair.models, self.pair.params, self._shape)
+        self._programs = programs_for(self.pair.models, self.pair.params, self._shape)
         self._lock = threading.Condition(threading.RLock())
         self._waiting = deque[tuple[Handle, float | None]]()
         self._running = dict[int, tuple[Handle, float | None]]()

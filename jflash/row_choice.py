@@ -1,0 +1,215 @@
+"""How many rows a step verifies: chosen by the host between calls, for tokens a second.
+
+One executable for each of a few numbers of rows, over the same state. Their times are measured on
+this device once and kept beside the compiled programs; what a number of rows would commit comes
+from a running survey of the drafts. With one row a sequence nothing is drafted; now and then a
+drafted step probes whether that is still right. Knows neither requests nor texts.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jflash.device import device_name
+from jflash.files import write_json
+from jflash.kernels import AUTO
+from jflash.programs import Programs, Shape, compile_programs, new_state
+from jflash.rows import BINS, Survey
+from jflash.speculative import Models, Params
+
+WIDTHS = (1, 2, 4, 6, 8, 12)  # rows a sequence, and the whole block
+FIRST, STEPS = 2, 16  # steps of a call: before anything is known, and then
+KEPT = 0.8  # of what was known, after each call that drafted
+PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
+TIMED_CALLS, TIMED_STEPS = 3, 4
+PROBE = 100  # milliseconds without drafts before one of a probe
+
+
+def row_counts(batch: int, width: int) -> tuple[int, ...]:
+    """The numbers of rows that are compiled, ascending."""
+    return (*(batch * w for w in WIDTHS if w < width), batch * width)
+
+
+@dataclass
+class Estimate:
+    """What drafts came to lately, by their survival as the drafter saw it."""
+
+    offered: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
+    verified: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
+    drafted_steps: float = 0.0
+    live: float = 0.0  # sequences, by the last call
+
+    def add(self, seen: Survey) -> None:
+        """One call's counts; a call without drafts says nothing of them."""
+        if not seen.steps:
+            return
+        self.live = float(seen.live / seen.steps)
+        if not seen.offered.sum():
+            return
+        for name in ("offered", "verified", "accepted"):
+            setattr(self, name, KEPT * getattr(self, name) + getattr(seen, name))
+        self.drafted_steps = KEPT * self.drafted_steps + float(seen.steps)
+
+    def tokens(self, rows: int) -> float:
+        """Expected tokens of a step that verifies so many rows, the best of them first."""
+        middle = (np.arange(BINS) + 0.5) / BINS
+        rate = (self.accepted + PRIOR * middle) / (self.verified + PRIOR)
+        offered = self.offered[::-1] / max(self.drafted_steps, 1e-9)
+        taken = np.diff(np.minimum(np.cumsum(offered), rows - self.live), prepend=0.0)
+        return self.live + float(taken @ rate[::-1])
+
+
+class ChosenRows:
+    """Stands for `Programs`: its `run` is that of the number of rows that pays best just now."""
+
+    def __init__(
+        self, prefill: Any, runs: Mapping[int, Any], ms: Mapping[int, float], seconds: float
+    ) -> None:
+        self.prefill, self.seconds, self.ms = prefill, seconds, dict(ms)
+        self.estimate, self.steps = Estimate(), dict.fromkeys(runs, 0)
+        self._runs, self._plain = dict(runs), min(runs)
+        self._pending = deque[tuple[int, Survey]]()
+        self._before: Survey | None = None
+        self._undrafted = 0.0  # milliseconds since the last drafted step
+
+    def run(
+        self, params: Any, state: Any, max_steps: Int[Array, ""], cancel: Bool[Array, " B"]
+    ) -> tuple[Any, Any]:
+        """At most `max_steps` steps, fewer where the choice is to be made anew."""
+        self._look()
+        rows, steps = self.choice()
+        bound = jnp.minimum(max_steps, steps)
+        state, report = self._runs[rows](params, state, bound, cancel)
+        self._pending.append((rows, report.survey))
+        return state, report
+
+    def choice(self) -> tuple[int, int]:
+        """Rows and steps of the next call."""
+        widest = max(self._runs)
+        if not self.estimate.drafted_steps:
+            return widest, FIRST
+        speed = {rows: self.estimate.tokens(rows) / self.ms[rows] for rows in self._runs}
+        drafting = [rows for rows in self._runs if rows != self._plain]
+        best = max(drafting, key=speed.__getitem__)
+        if speed[best] >= speed[self._plain]:
+            return best, STEPS
+        if self._undrafted >= PROBE * self.ms[best]:
+            return best, 1
+        return self._plain, STEPS
+
+    def _look(self) -> None:
+        """Reads what has ended; of calls under way at most one, so that the device never waits."""
+        while self._pending:
+            rows, survey = self._pending[0]
+            if len(self._pending) < 2 and not survey.steps.is_ready():
+                return
+            self._pending.popleft()
+            self._seen(rows, jax.device_get(survey))
+
+    def _seen(self, rows: int, now: Survey) -> None:
+        before = self._before
+        self._before = now
+        if before is not None and before.steps <= now.steps:  # else another state begins
+            now = jax.tree.map(np.subtract, now, before)
+        steps = int(now.steps)
+        self.steps[rows] += steps
+        self._undrafted = self._undrafted + steps * self.ms[rows] if rows == self._plain else 0.0
+        self.estimate.add(now)
+
+
+def programs_for(models: Models, params: Params, shape: Shape) -> Programs | ChosenRows:
+    """The programs of a shape: one for a fixed number of rows, several that are chosen from.
+
+    ValueError for fewer rows than sequences.
+    """
+    rows = models.rows
+    if rows is None or models.drafter is None:
+        return compile_programs(models, params, shape)
+    if rows != AUTO:
+        if int(rows) < shape.batch:
+            raise ValueError(
+                f"{rows} rows to verify for {shape.batch} sequences: each needs one, at least "
+                f"{shape.batch} in all"
+            )
+        return compile_programs(models, params, shape)
+    begin = time.perf_counter()
+    counts = row_counts(shape.batch, models.block_size)
+    each = [replace(models, rows=count) for count in counts]
+    prefill = compile_programs(each[-1], params, shape).prefill  # shared: so not by the threads
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        compiled = list(pool.map(lambda own: compile_programs(own, params, shape), each))
+    runs = {count: programs.run for count, programs in zip(counts, compiled, strict=True)}
+    folder = jax.config.jax_compilation_cache_dir
+    measure = functools.partial(step_times, each[-1], params, shape, runs)
+    ms = kept_times(models, shape, measure, Path(folder) if folder else None)
+    return ChosenRows(prefill, runs, ms, time.perf_counter() - begin)
+
+
+def step_times(
+    models: Models, params: Params, shape: Shape, runs: Mapping[int, Any]
+) -> dict[int, float]:
+    """Milliseconds of a step by its rows, of live sequences halfway through the capacity."""
+    batch, capacity = shape.batch, shape.capacity
+    state, nobody = new_state(models, shape), jnp.zeros(batch, bool)
+    vocabulary = models.target.config.vocab_size
+    tokens = jax.random.randint(jax.random.key(0), (batch, capacity), 0, vocabulary, jnp.int32)
+    state = state.with_sequences(tokens=tokens, limit=jnp.full(batch, capacity, jnp.int32))
+    found = {}
+    for rows, run in runs.items():
+        seconds = []
+        for _ in range(TIMED_CALLS):
+            # No draft is accepted, so a step is a token.
+            state = state.with_sequences(
+                length=jnp.full(batch, capacity // 2, jnp.int32), done=jnp.zeros(batch, bool)
+            )
+            jax.block_until_ready(state)
+            begin = time.perf_counter()
+            state, report = run(params, state, jnp.int32(TIMED_STEPS), nobody)
+            jax.block_until_ready(report)
+            seconds.append(time.perf_counter() - begin)
+        found[rows] = 1000 * min(seconds) / TIMED_STEPS
+    return found
+
+
+_TIMES: dict[str, dict[int, float]] = {}
+
+
+def kept_times(
+    models: Models, shape: Shape, measure: Callable[[], dict[int, float]], folder: Path | None
+) -> dict[int, float]:
+    """What was measured for these sizes on this device, in this process or as `folder` has it.
+
+    Else it is measured now, and kept in both.
+    """
+    named = repr((models, shape, WIDTHS, device_name(), jax.__version__))
+    name = hashlib.sha256(named.encode()).hexdigest()[:24]
+    if name not in _TIMES:
+        file = folder / f"row-times-{name}.json" if folder else None
+        kept = _read(file) if file else None
+        _TIMES[name] = kept or measure()
+        if file and not kept:
+            with contextlib.suppress(OSError):  # then the next process measures again
+                write_json(file, _TIMES[name])
+    return _TIMES[name]
+
+
+def _read(file: Path) -> dict[int, float] | None:
+    try:
+        return {int(rows): float(ms) for rows, ms in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return None

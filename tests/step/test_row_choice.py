@@ -1,0 +1,142 @@
+"""How many rows a step verifies: what the choice makes of what drafts came to, and its text."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash import row_choice
+from jflash.generate import generate
+from jflash.kernels import AUTO
+from jflash.programs import Shape
+from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts
+from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
+from tests.step.test_rows import pair_of
+from tests.support.attention_checks import ON_GPU
+from tests.support.pairs import prompts
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
+BATCH, WIDTH = 8, 8
+MS = {8: 2.0, 16: 2.6, 32: 2.9, 48: 3.4, 64: 6.0}
+picked = jax.jit(pick_rows, static_argnums=3)
+seen = jax.jit(Survey.seen)
+
+
+class Looked(NamedTuple):
+    survey: Survey
+
+
+class Text:
+    """Runs of every number of rows over a text, without a model.
+
+    The drafter is `sure` of its drafts, more or less; they come true with chance `right`. Rows are
+    picked by the step's rule.
+    """
+
+    def __init__(self, right: float, sure: float):
+        self.right, self.sure = right, sure
+        self.random, self.survey, self.ms = np.random.default_rng(0), empty_survey(), 0.0
+        self.tokens = 0
+
+    def runs(self) -> dict[int, Any]:
+        return {rows: lambda *args, rows=rows: self.run(rows, *args) for rows in MS}
+
+    def run(self, rows: int, params: Any, state: Any, steps: Any, cancel: Any):
+        for _ in range(int(steps)):
+            self.step(rows)
+        return state, Looked(self.survey)
+
+    def step(self, rows: int) -> None:
+        places = WIDTH - 1 if rows > BATCH else 0
+        sure = np.clip(self.random.normal(self.sure, 0.1, (BATCH, places)), 0, 1)
+        survival = survivals(jnp.asarray(sure, jnp.float32))
+        room, done = jnp.full(BATCH, places + 1), jnp.zeros(BATCH, bool)
+        widths = room
+        if BATCH < rows < BATCH * WIDTH:
+            widths = packed(picked(survival, room, done, rows), WIDTH, rows).widths
+        true = np.cumprod(self.random.random((BATCH, places)) < self.right, axis=1).sum(axis=1)
+        accepted = jnp.minimum(jnp.asarray(true), widths - 1)
+        self.survey = seen(self.survey, survival, room, widths, accepted, done)
+        self.tokens += BATCH + int(accepted.sum())
+        self.ms += MS[rows]
+
+
+def decoded(chosen: ChosenRows, calls: int) -> dict[int, int]:
+    """Steps by rows, of so many more calls."""
+    before = dict(chosen.steps)
+    for _ in range(calls):
+        chosen.run(None, None, jnp.int32(99), jnp.zeros(BATCH, bool))
+    chosen._look()
+    return {rows: chosen.steps[rows] - before[rows] for rows in MS}
+
+
+def test_rows_follow_what_drafts_come_to():
+    """A drafter that is right all along, one that is right at first, one that only believes it is;
+    and a text that becomes hard and then easy again."""
+    good = Text(right=0.98, sure=0.95)
+    steps = decoded(ChosenRows(None, good.runs(), MS, 0.0), 12)
+    assert max(steps, key=steps.__getitem__) == 48, steps  # the last 16 rows cost 2.6 ms
+
+    half = Text(right=0.5, sure=0.5)
+    steps = decoded(ChosenRows(None, half.runs(), MS, 0.0), 12)
+    assert max(steps, key=steps.__getitem__) in (16, 32), steps
+
+    text = Text(right=0.02, sure=0.9)
+    chosen = ChosenRows(None, text.runs(), MS, 0.0)
+    decoded(chosen, 6)
+    begin, tokens = text.ms, text.tokens
+    steps = decoded(chosen, 60)
+    assert steps[8] > 700 and sum(steps.values()) > steps[8], steps  # plain, and it probes
+    assert (text.tokens - tokens) / (text.ms - begin) > 0.99 * BATCH / MS[8]
+    text.right = 0.98
+    decoded(chosen, 40)
+    steps = decoded(chosen, 4)
+    assert steps[8] == 0, steps
+
+
+def test_expected_tokens_count_the_best_rows():
+    text = Text(right=0.9, sure=0.9)
+    chosen = ChosenRows(None, text.runs(), MS, 0.0)
+    decoded(chosen, 10)
+    for rows in (16, 32, 64):
+        probe = Text(right=0.9, sure=0.9)
+        for _ in range(60):
+            probe.step(rows)
+        assert chosen.estimate.tokens(rows) == pytest.approx(probe.tokens / 60, rel=0.07), rows
+
+
+def test_auto_gives_plain_decodings_text(monkeypatch):
+    monkeypatch.setattr(row_choice, "WIDTHS", (1, 2))
+    monkeypatch.setattr(row_choice, "STEPS", 3)
+    pair, asked = pair_of(8), [[t % 8 for t in p] for p in prompts(2, seed=31, low=20, high=60)]
+    auto = replace(pair, models=replace(pair.models, rows=AUTO))
+    want = generate(pair, asked, max_new_tokens=40)
+    found = generate(auto, asked, max_new_tokens=40)
+    assert [g.token_ids for g in found] == [g.token_ids for g in want]
+    shape = Shape.of(2, 256, "float32")
+    chosen = programs_for(auto.models, pair.params, shape)
+    assert isinstance(chosen, ChosenRows) and set(chosen.ms) == {2, 4, 16}
+    assert all(0 < ms < 1000 for ms in chosen.ms.values()), chosen.ms
+    assert row_counts(2, 8) == (2, 4, 16)
+    with pytest.raises(ValueError, match="3 rows to verify for 4 sequences: each needs one"):
+        programs_for(replace(pair.models, rows=3), pair.params, shape._replace(batch=4))
+
+
+def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
+    models, shape, counts = pair_of().models, Shape.of(2, 256, "float32"), []
+
+    def measure() -> dict[int, float]:
+        counts.append(1)
+        return {2: 1.25, 16: 3.0}
+
+    for _ in range(2):
+        monkeypatch.setattr(row_choice, "_TIMES", {})
+        assert kept_times(models, shape, measure, tmp_path) == {2: 1.25, 16: 3.0}
+    assert len(counts) == 1
+    (file,) = tmp_path.iterdir()
+    file.write_text("half a fi")
+    monkeypatch.setattr(row_choice, "_TIMES", {})
+    assert kept_times(models, shape, measure, tmp_path) == {2: 1.25, 16: 3.0} and len(counts) == 2
