@@ -25,7 +25,7 @@ def encode_prompt(
         if system:
             raise ValueError("a system message needs the chat template")
         said = [text for turn in history for text in turn]
-        return _ids(tokenizer, "\n\n".join([*said, prompt]), add_special_tokens=True)
+        return token_ids(tokenizer, "\n\n".join([*said, prompt]), add_special_tokens=True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: pass --no-chat-template")
     turns = [dict(user=user, assistant=answer).items() for user, answer in history]
@@ -34,15 +34,16 @@ def encode_prompt(
     if system:
         messages.insert(0, {"role": "system", "content": system})
     text = through_template(tokenizer, messages, enable_thinking=reasoning)
-    return _ids(tokenizer, text, add_special_tokens=False)
+    return token_ids(tokenizer, text, add_special_tokens=False)
 
 
-def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+def token_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """A text's ids as it stands, without a chat template."""
     with named("the tokenizer fails"):
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def through_template(tokenizer: Any, messages: list[dict[str, str]], **names: Any) -> str:
+def through_template(tokenizer: Any, messages: list[dict[str, Any]], **names: Any) -> str:
     """The messages up to where the answer begins; `names` are the template's to read.
 
     ValueError if the template is broken or has no place for them, such as for a system message.

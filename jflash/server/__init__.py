@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP, JSON and text over an engine that knows token ids only."""

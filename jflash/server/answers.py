@@ -1,0 +1,128 @@
+"""The answers of one HTTP request as they are decoded: each step's text, and what all cost."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jflash.io.text import decode
+from jflash.server.errors import ApiError
+from jflash.server.incremental import Incremental
+from jflash.server.service import Service
+from jflash.serving.handle import Handle
+from jflash.serving.request import Event, Failed
+
+
+class Step(NamedTuple):
+    """What a step gave one of the answers; `finish` is None until its last one."""
+
+    answer: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: str | None
+
+
+@dataclass
+class Usage:
+    """Tokens of all answers so far."""
+
+    prompt: int
+    cached: int = 0
+    new: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+    def add(self, event: Event, first: bool) -> None:
+        self.cached += event.cached_tokens if first else 0
+        self.new += len(event.token_ids)
+        self.drafted += event.drafted
+        self.accepted += event.accepted
+        self.steps += not first and bool(event.token_ids)
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form; drafts that were verified are its predictions."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.new,
+            "total_tokens": self.prompt + self.new,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            },
+        }
+
+
+async def steps(
+    service: Service, handles: Sequence[Handle], stops: Sequence[str], usage: Usage
+) -> AsyncIterator[Step]:
+    """The steps of all answers, as they come; counts them in `usage`.
+
+    ApiError for a request that the time limit or the engine ended. The caller releases the handles.
+    """
+    came = asyncio.Queue[Step | Exception]()
+
+    async def read(answer: int, handle: Handle) -> None:
+        try:
+            async for step in _one(service, answer, handle, stops, usage):
+                came.put_nowait(step)
+        except Exception as error:
+            came.put_nowait(error)
+
+    readers = [asyncio.create_task(read(i, handle)) for i, handle in enumerate(handles)]
+    try:
+        left = len(readers)
+        while left:
+            step = await came.get()
+            if isinstance(step, Exception):
+                raise step
+            left -= step.finish is not None
+            yield step
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+async def _one(
+    service: Service, answer: int, handle: Handle, stops: Sequence[str], usage: Usage
+) -> AsyncIterator[Step]:
+    text = Incremental(lambda ids: decode(service.tokenizer, ids), stops)
+    metrics, prompt_tokens = service.metrics, len(handle.request.prompt_ids)
+    begin = last = time.perf_counter()
+    first_seconds, tokens, finish = 0.0, 0, None
+    metrics.began(prompt_tokens)
+    try:
+        async for event in handle:
+            now = time.perf_counter()
+            usage.add(event, first=not tokens)
+            metrics.step(event, prompt_tokens, now - last, first=not tokens)
+            first_seconds, last = first_seconds if tokens else now - begin, now
+            tokens += len(event.token_ids)
+            reason = event.finish_reason
+            piece = text.push(event.token_ids, last=reason is not None)
+            if text.stopped:
+                handle.cancel()
+                reason = "stop"
+            if reason in ("timeout", "cancelled"):
+                finish = reason
+                raise _ended_early(service, reason)
+            finish = reason
+            yield Step(answer, piece, event.token_ids, reason)
+            if reason is not None:
+                return
+    except Failed as error:
+        finish = "error"
+        raise ApiError(str(error), status=503, code="engine_failed") from None
+    finally:
+        metrics.ended(finish or "abort", tokens, first_seconds, time.perf_counter() - begin)
+
+
+def _ended_early(service: Service, reason: str) -> ApiError:
+    if reason == "cancelled":
+        return ApiError("the server is shutting down", status=503, code="shutting_down")
+    return ApiError(
+        f"the request took longer than {service.request_timeout:g} seconds", status=408,
+        code="timeout", headers={"x-should-retry": "false"},
+    )  # fmt: skip

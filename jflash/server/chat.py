@@ -1,0 +1,134 @@
+"""/v1/chat/completions: messages in, and an answer with its thoughts, text and tool calls."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jflash.server.answers import Usage, steps
+from jflash.server.conversation import Reader, call_body, prompt_text
+from jflash.server.errors import json_response
+from jflash.server.protocol import Chat, StreamOptions, read
+from jflash.server.reasoning import opened
+from jflash.server.service import Service, requests_of, stops_of, thinking
+from jflash.server.tools import wanted
+from jflash.server.wire import Events, body_of, while_there
+from jflash.serving.handle import Handle
+
+
+class Talk(NamedTuple):
+    """The answers to one request, under way."""
+
+    service: Service
+    handles: Sequence[Handle]
+    readers: Sequence[Reader]
+    stops: Sequence[str]
+    usage: Usage
+
+
+async def chat(request: HttpRequest) -> Response:
+    service: Service = request.app.state.service
+    asked = read(await body_of(request, service.max_body), Chat)
+    service.check_model(asked.model)
+    stops, n = stops_of(asked.stop), asked.n or 1
+    tools = wanted(asked.tools, asked.tool_choice, service.template)
+    names = thinking(service, asked.reasoning_effort, asked.chat_template_kwargs or {})
+    prompt = prompt_text(service, asked.messages, tools, names)
+    ids = await service.encode(prompt, special=False)
+    newer = asked.max_completion_tokens is not None
+    requests = requests_of(
+        service, asked, [ids],
+        max_tokens=asked.max_completion_tokens if newer else asked.max_tokens,
+        limit_name="max_completion_tokens" if newer else "max_tokens",
+        stop_token_ids=asked.stop_token_ids or (), n=n,
+    )  # fmt: skip
+    one_call = asked.parallel_tool_calls is False
+    readers = [Reader(opened(prompt), bool(tools), one_call) for _ in range(n)]
+    usage = Usage(prompt=len(ids))
+    talk = Talk(service, service.submit(requests, "messages"), readers, stops, usage)
+    request.state.usage = usage
+    if asked.stream:
+        return Events(
+            _chunks(talk, asked.stream_options), lambda: service.release(talk.handles),
+            seconds=2 * service.request_timeout,
+        )  # fmt: skip
+    try:
+        return await while_there(request, _whole(talk))
+    finally:
+        service.release(talk.handles)
+
+
+def _frame(service: Service, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": service.version,
+    }
+
+
+def _reason(reader: Reader, finish: str) -> str:
+    return "tool_calls" if reader.called and finish == "stop" else finish
+
+
+async def _whole(talk: Talk) -> Response:
+    messages = [
+        {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+        for _ in talk.handles
+    ]
+    ends = [""] * len(messages)
+    async for step in steps(talk.service, talk.handles, talk.stops, talk.usage):
+        reader, message = talk.readers[step.answer], messages[step.answer]
+        parts = reader.push(step.text, last=step.finish is not None)
+        message["content"] += parts.content
+        message["reasoning_content"] += parts.reasoning
+        message["tool_calls"] += [call_body(call) for call in parts.calls]
+        if step.finish is not None:
+            ends[step.answer] = _reason(reader, step.finish)
+    choices = [
+        {"index": i, "message": _message(m), "logprobs": None, "finish_reason": ends[i]}
+        for i, m in enumerate(messages)
+    ]
+    frame = _frame(talk.service, "chat.completion")
+    return json_response(frame | {"choices": choices, "usage": talk.usage.body()})
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Without the parts that the answer has not; a call alone has no content."""
+    kept = {name: value for name, value in message.items() if value}
+    text = message["content"]
+    if "tool_calls" in kept and not text.strip():
+        text = None
+    return kept | {"content": text}
+
+
+async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
+    """The role, then one chunk a step, empty while its text may still turn into something else."""
+    frame = _frame(talk.service, "chat.completion.chunk")
+    options = options or StreamOptions()
+    called = [0] * len(talk.handles)
+
+    def chunk(index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        now = {"usage": talk.usage.body()} if options.continuous_usage_stats else {}
+        return frame | {"choices": [choice]} | now
+
+    for index in range(len(talk.handles)):
+        yield chunk(index, {"role": "assistant", "content": ""}, None)
+    async for step in steps(talk.service, talk.handles, talk.stops, talk.usage):
+        index, reader = step.answer, talk.readers[step.answer]
+        parts = reader.push(step.text, last=step.finish is not None)
+        delta: dict[str, Any] = {"content": parts.content}
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            calls = enumerate(parts.calls, called[index])
+            delta["tool_calls"] = [{"index": i} | call_body(call) for i, call in calls]
+            called[index] += len(parts.calls)
+        yield chunk(index, delta, step.finish and _reason(reader, step.finish))
+    if options.include_usage:
+        yield frame | {"choices": [], "usage": talk.usage.body()}

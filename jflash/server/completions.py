@@ -1,0 +1,118 @@
+"""/v1/completions: prompts as texts or token ids, continued as they stand."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jflash.io.text import decode
+from jflash.server.answers import Usage, steps
+from jflash.server.errors import invalid, json_response
+from jflash.server.protocol import Completion, StreamOptions, read
+from jflash.server.service import Service, requests_of, stops_of
+from jflash.server.wire import Events, body_of, while_there
+from jflash.serving.handle import Handle
+
+MAX_TOKENS = 16  # where a request says nothing, as in OpenAI's API
+
+
+async def completions(request: HttpRequest) -> Response:
+    service: Service = request.app.state.service
+    asked = read(await body_of(request, service.max_body), Completion)
+    service.check_model(asked.model)
+    stops, n = stops_of(asked.stop), asked.n or 1
+    prompts = await _prompts(service, asked)
+    max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    requests = requests_of(
+        service, asked, prompts, max_tokens=max_tokens,
+        stop_token_ids=asked.stop_token_ids or (), n=n,
+    )  # fmt: skip
+    echoes = [decode(service.tokenizer, ids) if asked.echo else "" for ids in prompts]
+    echoes = [echo for echo in echoes for _ in range(n)]
+    handles = service.submit(requests, "prompt")
+    usage = Usage(prompt=sum(map(len, prompts)))
+    request.state.usage = usage
+    if asked.stream:
+        values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
+        return Events(
+            values, lambda: service.release(handles), seconds=2 * service.request_timeout
+        )
+    try:
+        return await while_there(request, _whole(service, handles, stops, usage, echoes))
+    finally:
+        service.release(handles)
+
+
+async def _prompts(service: Service, asked: Completion) -> list[list[int]]:
+    """The prompts' ids: one text, many, one list of ids or many."""
+    given = asked.prompt
+    if isinstance(given, str):
+        return [await service.encode(given, asked.add_special_tokens)]
+    if not given:
+        raise invalid("prompt", "the list is empty")
+    texts = [each for each in given if isinstance(each, str)]
+    ids = [each for each in given if isinstance(each, int)]
+    lists = [each for each in given if isinstance(each, list)]
+    if len(texts) == len(given):
+        return [await service.encode(text, asked.add_special_tokens) for text in texts]
+    if len(ids) == len(given):
+        return [ids]
+    if len(lists) == len(given):
+        return lists
+    raise invalid("prompt", "texts, token ids and lists of token ids cannot be mixed")
+
+
+def _frame(service: Service) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": service.version,
+    }
+
+
+def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+async def _whole(
+    service: Service,
+    handles: Sequence[Handle],
+    stops: Sequence[str],
+    usage: Usage,
+    echoes: Sequence[str],
+) -> Response:
+    texts, ends = list(echoes), [""] * len(handles)
+    async for step in steps(service, handles, stops, usage):
+        texts[step.answer] += step.text
+        ends[step.answer] = step.finish or ""
+    choices = [_choice(i, text, ends[i]) for i, text in enumerate(texts)]
+    return json_response(_frame(service) | {"choices": choices, "usage": usage.body()})
+
+
+async def _chunks(
+    service: Service,
+    handles: Sequence[Handle],
+    stops: Sequence[str],
+    usage: Usage,
+    echoes: Sequence[str],
+    options: StreamOptions | None,
+) -> AsyncIterator[dict[str, Any]]:
+    """One chunk a step; the prompts that are echoed have chunks of their own."""
+    frame, options = _frame(service), options or StreamOptions()
+
+    def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
+        now = {"usage": usage.body()} if options.continuous_usage_stats else {}
+        return frame | {"choices": choices} | now
+
+    for index, echo in enumerate(echoes):
+        if echo:
+            yield chunk([_choice(index, echo, None)])
+    async for step in steps(service, handles, stops, usage):
+        yield chunk([_choice(step.answer, step.text, step.finish)])
+    if options.include_usage:
+        yield frame | {"choices": [], "usage": usage.body()}

@@ -1,0 +1,121 @@
+"""Messages through the model's chat template, and the parts of an answer: thoughts, text, calls."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jflash.io.text import through_template
+from jflash.server.errors import ApiError, invalid, unsupported
+from jflash.server.protocol import Message
+from jflash.server.reasoning import Reasoning
+from jflash.server.service import Service
+from jflash.server.tools import Call, Tools
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES |= {"tool": "tool"}
+
+
+def prompt_text(
+    service: Service,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    names: dict[str, Any],
+    param: str = "messages",
+) -> str:
+    """The prompt up to where the answer begins; `names` are the template's to read."""
+    if not service.template:
+        raise ApiError(
+            "the model has no chat template: use /v1/completions", param=param, code="no_template"
+        )
+    turns = [_turn(message, f"{param}[{i}]") for i, message in enumerate(messages)]
+    given = {"tools": tools} if tools else {}
+    try:
+        return through_template(service.tokenizer, turns, **given, **names)
+    except ValueError as error:
+        raise invalid(param, str(error)) from None
+
+
+def _turn(message: Message, where: str) -> dict[str, Any]:
+    """A message as templates read it."""
+    if message.role not in ROLES:
+        raise invalid(f"{where}.role", f"{message.role!r} is none of {', '.join(ROLES)}")
+    calls = message.tool_calls or []
+    if message.content is None and not calls:
+        raise invalid(f"{where}.content", "is missing")
+    turn: dict[str, Any] = {"role": ROLES[message.role], "content": _content(message, where)}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    if calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{i}]"),
+                },
+            }
+            for i, call in enumerate(calls)
+        ]
+    return turn
+
+
+def _content(message: Message, where: str) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    texts = []
+    for index, part in enumerate(message.content):
+        if part.type not in ("text", "input_text", "output_text"):
+            raise unsupported(f"{where}.content[{index}].type", f"{part.type!r} cannot be read")
+        if part.text is None:
+            raise invalid(f"{where}.content[{index}].text", "is missing")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _arguments(given: str | dict[str, Any], where: str) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    try:
+        return msgspec.json.decode(given or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise invalid(f"{where}.function.arguments", "is no JSON object") from None
+
+
+class Parts(NamedTuple):
+    """What a piece of text adds to the parts of its answer."""
+
+    reasoning: str
+    content: str
+    calls: list[Call]
+
+
+class Reader:
+    """Takes one answer apart as it streams. `inside`: the prompt ends within thoughts."""
+
+    def __init__(self, inside: bool, tools: bool, one_call: bool) -> None:
+        self._reasoning = Reasoning(inside)
+        self._tools = Tools(1 if one_call else None) if tools else None
+
+    def push(self, text: str, last: bool) -> Parts:
+        split = self._reasoning.push(text, last)
+        if self._tools is None:
+            return Parts(split.reasoning, split.content, [])
+        content, calls = self._tools.push(split.content, last)
+        return Parts(split.reasoning, content, calls)
+
+    @property
+    def called(self) -> bool:
+        return self._tools is not None and self._tools.count > 0
+
+
+def call_body(call: Call) -> dict[str, Any]:
+    """OpenAI's form of a call, with an id of its own."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -1,0 +1,235 @@
+"""The requests of OpenAI's API as records, read from JSON and checked field by field.
+
+A field that no record names is ignored. One that a record names and the server cannot honour is
+refused by its name, unless it holds the value that changes nothing.
+"""
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from jflash.server.errors import ApiError, unsupported
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Text = Annotated[str, Meta(min_length=1)]
+PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Asked(Struct, kw_only=True):
+    """What all requests for text have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    speculation: bool | None = None  # ours: false accepts no draft, one token a step
+    # Refused unless they change nothing; see NEUTRAL.
+    min_tokens: Natural | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    prompt_logprobs: Any = None
+    priority: int | None = None
+
+
+class Completion(Asked, kw_only=True):
+    """/v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Natural | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    echo: bool | None = None
+    add_special_tokens: bool = True
+    best_of: Count | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class Part(Struct):
+    """A piece of a message's content; only text can be read."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Struct):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(Struct, kw_only=True):
+    role: Text
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Chat(Asked, kw_only=True):
+    """/v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Natural | None = None
+    max_completion_tokens: Natural | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    web_search_options: Any = None
+    verbosity: str | None = None
+    store: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class Responses(Asked, kw_only=True):
+    """/v1/responses, without a memory of the server's."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    include: list[str] | None = None
+    prompt: Any = None
+    truncation: str | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+
+
+class Tokenize(Struct, kw_only=True):
+    """/tokenize: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | UnsetType = UNSET
+    messages: list[Message] | UnsetType = UNSET
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# Fields that the server knows and cannot honour: the values that change nothing, and why.
+NO_GRAMMAR = "this server has no grammar"
+NO_LOGPROBS = "this server gives no logprobs"
+NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "presence_penalty": ((0,), "this server has no penalties"),
+    "frequency_penalty": ((0,), "this server has no penalties"),
+    "repetition_penalty": ((1,), "this server has no penalties"),
+    "logit_bias": (({},), "this server has no bias"),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        ((), NO_GRAMMAR),
+    ),
+    "response_format": (({"type": "text"},), NO_GRAMMAR),
+    "prompt_logprobs": ((False,), NO_LOGPROBS),
+    "logprobs": ((False,), NO_LOGPROBS),
+    "top_logprobs": ((0,), NO_LOGPROBS),
+    "priority": ((0,), "requests are served in the order of their arrival"),
+    "min_tokens": ((0,), "this server has no minimum length"),
+    "best_of": ((1,), "give n, and choose among the answers"),
+    "suffix": (("",), "the model only continues a text"),
+    "chat_template": ((), "the model's own template is used"),
+    "modalities": ((["text"],), "the answer is text"),
+    "audio": ((), "the answer is text"),
+    "functions": (([],), "give tools"),
+    "function_call": (("none",), "give tool_choice"),
+    "web_search_options": ((), "the server reaches nothing outside itself"),
+    "verbosity": (("medium",), "the model has no such control"),
+    "store": ((False,), "nothing is stored"),
+    "add_generation_prompt": ((True,), "an answer always begins a new message"),
+    "continue_final_message": ((False,), "an answer always begins a new message"),
+    "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
+    "conversation": ((), "nothing is stored: send the whole conversation as input"),
+    "background": ((False,), "nothing is stored"),
+    "include": (([],), "there is nothing to add"),
+    "truncation": (("disabled", "auto"), "a prompt is never cut"),
+    "max_tool_calls": ((), "the server calls no tools itself"),
+}
+
+
+def read[R: Struct](body: bytes, kind: type[R], honoured: frozenset[str] = frozenset()) -> R:
+    """The request in a body; ApiError with the field's name for what is wrong.
+
+    `honoured` names fields of NEUTRAL that this server can honour after all.
+    """
+    try:
+        value = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
+    for name in kind.__struct_fields__:
+        given = getattr(value, name)
+        if given is None or name in honoured or name not in NEUTRAL:
+            continue
+        neutral, why = NEUTRAL[name]
+        # `logprobs` 0 asks for the chosen token's, and equals False for Python.
+        if not any(given == v and (type(given) is bool) == (type(v) is bool) for v in neutral):
+            raise unsupported(name, why)
+    return value
+
+
+def _named(message: str) -> ApiError:
+    """msgspec's complaint with the path of the field taken out as `param`."""
+    found = PATH.search(message)
+    param = found[1] if found else None
+    if not param:
+        missing = re.search(r"missing required field `(\w+)`", message)
+        param = missing[1] if missing else None
+    text = f"{param}: {message[: found.start()]}" if found and found[1] else message
+    return ApiError(text, param=param, code="invalid_type")

@@ -1,0 +1,188 @@
+"""What all requests of a server share, and what a request for text asks of the engine."""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jflash.decoding import Sampling
+from jflash.io.text import token_ids
+from jflash.server.errors import ApiError, invalid, unsupported
+from jflash.server.metrics import Metrics
+from jflash.server.protocol import Asked
+from jflash.serving.engine import Engine
+from jflash.serving.handle import Handle
+from jflash.serving.request import KEYS, Failed, Full, Request
+
+MOST_ANSWERS = 128  # of one HTTP request
+MOST_STOPS = 64  # texts of one request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A loaded engine with its words. `sampling` is used where a request says nothing."""
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    version: str
+    template: str  # the chat template's source, empty if there is none
+    stop_ids: tuple[int, ...]
+    sampling: Sampling
+    created: int
+    metrics: Metrics
+    max_body: int  # bytes
+    request_timeout: float  # seconds, from the submission to the last token
+    live: set[Handle] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)  # why the engine gives no more tokens
+
+    @property
+    def vocabulary(self) -> int:
+        return self.engine.pair.models.target.config.vocab_size
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise ApiError(
+                f"the model {name!r} does not exist: this server has {self.name!r}",
+                status=404, param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def encode(self, text: str, special: bool) -> list[int]:
+        """A text's ids, off the event loop; `special` adds what the tokenizer puts around it."""
+        return await asyncio.to_thread(token_ids, self.tokenizer, text, add_special_tokens=special)
+
+    def submit(self, requests: Sequence[Request], param: str) -> list[Handle]:
+        """All of them or none; ApiError if the engine takes no more. `param` holds the prompt."""
+        for request in requests:
+            self._check(request, param)
+        handles = list[Handle]()
+        try:
+            for request in requests:
+                handles.append(self.engine.submit(request))
+        except Full as full:
+            self._drop(handles)
+            self.metrics.rejected.inc()
+            raise ApiError(
+                f"the server is full: {full}", status=503, code="queue_full",
+                headers={"Retry-After": "1"},
+            ) from None  # fmt: skip
+        except (Failed, RuntimeError) as error:
+            self._drop(handles)
+            raise ApiError(str(error), status=503, code="engine_failed") from None
+        self.live.update(handles)
+        return handles
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Of requests that nobody reads any more."""
+        self.live.difference_update(handles)
+        self._drop(handles)
+
+    def _drop(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            if not handle.ended:
+                handle.cancel()
+
+    def _check(self, request: Request, param: str) -> None:
+        asked, most = len(request.prompt_ids), self.engine.max_context
+        if not asked:
+            raise invalid(param, "the prompt is empty: give at least one token")
+        outside = [i for i in request.prompt_ids if i >= self.vocabulary]
+        if outside:
+            raise invalid(param, f"token id {outside[0]} is outside the {self.vocabulary} ids")
+        if asked + request.max_tokens > most:
+            raise ApiError(
+                f"{asked} prompt tokens + {request.max_tokens} new tokens pass the context of "
+                f"{most} tokens", param=param, code="context_length_exceeded",
+            )  # fmt: skip
+        try:
+            self.engine.check(request)
+        except ValueError as error:
+            param = "stop_token_ids" if "stop_ids" in str(error) else None
+            raise ApiError(str(error), param=param, code="invalid_value") from None
+
+
+def sampling_of(asked: Asked, default: Sampling) -> Sampling:
+    """How a request draws; at temperature 0 the filters change nothing and are left out."""
+    given = {
+        name: getattr(asked, name)
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if getattr(asked, name) is not None
+    }
+    temperature = given.get("temperature", default.temperature)
+    try:
+        # Filters are checked at any temperature: 1 stands for all of them here.
+        values = {"top_k": default.top_k, "top_p": default.top_p, "min_p": default.min_p} | given
+        values["top_k"] = max(values["top_k"], 0)  # -1 keeps all tokens, as 0 does
+        drawn = Sampling(**(values | {"temperature": temperature or 1.0}))
+    except ValueError as error:
+        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+    return drawn if temperature else Sampling()
+
+
+def requests_of(
+    service: Service,
+    asked: Asked,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    stop_token_ids: Sequence[int] = (),
+    n: int = 1,
+    limit_name: str = "max_tokens",
+) -> list[Request]:
+    """The engine's requests, `n` for each prompt. Without `max_tokens` the context is the limit.
+
+    A seed's samples differ by their index, as `jflash.generate` has them.
+    """
+    if max_tokens == 0:
+        raise invalid(limit_name, "must be at least 1")
+    if len(prompts) * n > MOST_ANSWERS:
+        raise invalid("n", f"{len(prompts)} prompts × {n}: at most {MOST_ANSWERS} answers")
+    outside = [i for i in stop_token_ids if i >= service.vocabulary]
+    if outside:
+        raise invalid("stop_token_ids", f"{outside[0]} is outside the {service.vocabulary} ids")
+    ends = () if asked.ignore_eos else service.stop_ids
+    stop_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
+    sampling = sampling_of(asked, service.sampling)
+    seed = None if asked.seed is None else _seed(asked.seed)
+    return [
+        Request(
+            prompt_ids=prompt,
+            max_tokens=max_tokens or max(service.engine.max_context - len(prompt), 1),
+            stop_ids=stop_ids,
+            sampling=sampling,
+            seed=seed,
+            index=index,
+            priority=asked.priority or 0,
+            timeout=service.request_timeout,
+            speculate=asked.speculation is not False,
+        )
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
+    ]
+
+
+def _seed(seed: int) -> int:
+    """Any whole number as a seed of the engine's range; one within it is itself."""
+    if 0 <= seed < KEYS:
+        return seed
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
+
+
+def stops_of(stop: str | list[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop or [])
+    if len(stops) > MOST_STOPS:
+        raise invalid("stop", f"{len(stops)} texts: at most {MOST_STOPS}")
+    return stops
+
+
+def thinking(service: Service, effort: str | None, names: dict[str, Any]) -> dict[str, Any]:
+    """What the template reads: `names` of the request, with reasoning off unless it says so."""
+    for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template"):
+        if name in names:
+            raise invalid(f"chat_template_kwargs.{name}", "is not the request's to set")
+    known = {"enable_thinking": False}
+    if effort is not None:
+        if "enable_thinking" not in service.template and "reasoning_effort" not in service.template:
+            raise unsupported("reasoning_effort", "the model's template has no thinking mode")
+        known = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return known | names

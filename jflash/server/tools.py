@@ -1,0 +1,86 @@
+"""Tool calls in an answer, in the form of Hermes and Qwen, as they stream:
+`<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+A call is given out when it is complete. Text that turns out to be no call stays what it is, text.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jflash.server.errors import invalid, unsupported
+from jflash.server.incremental import held_back
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str  # JSON
+
+
+class Tools:
+    """Reads the calls out of one answer."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._held = ""
+        self._most = most  # calls that are wanted; later ones are dropped
+        self.count = 0
+
+    def push(self, piece: str, last: bool) -> tuple[str, list[Call]]:
+        """The text and the complete calls that a piece adds."""
+        self._held += piece
+        text, calls = "", list[Call]()
+        while True:
+            before, opened, inside = self._held.partition(OPEN)
+            if not opened:
+                end = len(before) - (0 if last else held_back(before, [OPEN]))
+                text, self._held = text + before[:end], before[end:]
+                break
+            body, closed, rest = inside.partition(CLOSE)
+            if not closed and not last:
+                text, self._held = text + before, opened + inside
+                break
+            call = _call(body)
+            if call is None:
+                text, self._held = text + before + opened + body + closed, rest
+                continue
+            self.count += 1
+            text, self._held = text + before, rest
+            if self._most is None or self.count <= self._most:
+                calls.append(call)
+        return text, calls
+
+
+def _call(body: str) -> Call | None:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return Call(value["name"], msgspec.json.encode(arguments).decode())
+
+
+def wanted(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, template: str
+) -> list[dict[str, Any]] | None:
+    """The tools that the template is given; ApiError for what it cannot be made to do."""
+    for index, tool in enumerate(tools or []):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise invalid(f"tools[{index}]", 'must be {"type": "function", "function": {…}}')
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise invalid(f"tools[{index}].function.name", "must be a text")
+    if choice not in (None, "none", "auto"):
+        if choice == "required" or isinstance(choice, dict):
+            raise unsupported("tool_choice", "a call cannot be forced without grammar")
+        raise invalid("tool_choice", f"{choice!r} is none of none, auto, required or a function")
+    if not tools or choice == "none":
+        return None
+    if "tools" not in template:
+        raise unsupported("tools", "the model's chat template has no place for them")
+    return tools

@@ -1,0 +1,105 @@
+"""Bodies in and events out: sizes, times, clients that go. Knows no model and no route."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from jflash.server.errors import ApiError
+
+BODY_SECONDS = 30.0  # in which a body has to arrive
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """The whole body; ApiError if it is too long or too slow."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise ApiError(
+                        f"the body has more than {most} bytes", status=413, code="body_too_large",
+                        headers={"Connection": "close"},
+                    )  # fmt: skip
+    except TimeoutError:
+        raise ApiError(
+            f"the body did not arrive in {BODY_SECONDS:g} seconds", status=408, code="timeout"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+async def while_there[T](request: Request, work: Awaitable[T]) -> T:
+    """The work's result; ClientGone, and the work cancelled, as soon as the client goes."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Events(StreamingResponse):
+    """Server-sent events, one for each value; ApiError among them becomes the last one.
+
+    `at_end` is called once nobody reads any more, even if the client went before the first event.
+    A client that reads too slowly is left after `seconds`.
+    """
+
+    def __init__(
+        self,
+        values: AsyncIterator[object],
+        at_end: Callable[[], None],
+        *,
+        seconds: float,
+        done: bytes = DONE,
+        named: bool = False,
+    ) -> None:
+        super().__init__(
+            _encoded(values, done, named), media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )  # fmt: skip
+        self._at_end, self._seconds = at_end, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            raise ClientGone from None
+        finally:
+            self._at_end()
+
+
+async def _encoded(
+    values: AsyncIterator[object], done: bytes, named: bool
+) -> AsyncIterator[bytes]:
+    encoder = msgspec.json.Encoder()
+    try:
+        async for value in values:
+            if named and isinstance(value, dict):
+                yield b"event: " + value["type"].encode() + b"\n"
+            yield b"data: " + encoder.encode(value) + b"\n\n"
+    except ApiError as error:
+        yield (b"event: error\n" if named else b"") + b"data: " + encoder.encode(error.body())
+        yield b"\n\n"
+    yield done

@@ -1,0 +1,105 @@
+"""Text in pieces: wherever the tokens and the pieces are cut, the whole comes out."""
+
+import json
+import random
+
+import pytest
+
+from jflash.embedded import EMBEDDED_PAIR
+from jflash.io import load_tokenizer
+from jflash.io.text import decode
+from jflash.server.incremental import Incremental
+from jflash.server.reasoning import Reasoning, opened
+from jflash.server.tools import Call, Tools
+
+RANDOM = random.Random(0)
+
+
+def cuts(whole, count=40):
+    """The whole in pieces of length 1, at once, and in random ones."""
+    yield [whole[i : i + 1] for i in range(len(whole))]
+    yield [whole]
+    for _ in range(count):
+        places = sorted(RANDOM.choices(range(len(whole) + 1), k=RANDOM.randint(1, 6)))
+        edges = [0, *places, len(whole)]
+        yield [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def flags(pieces):
+    """Each piece with whether it is the last."""
+    return [(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(EMBEDDED_PAIR / "target")
+
+
+@pytest.mark.parametrize(
+    ("stops", "kept"),
+    [
+        ([], "Ärger 🦊🦊 – 漢字 costs 12 é!\n\nEND 3"),
+        (["END"], "Ärger 🦊🦊 – 漢字 costs 12 é!\n\n"),
+        (["\n\nEN", "字 c"], "Ärger 🦊🦊 – 漢"),
+        (["🦊🦊🦊", "END 34"], "Ärger 🦊🦊 – 漢字 costs 12 é!\n\nEND 3"),
+    ],
+)
+def test_pieces_are_the_decoded_whole_before_its_earliest_stop(tokenizer, stops, kept):
+    whole = "Ärger 🦊🦊 – 漢字 costs 12 é!\n\nEND 3"
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert len(ids) > len(whole.split())  # characters in several tokens are what it is about
+    for pieces in cuts(ids):
+        stream = Incremental(lambda ids: decode(tokenizer, ids), stops)
+        given = [stream.push(piece, last) for piece, last in flags(pieces)]
+        assert "".join(given) == kept
+        assert stream.stopped == (kept != whole)
+        assert not any("\ufffd" in piece for piece in given)
+
+
+def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
+    ids = tokenizer("a🦊", add_special_tokens=False)["input_ids"][:-1]
+    stream = Incremental(lambda ids: decode(tokenizer, ids))
+    assert "".join(stream.push([i], False) for i in ids) == "a"
+    assert stream.push([], True) == decode(tokenizer, ids)[1:] != ""
+
+
+@pytest.mark.parametrize(
+    ("inside", "whole", "thought", "said"),
+    [
+        (False, "<think>\nso\n\nit is\n</think>\n\nYes\n", "so\n\nit is", "Yes\n"),
+        (True, "so\n\n</think>\n\nYes", "so", "Yes"),
+        (True, "never ends </thin", "never ends </thin", ""),
+        (False, "\n plain <think> text </think>", "", "\n plain <think> text </think>"),
+        (False, "<th", "", "<th"),
+    ],
+)
+def test_thoughts_and_text_are_told_apart_at_any_cut(inside, whole, thought, said):
+    for pieces in cuts(whole):
+        reader = Reasoning(inside)
+        parts = [reader.push(piece, last) for piece, last in flags(pieces)]
+        assert "".join(part.reasoning for part in parts) == thought
+        assert "".join(part.content for part in parts) == said
+
+
+def test_a_prompt_that_opens_thoughts_is_seen():
+    assert opened("user: hi\nassistant:<think>\n")
+    assert not opened("assistant:<think>\n\n</think>\n\n") and not opened("assistant:")
+
+
+def test_calls_are_read_at_any_cut_and_the_rest_stays_text():
+    arguments = {"city": "Zürich", "deep": {"tags": ["</tool", "}"]}}
+    good = json.dumps({"name": "weather", "arguments": arguments}, ensure_ascii=False)
+    whole = (
+        f"See:\n<tool_call>\n{good}\n</tool_call>\n<tool_call>no JSON</tool_call> then "
+        '<tool_call>{"name": "now"}</tool_call>'
+    )
+    for pieces in cuts(whole):
+        reader = Tools()
+        given = [reader.push(piece, last) for piece, last in flags(pieces)]
+        assert "".join(text for text, _ in given) == "See:\n\n<tool_call>no JSON</tool_call> then "
+        [weather, now] = [call for _, calls in given for call in calls]
+        assert weather.name == "weather" and json.loads(weather.arguments) == arguments
+        assert now == Call("now", "{}")
+    reader = Tools(most=1)
+    assert [call.name for call in reader.push(whole, True)[1]] == ["weather"]
+    assert Tools().push("a <tool_call>{", True) == ("a <tool_call>{", [])
