@@ -13,6 +13,7 @@ from jflash.cli.command import Parser, refused, run_command
 COMMANDS = {
     "generate": "decode a prompt, or a file of prompts",
     "chat": "talk to a model, turn by turn",
+    "serve": "answer over HTTP, in the form of OpenAI's API",
     "evaluate": "a data set: accuracy, acceptance, speed",
     "eval-gsm8k": "evaluate, for GSM8K",
     "convert": "write a checkpoint in Orbax form",

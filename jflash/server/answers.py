@@ -19,7 +19,8 @@ class Step(NamedTuple):
 
     answer: int
     text: str
-    token_ids: tuple[int, ...]
+    event: Event
+    first: bool
     finish: str | None
 
 
@@ -66,7 +67,7 @@ async def steps(
 
     async def read(answer: int, handle: Handle) -> None:
         try:
-            async for step in _one(service, answer, handle, stops, usage):
+            async for step in _one(service, answer, handle, stops):
                 came.put_nowait(step)
         except Exception as error:
             came.put_nowait(error)
@@ -78,6 +79,8 @@ async def steps(
             step = await came.get()
             if isinstance(step, Exception):
                 raise step
+            # Not when it is decoded: several steps may wait for a client that reads slowly.
+            usage.add(step.event, step.first)
             left -= step.finish is not None
             yield step
     finally:
@@ -86,7 +89,7 @@ async def steps(
 
 
 async def _one(
-    service: Service, answer: int, handle: Handle, stops: Sequence[str], usage: Usage
+    service: Service, answer: int, handle: Handle, stops: Sequence[str]
 ) -> AsyncIterator[Step]:
     text = Incremental(lambda ids: decode(service.tokenizer, ids), stops)
     metrics, prompt_tokens = service.metrics, len(handle.request.prompt_ids)
@@ -96,9 +99,9 @@ async def _one(
     try:
         async for event in handle:
             now = time.perf_counter()
-            usage.add(event, first=not tokens)
-            metrics.step(event, prompt_tokens, now - last, first=not tokens)
-            first_seconds, last = first_seconds if tokens else now - begin, now
+            first = not tokens
+            metrics.step(event, prompt_tokens, now - last, first)
+            first_seconds, last = now - begin if first else first_seconds, now
             tokens += len(event.token_ids)
             reason = event.finish_reason
             piece = text.push(event.token_ids, last=reason is not None)
@@ -109,12 +112,12 @@ async def _one(
                 finish = reason
                 raise _ended_early(service, reason)
             finish = reason
-            yield Step(answer, piece, event.token_ids, reason)
+            yield Step(answer, piece, event, first, reason)
             if reason is not None:
                 return
     except Failed as error:
         finish = "error"
-        raise ApiError(str(error), status=503, code="engine_failed") from None
+        raise service.failed(error) from None
     finally:
         metrics.ended(finish or "abort", tokens, first_seconds, time.perf_counter() - begin)
 

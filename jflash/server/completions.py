@@ -37,9 +37,7 @@ async def completions(request: HttpRequest) -> Response:
     request.state.usage = usage
     if asked.stream:
         values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
-        return Events(
-            values, lambda: service.release(handles), seconds=2 * service.request_timeout
-        )
+        return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
         return await while_there(request, _whole(service, handles, stops, usage, echoes))
     finally:

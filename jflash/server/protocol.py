@@ -231,5 +231,5 @@ def _named(message: str) -> ApiError:
     if not param:
         missing = re.search(r"missing required field `(\w+)`", message)
         param = missing[1] if missing else None
-    text = f"{param}: {message[: found.start()]}" if found and found[1] else message
+    text = f"{param}: {message[: found.start()]}" if found and param else message
     return ApiError(text, param=param, code="invalid_type")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jflash.decoding import Sampling
+from jflash.io.foreign import one_line
 from jflash.io.text import token_ids
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.metrics import Metrics
@@ -30,9 +31,11 @@ class Service:
     template: str  # the chat template's source, empty if there is none
     stop_ids: tuple[int, ...]
     sampling: Sampling
+    reasoning: bool  # the template's thinking mode
     created: int
     metrics: Metrics
     max_body: int  # bytes
+    max_queue: int  # requests that may wait
     request_timeout: float  # seconds, from the submission to the last token
     live: set[Handle] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)  # why the engine gives no more tokens
@@ -50,7 +53,12 @@ class Service:
 
     async def encode(self, text: str, special: bool) -> list[int]:
         """A text's ids, off the event loop; `special` adds what the tokenizer puts around it."""
-        return await asyncio.to_thread(token_ids, self.tokenizer, text, add_special_tokens=special)
+        try:
+            return await asyncio.to_thread(
+                token_ids, self.tokenizer, text, add_special_tokens=special
+            )
+        except ValueError as error:
+            raise ApiError(str(error), code="invalid_value") from None
 
     def submit(self, requests: Sequence[Request], param: str) -> list[Handle]:
         """All of them or none; ApiError if the engine takes no more. `param` holds the prompt."""
@@ -67,11 +75,19 @@ class Service:
                 f"the server is full: {full}", status=503, code="queue_full",
                 headers={"Retry-After": "1"},
             ) from None  # fmt: skip
-        except (Failed, RuntimeError) as error:
-            self._drop(handles)
-            raise ApiError(str(error), status=503, code="engine_failed") from None
+        except Failed as error:
+            raise self.failed(error) from None
+        except RuntimeError as error:  # closed while the server ends
+            raise ApiError(str(error), status=503, code="shutting_down") from None
         self.live.update(handles)
         return handles
+
+    def failed(self, error: Failed) -> ApiError:
+        """What the reader of a request is told; from now on /health tells it too."""
+        cause = error.__cause__
+        why = str(error) if cause is None else f"{error}: {one_line(cause)}"
+        self.failures.append(why)
+        return ApiError(why, status=503, code="engine_failed")
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Of requests that nobody reads any more."""
@@ -98,23 +114,21 @@ class Service:
         try:
             self.engine.check(request)
         except ValueError as error:
-            param = "stop_token_ids" if "stop_ids" in str(error) else None
-            raise ApiError(str(error), param=param, code="invalid_value") from None
+            field = "stop_token_ids" if "stop_ids" in str(error) else None
+            raise ApiError(str(error), param=field, code="invalid_value") from None
 
 
 def sampling_of(asked: Asked, default: Sampling) -> Sampling:
     """How a request draws; at temperature 0 the filters change nothing and are left out."""
-    given = {
-        name: getattr(asked, name)
+    values: dict[str, Any] = {
+        name: getattr(default if getattr(asked, name) is None else asked, name)
         for name in ("temperature", "top_k", "top_p", "min_p")
-        if getattr(asked, name) is not None
     }
-    temperature = given.get("temperature", default.temperature)
+    temperature = values.pop("temperature")
     try:
         # Filters are checked at any temperature: 1 stands for all of them here.
-        values = {"top_k": default.top_k, "top_p": default.top_p, "min_p": default.min_p} | given
         values["top_k"] = max(values["top_k"], 0)  # -1 keeps all tokens, as 0 does
-        drawn = Sampling(**(values | {"temperature": temperature or 1.0}))
+        drawn = Sampling(temperature=temperature or 1.0, **values)
     except ValueError as error:
         raise invalid(str(error).split(" ", 1)[0], str(error)) from None
     return drawn if temperature else Sampling()
@@ -176,11 +190,11 @@ def stops_of(stop: str | list[str] | None) -> list[str]:
 
 
 def thinking(service: Service, effort: str | None, names: dict[str, Any]) -> dict[str, Any]:
-    """What the template reads: `names` of the request, with reasoning off unless it says so."""
+    """What the template reads: `names` of the request, after the server's thinking mode."""
     for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template"):
         if name in names:
             raise invalid(f"chat_template_kwargs.{name}", "is not the request's to set")
-    known = {"enable_thinking": False}
+    known: dict[str, Any] = {"enable_thinking": service.reasoning}
     if effort is not None:
         if "enable_thinking" not in service.template and "reasoning_effort" not in service.template:
             raise unsupported("reasoning_effort", "the model's template has no thinking mode")

@@ -84,15 +84,13 @@ class Events(StreamingResponse):
         try:
             async with asyncio.timeout(self._seconds):
                 await super().__call__(scope, receive, send)
-        except TimeoutError:
-            raise ClientGone from None
+        except TimeoutError:  # the server closes the connection of an answer without an end
+            pass
         finally:
             self._at_end()
 
 
-async def _encoded(
-    values: AsyncIterator[object], done: bytes, named: bool
-) -> AsyncIterator[bytes]:
+async def _encoded(values: AsyncIterator[object], done: bytes, named: bool) -> AsyncIterator[bytes]:
     encoder = msgspec.json.Encoder()
     try:
         async for value in values:

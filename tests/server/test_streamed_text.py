@@ -1,5 +1,6 @@
 """Text in pieces: wherever the tokens and the pieces are cut, the whole comes out."""
 
+import itertools
 import json
 import random
 
@@ -22,7 +23,7 @@ def cuts(whole, count=40):
     for _ in range(count):
         places = sorted(RANDOM.choices(range(len(whole) + 1), k=RANDOM.randint(1, 6)))
         edges = [0, *places, len(whole)]
-        yield [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        yield [whole[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def flags(pieces):

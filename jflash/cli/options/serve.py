@@ -1,0 +1,73 @@
+"""The options of serve."""
+
+import argparse
+
+from jflash.cli.command import Parser
+from jflash.cli.options.pair import check_pair, model_options
+from jflash.cli.options.values import at_least_1, refuse
+from jflash.decoding import DRAFT_RULES
+
+EPILOG = """
+An HTTP server with OpenAI's routes under /v1 and a page to chat at /. It listens on this machine
+only unless --host says otherwise. SIGTERM ends it after the requests that run, or after
+--shutdown-timeout. It exits with 1 if the device fails or hangs.
+"""
+KEY = "requests must bring it; may be given several times; also from JFLASH_API_KEY"
+DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from it"
+CONTEXT = "tokens of a request, new ones included; default: the model's positions"
+
+
+def make_parser(prog: str = "serve.py") -> Parser:
+    parser = Parser(prog, "Serve a model over HTTP, in the form of OpenAI's API.", EPILOG)
+    model_options(parser.add_argument_group("models"))
+    _server_options(parser.add_argument_group("server"))
+    _engine_options(parser.add_argument_group("engine"))
+    _default_options(parser.add_argument_group("requests that say nothing else"))
+    # What `check_pair` reads and a server leaves to its requests.
+    parser.set_defaults(system=None, no_chat_template=False, seed=0)
+    return parser
+
+
+def _server_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
+    add("--port", type=int, default=8000, help="default 8000; 0: any that is free")
+    add("--served-model-name", metavar="NAME", help="default: the target as it was given")
+    add("--api-key", metavar="KEY", action="append", default=[], help=KEY)
+    add("--api-key-file", metavar="FILE", help="keys, one a line")
+    add("--allow-origin", metavar="URL", action="append", default=[], help="of pages elsewhere")
+    add("--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="default 4 MiB")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="default 600 seconds")
+    add("--shutdown-timeout", type=float, default=30.0, metavar="S", help="default 30 seconds")
+    add("--hang-timeout", type=float, default=300.0, metavar="S", help="default 300 seconds")
+
+
+def _engine_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-context", type=int, metavar="N", help=CONTEXT)
+    add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
+    add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
+    # The target's draws at any schedule: a seed repeats its text whatever else runs.
+    add("--draft-rule", choices=DRAFT_RULES, default="greedy", help=DRAFTS)
+
+
+def _default_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--temperature", type=float, default=0.0, help="default 0: greedy")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the best K tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the fewest with this share")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop less than this of the best")
+    add("--reasoning", choices=("on", "off"), default="off", help="the template's thinking mode")
+
+
+def check(options: argparse.Namespace) -> None:
+    """ValueError for values and combinations that no server could have."""
+    o = options
+    at_least_1(o, "max_context", "max_batch", "max_queue", "max_body")
+    refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
+    for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
+        value = getattr(o, name)
+        refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
+    refuse("" in o.api_key, "--api-key '' is empty: leave the option away to serve everybody")
+    refuse(o.served_model_name == "", "--served-model-name '' is empty")
+    check_pair(o, drawn=True)

@@ -1,0 +1,132 @@
+"""serve: a pair behind OpenAI's routes, until SIGTERM."""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jflash.cli.command import gpu_notice, require
+from jflash.cli.generate import configured, that_draw
+from jflash.cli.options.pair import sampling
+from jflash.decoding import Decoding
+from jflash.io import PairFiles, load_weights
+from jflash.memory import check_decoding
+
+FAILED = 1  # exit code of a server whose device failed
+
+
+def run(options: argparse.Namespace) -> None:
+    require("starlette", "uvicorn", "prometheus_client", "msgspec")
+    from jflash.server.app import make_app
+    from jflash.server.run import listen, serve
+
+    keys = api_keys(options)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", force=True
+    )
+    logging.getLogger("jflash").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    listener = listen(options.host, options.port)
+    service = _service(options)
+    app = make_app(service, api_keys=keys, origins=options.allow_origin)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
+    well = serve(
+        app, service, listener,
+        shutdown_timeout=options.shutdown_timeout, hang_timeout=options.hang_timeout,
+    )  # fmt: skip
+    if not well:  # the engine's thread may hang in the device: nothing waits for it
+        sys.stderr.flush()
+        os._exit(FAILED)
+    service.engine.close()
+
+
+def api_keys(options: argparse.Namespace) -> list[str]:
+    """The keys of the options, the file and the environment; ValueError for a file without one."""
+    keys = list(options.api_key)
+    if options.api_key_file is not None:
+        lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ValueError(f"--api-key-file {options.api_key_file} holds no key")
+        keys += found
+    if os.environ.get("JFLASH_API_KEY"):
+        keys.append(os.environ["JFLASH_API_KEY"])
+    return keys
+
+
+def _service(options: argparse.Namespace):
+    """The pair loaded and compiled; ValueError for what does not fit, before a weight is read."""
+    from jflash.server.metrics import Metrics
+    from jflash.server.service import Service
+    from jflash.serving.engine import Engine
+
+    files = configured(options, batch=options.max_batch)
+    files = that_draw(files, [Decoding()], options.draft_rule)
+    tokenizer = files.target.tokenizer()
+    stop_ids = files.target.stop_ids(tokenizer)
+    notice = gpu_notice()
+    if notice:
+        print(notice, file=sys.stderr)
+    context = _context(options, files)
+    check_decoding(files.models, files.dtype, options.max_batch, context - 1, 1)
+    pair = load_weights(files, progress=sys.stderr.isatty())
+    jax.block_until_ready(pair.params)
+    name = options.served_model_name or _name(options.target)
+    slots = f"{options.max_batch} requests at once of at most {context} tokens"
+    print(f"{name}: {slots}; compiles", file=sys.stderr, flush=True)
+    begin = time.perf_counter()
+    engine = Engine(
+        pair, max_batch=options.max_batch, max_context=context, max_queue=options.max_queue
+    )
+    print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    return Service(
+        engine=engine,
+        tokenizer=tokenizer,
+        name=name,
+        version=f"jflash {_version()}",
+        template=_template(tokenizer),
+        stop_ids=tuple(stop_ids),
+        sampling=sampling(options),
+        reasoning=options.reasoning == "on",
+        created=int(time.time()),
+        metrics=Metrics(name, files.models.max_accept, engine.stats),
+        max_body=options.max_body,
+        max_queue=options.max_queue,
+        request_timeout=options.request_timeout,
+    )
+
+
+def _context(options: argparse.Namespace, files: PairFiles) -> int:
+    most = min(config.max_position_embeddings for config in files.models.configs)
+    if options.max_context is not None and options.max_context > most:
+        raise ValueError(f"--max-context {options.max_context} passes the model's {most} positions")
+    if options.max_context == 1:
+        raise ValueError("--max-context 1 has no room for a prompt and a new token")
+    return options.max_context or most
+
+
+def _template(tokenizer: Any) -> str:
+    """The source of the chat template, or of all; empty without one."""
+    source = getattr(tokenizer, "chat_template", None) or ""
+    return source if isinstance(source, str) else "\n".join(source.values())
+
+
+def _name(target: str) -> str:
+    """A hub id as it is; of a folder of this machine the last two parts, without its path."""
+    path = Path(target)
+    return "/".join(path.parts[-2:]) if path.exists() else target
+
+
+def _version() -> str:
+    try:
+        return version("jflash")
+    except PackageNotFoundError:
+        return "from its source"

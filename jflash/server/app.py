@@ -1,0 +1,235 @@
+"""The routes: what is asked of the server, and what wraps every request: keys, errors, a log line.
+
+Knows no engine beside what `Service` has of it.
+"""
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jflash.server.chat import chat
+from jflash.server.completions import completions
+from jflash.server.conversation import prompt_text
+from jflash.server.errors import ApiError, invalid, json_response
+from jflash.server.protocol import Detokenize, Tokenize, read
+from jflash.server.responses import responses
+from jflash.server.service import Service, thinking
+from jflash.server.wire import ClientGone, body_of
+
+ACCESS = logging.getLogger("jflash.access")
+OPEN_PATHS = ("/", "/health", "/health/ready")  # without a key; the page asks for it
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+CLIENT_GONE = 499  # in the log alone, as nginx has it
+
+
+def make_app(
+    service: Service, *, api_keys: Sequence[str] = (), origins: Sequence[str] = ()
+) -> Starlette:
+    """The application; without `api_keys` everybody may ask, without `origins` no other page."""
+    middleware = [Middleware(_AccessLog)]
+    if origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(origins),
+                allow_methods=["GET", "POST"], allow_headers=["*"],
+            )
+        )  # fmt: skip
+    if api_keys:
+        middleware.append(Middleware(_Keys, keys=[key.encode() for key in api_keys]))
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/v1/models", _models),
+            Route("/v1/models/{name:path}", _model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/tokenize", _tokenize, methods=["POST"]),
+            Route("/detokenize", _detokenize, methods=["POST"]),
+            Route("/health", _health),
+            Route("/health/ready", _ready),
+            Route("/metrics", _metrics),
+            Route("/version", _version),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _refused, ClientGone: _left, HTTPException: _http_error, Exception: _broken
+        },
+    )  # fmt: skip
+    app.state.service = service
+    return app
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+def _page(request: Request) -> Response:
+    page = files("jflash.server").joinpath("page.html").read_bytes()
+    headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+    return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def _model_body(service: Service) -> dict:
+    return {
+        "id": service.name, "object": "model", "created": service.created, "owned_by": "jflash",
+        "max_model_len": service.engine.max_context,
+    }  # fmt: skip
+
+
+async def _models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model_body(_service(request))]})
+
+
+async def _model(request: Request) -> Response:
+    _service(request).check_model(request.path_params["name"])
+    return json_response(_model_body(_service(request)))
+
+
+async def _tokenize(request: Request) -> Response:
+    service = _service(request)
+    asked = read(await body_of(request, service.max_body), Tokenize)
+    service.check_model(asked.model)
+    if (asked.prompt is msgspec.UNSET) == (asked.messages is msgspec.UNSET):
+        raise invalid("prompt", "give either prompt or messages")
+    if isinstance(asked.messages, list):
+        names = thinking(service, None, asked.chat_template_kwargs or {})
+        ids = await service.encode(prompt_text(service, asked.messages, None, names), False)
+    else:
+        assert isinstance(asked.prompt, str)
+        ids = await service.encode(asked.prompt, asked.add_special_tokens)
+    strings = None
+    if asked.return_token_strs:
+        strings = service.tokenizer.convert_ids_to_tokens(ids)
+    return json_response(
+        {
+            "count": len(ids), "max_model_len": service.engine.max_context, "tokens": ids,
+            "token_strs": strings,
+        }
+    )  # fmt: skip
+
+
+async def _detokenize(request: Request) -> Response:
+    service = _service(request)
+    asked = read(await body_of(request, service.max_body), Detokenize)
+    service.check_model(asked.model)
+    outside = [i for i in asked.tokens if i >= service.vocabulary]
+    if outside:
+        raise invalid("tokens", f"{outside[0]} is outside the {service.vocabulary} ids")
+    text = service.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)
+    return json_response({"prompt": text})
+
+
+async def _health(request: Request) -> Response:
+    """Whether the device still works; 503 once it does not."""
+    failures = _service(request).failures
+    if failures:
+        raise ApiError(failures[0], status=503, code="engine_failed")
+    return json_response({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    """Whether a request would be taken now."""
+    service = _service(request)
+    if service.engine.stats().waiting >= service.max_queue:
+        raise ApiError("the queue is full", status=503, code="queue_full")
+    return await _health(request)
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(
+        _service(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )
+
+
+async def _version(request: Request) -> Response:
+    return json_response({"version": _service(request).version})
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _left(*_: object) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What starlette refuses: paths that are not there, and methods that a path has not."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    headers = dict(error.headers or {})
+    return ApiError(message, status=error.status_code, headers=headers).response()
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    """A mistake of the server's; starlette logs it with its traceback after this answer."""
+    return ApiError("the server made a mistake; its log says which", status=500).response()
+
+
+class _Keys:
+    """Lets requests pass that bring one of the keys, compared in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: list[bytes]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            right = [hmac.compare_digest(key.strip(), one) for one in self._keys]
+            if scheme.lower() != b"bearer" or not any(right):
+                refusal = ApiError(
+                    "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
+                return await refusal.response()(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+class _AccessLog:
+    """One line a request, once it has ended: never its text."""
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._app, self._clock = app, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        begin, status = self._clock(), CLIENT_GONE
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope.setdefault("state", {})
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            usage = scope["state"].get("usage")
+            cost = ""
+            if usage is not None:
+                cost = f" prompt {usage.prompt} new {usage.new} steps {usage.steps}"
+            client = (scope.get("client") or ("-",))[0]
+            ACCESS.info(
+                "%s %s %s %d %.3f s%s", client, scope["method"], ascii(scope["path"])[1:-1],
+                status, self._clock() - begin, cost,
+            )  # fmt: skip

@@ -1,0 +1,150 @@
+"""/v1/responses, stateless: each request brings its whole conversation.
+
+Input items become messages, and an answer becomes output items: thoughts, a message, calls.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jflash.server.answers import Usage, steps
+from jflash.server.conversation import Reader, prompt_text
+from jflash.server.errors import ApiError, invalid, json_response, unsupported
+from jflash.server.protocol import FunctionCall, Message, Responses, ToolCall, read
+from jflash.server.reasoning import opened
+from jflash.server.response_items import Output
+from jflash.server.service import Service, requests_of, thinking
+from jflash.server.tools import wanted
+from jflash.server.wire import Events, body_of, while_there
+from jflash.serving.handle import Handle
+
+EFFORT, FORMAT = "effort", "format"
+
+
+async def responses(request: HttpRequest) -> Response:
+    service: Service = request.app.state.service
+    asked = read(await body_of(request, service.max_body), Responses)
+    service.check_model(asked.model)
+    _check_parts(asked)
+    tools = wanted(_chat_tools(asked.tools), asked.tool_choice, service.template)
+    effort = (asked.reasoning or {}).get(EFFORT)
+    prompt = prompt_text(service, _messages(asked), tools, thinking(service, effort, {}), "input")
+    ids = await service.encode(prompt, special=False)
+    requests = requests_of(
+        service, asked, [ids], max_tokens=asked.max_output_tokens, limit_name="max_output_tokens"
+    )
+    reader = Reader(opened(prompt), bool(tools), asked.parallel_tool_calls is False)
+    usage = Usage(prompt=len(ids))
+    request.state.usage = usage
+    [handle] = service.submit(requests, "input")
+    output = Output(_frame(service, asked), usage)
+    events = _events(service, handle, reader, usage, output)
+    if asked.stream:
+        return Events(
+            events, lambda: service.release([handle]), seconds=2 * service.request_timeout,
+            done=b"", named=True,
+        )  # fmt: skip
+    try:
+        await while_there(request, _drain(events))
+    finally:
+        service.release([handle])
+    return json_response(output.body())
+
+
+async def _drain(events: AsyncIterator[dict[str, Any]]) -> None:
+    async for _ in events:
+        pass
+
+
+async def _events(
+    service: Service, handle: Handle, reader: Reader, usage: Usage, output: Output
+) -> AsyncIterator[dict[str, Any]]:
+    for event in output.begin():
+        yield event
+    async for step in steps(service, [handle], [], usage):
+        for event in output.add(reader.push(step.text, last=step.finish is not None)):
+            yield event
+        if step.finish is not None:
+            for event in output.end(step.finish):
+                yield event
+
+
+def _check_parts(asked: Responses) -> None:
+    """ApiError for what only OpenAI's own service has."""
+    if asked.prompt is not None:
+        raise unsupported("prompt", "no templates of prompts are stored")
+    effort = (asked.reasoning or {}).get(EFFORT)
+    if effort is not None and not isinstance(effort, str):
+        raise invalid("reasoning.effort", f"{effort!r} is no text")
+    form = (asked.text or {}).get(FORMAT)
+    if form not in (None, {"type": "text"}):
+        raise unsupported("text.format", "this server has no grammar")
+
+
+def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools as chat completions have them: a function's fields one level deeper."""
+    found = []
+    for index, tool in enumerate(tools or []):
+        if tool.get("type") != "function":
+            raise unsupported(f"tools[{index}].type", f"{tool.get('type')!r} is not run here")
+        fields = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in fields if name in tool}
+        found.append({"type": "function", "function": function})
+    return found or None
+
+
+def _messages(asked: Responses) -> list[Message]:
+    before = [Message(role="system", content=asked.instructions)] if asked.instructions else []
+    if isinstance(asked.input, str):
+        return [*before, Message(role="user", content=asked.input)]
+    if not asked.input:
+        raise invalid("input", "the list is empty")
+    found = (_message(item, f"input[{i}]") for i, item in enumerate(asked.input))
+    return [*before, *(message for message in found if message is not None)]
+
+
+def _message(item: dict[str, Any], where: str) -> Message | None:
+    """An input item as a message; None for thoughts, which templates do not take back."""
+    kind = item.get("type", "message")
+    try:
+        if kind == "message":
+            return msgspec.convert(item, Message)
+        if kind == "function_call":
+            call = msgspec.convert(item, FunctionCall)
+            return Message(
+                role="assistant", tool_calls=[ToolCall(call, id=str(item.get("call_id", "")))]
+            )
+        if kind == "function_call_output":
+            said = item.get("output")
+            text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
+            return Message(role="tool", content=text, tool_call_id=str(item.get("call_id", "")))
+    except msgspec.ValidationError as error:
+        raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
+    if kind == "reasoning":
+        return None
+    raise unsupported(f"{where}.type", f"{kind!r} cannot be read")
+
+
+def _frame(service: Service, asked: Responses) -> dict[str, Any]:
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": service.name,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": asked.tools or [],
+        "store": False,
+        "previous_response_id": None,
+        "metadata": {},
+        "error": None,
+    }

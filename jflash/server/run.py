@@ -1,0 +1,109 @@
+"""The server's process: listens, drains at SIGTERM, and watches that the device still answers."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from jflash.server.service import Service
+from jflash.serving.request import Failed
+
+LOG = logging.getLogger("jflash.server")
+LOOK_EVERY = 0.5  # seconds between two looks at the engine
+LAST_WORDS = 2.0  # seconds in which a server that has failed ends its streams and says so
+HEADER_BYTES = 64 * 1024
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound, before a weight is read: OSError says at once that it cannot be."""
+    try:
+        [info, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(f"--host {host}: {error.strerror}") from None
+    listener = socket.socket(info[0], info[1])
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(info[4])
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
+    return listener
+
+
+def serve(
+    app: Starlette,
+    service: Service,
+    listener: socket.socket,
+    *,
+    shutdown_timeout: float,
+    hang_timeout: float,
+) -> bool:
+    """Serves until SIGTERM or SIGINT, then ends what runs within `shutdown_timeout` seconds.
+
+    False if the engine failed, or did nothing for `hang_timeout` seconds with requests at hand.
+    """
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, lifespan="off",
+        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+
+    async def main() -> None:
+        async with _watched(service, server, hang_timeout):
+            await server.serve(sockets=[listener])
+
+    with _signals_end_there():
+        asyncio.run(main())
+    return not service.failures
+
+
+@contextlib.contextmanager
+def _signals_end_there():
+    """uvicorn raises the signals that ended it again: here they have done their work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    service: Service, server: uvicorn.Server, hang_timeout: float
+) -> AsyncIterator[None]:
+    task = asyncio.create_task(_watch(service, server, hang_timeout))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _watch(service: Service, server: uvicorn.Server, hang_timeout: float) -> None:
+    """Ends the server once the engine has failed or hangs."""
+    seen, since = None, time.monotonic()
+    while not service.failures:
+        await asyncio.sleep(LOOK_EVERY)
+        stats = service.engine.stats()
+        now = (stats.new_tokens, stats.prompt_tokens, sum(stats.ended.values()))
+        if now != seen or not stats.running + stats.waiting:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > hang_timeout:
+            hung = Failed(f"the device has not answered for {hang_timeout:g} seconds")
+            service.failures.append(str(hung))
+            for handle in list(service.live):
+                handle.fail(hung)
+    LOG.error("ends: %s", service.failures[0])
+    await asyncio.sleep(LAST_WORDS)
+    server.should_exit = True

@@ -1,0 +1,51 @@
+"""The command itself in a process of its own, with the embedded pair, once for a file of tests."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
+
+
+class Server(NamedTuple):
+    """A server that listens, and the file that it prints into."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A figure of /metrics, summed over the labels that are not given."""
+        text = httpx.get(f"{self.url}/metrics").text
+        lines = [line for line in text.splitlines() if re.match(rf"vllm:{name}[{{ ]", line)]
+        lines = [x for x in lines if all(f'{k}="{v}"' in x for k, v in labels.items())]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def started(log: Path, *options: str, **variables: str) -> Server:
+    """A server of the embedded pair on a free port."""
+    command = [sys.executable, str(SCRIPT), "--port", "0", "--dtype", "float32", *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stderr=out, env={**os.environ, **variables})
+    while process.poll() is None:
+        if found := re.search(r"listens on (http://\S+)\n", log.read_text()):
+            return Server(process, found[1], log)
+        time.sleep(0.1)
+    raise AssertionError(f"the server ended with {process.returncode}: {log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def server(compiled_soon, tmp_path_factory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = started(log, "--max-batch", "4", "--max-context", "512", "--max-queue", "40")
+    yield server
+    server.process.kill()
+    server.process.wait()

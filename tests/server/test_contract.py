@@ -1,0 +1,260 @@
+"""The routes as clients see them: OpenAI's SDK, plain HTTP, a refusal for each wrong field."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from jflash.embedded import EMBEDDED_PAIR
+from jflash.io import load_tokenizer
+from jflash.io.text import decode
+
+REFERENCE = Path(__file__).parents[1] / "golden" / "tiny_math_reference.json"
+QUESTION = "8 players share 168 crayons from Emma equally. How many crayons does each get?"
+ANSWER = "Each player gets 168 / 8 = 21 crayons.\n#### 21"
+MESSAGES: list = [{"role": "user", "content": QUESTION}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    [model] = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id == "tiny-math/target"
+    return model.id
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """What the authors' PyTorch code answers: the question, its text, and the tokens of its steps.
+
+    tests/step/test_embedded_pair.py says where it comes from.
+    """
+    case = json.loads(REFERENCE.read_text())["cases"][0]
+    tokenizer = load_tokenizer(EMBEDDED_PAIR / "target")
+    asked = tokenizer.decode(case["prompt_ids"])
+    question = asked.removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
+    return question, decode(tokenizer, case["output_ids"]), case["acceptance_lengths"]
+
+
+def test_a_chat_is_the_text_of_the_reference_one_chunk_a_step(client, model, reference):
+    question, text, lengths = reference
+    messages: list = [{"role": "user", "content": question}]
+    whole = client.chat.completions.create(model=model, messages=messages)
+    [choice] = whole.choices
+    assert choice.message.content == text and choice.message.role == "assistant"
+    assert choice.finish_reason == "stop" and whole.model == model
+    used = whole.usage
+    assert used.completion_tokens == 1 + sum(lengths)
+    assert used.total_tokens == used.prompt_tokens + used.completion_tokens
+    assert used.completion_tokens_details.accepted_prediction_tokens == sum(lengths) - len(lengths)
+    assert used.completion_tokens_details.rejected_prediction_tokens > 0
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    first, *chunks, last = client.chat.completions.create(
+        model=model, messages=messages, stream=True, stream_options=options
+    )
+    assert first.choices[0].delta.role == "assistant" and not first.choices[0].delta.content
+    counts = [0, *(chunk.usage.completion_tokens for chunk in chunks)]
+    assert [b - a for a, b in itertools.pairwise(counts)] == [1, *lengths]
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert last.choices == [] and last.usage == used
+    plain = client.chat.completions.create(
+        model=model, messages=messages, extra_body={"speculation": False}
+    )
+    assert plain.choices[0].message.content == text
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_completions_of_texts_and_ids_with_echo_stops_and_several_answers(client, model, server):
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    answer = httpx.post(f"{server.url}/tokenize", json={"messages": MESSAGES}).json()
+    ids = answer["tokens"]
+    assert answer["count"] == len(ids) and answer["max_model_len"] == 512
+    plain = httpx.post(f"{server.url}/tokenize", json={"prompt": prompt}).json()
+    assert plain["tokens"] == ids
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text == prompt
+    for given in (prompt, [prompt], ids, [ids]):
+        got = client.completions.create(model=model, prompt=given, max_tokens=60)
+        assert got.choices[0].text == ANSWER
+    short = client.completions.create(model=model, prompt=ids)
+    assert short.usage.completion_tokens == 16 and short.choices[0].finish_reason == "length"
+    [one, two] = client.completions.create(
+        model=model,
+        prompt=[prompt, "The answer"],
+        max_tokens=60,
+        stop=["21 cray", "zzz"],
+        echo=True,
+    ).choices
+    asked = f"user\n{QUESTION}\nassistant\n"
+    assert one.text == f"{asked}Each player gets 168 / 8 = " and one.finish_reason == "stop"
+    assert two.text.startswith("The answer") and two.index == 1
+    chunks = client.completions.create(
+        model=model, prompt=ids, max_tokens=60, stop="crayons", stream=True, echo=True
+    )
+    assert "".join(c.choices[0].text for c in chunks) == f"{asked}Each player gets 168 / 8 = 21 "
+
+
+def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
+    def texts(**how) -> list[str]:
+        drawn = client.chat.completions.create(
+            model=model, messages=MESSAGES, temperature=9, max_tokens=24, n=3, **how
+        )
+        assert [choice.index for choice in drawn.choices] == [0, 1, 2]
+        return [choice.message.content for choice in drawn.choices]
+
+    assert texts(seed=5) == texts(seed=5) != texts(seed=-(10**30))
+    assert len(set(texts(seed=5))) == 3
+    streamed = Counter(
+        choice.index
+        for chunk in client.chat.completions.create(
+            model=model, messages=MESSAGES, temperature=9, max_tokens=6, n=2, stream=True
+        )
+        for choice in chunk.choices
+        if choice.finish_reason == "length"
+    )
+    assert streamed == {0: 1, 1: 1}
+    cold = dict(model=model, messages=MESSAGES, temperature=0, top_p=0.9)
+    answer = client.chat.completions.create(**cold, extra_body={"top_k": 20, "min_p": 0.1})
+    assert answer.choices[0].message.content == ANSWER
+
+
+def test_responses_whole_and_streamed(client, model):
+    whole = client.responses.create(model=model, input=QUESTION)
+    assert whole.output_text == ANSWER and whole.status == "completed"
+    events = list(client.responses.create(model=model, input=MESSAGES, stream=True, store=False))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == ANSWER and len(deltas) > 1
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    final = events[-1].response
+    assert final.output_text == ANSWER and final.usage == whole.usage
+    cut = client.responses.create(model=model, input=QUESTION, max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    turns = [
+        *MESSAGES,
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "?"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Again."}]},
+    ]
+    assert client.responses.create(model=model, input=turns, max_output_tokens=2).output_text
+
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+@pytest.mark.parametrize(
+    ("route", "changes", "param", "code"),
+    [
+        (CHAT, {"messages": []}, "messages", "invalid_type"),
+        (CHAT, {"messages": ...}, "messages", "invalid_type"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
+        (CHAT, {"messages": [{"role": 1}]}, "messages[0].role", "invalid_type"),
+        (CHAT, {"messages": [{"role": "cat", "content": "x"}]}, "messages[0].role", None),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "unsupported_parameter",
+        ),
+        (CHAT, {"max_tokens": "9"}, "max_tokens", "invalid_type"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "invalid_value"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        (CHAT, {"max_tokens": 9999}, "messages", "context_length_exceeded"),
+        (CHAT, {"temperature": -1}, "temperature", "invalid_type"),
+        (CHAT, {"temperature": 1e-9}, "temperature", "invalid_value"),
+        (CHAT, {"temperature": 0, "top_p": 2}, "top_p", "invalid_value"),
+        (CHAT, {"stop": [""]}, "stop[0]", "invalid_type"),
+        (CHAT, {"stop_token_ids": [4096]}, "stop_token_ids", "invalid_value"),
+        (CHAT, {"stop_token_ids": list(range(99))}, "stop_token_ids", "invalid_value"),
+        (CHAT, {"n": 1000}, "n", "invalid_value"),
+        (CHAT, {"model": "gpt"}, "model", "model_not_found"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", None),
+        (CHAT, {"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+        (CHAT, {"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        (CHAT, {"logprobs": True}, "logprobs", "unsupported_parameter"),
+        (CHAT, {"tools": [WEATHER]}, "tools", "unsupported_parameter"),
+        (CHAT, {"tools": [{}]}, "tools[0]", "invalid_value"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        (CHAT, {"store": True}, "store", "unsupported_parameter"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        (CHAT, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", None),
+        (TEXT, {"logprobs": 0}, "logprobs", "unsupported_parameter"),
+        (TEXT, {"prompt": []}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [[]]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ""}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [1, "x"]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [4096]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [-1]}, "prompt[0]", "invalid_type"),
+        (TEXT, {"suffix": "x"}, "suffix", "unsupported_parameter"),
+        (RESPONSES, {"store": True}, "store", "unsupported_parameter"),
+        (RESPONSES, {"previous_response_id": "r"}, "previous_response_id", None),
+        (RESPONSES, {"input": [{"type": "odd"}]}, "input[0].type", "unsupported_parameter"),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format", None),
+        ("/tokenize", {"prompt": ...}, "prompt", "invalid_value"),
+        ("/detokenize", {"tokens": [5000]}, "tokens", "invalid_value"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_name(server, route, changes, param, code):
+    bodies = {
+        CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"},
+        "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]},
+    }  # fmt: skip
+    body = {"max_tokens": 1, "unknown field": 1} if route in (CHAT, TEXT) else {}
+    body |= bodies[route] | changes
+    body = {name: value for name, value in body.items() if value is not ...}
+    answer = httpx.post(server.url + route, json=body)
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and error["message"] and error["type"]
+    assert code is None or error["code"] == code
+
+
+def test_what_is_not_json_or_too_long_or_not_there(server):
+    for body in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"messages": "\\ud800"}'):
+        answer = httpx.post(server.url + CHAT, content=body)
+        assert answer.status_code == 400 and answer.json()["error"]["type"]
+    assert httpx.post(server.url + CHAT, content=b" " * 2**23).status_code == 413
+    assert httpx.get(server.url + "/v1/nothing").status_code == 404
+    assert httpx.get(server.url + CHAT).status_code == 405
+    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert httpx.get(server.url + "/health/ready").status_code == 200
+    assert "jflash" in httpx.get(server.url + "/version").json()["version"]
+    headers = httpx.post(
+        server.url + CHAT, json={"messages": MESSAGES}, headers={"Origin": "http://evil.example"}
+    ).headers
+    assert "access-control-allow-origin" not in headers
+
+
+def test_metrics_count_drafts_and_the_log_has_no_text(server, client, model):
+    before = {
+        name: server.metric(f"{name}_total")
+        for name in ("generation_tokens", "prompt_tokens", "spec_decode_num_drafts")
+    }
+    used = client.chat.completions.create(model=model, messages=MESSAGES).usage
+    after = {name: server.metric(f"{name}_total") for name in before}
+    assert after["generation_tokens"] - before["generation_tokens"] == used.completion_tokens
+    assert after["prompt_tokens"] - before["prompt_tokens"] == used.prompt_tokens
+    kept = server.metric("spec_decode_num_accepted_tokens_total")
+    assert kept == server.metric("spec_decode_num_accepted_tokens_per_pos_total") > 0
+    assert kept < server.metric("spec_decode_num_draft_tokens_total")
+    assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
+    log = server.log.read_text()
+    assert f" POST {CHAT} 200 " in log and f" new {used.completion_tokens} " in log
+    assert "crayons" not in log and json.dumps(QUESTION) not in log
+
+
+def test_the_page_asks_nobody_outside(server):
+    answer = httpx.get(server.url + "/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "//" not in answer.text.replace("  // ", "").replace("{  // ", "")

@@ -1,0 +1,183 @@
+"""Many clients at once, those that go, those that read slowly, those that send garbage, the end."""
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import time
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+NAMES = ["Ana", "Theo", "Emma", "Omar"]
+THINGS = ["ribbons", "crayons", "stamps", "shells"]
+PATIENCE = 60.0
+
+
+def bodies(count: int) -> list[dict]:
+    """Questions of several lengths, some drawn with a seed, some without drafts."""
+    draw = random.Random(1)
+    return [
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": f"{draw.choice(NAMES)} has {draw.randint(2, 99)} "
+                    f"{draw.choice(THINGS)} and finds {draw.randint(2, 99)} more. "
+                    * draw.randint(1, 4) + "How many are there?",
+                }
+            ],
+            "max_tokens": draw.choice([5, 20, 40]),
+            "temperature": 0 if i % 4 else 1,
+            "seed": i,
+            "speculation": i % 5 > 0,
+        }
+        for i in range(count)
+    ]  # fmt: skip
+
+
+async def streamed(client: httpx.AsyncClient, body: dict) -> str:
+    """The text of one answer from its chunks."""
+    text = []
+    async with client.stream("POST", CHAT, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line[6:])["choices"]
+                text.append(choice["delta"].get("content", ""))
+    assert line_of_end(line)
+    return "".join(text)
+
+
+def line_of_end(line: str) -> bool:
+    return line in ("", "data: [DONE]")
+
+
+def idle(server, seconds: float = PATIENCE) -> None:
+    """Waits until no request waits or runs: every slot has come free."""
+    end = time.monotonic() + seconds
+    while server.metric("num_requests_running") + server.metric("num_requests_waiting"):
+        assert time.monotonic() < end, "a slot is stuck"
+        time.sleep(0.1)
+
+
+def test_sixteen_streams_at_once_have_the_texts_they_have_alone(server):
+    """Among clients that go in every phase: those that wait, those that run, those that read."""
+    asked = bodies(16)
+
+    async def alone() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+            return [await streamed(client, body) for body in asked]
+
+    async def goes(client: httpx.AsyncClient, seconds: float) -> None:
+        long = {**asked[0], "max_tokens": 400, "stream": seconds > 0.2}
+        task = asyncio.create_task(client.post(CHAT, json=long))
+        await asyncio.sleep(seconds)
+        task.cancel()
+
+    async def together() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=PATIENCE, limits=limits
+        ) as client:
+            texts = [streamed(client, body) for body in asked]
+            leaving = [goes(client, 0.05 * i) for i in range(16)]
+            return (await asyncio.gather(*texts, *leaving))[:16]
+
+    want = asyncio.run(alone())
+    assert len(set(want)) > 8
+    assert asyncio.run(together()) == want
+    idle(server)
+    assert server.metric("request_success_total", finished_reason="abort") > 0
+
+
+def test_a_full_queue_refuses_with_a_time_to_wait(server):
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 45}
+    answer = httpx.post(server.url + TEXT, json=body, timeout=PATIENCE)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "queue_full"
+    idle(server)
+
+
+def test_a_client_that_reads_nothing_holds_no_slot(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True})
+    with socket.create_connection((host, int(port))) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        slow.sendall((head + body).encode())
+        time.sleep(0.2)
+        idle(server)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+FIELDS = [
+    *("messages", "prompt", "input", "model", "stream", "temperature", "top_p", "top_k", "seed"),
+    *("stop", "stop_token_ids", "n", "echo", "logprobs", "tools", "tool_choice", "stream_options"),
+    *("max_completion_tokens", "response_format", "chat_template_kwargs", "reasoning", "tokens"),
+]
+GOOD = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text()}
+            ),
+            min_size=1, max_size=2,
+        ),
+        "prompt": st.text() | st.lists(st.integers(0, 5000), max_size=5),
+        "input": st.text(),
+    },
+)  # fmt: skip
+
+
+@settings(
+    max_examples=120, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(
+    route=st.sampled_from([CHAT, TEXT, RESPONSES, "/tokenize", "/detokenize"]),
+    good=GOOD,
+    odd=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
+    raw=st.none() | st.binary(max_size=20),
+)
+def test_garbage_gets_an_answer_below_500(garbage, route, good, odd, raw):
+    server, client = garbage
+    body = {**good, **odd, "max_tokens": 2, "max_output_tokens": 2}
+    content = json.dumps(body).encode("utf-8", "surrogatepass") if raw is None else raw
+    answer = client.post(server.url + route, content=content)
+    assert answer.status_code < 500, (body, answer.text)
+    if answer.status_code >= 400:
+        assert answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def garbage(server):
+    with httpx.Client(timeout=PATIENCE) as client:
+        yield server, client
+    idle(server)
+
+
+def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(server):
+    """The last test: it ends the server."""
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + TEXT, json=body, timeout=PATIENCE) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health")
+        data = [line for line in lines if line]
+    assert data[-1] == "data: [DONE]"
+    assert json.loads(data[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in server.log.read_text()
