@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     *("bench_kernels", "benchmark", "check_lossless", "check_logits", "check_program"),
     *("chat", "convert_checkpoint", "eval_gsm8k", "evaluate", "generate", "make_prompts"),
-    "train_drafter",
+    *("serve", "train_drafter"),
 ]
 SLOW = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "transformers", "tokenizers"),
     *("huggingface_hub", "safetensors", "matplotlib", "datasets", "math_verify", "gguf"),
+    *("starlette", "uvicorn", "msgspec", "prometheus_client"),
     *("jaxtyping", "jinja2", "tqdm", "scipy", "importlib.metadata"),
 }
 # Runs code, then prints on the last line of stderr which of SLOW were imported.
@@ -64,6 +65,7 @@ def test_help_of_all_names_every_command():
         (["generate", "--loud"], "--loud"),
         (["generate", "--temperature", "-1"], "--temperature -1"),
         (["generate", "--drafter", "random:x"], "random:x"),
+        (["serve", "--port", "70000"], "--port 70000"),
         (["evaluate", "--dataset", "odd"], "'odd'"),
         (["eval-gsm8k", "--batch", "0"], "--batch 0"),
         (["benchmark", "--shape", "huge"], "'huge'"),
@@ -113,6 +115,7 @@ def test_the_public_names_come_when_they_are_used():
         ("math_verify", "eval", "eval-gsm8k --data none.jsonl"),
         ("matplotlib", "eval", "evaluate --dataset mt-bench --data none.jsonl"),
         ("datasets", "eval", "eval-gsm8k"),
+        ("uvicorn", "serve", "serve"),
         ("optax", "train", "train --target x --data data --output new"),
     ],
 )

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+# The page runs in the Chromium that this names; without it there is nothing to run it in.
+collect_ignore = [] if os.environ.get("JFLASH_CHROMIUM") else ["test_page.py"]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
 
 

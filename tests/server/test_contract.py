@@ -90,12 +90,9 @@ def test_completions_of_texts_and_ids_with_echo_stops_and_several_answers(client
     short = client.completions.create(model=model, prompt=ids)
     assert short.usage.completion_tokens == 16 and short.choices[0].finish_reason == "length"
     [one, two] = client.completions.create(
-        model=model,
-        prompt=[prompt, "The answer"],
-        max_tokens=60,
+        model=model, prompt=[prompt, "The answer"], max_tokens=60, echo=True,
         stop=["21 cray", "zzz"],
-        echo=True,
-    ).choices
+    ).choices  # fmt: skip
     asked = f"user\n{QUESTION}\nassistant\n"
     assert one.text == f"{asked}Each player gets 168 / 8 = " and one.finish_reason == "stop"
     assert two.text.startswith("The answer") and two.index == 1
