@@ -27,7 +27,7 @@ def page(server):
         page.goto(server.url)
         yield page
         # Chromium itself says so of the error that a test asks for.
-    assert all("status of 400" in text for text in complaints), complaints
+        assert all("status of 400" in text for text in complaints), complaints
         browser.close()
 
 
@@ -94,7 +94,8 @@ def test_an_error_is_shown(page):
 
 def test_a_key_is_asked_for(tmp_path):
     """Beside that, that a server with a key lets nobody else in."""
-    server = started(tmp_path / "log", "--max-batch", "1", "--max-context", "64", JFLASH_API_KEY="k")
+    small = ("--max-batch", "1", "--max-context", "64")
+    server = started(tmp_path / "log", *small, JFLASH_API_KEY="k")
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=os.environ["JFLASH_CHROMIUM"])
