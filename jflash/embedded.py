@@ -1,7 +1,7 @@
-"""Where the files lie that come with the package: the embedded pair and measured step times.
+"""Where the embedded pair lies, which comes with the package.
 
-In the tree jflash/data holds links to checkpoints/tiny-math and benchmarks, so that each file is
-kept once; an installed package holds the files themselves.
+In the tree jflash/data holds a link to checkpoints/tiny-math, so that each file is kept once; an
+installed package holds the files themselves.
 """
 
 from importlib.resources import files
@@ -9,4 +9,3 @@ from pathlib import Path
 
 _DATA = Path(str(files("jflash"))) / "data"
 EMBEDDED_PAIR = _DATA / "tiny-math"  # holds target and drafter
-MEASURED = _DATA / "benchmarks"  # results of `jflash benchmark`

@@ -32,11 +32,27 @@ from jflash.rows import BINS, Survey
 from jflash.speculative import Models, Params
 
 WIDTHS = (1, 2, 4, 6, 8, 12)  # rows a sequence, and the whole block
+SMALLEST_BATCH = 8  # below it a row costs next to nothing, and AUTO means all
 FIRST, STEPS = 2, 16  # steps of a call: before anything is known, and then
 KEPT = 0.8  # of what was known, after each call that drafted
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
 TIMED_CALLS, TIMED_STEPS = 3, 4
 PROBE = 100  # milliseconds without drafts before one of a probe
+
+
+def with_rows(models: Models, rows: int | str, batch: int) -> Models:
+    """The models at so many rows a step; AUTO: as many as pay, if there is anything to choose.
+
+    ValueError for fewer rows than sequences, and where a token's bits would hang on the number.
+    """
+    if rows == AUTO:
+        free = models.drafter is not None and models.one_arithmetic
+        return replace(models, rows=AUTO) if free and batch >= SMALLEST_BATCH else models
+    if int(rows) < batch:
+        raise ValueError(
+            f"{rows} rows to verify for {batch} sequences: each needs one, at least {batch} in all"
+        )
+    return replace(models, rows=int(rows))
 
 
 def row_counts(batch: int, width: int) -> tuple[int, ...]:
@@ -141,12 +157,7 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     if rows is None or models.drafter is None:
         return compile_programs(models, params, shape)
     if rows != AUTO:
-        if int(rows) < shape.batch:
-            raise ValueError(
-                f"{rows} rows to verify for {shape.batch} sequences: each needs one, at least "
-                f"{shape.batch} in all"
-            )
-        return compile_programs(models, params, shape)
+        return compile_programs(with_rows(models, rows, shape.batch), params, shape)
     begin = time.perf_counter()
     counts = row_counts(shape.batch, models.block_size)
     each = [replace(models, rows=count) for count in counts]

@@ -169,6 +169,7 @@ def _settings(
         "drafter": drafter_name(options),
         "drafter_digest": _drafter_digest(files),
         "block_size": files.models.block_size,
+        "verify_rows": files.models.rows,
         "dtype": files.dtype,
         "device": device_name(),
         "attention_backend": files.models.kernels.attention,

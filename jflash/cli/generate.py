@@ -11,17 +11,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
-from jflash.bench.widths import auto_block_size
 from jflash.cli.command import gpu_notice
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
 from jflash.decoding import Decoding
-from jflash.device import device_name
 from jflash.files import whole_file
 from jflash.generate import (
     Generation,
@@ -37,8 +34,8 @@ from jflash.io import (
     load_weights,
 )
 from jflash.io.text import before_stop, decode, stop_at_text
-from jflash.kernels import AUTO
 from jflash.memory import check_decoding
+from jflash.row_choice import with_rows
 
 
 class Job(NamedTuple):
@@ -95,27 +92,13 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
 
 
 def configured(options: argparse.Namespace, batch: int) -> PairFiles:
-    """The pair that the options name, at its width."""
+    """The pair that the options name, at its width and its rows."""
     source, seed = drafter_choice(drafter_name(options))
-    auto = options.block_size == AUTO
     files = configure_pair(
-        options.target, source, dtype=options.dtype,
-        block_size=None if auto else options.block_size,
+        options.target, source, dtype=options.dtype, block_size=options.block_size,
         drafter_seed=seed, attention_backend=options.attention_backend,
     )  # fmt: skip
-    return at_best_width(files, batch) if auto else files
-
-
-def at_best_width(files: PairFiles, batch: int) -> PairFiles:
-    """The pair at the width that its measured table says is best; says why on stderr."""
-    models = files.models
-    assert models.drafter is not None
-    choice = auto_block_size(
-        models.target.config, models.drafter.config,
-        batch=batch, itemsize=jnp.dtype(files.dtype).itemsize, device=device_name(),
-    )  # fmt: skip
-    print(choice.why, file=sys.stderr)
-    return replace(files, models=replace(models, block_size=choice.block_size))
+    return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 
 
 def that_draw(files: PairFiles, decodings: Sequence[Decoding], rule: str | None) -> PairFiles:

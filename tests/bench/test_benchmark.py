@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jflash.bench import case as benchmark_case
-from jflash.bench import widths
 from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.bench.report import collect
@@ -222,34 +221,3 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(backend, s
 
 def result(case: dict, device: str = "GPU", **changes) -> dict:
     return collect([case | {"device": device} | changes], None)
-
-
-def test_auto_reads_the_nearest_table(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(widths, "MEASURED", tmp_path)
-    rows = {1: (5.0, 5.0), 8: (5.0, 9.0)}  # at batch 8 width 8 costs too much
-    for batch, (narrow, wide) in rows.items():
-        times = [{"block_size": 4, "ms": narrow}, {"block_size": 8, "ms": wide}]
-        content = result(case, batch=batch, widths=times)
-        (tmp_path / f"b{batch}.json").write_text(json.dumps(content))
-    (tmp_path / "kernels.json").write_text(json.dumps({"device": "GPU", "rows": []}))
-    target, drafter = model_shape("tiny")
-
-    def auto(batch: int, device: str = "GPU", itemsize: int = 4, **more) -> widths.Choice:
-        return widths.auto_block_size(
-            target, drafter, batch=batch, itemsize=itemsize, device=device, **more
-        )
-
-    assert [auto(b).block_size for b in (1, 2, 3, 8, 16)] == [8, 8, 4, 4, 4]
-    assert "b8.json, batch 8" in auto(16).why
-    assert auto(16, accepted=[1.0] * 7).block_size == 8
-    assert auto(1, table=tmp_path / "b1.json").block_size == 8
-    for refused in (
-        lambda: auto(64),
-        lambda: auto(1, device="other"),
-        lambda: auto(1, itemsize=2),
-        lambda: auto(8, table=tmp_path / "b1.json"),
-    ):
-        with pytest.raises(ValueError, match=r"scripts/benchmark\.py .*--widths"):
-            refused()
-    with pytest.raises(ValueError, match=r"none\.json cannot be read"):
-        auto(1, table=tmp_path / "none.json")

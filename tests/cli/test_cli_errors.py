@@ -85,9 +85,10 @@ OPTIONS = [
     (["--prompt-ids", "1,x"], "1,x"),
     (["--max-new-tokens", "many"], "many"),
     (["--dtype", "float16"], "float16"),
-    (["--block-size", "wide"], "neither a number nor auto"),
-    (["--block-size", "auto", "--drafter", "none"], "--block-size auto without a drafter"),
-    (["--block-size", "auto"], "no measured table fits"),
+    (["--block-size", "wide"], "wide"),
+    (["--verify-rows", "many"], "neither a number nor auto"),
+    (["--verify-rows", "9", "--drafter", "none"], "--verify-rows 9 without a drafter"),
+    (["--verify-rows", "0"], "0 rows to verify for 1 sequences: each needs one"),
     (
         ["--attention-backend", "mosaic_gpu", "--dtype", "bfloat16"],
         "compute capability 9.x, and this is a cpu device",

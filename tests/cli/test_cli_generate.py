@@ -6,16 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jflash import memory
-from jflash.bench import widths
 from jflash.cli import generate as cli
 from jflash.cli import main
 from jflash.cli.live_text import held_back, paint, texts
 from jflash.cli.options.generate import make_parser
-from jflash.device import device_name
 from jflash.generate import Chunk, Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import before_stop, decode, encode_prompt, stop_at_text
@@ -60,32 +57,6 @@ def run(capsys):
 @pytest.fixture
 def run_json(run):
     return lambda *argv: json.loads(run(*argv, "--json")[0])
-
-
-def test_the_best_width_is_read_off_a_table(run, random, monkeypatch, tmp_path):
-    """At 4.0, 1.0 and 3.9 ms a step, width 2 gives the most tokens a second."""
-    sizes = load_pair(*random).params
-    table = {
-        "device": device_name(),
-        "cases": [
-            {
-                "batch": 1,
-                "memory": {"weights_bytes": sum(x.size * 4 for x in jax.tree.leaves(sizes))},
-                "widths": [{"block_size": w, "ms": t} for w, t in ((4, 4.0), (2, 1.0), (3, 3.9))],
-            }
-        ],
-    }
-    (tmp_path / "here.json").write_text(json.dumps(table))
-    monkeypatch.setattr(widths, "MEASURED", tmp_path)
-    common = ("hello", *models(random), "--max-new-tokens", "9", "--json")
-    out, err = run(*common, "--block-size", "auto")
-    assert "block size 2: 1.00 ms" in err and "here.json" in err
-    got, want = json.loads(out), json.loads(run(*common, "--block-size", "2")[0])
-    assert got["block_size"] == 2
-    assert (got["token_ids"], got["acceptance_lengths"]) == (
-        want["token_ids"],
-        want["acceptance_lengths"],
-    )
 
 
 def test_json_is_one_object_with_every_key(run, random):

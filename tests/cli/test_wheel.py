@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.embedded import EMBEDDED_PAIR, MEASURED
+from jflash.embedded import EMBEDDED_PAIR
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("jflash", "pallas_kernels", "checkpoints", "benchmarks", "pyproject.toml", "README.md")
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def test_every_module_the_pair_and_the_tables_are_in_the_wheel(installed):
+def test_every_module_and_the_pair_are_in_the_wheel(installed):
     for package in ("jflash", "pallas_kernels"):
         modules = {str(f.relative_to(ROOT)) for f in (ROOT / package).rglob("*.py")}
         assert {str(f.relative_to(installed)) for f in (installed / package).rglob("*.py")} == (
@@ -51,8 +51,6 @@ def test_every_module_the_pair_and_the_tables_are_in_the_wheel(installed):
         )
     assert (installed / "jflash/proof/questions.jsonl").exists()
     assert contents(installed / "jflash/data/tiny-math") == contents(EMBEDDED_PAIR)
-    tables = {file.name for file in MEASURED.glob("*.json")}
-    assert {file.name for file in (installed / "jflash/data/benchmarks").iterdir()} == tables
     tops = {file.name for file in installed.iterdir() if file.suffix != ".dist-info"}
     assert tops == {"jflash", "pallas_kernels"}
     [entry] = installed.glob("*.dist-info/entry_points.txt")
@@ -76,4 +74,3 @@ def test_it_decodes_in_an_empty_folder(installed, tmp_path):
 def test_each_file_is_kept_once():
     """The links of the tree lead to the folders that people look into."""
     assert EMBEDDED_PAIR.resolve() == ROOT / "checkpoints" / "tiny-math"
-    assert MEASURED.resolve() == ROOT / "benchmarks"

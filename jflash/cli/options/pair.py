@@ -2,7 +2,7 @@
 
 import argparse
 
-from jflash.cli.options.values import block_size, check_seed, option_name, refuse
+from jflash.cli.options.values import check_seed, option_name, refuse, rows
 from jflash.decoding import DRAFT_RULES, Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.kernels import AUTO
@@ -16,7 +16,9 @@ DRAFTER = """default: the embedded one; none: without; random:SEED or random:SEE
 drafter's config with random weights (the same greedy tokens, slower; above temperature 0 the same
 ones only under --draft-rule greedy)"""
 BACKEND = "mosaic_gpu, triton or xla; default: the best that the device has"
-WIDTH = "default: the drafter's own; without one 1; auto: the best by the measured table"
+WIDTH = "default: the drafter's own; without one 1"
+ROWS = """rows that a step verifies, of all blocks together; default auto: from batch 8 on as
+many as pay, where the text does not depend on their number, else all"""
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
 temperature 0 the tokens are the same only under --draft-rule greedy"""
@@ -28,7 +30,8 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--drafter", metavar="SOURCE", help=DRAFTER)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
-    add("--block-size", type=block_size, metavar="W", help=WIDTH)
+    add("--block-size", type=int, metavar="W", help=WIDTH)
+    add("--verify-rows", type=rows, metavar="R", default=AUTO, help=ROWS)
 
 
 def prompt_options(group: argparse._ActionsContainer) -> None:
@@ -91,7 +94,7 @@ def check_pair(options: argparse.Namespace, drawn: bool) -> None:
     draws, plain = o.draft_rule == "sampled", o.drafter == "none"
     refuse(draws and not drawn, "--draft-rule sampled needs a --temperature above 0")
     refuse(draws and plain, "--draft-rule sampled without a drafter")
-    refuse(o.block_size == AUTO and plain, "--block-size auto without a drafter")
+    refuse(o.verify_rows != AUTO and plain, f"--verify-rows {o.verify_rows} without a drafter")
     needs = f"--target {o.target} needs its own --drafter (a folder, a hub id, or none)"
     refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")

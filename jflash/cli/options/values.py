@@ -35,8 +35,8 @@ def ids(text: str) -> list[int]:
     return _listed(text, int, "ids such as 1,2,3") if text.strip() else []
 
 
-def block_size(text: str) -> int | str:
-    """A width or 'auto'; the drafter decides which widths it can run."""
+def rows(text: str) -> int | str:
+    """A number of rows or 'auto'."""
     try:
         return text if text == AUTO else int(text)
     except ValueError:
