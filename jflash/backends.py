@@ -25,15 +25,16 @@ OPS = {
 
 
 def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Models:
-    """The models with the backends that suit a jax.Device and parameters of `dtype`.
+    """The models in `dtype`, with the backends that suit it and a jax.Device.
 
     `asked` names some of BACKENDS: ValueError, with the reason, for one that cannot run here. The
     others, and AUTO, are the best that the device has for the pair's sizes, 'xla' if no kernel is
     or the pair has no such operation.
     """
     assert set(asked) <= set(BACKENDS), f"{set(asked) - set(BACKENDS)} name no operation"
+    models = models.of_dtype(dtype)
     chosen = {}
-    for op, sizes in _sizes(models, dtype).items():
+    for op, sizes in _sizes(models).items():
         name = asked.get(f"{op}_backend", AUTO)
         if name == AUTO:
             chosen[op] = best(OPS[op], sizes, device) if sizes else "xla"
@@ -48,8 +49,9 @@ def named(kernels: Kernels) -> dict[str, str]:
     return dict(zip(BACKENDS, kernels, strict=True))
 
 
-def _sizes(models: Models, dtype: str) -> dict[str, list]:
+def _sizes(models: Models) -> dict[str, list]:
     """What the pair asks of each operation."""
+    dtype = models.dtype
     sizes: dict[str, list] = {"attention": [], "matmul": [matmul.Sizes(dtype)], "heads": []}
     sizes["norm"] = [rms_norm.Sizes(models.target.config.hidden_size)]
     for config in models.configs:

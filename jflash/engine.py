@@ -122,9 +122,8 @@ def serve(
         capacity=capacity,
         prefill_chunk=prefill_chunk,
     )
-    dtype = str(pair.params.target["embedding"].dtype)
     stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
-    shape = Shape.of(batch_size, 0, dtype, stops, prefill_chunk)
+    shape = Shape.of(batch_size, 0, stops, prefill_chunk)
     return _serve_all(
         _Shared(models, pair.params, steps_per_call), shape, plan, frozenset(answered)
     )

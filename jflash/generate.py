@@ -263,8 +263,7 @@ def _start(
     if capacity is not None and capacity < need:
         raise ValueError(f"capacity {capacity} is below the {need} slots that the request needs")
     stops = max(len(d.stop_token_ids) for d in decodings)
-    dtype = str(pair.params.target["embedding"].dtype)
-    shape = Shape.of(len(prompts), capacity or need, dtype, stops, chunk)
+    shape = Shape.of(len(prompts), capacity or need, stops, chunk)
     begin = time.perf_counter()
     programs = programs_for(models, pair.params, shape)
     # Empty state and keys compile at their first call too, so they come before the clock's mark.

@@ -49,12 +49,11 @@ class Largest(NamedTuple):
 
 
 def memory_budget(models: Models, shape: Shape) -> Budget:
-    """What the programs of `shape` take, every array in the shape's dtype."""
-    size = jnp.dtype(shape.dtype).itemsize
+    """What the programs of `shape` take."""
     state = jax.eval_shape(lambda: new_state(models, shape))
     caches = (state.target_cache, state.drafter_cache)
     return Budget(
-        weights=size * sum(_entries(decoding_params(config)) for config in models.configs),
+        weights=sum(_bytes(decoding_params(config)) for config in models.configs),
         caches=tree_bytes(state),
         temporaries=max(
             _step_bytes(models, shape, tree_bytes(caches)), _prefill_bytes(models, shape)
@@ -84,15 +83,13 @@ def at(models: Models, shape: Shape, batch: int, context: int) -> Shape:
     return shape._replace(batch=batch, capacity=capacity)
 
 
-def check_decoding(
-    models: Models, dtype: str, batch: int, longest_prompt: int, max_new_tokens: int
-) -> int:
+def check_decoding(models: Models, batch: int, longest_prompt: int, max_new_tokens: int) -> int:
     """The cache slots of a sequence, for `batch` prompts of at most `longest_prompt` tokens.
 
     ValueError if they take more memory than the device has: to be asked before a weight is read.
     """
     capacity = capacity_for(longest_prompt, max_new_tokens, models.block_size, PREFILL_CHUNK)
-    shape = Shape.of(batch, capacity, dtype)
+    shape = Shape.of(batch, capacity)
     check_memory(models, shape, longest_prompt + max_new_tokens, device_memory())
     return capacity
 
@@ -140,9 +137,9 @@ def peak_memory() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig], itemsize: int) -> int:
+def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig]) -> int:
     """Bytes of models as published: what a program holds besides is its own doing."""
-    return itemsize * sum(_entries(abstract_params(config)) for config in configs)
+    return sum(_bytes(abstract_params(config)) for config in configs)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -150,8 +147,8 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _entries(leaves: dict) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(leaves))
+def _bytes(leaves: dict) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(leaves))
 
 
 def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
@@ -166,7 +163,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     )
     if models.kernels.attention == "xla" and shape.batch > 1:
         attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
-    experts = _expert_bytes(models, rows, shape.dtype)
+    experts = _expert_bytes(models, rows, models.dtype)
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
 
 
@@ -175,7 +172,7 @@ def _attention_bytes(
 ) -> int:
     queries = rows * mixer.num_heads
     if models.kernels.attention in ("xla", "reference"):
-        return _einsum_bytes(queries, slots, shape.dtype)
+        return _einsum_bytes(queries, slots, models.dtype)
     splits = -(-slots // SMALLEST_SPLIT)
     return queries * splits * (mixer.head_dim + 2) * FLOAT32
 
@@ -200,14 +197,14 @@ def _einsum_bytes(queries: int, slots: int, dtype: str) -> int:
 
 def _prefill_bytes(models: Models, shape: Shape) -> int:
     """One chunk of one sequence: its activations, its scores, and one layer's cache of its own."""
-    size = jnp.dtype(shape.dtype).itemsize
+    size = jnp.dtype(models.dtype).itemsize
     attention = max(
-        _einsum_bytes(shape.chunk * mixer.num_heads, slots, shape.dtype)
+        _einsum_bytes(shape.chunk * mixer.num_heads, slots, models.dtype)
         + slots * size * mixer.kv_width
         for mixer, slots in _mixers(models, shape)
     )
     logits = models.target.config.vocab_size * FLOAT32
-    experts = _expert_bytes(models, shape.chunk, shape.dtype)
+    experts = _expert_bytes(models, shape.chunk, models.dtype)
     return shape.chunk * _row_bytes(models) + experts + attention + 2 * logits
 
 

@@ -41,9 +41,7 @@ def prefill(
     kernels = models.kernels.chunk
     prompt_length = request.length
     chunks = (prompt_length + chunk - 1) // chunk
-    hidden = jnp.zeros(
-        (1, chunk, models.target.config.hidden_size), params.target["embedding"].dtype
-    )
+    hidden = jnp.zeros((1, chunk, models.target.config.hidden_size), models.dtype)
 
     def one_chunk(i, carry):
         target_cache, drafter_cache, _ = carry

@@ -34,14 +34,11 @@ class Shape(NamedTuple):
     capacity: int
     chunk: int
     stop_slots: int
-    dtype: str
 
     @classmethod
-    def of(
-        cls, batch: int, capacity: int, dtype: str, stops: int = 0, chunk: int = PREFILL_CHUNK
-    ) -> "Shape":
+    def of(cls, batch: int, capacity: int, stops: int = 0, chunk: int = PREFILL_CHUNK) -> "Shape":
         """The shape that serves requests of at most `stops` stop ids each."""
-        return cls(batch, capacity, chunk, max(1, -(-stops // STOP_SLOTS)) * STOP_SLOTS, dtype)
+        return cls(batch, capacity, chunk, max(1, -(-stops // STOP_SLOTS)) * STOP_SLOTS)
 
 
 class Report(NamedTuple):
@@ -110,10 +107,10 @@ def new_state(models: Models, shape: Shape) -> State:
 
     sizes, width = (shape.batch, shape.capacity), models.block_size
     # A prompt's chunk attends in the target alone; of a drafter it only writes the context.
-    target_cache = models.target.empty_states(*sizes, max(width, shape.chunk), shape.dtype)
+    target_cache = models.target.empty_states(*sizes, max(width, shape.chunk), models.dtype)
     drafter_cache = ()
     if models.drafter is not None:
-        drafter_cache = models.drafter.empty_states(*sizes, width, shape.dtype)
+        drafter_cache = models.drafter.empty_states(*sizes, width, models.dtype)
     survey = None if models.rows is None else empty_survey()
     return State(empty_sequences(shape), target_cache, drafter_cache, survey)
 
@@ -163,6 +160,8 @@ def make_request(
 def compile_programs(models: Models, params: Params, shape: Shape) -> Programs:
     """Both executables of a shape; asked again, the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
+    stored = {str(leaf.dtype) for leaf in leaves}
+    assert models.dtype in stored, f"weights of {stored} for models of {models.dtype}"
     # Prompts are admitted alike whatever a step verifies.
     any_rows = models if models.rows is None else replace(models, rows=AUTO)
     admit, admit_seconds = _compile_prefill(any_rows, tuple(leaves), tree, shape)

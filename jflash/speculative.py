@@ -85,6 +85,11 @@ class Models:
         return tuple(model.config for model in (self.target, self.drafter) if model is not None)
 
     @property
+    def dtype(self) -> str:
+        """What parameters, activations and caches are."""
+        return self.target.config.dtype
+
+    @property
     def one_arithmetic(self) -> bool:
         """Whether a token's bits are the same at every width, batch, capacity and chunk."""
         used = self.kernels if self.target.config.experts else self.kernels._replace(experts="")
@@ -102,6 +107,14 @@ class Models:
     def max_accept(self) -> int:
         """The most drafts that a step can accept."""
         return self.block_size - 1 if self.drafter else 0
+
+    def of_dtype(self, dtype: str) -> "Models":
+        """The same models, in another dtype."""
+
+        def cast(model: Any) -> Any:
+            return model and model.clone(config=replace(model.config, dtype=dtype))
+
+        return replace(self, target=cast(self.target), drafter=cast(self.drafter))
 
     def plain(self) -> "Models":
         """The target alone at width 1: plain decoding, which a pair is measured against."""

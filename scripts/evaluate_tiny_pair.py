@@ -92,7 +92,7 @@ def check_room(
     count = max(args.problems, args.timed_prompts)
     own = [p.question for split in SPLITS for p in problems(split, EVAL_SEED, count)]
     longest = max(map(len, chat_prompts(tokenizer, [*own, *questions])))
-    check_decoding(files.models, files.dtype, args.batch, longest, args.max_new_tokens)
+    check_decoding(files.models, args.batch, longest, args.max_new_tokens)
 
 
 def number(value: float | None, form: str) -> str:

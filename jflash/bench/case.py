@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jflash.backends import named, with_backends
@@ -87,18 +86,18 @@ def run_task(stage: str, task: Task) -> dict[str, Any]:
 
 def time_case(task: Task) -> dict[str, Any]:
     """Everything that is timed, and the seconds of compiling from nothing."""
-    models, dtype = task_models(task), task.dtype or default_dtype()
-    shape = Shape.of(task.batch, task.capacity, dtype)
+    models = task_models(task)
+    shape = Shape.of(task.batch, task.capacity)
     check_memory(models, shape, task.context, device_memory())
     if task.prompts:
         longest = max(map(len, task.prompts))
-        check_decoding(models, dtype, task.batch, longest, task.max_new_tokens)
+        check_decoding(models, task.batch, longest, task.max_new_tokens)
     where = describe_device()
     log(f"{where['device']}: measuring what it delivers")
-    measured = measure_rates(dtype)
+    measured = measure_rates(models.dtype)
     rates = Rates(measured["bytes_per_second"], measured["operations_per_second"])
     window = window_around(task.context, task.capacity, models.block_size, task.steps, task.repeats)
-    state, params = prepare(task, models, shape, window, dtype)
+    state, params = prepare(task, models, shape, window)
     clock = Clock(models, shape, window, rates)
 
     log(f"batch {task.batch}: compiling the step")
@@ -115,7 +114,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "context": window.context,
         "capacity": task.capacity,
         "block_size": models.block_size,
-        "dtype": dtype,
+        "dtype": models.dtype,
         **named(models.kernels),
         "timed_steps": window.steps,
         "repeats": window.repeats,
@@ -140,10 +139,10 @@ def time_case(task: Task) -> dict[str, Any]:
 
 def warm_case(task: Task) -> dict[str, Any]:
     """Seconds of compiling with a warm cache, and the peak of memory of a process that decodes."""
-    models, dtype = task_models(task), task.dtype or default_dtype()
-    shape = Shape.of(task.batch, task.capacity, dtype)
+    models = task_models(task)
+    shape = Shape.of(task.batch, task.capacity)
     window = window_around(task.context, task.capacity, models.block_size, task.steps, 1)
-    state, params = prepare(task, models, shape, window, dtype)
+    state, params = prepare(task, models, shape, window)
     held = peak_memory()
     log(f"batch {task.batch}: compiling the step again, from the cache")
     programs = compile_programs(models, params, shape)
@@ -173,7 +172,7 @@ def memory(models: Models, shape: Shape, state: State, compiled: Any) -> dict[st
     configs = (models.target.config, models.drafter.config)
     analysis = compiled.memory_analysis()
     return {
-        "weights_bytes": weight_bytes(configs, jnp.dtype(shape.dtype).itemsize),
+        "weights_bytes": weight_bytes(configs),
         "caches_bytes": tree_bytes((state.target_cache, state.drafter_cache)),
         "temporaries_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
     }
@@ -185,19 +184,17 @@ def weights_name(task: Task) -> str:
     return f"{task.target} with {task.drafter}"
 
 
-def prepare(
-    task: Task, models: Models, shape: Shape, window: Window, dtype: str
-) -> tuple[State, Params]:
+def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[State, Params]:
     """Caches and weights, the caches first: the largest leaves are drawn while memory is empty."""
     log(f"batch {task.batch}: filling memory")
     state = busy_state(models, shape, window)
     if task.shape is None:
         assert task.target is not None and task.drafter is not None
-        files = configure_pair(task.target, task.drafter, dtype=dtype)
+        files = configure_pair(task.target, task.drafter, dtype=models.dtype)
         params = load_weights(files).params
     else:
         assert models.drafter is not None
-        target, drafter = random_weights([models.target.config, models.drafter.config], dtype)
+        target, drafter = random_weights(models.configs)
         params = Params(target, with_context_kernel(models.drafter, drafter))
     return state, jax.block_until_ready(params)
 
@@ -256,14 +253,11 @@ def save_pair(task: Task, folder: Path) -> dict[str, Any]:
     Returns how another program decodes it so that its steps lie at the same context.
     """
     assert task.shape is not None
-    target, drafter = model_shape(task.shape)
+    configs = model_shape(task.shape)
     dtype = task.dtype or default_dtype()
-    for name, config, params in zip(
-        ("target", "drafter"),
-        (target, drafter),
-        random_weights([target, drafter], dtype),
-        strict=True,
-    ):
+    configs = [replace(config, dtype=dtype) for config in configs]
+    names = ("target", "drafter")
+    for name, config, params in zip(names, configs, random_weights(configs), strict=True):
         log(f"saving the {name} for the reference")
         save_checkpoint(folder / name, config, params, dtype)
     prompt = max(1, task.context - task.steps // 2)
@@ -271,7 +265,7 @@ def save_pair(task: Task, folder: Path) -> dict[str, Any]:
     return {
         "target": str(folder / "target"),
         "drafter": str(folder / "drafter"),
-        "prompts": [draw.integers(0, target.vocab_size, prompt).tolist()],
+        "prompts": [draw.integers(0, configs[0].vocab_size, prompt).tolist()],
         "max_new_tokens": task.steps + 1,
         "stop_token_ids": None,
     }

@@ -26,13 +26,13 @@ class Clock:
     rates: Rates
 
     def verify_work(self, width: int, experts: float | None = None) -> Work:
-        size = jnp.dtype(self.shape.dtype).itemsize
+        size = jnp.dtype(self.models.dtype).itemsize
         target = self.models.target.config
         return verify_work(target, self.shape.batch, width, self.window.context, size, experts)
 
     def draft_work(self, width: int) -> Work:
         assert self.models.drafter is not None
-        size = jnp.dtype(self.shape.dtype).itemsize
+        size = jnp.dtype(self.models.dtype).itemsize
         drafter = self.models.drafter.config
         return draft_work(drafter, self.shape.batch, width, self.window.context, size)
 

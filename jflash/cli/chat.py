@@ -83,7 +83,7 @@ def _load(options: argparse.Namespace) -> Talk:
     notice = gpu_notice()
     if notice:
         print(notice, file=sys.stderr)
-    check_decoding(files.models, files.dtype, 1, SHORTEST, options.max_new_tokens)
+    check_decoding(files.models, 1, SHORTEST, options.max_new_tokens)
     pair = load_weights(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     return Talk(pair, tokenizer, encode, decoding, files.dtype)
@@ -119,7 +119,7 @@ def _turn(talk: Talk, line: str, history: list[tuple[str, str]], live: bool) -> 
         ids = talk.encode(checked_text(line), history)
         check_request(talk.pair.models, ids, talk.decoding)
         new = talk.decoding.max_new_tokens
-        check_decoding(talk.pair.models, talk.dtype, 1, len(ids), new)
+        check_decoding(talk.pair.models, 1, len(ids), new)
         answer = _answer(talk, ids)
     except ValueError as error:
         print(f"{' '.join(str(error).split())} (/reset begins anew)", file=sys.stderr)

@@ -36,7 +36,7 @@ def targets(args: argparse.Namespace) -> list[Models]:
     for width in (1, shape.drafter.block_size):
         models = Models(Target(config), None, width)
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
-        decoding = Shape.of(args.batch[-1], CAPACITY, DTYPE, chunk=CHUNK)
+        decoding = Shape.of(args.batch[-1], CAPACITY, chunk=CHUNK)
         check_memory(models, decoding, PROMPT + ROWS, device_memory())
         found.append(models)
     return found
@@ -72,7 +72,7 @@ def nats(distance: dict[str, float]) -> str:
 def run(args: argparse.Namespace) -> None:
     models, begin = targets(args), time.perf_counter()
     config = models[0].target.config
-    [params] = random_weights([config], DTYPE, experts_scale=SCALE)
+    [params] = random_weights([config], experts_scale=SCALE)
     # Norms come before every layer: a larger embedding leaves the scale of all that follows them.
     ratio = args.embedding_scale / SCALE
     params |= {"embedding": params["embedding"] * jnp.bfloat16(ratio)}

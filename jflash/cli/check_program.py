@@ -30,7 +30,7 @@ def programs(args: argparse.Namespace) -> dict[str, StepProgram]:
     for kind, models in (("plain", plain_models(shape)), ("step", pair_models(shape))):
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
         for batch in args.batch:
-            found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity, DTYPE)
+            found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity)
     return found
 
 

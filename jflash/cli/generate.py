@@ -113,7 +113,7 @@ def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:
     if notice:
         print(notice, file=sys.stderr)
     longest = max(map(len, job.prompts))
-    return check_decoding(job.files.models, job.files.dtype, batch, longest, options.max_new_tokens)
+    return check_decoding(job.files.models, batch, longest, options.max_new_tokens)
 
 
 def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:

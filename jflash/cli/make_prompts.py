@@ -45,7 +45,7 @@ def self_written(args: argparse.Namespace) -> list[Prompt]:
     checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
     target, params = load_target(checkpoint, progress=True)
     tokenizer = checkpoint.tokenizer()
-    models = with_backends(Models(target), str(params["embedding"].dtype), jax.devices()[0])
+    models = with_backends(Models(target), target.config.dtype, jax.devices()[0])
     decoding = Decoding(
         max_new_tokens=args.max_new_tokens,
         stop_token_ids=checkpoint.stop_ids(tokenizer),

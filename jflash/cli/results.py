@@ -41,7 +41,7 @@ def describe(pair: Pair, target: str, drafter: str, seed: int, load_seconds: flo
         target=target,
         drafter=drafter,
         block_size=pair.models.block_size,
-        dtype=str(pair.params.target["embedding"].dtype),
+        dtype=pair.models.dtype,
         device=jax.devices()[0].device_kind,
         attention_backend=pair.models.kernels.attention,
         draft_rule=pair.models.draft_rule,

@@ -76,7 +76,7 @@ def _service(options: argparse.Namespace):
     if notice:
         print(notice, file=sys.stderr)
     context = _context(options, files)
-    check_decoding(files.models, files.dtype, options.max_batch, context - 1, 1)
+    check_decoding(files.models, options.max_batch, context - 1, 1)
     pair = load_weights(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     name = options.served_model_name or _name(options.target)

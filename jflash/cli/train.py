@@ -226,8 +226,8 @@ def prepare(args: argparse.Namespace) -> Prepared:
     dtype = default_dtype()
     models = with_backends(Models(target), dtype, jax.devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
-    check_decoding(models, dtype, args.answer_batch, longest, args.max_new_tokens)
-    _, params = load_target(source, dtype, progress=True)
+    check_decoding(models, args.answer_batch, longest, args.max_new_tokens)
+    target, params = load_target(source, dtype, progress=True)
     return Prepared(target, params, config, records, held, stops)
 
 

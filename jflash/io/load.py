@@ -1,7 +1,7 @@
 """From a folder or a hub id to models that decode: what a pair is loaded from and must agree on."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ def load_target(
 ) -> tuple[Target, dict]:
     """A target and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
     checkpoint = opened(source)
-    config = checkpoint.config(target_config)
-    return Target(config), checkpoint.check(config)(_known(dtype), progress)
+    config = replace(checkpoint.config(target_config), dtype=_known(dtype))
+    return Target(config), checkpoint.check(config)(config.dtype, progress)
 
 
 def load_drafter(
@@ -49,14 +49,14 @@ def load_drafter(
 ) -> tuple[Drafter, dict]:
     """A drafter and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
     checkpoint = opened(source)
-    config = checkpoint.config(drafter_config)
-    return drafter_of(config), checkpoint.check(config)(_known(dtype), progress)
+    config = replace(checkpoint.config(drafter_config), dtype=_known(dtype))
+    return drafter_of(config), checkpoint.check(config)(config.dtype, progress)
 
 
 def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> tuple[Drafter, dict]:
     """The drafter that `source` configures, with random weights: normal(0, 0.02), norms 1."""
-    config = open_checkpoint(source).config(drafter_config)
-    return drafter_of(config), random_params(config, seed, _known(dtype))
+    config = replace(open_checkpoint(source).config(drafter_config), dtype=_known(dtype))
+    return drafter_of(config), random_params(config, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,13 @@ class PairFiles:
     """
 
     models: Models
-    dtype: str
     target: Checkpoint
     drafter: Checkpoint | None
     drafter_seed: int | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.models.dtype
 
 
 def configure_pair(
@@ -86,9 +89,7 @@ def configure_pair(
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
     models = with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
-    return PairFiles(
-        models=models, dtype=dtype, target=first, drafter=second, drafter_seed=drafter_seed
-    )
+    return PairFiles(models=models, target=first, drafter=second, drafter_seed=drafter_seed)
 
 
 def pair_models(
@@ -133,7 +134,7 @@ def load_weights(files: PairFiles, progress: bool = False) -> Pair:
         params = fill_drafter(dtype, progress)
     else:
         target_params = fill_target(dtype, progress)
-        params = random_params(config, files.drafter_seed, dtype)
+        params = random_params(config, files.drafter_seed)
     return Pair(models, Params(target_params, with_context_kernel(models.drafter, params)))
 
 

@@ -38,14 +38,13 @@ def _of_dtype(leaves: dict, dtype: str) -> dict:
     return jax.tree.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), leaves)
 
 
-def random_params(config: TargetConfig | DrafterConfig, seed: int, dtype: str) -> dict:
+def random_params(config: TargetConfig | DrafterConfig, seed: int) -> dict:
     """Parameters that know nothing: normal(0, 0.02), norms 1."""
-    return random_weights([config], dtype, SCALE, seed)[0]
+    return random_weights([config], SCALE, seed)[0]
 
 
 def random_weights(
     configs: Sequence[TargetConfig | DrafterConfig],
-    dtype: str,
     experts_scale: float = EXPERTS_SCALE,
     seed: int = 0,
 ) -> list[dict]:
@@ -64,10 +63,10 @@ def random_weights(
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
         leaf = leaves[i]
         if len(leaf.stored) == 1:
-            made[i] = jnp.ones(leaf.stored, dtype)
+            made[i] = jnp.ones(leaf.stored, leaf.dtype)
         else:
             scale = experts_scale if leaf.axes == ("experts", "mlp", "embed") else SCALE
-            made[i] = _normal(keys[i], leaf.stored, dtype, scale)
+            made[i] = _normal(keys[i], leaf.stored, leaf.dtype, scale)
         made[i].block_until_ready()
     return jax.tree.unflatten(tree, [made[i] for i in range(len(leaves))])
 

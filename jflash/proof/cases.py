@@ -65,8 +65,8 @@ def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch:
 
     def suited(models: Models) -> Models:
         models = with_backends(models, dtype, jax.devices()[0], **backends)
-        check_decoding(models, dtype, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
-        check_memory(models, fault_shape(dtype), FAULT_CAPACITY, device_memory())
+        check_decoding(models, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
+        check_memory(models, fault_shape(), FAULT_CAPACITY, device_memory())
         return models
 
     made = _tiny_math if name == "tiny-math" else functools.partial(_random_weights, name)
@@ -115,7 +115,8 @@ def _random_weights(name: str, dtype: str, seed: int, suited: Callable[[Models],
     drafter = drafter.attending(*near)
     models = Models(Target(target), drafter_of(drafter), drafter.block_size)
     models = suited(models)
-    weights = random_weights([target, drafter, drafter], dtype)
+    target, drafter = models.configs
+    weights = random_weights([target, drafter, drafter])
     return Case(
         name=name,
         drafters=("random drafter", "another random drafter"),
@@ -136,16 +137,16 @@ def random_prompts(
     return [rng.integers(0, vocab_size, rng.integers(low, high + 1)).tolist() for _ in range(count)]
 
 
-def case_shape(case: Case, batch: int, dtype: str) -> Shape:
+def case_shape(case: Case, batch: int) -> Shape:
     """Room for the longest prompt and answer."""
     width = case.models.block_size
     capacity = capacity_for(LONGEST_PROMPT, MOST_NEW_TOKENS, width, PREFILL_CHUNK)
-    return Shape.of(batch, capacity, dtype)
+    return Shape.of(batch, capacity)
 
 
-def fault_shape(dtype: str) -> Shape:
+def fault_shape() -> Shape:
     """Two long contexts."""
-    return Shape.of(2, FAULT_CAPACITY, dtype)
+    return Shape.of(2, FAULT_CAPACITY)
 
 
 class SplitByLength(NamedTuple):

@@ -81,7 +81,7 @@ def check_batch(
 ) -> tuple[dict[str, Any], set[int]]:
     """One pair at one batch size: what was compared and found, and the tokens that occurred."""
     begin = time.perf_counter()
-    executable = compile_executable(case.models, case.params, case_shape(case, batch, plan.dtype))
+    executable = compile_executable(case.models, case.params, case_shape(case, batch))
     narrow = compile_narrow(executable, case.params) if plan.width_1 else None
     compiled = time.perf_counter()
     width = case.models.block_size
@@ -189,7 +189,7 @@ def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
     The first must show no difference between replay and oracle, the second must show one.
     """
     config, width = case.models.target.config, case.models.block_size
-    shape = fault_shape(dtype)
+    shape = fault_shape()
     room = min(FAULT_CAPACITY, config.max_position_embeddings) - FAULT_NEW_TOKENS - width
     prompts = [random_prompts(config.vocab_size, 1, seed, n, n)[0] for n in (room, 2 * room // 3)]
     task = Task(prompts, Decoding(max_new_tokens=FAULT_NEW_TOKENS))

@@ -46,8 +46,7 @@ def _prompt(models: Models, params: Any, text: Array) -> tuple[Caches, Array]:
     """The caches of all prompts and where their tokens went, [X, B, PROMPT, k]."""
     batch, chunks = len(text), -(-PROMPT // CHUNK)
     room = jnp.zeros((batch, chunks * CHUNK), text.dtype).at[:, :PROMPT].set(text[:, :PROMPT])
-    dtype = params["embedding"].dtype
-    empty = models.target.empty_states(batch, CAPACITY, CHUNK, dtype)
+    empty = models.target.empty_states(batch, CAPACITY, CHUNK, models.dtype)
 
     def chunk(caches: Caches, place: tuple[Array, Array]) -> tuple[Caches, Array]:
         slot, offset = place

@@ -109,7 +109,7 @@ class Bench(NamedTuple):
         width = self.case.models.block_size
         capacity = capacity_for(LONGEST_PROMPT, self.case.max_new_tokens, width, max(CHUNKS))
         slots, stops = capacity * (1 + way.roomy), len(self.case.stops)
-        return Shape.of(way.batch, slots, self.dtype, stops, way.chunk)
+        return Shape.of(way.batch, slots, stops, way.chunk)
 
     def models(self, way: Way) -> Models:
         if way.modes == PLAIN:

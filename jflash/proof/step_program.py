@@ -57,41 +57,41 @@ def plain_models(shape: ModelShape) -> Models:
     return Models(Target(shape.target))
 
 
-def step_program(models: Models, batch: int, capacity: int, dtype: str) -> StepProgram:
+def step_program(models: Models, batch: int, capacity: int) -> StepProgram:
     """The program of `models` as a driver compiles it, context weights side by side."""
 
     def params(config) -> Any:
-        leaves = decoding_params(replace(config, dtype=dtype))
+        leaves = decoding_params(config)
         return jax.tree.map(lambda leaf: leaf.struct, leaves)
 
     drafter = None if models.drafter is None else params(models.drafter.config)
-    shape = Shape.of(batch, capacity, dtype)
+    shape = Shape.of(batch, capacity)
     state = jax.eval_shape(lambda: new_state(models, shape))
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     cancel = jax.ShapeDtypeStruct((batch,), jnp.bool_)
     arguments = (Params(params(models.target.config), drafter), state, steps, cancel)
-    bound = temporary_bound(models, batch, dtype)
+    bound = temporary_bound(models, batch)
     return StepProgram(models, functools.partial(run, models), arguments, bound)
 
 
-def temporary_bound(models: Models, batch: int, dtype: str) -> int:
+def temporary_bound(models: Models, batch: int) -> int:
     """Bytes that a step may take beside weights and state.
 
     One array of float32 logits, [B, W, V], where they are written at all: draft and verify take
     turns. Twice the widest activation, a layer's gate and up, [B, W, 2 F], or the rows of all its
     experts: one being read, one being written. And ROOM.
     """
-    rows, size = batch * models.block_size, jnp.dtype(dtype).itemsize
+    rows, size = batch * models.block_size, jnp.dtype(models.dtype).itemsize
     widths = [2 * c.intermediate_size for c in models.configs]
     hidden_size = models.target.config.hidden_size
     for moe in models.target.config.experts:
         widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, hidden_size))
     widest = max(widths) * size
-    logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch, dtype) else 0
+    logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch) else 0
     return rows * (logits + 2 * widest) + ROOM
 
 
-def writes_logits(models: Models, batch: int, dtype: str) -> bool:
+def writes_logits(models: Models, batch: int) -> bool:
     """False if a kernel keeps every logit on chip and gives only the best token."""
     drafter = models.drafter and models.drafter.config
     chosen = isinstance(drafter, Drafter2Config)  # from the best logits
@@ -99,7 +99,7 @@ def writes_logits(models: Models, batch: int, dtype: str) -> bool:
         return True
     if models.kernels.matmul == "mosaic_gpu":
         return False
-    if models.kernels.matmul != "tuned" or dtype != "bfloat16":
+    if models.kernels.matmul != "tuned" or models.dtype != "bfloat16":
         return True
     widths = [models.block_size] + ([models.block_size - 1] if models.drafter else [])
     c = models.target.config

@@ -75,10 +75,9 @@ class Engine:
             )
         # Greedy requests and drawn ones share the program, so that none compiles anew.
         self.pair = Pair(replace(pair.models, sampled=True), pair.params)
-        dtype = str(pair.params.target["embedding"].dtype)
         width = self.pair.models.block_size
         capacity = capacity_for(self.max_context, 0, width, prefill_chunk)
-        self._shape = Shape.of(max_batch, capacity, dtype, max_stop_ids, prefill_chunk)
+        self._shape = Shape.of(max_batch, capacity, max_stop_ids, prefill_chunk)
         self._steps = steps_per_call
         self._max_queue = max_queue
         self._programs = programs_for(self.pair.models, self.pair.params, self._shape)

@@ -7,7 +7,7 @@ blocks (arXiv 2602.06036), and its distribution at every place if the loss needs
 Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,9 @@ def init_drafter(config: DrafterConfig, seed: int) -> Any:
 
     Convolutions begin near the identity: each row passes as it is.
     """
-    params = scale_residual_outputs(random_params(config, seed, "float32"), config.num_layers)
+    params = scale_residual_outputs(
+        random_params(replace(config, dtype="float32"), seed), config.num_layers
+    )
 
     def begin(path: Any, leaf: Array) -> Array:
         convolution = path[-1].key == "base_kernel"

@@ -27,7 +27,7 @@ def held_out_evaluation(
 ) -> Evaluation:  # fmt: skip
     """Decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
     drafter, device = drafter_of(config), jax.devices()[0]
-    dtype = str(target_params["embedding"].dtype)
+    dtype = target.config.dtype
     models = with_backends(Models(target, drafter, config.block_size), dtype, device)
 
     @jax.jit

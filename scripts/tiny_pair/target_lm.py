@@ -35,7 +35,7 @@ class TrainedTarget(Target):
 
 def init_target(config: TargetConfig, seed: int) -> Any:
     """Float32 params of an untrained target: normal(0, 0.02), residual outputs scaled down."""
-    return scale_residual_outputs(random_params(config, seed, "float32"), config.num_layers)
+    return scale_residual_outputs(random_params(config, seed), config.num_layers)
 
 
 def target_loss(

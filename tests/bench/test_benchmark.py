@@ -35,7 +35,7 @@ TASK = Task(
 def tiny() -> tuple[Models, Params]:
     shape = model_shape("tiny")
     models = Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
-    target, drafter = random_weights(list(shape), "float32")
+    target, drafter = random_weights(list(shape))
     return models, Params(target, with_context_kernel(models.drafter, drafter))
 
 
@@ -98,7 +98,7 @@ def test_operations_agree_with_the_compilers_count():
     """XLA's einsum attends to every slot, so the context counted here is the whole capacity."""
     models, params = tiny()
     window = window_around(200, 512, 8, 4, 1)
-    state = busy_state(models, Shape(2, 512, 128, 16, "float32"), window)
+    state = busy_state(models, Shape(2, 512, 128, 16), window)
     step = jax.jit(lambda p, s: speculative_step(models, p, s)).lower(params, state).compile()
     target, drafter = models.target.config, models.drafter.config
     work = add(
@@ -119,7 +119,7 @@ def test_the_window_is_centred_or_as_close_as_the_capacity_allows():
 def test_the_timed_steps_run_at_the_context_over_full_caches():
     models, params = tiny()
     window = window_around(200, 512, 8, 9, 2)
-    state = busy_state(models, Shape(2, 512, 128, 16, "float32"), window)
+    state = busy_state(models, Shape(2, 512, 128, 16), window)
     for leaf in jax.tree.leaves((state.target_cache, state.drafter_cache)):
         assert abs(float(jnp.std(leaf)) - 1) < 0.02 and not (leaf == 0).any()
     before = jax.tree.map(np.asarray, state.target_cache)
@@ -137,8 +137,8 @@ def test_the_timed_steps_run_at_the_context_over_full_caches():
 
 
 def test_random_weights_are_no_zeros_and_the_same_each_time():
-    shape = list(model_shape("tiny"))
-    first, again = random_weights(shape, "bfloat16"), random_weights(shape, "bfloat16")
+    configs = [replace(config, dtype="bfloat16") for config in model_shape("tiny")]
+    first, again = random_weights(configs), random_weights(configs)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         assert a.dtype == jnp.bfloat16 and bool((a == b).all())
         if a.ndim == 2:
@@ -150,7 +150,7 @@ def test_random_weights_are_no_zeros_and_the_same_each_time():
 def test_a_case_and_the_saved_pair_hold_the_same_weights(tmp_path):
     task = save_pair(TASK, tmp_path)
     loaded = load_pair(task["target"], task["drafter"], dtype="float32")
-    target, drafter = random_weights(list(model_shape("tiny")), "float32")
+    target, drafter = random_weights(list(model_shape("tiny")))
     stored = {name: loaded.params.drafter[name] for name in drafter}  # no context_kernel
     for a, b in zip(
         jax.tree.leaves((loaded.params.target, stored)),

@@ -121,7 +121,7 @@ def test_orbax_holds_the_same_bits(pair, tmp_path):
 
 def test_the_budget_is_what_a_loaded_pair_takes(pair):
     both = load_pair(*pair, dtype="float32")
-    shape = Shape(3, 512, 128, 16, "float32")
+    shape = Shape(3, 512, 128, 16)
     budget = memory_budget(both.models, shape)
     assert budget.weights == sum(x.nbytes for x in jax.tree.leaves(both.params))
     state = jax.eval_shape(lambda: new_state(both.models, shape))

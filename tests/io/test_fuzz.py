@@ -195,7 +195,7 @@ def pair(tmp_path_factory) -> Folders:
 def check(target: Path, drafter: Path | None) -> None:
     """All that a command asks of two checkpoints before it reads a weight."""
     files = configure_pair(target, drafter)
-    check_decoding(files.models, files.dtype, 1, 2, 4)
+    check_decoding(files.models, 1, 2, 4)
     files.target.check(files.models.target.config)
     if files.drafter is not None and files.models.drafter is not None:
         files.drafter.check(files.models.drafter.config)

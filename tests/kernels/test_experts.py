@@ -253,7 +253,7 @@ def test_published_configs(name):
     """30.5 billion parameters, of which a token uses 3.3, as the model cards say."""
     config = read_target(published(name))
     assert config.experts == model_shape("qwen3-coder-30b").target.experts
-    assert weight_bytes([config], 1) == 30_532_122_624
+    assert weight_bytes([config]) // 4 == 30_532_122_624
     expert = (
         sum(
             abstract_params(config)["layers_0"]["mlp"][x]["kernel"].size
@@ -261,7 +261,7 @@ def test_published_configs(name):
         )
         // 128
     )
-    assert weight_bytes([config], 1) - 48 * 120 * expert == pytest.approx(3.35e9, rel=0.01)
+    assert weight_bytes([config]) // 4 - 48 * 120 * expert == pytest.approx(3.35e9, rel=0.01)
 
 
 def test_the_shape_to_time_is_the_published_one():
@@ -317,8 +317,8 @@ def test_the_experts_of_a_step_are_counted(monkeypatch):
     moe, sparse = shape.target.experts[0], len(shape.target.experts)
     # Without a drafter a block is its anchor over and over; the rows differ by place and by text.
     models = Models(Target(shape.target), None, 4)
-    params = Params(random_weights([shape.target], "float32")[0], None)
-    state = busy_state(models, Shape(2, 128, 64, 16, "float32"), Window(60, 4, 1))
+    params = Params(random_weights([shape.target])[0], None)
+    state = busy_state(models, Shape(2, 128, 64, 16), Window(60, 4, 1))
     chosen, choose = [], experts.route
 
     def listening(*args):
@@ -343,7 +343,7 @@ def test_random_experts_do_not_make_all_tokens_one():
     heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "scale": 64**-0.5}
     small = replace(shape, hidden_size=512, vocab_size=512, layers=shape.layers[:6])
     small = small.attending(*[heads] * 6).with_experts(few, range(6))
-    weights = random_weights([small], "float32")[0]
+    weights = random_weights([small])[0]
     # A quarter of the width: twice the weights give the same sums.
     doubled = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, weights)
     pair = Pair(Models(Target(small), None, 1), Params(doubled, None))

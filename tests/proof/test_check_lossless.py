@@ -164,7 +164,7 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
     made = case.models.drafter
     assert isinstance(made, Drafter2)
     assert made.config.windows == (lossless_cases.LONGEST_PROMPT, *[None] * (len(sights) - 1))
-    state = new_state(case.models, lossless_cases.case_shape(case, 1, "float32"))
+    state = new_state(case.models, lossless_cases.case_shape(case, 1))
     assert [cache.wraps for cache in state.drafter_cache] == [True] + [False] * (len(sights) - 1)
     one, other = (p.drafter["fc"]["kernel"] for p in (case.params, case.other_drafter))
     assert not np.array_equal(one, other)

@@ -92,7 +92,7 @@ def looped(body):
 @pytest.mark.parametrize(("kind", "batch"), [("pair", 1), ("pair", 8), ("pair", 32), ("plain", 1)])
 def test_the_step_passes_every_gate(kind: str, batch: int):
     models = {"pair": pair_models, "plain": plain_models}[kind](SHAPE)
-    step = step_program(on_h200(models), batch, CAPACITY, DTYPE)
+    step = step_program(on_h200(models), batch, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     # What was looked at is the step: all layers of attention, in one loop.
@@ -106,7 +106,7 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
     models = on_h200(replace(pair_models(SMALL), block_size=width))
-    step = step_program(models, batch, CAPACITY, DTYPE)
+    step = step_program(models, batch, CAPACITY)
     lowered = lower_for(H200, step.run, *step.arguments, donate=(1,))
     assert "mosaic_gpu" in lowered.as_text()
 
@@ -124,7 +124,7 @@ def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
     shape = cut(model_shape("qwen3-8b-dflash2"), target_layers=2, drafter_layers=2)
     sights = (dict(window=700, causal=True), dict(window=300))  # in rings that wrap
     shape = shape._replace(drafter=shape.drafter.attending(*sights))
-    step = step_program(on_h200(pair_models(shape)), 8, CAPACITY, DTYPE)
+    step = step_program(on_h200(pair_models(shape)), 8, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     assert program.hlo.count('custom_call_target="__gpu$TopK"') == 2
@@ -134,7 +134,7 @@ def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
 def test_the_step_with_experts_passes():
     """Grouped products by our kernel, for 16 tokens at 8 experts each, and no weight copied."""
     shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)
-    step = step_program(on_h200(pair_models(shape)), 1, CAPACITY, DTYPE)
+    step = step_program(on_h200(pair_models(shape)), 1, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
@@ -152,22 +152,22 @@ def test_products_by_cublas_pass_too():
 
 def test_einsum_attention_copies_caches_and_fails_that_gate():
     """XLA wants the batch of a cache elsewhere: it transposes all of them around the loop."""
-    step = step_program(plain_models(SMALL), 8, CAPACITY, DTYPE)
+    step = step_program(plain_models(SMALL).of_dtype(DTYPE), 8, CAPACITY)
     offences = failed(compiled(step), step.temporary_bound)
     assert "one command buffer" not in offences and "no copy of weights" not in offences
     assert any("transpose" in o and "outside the loop" in o for o in offences["no copy of a cache"])
 
 
 def small_pair() -> StepProgram:
-    return step_program(on_h200(pair_models(SMALL)), 1, CAPACITY, DTYPE)
+    return step_program(on_h200(pair_models(SMALL)), 1, CAPACITY)
 
 
 def small_plain() -> StepProgram:
-    return step_program(on_h200(plain_models(SMALL)), 1, CAPACITY, DTYPE)
+    return step_program(on_h200(plain_models(SMALL)), 1, CAPACITY)
 
 
 def small_einsum() -> StepProgram:
-    return step_program(plain_models(SMALL), 1, CAPACITY, DTYPE)
+    return step_program(plain_models(SMALL).of_dtype(DTYPE), 1, CAPACITY)
 
 
 def test_command_buffers_switched_off_fail_their_gate():
@@ -260,7 +260,7 @@ def test_several_copies_of_the_logits_fail_the_temporaries_gate():
     """With the head by XLA, which may write the logits once."""
     wide = replace(plain_models(SMALL), block_size=16)
     models = replace(on_h200(wide), kernels=on_h200(wide).kernels._replace(matmul="xla"))
-    step = step_program(models, 8, CAPACITY, DTYPE)
+    step = step_program(models, 8, CAPACITY)
 
     def body(params, state, sorts: bool):
         proposal, state = draft(models, params, state)

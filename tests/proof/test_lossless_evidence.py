@@ -45,7 +45,7 @@ def case():
 @pytest.fixture(scope="module")
 def decoded(case):
     """An executable, a task and its oracle's run."""
-    executable = compile_executable(case.models, case.params, case_shape(case, BATCH, "float32"))
+    executable = compile_executable(case.models, case.params, case_shape(case, BATCH))
     task = Task(case.prompts(BATCH, 0), Decoding(max_new_tokens=40))
     oracle = Mode("oracle", case.params, accept=False)
     return SimpleNamespace(

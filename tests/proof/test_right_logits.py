@@ -34,7 +34,7 @@ LLAMA = replace(TINY, tie_embeddings=True).attending(
 
 def weights(config: TargetConfig, dtype: str) -> dict:
     """Five times the usual scale, so that a tiny model's logits tell its tokens apart."""
-    [params] = random_weights([config], dtype, experts_scale=SCALE)
+    [params] = random_weights([replace(config, dtype=dtype)], experts_scale=SCALE)
     return jax.tree.map(lambda x: x if x.ndim == 1 else 5 * x, params)
 
 
@@ -43,7 +43,8 @@ def text(rows: int, batch: int = 2) -> jax.Array:
 
 
 def decoded(config: TargetConfig, params: dict, width: int, rows: int = 16) -> Seen:
-    return forced(Models(Target(config), None, width), params, text(rows))
+    models = Models(Target(config), None, width).of_dtype(str(params["embedding"].dtype))
+    return forced(models, params, text(rows))
 
 
 @pytest.mark.parametrize("config", [TINY, LLAMA, MOE], ids=["qwen3", "llama", "moe"])

@@ -49,7 +49,7 @@ def pair() -> tuple[Models, Params]:
 def start() -> State:
     """The prompt but its last token prefilled; that token, already known, is the newest."""
     models, params = pair()
-    shape = Shape(1, 12, 4, 1, "float32")
+    shape = Shape(1, 12, 4, 1)
     request = make_request(
         shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
     )

@@ -96,7 +96,7 @@ def test_sequences_of_a_batch_stop_at_tokens_of_their_own():
     pair, batch = random_pair(), prompts(3, seed=12)
     free = ids(generate(pair, batch, max_new_tokens=NEW))
     stops = [(free[0][9],), (free[1][20], free[1][30]), ()]
-    shape = Shape(3, 256, 128, 16, "float32")
+    shape = Shape(3, 256, 128, 16)
     programs = compile_programs(pair.models, pair.params, shape)
     state = new_state(pair.models, shape)
     for b, (prompt, own) in enumerate(zip(batch, stops, strict=True)):
@@ -167,7 +167,7 @@ def chunked():
     def call(prompt: list[int]) -> list:
         states = []
         for chunk, program in zip(CHUNKS, programs, strict=True):
-            shape = Shape(2, 256, chunk, 16, "float32")
+            shape = Shape(2, 256, chunk, 16)
             request = make_request(shape, prompt, Decoding(max_new_tokens=10), 7, jax.random.key(0))
             state = new_state(pair.models, shape)
             states.append(program(pair.params, state, jnp.int32(1), request))
@@ -216,7 +216,7 @@ def test_sampling_depends_on_seed_and_request_not_on_drafter_or_neighbours():
 def test_float32_matmuls_ask_for_full_precision():
     """On a GPU float32 must mean float32: no dot of the step may be left at the default."""
     pair = random_pair()
-    state = new_state(pair.models, Shape(1, 256, 64, 16, "float32"))
+    state = new_state(pair.models, Shape(1, 256, 64, 16))
     step = lambda p, s: speculative_step(pair.models, p, s)  # noqa: E731
     jaxpr = str(jax.make_jaxpr(step)(pair.params, state))
     dots = jaxpr.count("dot_general[")
@@ -229,7 +229,7 @@ def test_the_report_counts_live_steps_only():
     pair, batch = unit_head(random_pair()), prompts(2, seed=17)
     text = generate(pair, [batch[0]], max_new_tokens=NEW)[0].token_ids
     pair = replay_pair(pair, batch[0] + text)
-    shape = Shape(2, 256, 64, 16, "float32")
+    shape = Shape(2, 256, 64, 16)
     programs = compile_programs(pair.models, pair.params, shape)
     state = new_state(pair.models, shape)
     for b, (prompt, new) in enumerate(zip(batch, (NEW, 5), strict=True)):

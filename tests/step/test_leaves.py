@@ -10,6 +10,8 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
 from jflash.models.params import abstract_params, decoding_params, random_params
+from jflash.programs import Shape, compile_programs, new_state
+from jflash.speculative import Models, Params
 from tests.support.pairs import target_config
 
 AXES = {"qkv": ("embed", "kv_heads", "qkv"), "gate_up": ("embed", "gate_up", "mlp")}
@@ -19,7 +21,7 @@ AXES = {"qkv": ("embed", "kv_heads", "qkv"), "gate_up": ("embed", "gate_up", "ml
 def test_a_drafter_decodes_with_exactly_its_leaves(name):
     """Context leaves stand in the tree as with_context_kernel makes them."""
     config = model_shape(name).drafter
-    params = random_params(config, 0, "float32")
+    params = random_params(config, 0)
     made = jax.eval_shape(lambda p: with_context_kernel(drafter_of(config), p), params)
     leaves = jax.tree.map(lambda leaf: leaf.struct, decoding_params(config))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
@@ -42,7 +44,7 @@ def test_fused_leaves_are_sliced_along_their_logical_axes():
 
 def test_an_array_of_another_shape_is_refused():
     config = target_config()
-    params = random_params(config, 0, "float32")
+    params = random_params(config, 0)
     params["norm"] = {"scale": params["norm"]["scale"][:-1]}
     hidden = jnp.zeros((1, 1, config.hidden_size))
     with pytest.raises(AssertionError, match=r"scale is \(\d+,\), not"):
@@ -52,3 +54,14 @@ def test_an_array_of_another_shape_is_refused():
 def test_a_leaf_names_every_axis():
     with pytest.raises(AssertionError):
         Leaf((2, 3), ("embed",), SideBySide((1, 2)))
+
+
+def test_the_dtype_is_the_configs_and_weights_of_another_are_refused():
+    config = target_config()
+    models, params = Models(Target(config)), Params(random_params(config, 0))
+    shape = Shape.of(1, 256)
+    for dtype in ("float32", "bfloat16"):
+        state = jax.eval_shape(lambda dtype=dtype: new_state(models.of_dtype(dtype), shape))
+        assert state.target_cache[0].k.dtype == dtype
+    with pytest.raises(AssertionError, match=r"\{'float32'\} for models of bfloat16"):
+        compile_programs(models.of_dtype("bfloat16"), params, shape)

@@ -38,7 +38,9 @@ COMPILED_FULLY = True  # its temporaries are what is looked at
 GB = 10**9
 
 
-def published(name: str, layers: int | None = None, backend: str = "xla") -> Models:
+def published(
+    name: str, layers: int | None = None, backend: str = "xla", dtype: str = "bfloat16"
+) -> Models:
     """Models of a published shape, or only the first layers of them."""
     target, drafter = SHAPES[name]
     if layers is not None:
@@ -50,15 +52,16 @@ def published(name: str, layers: int | None = None, backend: str = "xla") -> Mod
             num_target_layers=layers,
             target_layer_ids=ids,
         )
-    return Models(Target(target), drafter_of(drafter), drafter.block_size, Kernels(backend))
+    models = Models(Target(target), drafter_of(drafter), drafter.block_size, Kernels(backend))
+    return models.of_dtype(dtype)
 
 
 def without_drafter(models: Models) -> Models:
     return models.plain()
 
 
-def sized(batch: int = 1, capacity: int = 2048, dtype: str = "bfloat16") -> Shape:
-    return Shape(batch, capacity, 128, 16, dtype)
+def sized(batch: int = 1, capacity: int = 2048) -> Shape:
+    return Shape(batch, capacity, 128, 16)
 
 
 def bytes_of(tree) -> int:
@@ -77,7 +80,8 @@ PUBLISHED = [  # parameters as their model cards give them
 def test_weights_of_published_models(name, parameters):
     models = published(name)
     assert memory_budget(without_drafter(models), sized()).weights == 2 * parameters
-    assert memory_budget(without_drafter(models), sized(dtype="float32")).weights == 4 * parameters
+    models = models.of_dtype("float32")
+    assert memory_budget(without_drafter(models), sized()).weights == 4 * parameters
 
 
 def test_the_drafter_and_its_context_kernel_count():
@@ -129,18 +133,18 @@ def test_rings_alone_keep_the_drafters_part_as_it_is():
 
 def test_the_budget_is_what_a_loaded_pair_takes(tmp_path):
     pair = load_pair(*make_pair(tmp_path), dtype="float32")
-    shape = sized(3, 512, "float32")
+    shape = sized(3, 512)
     budget = memory_budget(pair.models, shape)
     assert budget.weights == bytes_of(pair.params)
     assert budget.caches == bytes_of(new_state(pair.models, shape))
     assert budget.total == budget.weights + budget.caches + budget.temporaries
 
 
-def abstract(models: Models, dtype: str) -> Params:
+def abstract(models: Models) -> Params:
     """The shapes of what a pair, or a target alone, decodes with."""
 
     def shapes(config):
-        leaves = decoding_params(replace(config, dtype=dtype))
+        leaves = decoding_params(config)
         return jax.tree.map(lambda leaf: leaf.struct, leaves)
 
     return Params(*(shapes(config) for config in models.configs))
@@ -148,7 +152,7 @@ def abstract(models: Models, dtype: str) -> Params:
 
 def temporaries(models: Models, shape: Shape, compile_it, step_alone: bool = False) -> int:
     """Bytes of the larger of both programs, or of the step, as compiled."""
-    params = abstract(models, shape.dtype)
+    params = abstract(models)
     state = jax.eval_shape(lambda: new_state(models, shape))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.random.key(0)
@@ -183,7 +187,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("name", "batch", "capacity", "dtype", "compile_it"), COMPILED)
 def test_temporaries_are_an_upper_estimate(name, batch, capacity, dtype, compile_it):
-    models, shape = published(name, layers=1), sized(batch, capacity, dtype)
+    models, shape = published(name, layers=1, dtype=dtype), sized(batch, capacity)
     used = temporaries(models, shape, compile_it)
     estimate = memory_budget(models, shape).temporaries
     assert used <= estimate
@@ -292,7 +296,7 @@ def pair(tmp_path_factory):
 
 def test_generate_refuses_before_weights_are_read(pair, capsys, monkeypatch, tmp_path):
     models = load_pair(*pair, dtype="float32").models
-    limit = memory_budget(models, sized(2, 1024, "float32")).total
+    limit = memory_budget(models, sized(2, 1024)).total
     monkeypatch.setattr(memory, "device_memory", lambda: limit)
     asked, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n" + '{"prompt_ids": [4]}\n')

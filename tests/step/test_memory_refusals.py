@@ -77,7 +77,7 @@ def test_benchmark_counts_the_prompts_that_a_real_pair_decodes(tmp_path, monkeyp
         prompts=((1, 2, 3), (4,) * 90), max_new_tokens=3000, stop_token_ids=(),
     )  # fmt: skip
     models = benchmark_case.task_models(task)
-    step = memory.Shape.of(4, 256, "float32")
+    step = memory.Shape.of(4, 256)
     limit = memory.memory_budget(models, step).total
     monkeypatch.setattr(benchmark_case, "device_memory", lambda: limit)
     monkeypatch.setattr(memory, "device_memory", lambda: limit)

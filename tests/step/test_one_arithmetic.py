@@ -43,6 +43,7 @@ MOE = MoeSpec(
 
 def pair_of(dtype: str = "float32", **target) -> Pair:
     configs = target_config(**target), drafter_config(block_size=WIDTH)
+    configs = [replace(config, dtype=dtype) for config in configs]
     params = [random_params(config, seed) for seed, config in enumerate(configs)]
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     models = Models(Target(configs[0]), Drafter(configs[1]), WIDTH)
@@ -55,8 +56,7 @@ def narrow(pair: Pair, width: int) -> Pair:
 
 def texts(pair: Pair, batch: int, asked, capacity=256, chunk=128, replay=None, new=NEW):
     """The digests of prompts, `batch` of them at a time."""
-    dtype = str(pair.params.target["embedding"].dtype)
-    shape = Shape.of(batch, capacity, dtype, chunk=chunk)
+    shape = Shape.of(batch, capacity, chunk=chunk)
     executable = compile_executable(pair.models, pair.params, shape)
     found = []
     for i in range(0, len(asked), batch):

@@ -121,7 +121,7 @@ def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
     width, wrapped = both.models.block_size, 0
     # A chunk that no other test takes: what is compiled does not know of the patched constant.
     chunk = 48 + width
-    shape = Shape(1, CAPACITY, chunk, 16, "float32")
+    shape = Shape(1, CAPACITY, chunk, 16)
     sizes = {c.k.shape[1] for c in new_state(both.models, shape).drafter_cache if c.wraps}
     assert sizes == {window + width - 1} and window + width - 1 < chunk
     for case in record(folder)["cases"]:

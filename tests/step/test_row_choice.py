@@ -116,7 +116,7 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
     want = generate(pair, asked, max_new_tokens=40)
     found = generate(auto, asked, max_new_tokens=40)
     assert [g.token_ids for g in found] == [g.token_ids for g in want]
-    shape = Shape.of(2, 256, "float32")
+    shape = Shape.of(2, 256)
     chosen = programs_for(auto.models, pair.params, shape)
     assert isinstance(chosen, ChosenRows) and set(chosen.ms) == {2, 4, 16}
     assert all(0 < ms < 1000 for ms in chosen.ms.values()), chosen.ms
@@ -126,7 +126,7 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
 
 
 def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
-    models, shape, counts = pair_of().models, Shape.of(2, 256, "float32"), []
+    models, shape, counts = pair_of().models, Shape.of(2, 256), []
 
     def measure() -> dict[int, float]:
         counts.append(1)

@@ -97,7 +97,7 @@ def test_a_budget_changes_no_bit_of_the_text(asked):
 
 def after(pair: Pair, asked, legs):
     """The state after legs of (rows, whether drafts are accepted, steps), and its report."""
-    shape, batch = Shape.of(len(asked), 256, "float32"), len(asked)
+    shape, batch = Shape.of(len(asked), 256), len(asked)
     pairs = [budgeted(pair, rows) for rows, _, _ in legs]
     programs = [compile_programs(own.models, own.params, shape) for own in pairs]
     state, report = new_state(pairs[0].models, shape), None

@@ -94,7 +94,7 @@ def start() -> State:
     What a prefill leaves does not depend on the draft rule, and its filters are replaced.
     """
     models, params = pair()
-    shape = Shape(1, 12, 4, 1, "float32")
+    shape = Shape(1, 12, 4, 1)
     request = make_request(
         shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
     )

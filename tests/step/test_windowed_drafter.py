@@ -57,7 +57,7 @@ def test_any_windowed_drafter_gives_the_oracles_tokens(sights, version):
 
 def drafted(pair, sizes, rounds: int = 60) -> np.ndarray:
     """Keys and values of the text's last rows, after some steps."""
-    shape = Shape(2, 512, 48, 16, "float32")
+    shape = Shape(2, 512, 48, 16)
     state = new_state(pair.models, shape)
     admit = jax.jit(partial(prefill, pair.models, shape.chunk))
     for slot, prompt in enumerate(prompts(2, seed=6, low=70, high=150)):
