@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from jflash.bench.floors import Rates, Work, add, draft_work, floor_seconds, verify_work
 from jflash.bench.step_time import Window
 from jflash.programs import Shape
@@ -26,15 +24,13 @@ class Clock:
     rates: Rates
 
     def verify_work(self, width: int, experts: float | None = None) -> Work:
-        size = jnp.dtype(self.models.dtype).itemsize
         target = self.models.target.config
-        return verify_work(target, self.shape.batch, width, self.window.context, size, experts)
+        return verify_work(target, self.shape.batch, width, self.window.context, experts)
 
     def draft_work(self, width: int) -> Work:
         assert self.models.drafter is not None
-        size = jnp.dtype(self.models.dtype).itemsize
         drafter = self.models.drafter.config
-        return draft_work(drafter, self.shape.batch, width, self.window.context, size)
+        return draft_work(drafter, self.shape.batch, width, self.window.context)
 
     def step_work(self, width: int, experts: float | None = None) -> Work:
         return add(self.verify_work(width, experts), self.draft_work(width))

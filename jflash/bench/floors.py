@@ -7,7 +7,7 @@ two rates and never looks them up. It knows nothing of how the step is implement
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash.config import (
-    DecoderConfig,
     Drafter2Config,
     DrafterConfig,
     MoeSpec,
     TargetConfig,
 )
+from jflash.leaves import Leaf
 from jflash.models.params import abstract_params, decoding_params
 
 
@@ -67,61 +67,56 @@ def verify_work(
     batch: int,
     width: int,
     context: float,
-    itemsize: int,
     experts_read: float | None = None,
 ) -> Work:
     """The target over [batch, width] rows that follow `context` tokens each.
 
-    Width 1 is plain decoding. `itemsize` is the bytes of a weight and of a cache entry.
-    `experts_read` is a layer's measured count; without it, the expectation if every row drew its
-    experts evenly and independently.
+    Width 1 is plain decoding. `experts_read` is a layer's measured count; without it, the
+    expectation if every row drew its experts evenly and independently.
     """
-    head = target.vocab_size * target.hidden_size
-    weights = _matrices(target) + head
-    attention = _attention(target, batch, width, context)
-    work = _products(weights, batch * width, itemsize, attention)
-    return add(work, *_experts(target, batch * width, itemsize, experts_read))
+    leaves, rows = abstract_params(target), batch * width
+    head = leaves.get("head", leaves["embedding"])
+    return add(
+        _products([*_matrices(leaves), head], rows),
+        _attention(target, batch, width, context),
+        *_experts(target, leaves, rows, experts_read),
+    )
 
 
-def draft_work(
-    drafter: DrafterConfig, batch: int, width: int, context: float, itemsize: int
-) -> Work:
+def draft_work(drafter: DrafterConfig, batch: int, width: int, context: float) -> Work:
     """The drafter over the block, the head over all rows but the anchor's, and the context K/V.
 
     It reads only its candidates' rows of a DFlash 2 drafter's codebooks.
     """
-    c, leaves = drafter, decoding_params(drafter)
-    head = c.vocab_size * c.hidden_size
-    fc = leaves["fc"]["kernel"].size
-    columns = sum(mixer.kv_width for mixer in c.mixers)
-    context_kv, context_rows = leaves["context_kernel"].size, batch * width * columns
-    places = batch * (width - 1)
-    drafts = _products(head, places, itemsize, (0.0, 0.0))
+    c, leaves, rows = drafter, decoding_params(drafter), batch * width
+    places, columns = batch * (width - 1), sum(mixer.kv_width for mixer in c.mixers)
+    head = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"), dtype=c.dtype)
+    works = [
+        _products([*_matrices(leaves), leaves["fc"]["kernel"], leaves["context_kernel"]], rows),
+        _attention(c, batch, width, context),
+        _entries(c, float(rows * columns), 0.0),
+        _products([head], places),
+    ]
     if isinstance(c, Drafter2Config):
         selector = leaves["candidate_selector"]["hidden_projection"]["kernel"]
-        rows = 2.0 * places * c.selector_top_k * c.selector_rank
-        scores = (rows, rows * c.selector_top_k)
-        drafts = add(drafts, _products(selector.size, places, itemsize, scores))
-    return add(
-        _products(_matrices(c), batch * width, itemsize, _attention(c, batch, width, context)),
-        drafts,
-        _products(fc + context_kv, batch * width, itemsize, (float(context_rows), 0.0)),
-    )
+        looked_up = places * c.selector_top_k * c.selector_rank
+        works.append(_products([selector], places))
+        works.append(_entries(c, 2.0 * looked_up, 2.0 * looked_up * c.selector_top_k))
+    return add(*works)
 
 
 def add(*works: Work) -> Work:
     return Work(*map(sum, zip(*works, strict=True)))
 
 
-def _matrices(c: TargetConfig | DrafterConfig) -> int:
-    """Entries of all layers' matrices but the experts' and their routers'."""
-    layers = {name: x for name, x in abstract_params(c).items() if name.startswith("layers_")}
-    leaves = jax.tree_util.tree_flatten_with_path(layers)[0]
-    return sum(
-        leaf.size
-        for path, leaf in leaves
+def _matrices(leaves: dict) -> list[Leaf]:
+    """All layers' matrices but the experts' and their routers'."""
+    layers = {name: x for name, x in leaves.items() if name.startswith("layers_")}
+    return [
+        leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(layers)[0]
         if path[-1].key == "kernel" and "experts" not in leaf.axes
-    )
+    ]
 
 
 def expected_experts(moe: MoeSpec, rows: int) -> float:
@@ -132,22 +127,23 @@ def expected_experts(moe: MoeSpec, rows: int) -> float:
     return moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** rows)
 
 
-def _experts(c: TargetConfig, rows: int, itemsize: int, read: float | None) -> list[Work]:
+def _experts(c: TargetConfig, leaves: dict, rows: int, read: float | None) -> Iterator[Work]:
     """Routers and experts: `read` experts are read, and every row computes its k experts."""
-    works = []
     for i, moe in zip(c.sparse_layers, c.experts, strict=True):
-        leaves = abstract_params(c)[f"layers_{i}"]["mlp"]
+        mlp = leaves[f"layers_{i}"]["mlp"]
         touched = expected_experts(moe, rows) if read is None else read
-        router, *sizes = (leaves[name]["kernel"].size for name in ("router", "gate_up", "down"))
-        expert = sum(sizes) / moe.num_experts
-        read_bytes = (router + touched * expert) * itemsize
-        computed = 2.0 * (router + moe.experts_per_token * expert) * rows
-        works.append(Work(read_bytes, computed, 0.0, 0.0))
-    return works
+        every = _products([mlp["gate_up"]["kernel"], mlp["down"]["kernel"]], rows)
+        yield _products([mlp["router"]["kernel"]], rows)
+        yield Work(
+            every.weight_bytes * touched / moe.num_experts,
+            every.weight_operations * moe.experts_per_token / moe.num_experts,
+            0.0,
+            0.0,
+        )
 
 
-def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tuple[float, float]:
-    """Entries of keys and values read or written, and operations of scores and sums.
+def _attention(c: TargetConfig | DrafterConfig, batch: int, width: int, context: float) -> Work:
+    """Keys and values read or written, and operations of scores and sums.
 
     Keys older than a layer's window are not read.
     """
@@ -157,17 +153,18 @@ def _attention(c: DecoderConfig, batch: int, width: int, context: float) -> tupl
         rows = batch * (seen + width)
         entries += rows * mixer.kv_width
         operations += rows * width * 4.0 * mixer.num_heads * mixer.head_dim
-    return entries, operations
+    return _entries(c, entries, operations)
 
 
-def _products(weights: int, rows: int, itemsize: int, attention: tuple[float, float]) -> Work:
-    entries, operations = attention
-    return Work(
-        float(weights * itemsize),
-        2.0 * weights * rows,
-        float(entries * itemsize),
-        float(operations),
-    )
+def _products(leaves: Sequence[Leaf], rows: int) -> Work:
+    """Leaves that are read once and multiplied by every row."""
+    sizes, read = sum(leaf.size for leaf in leaves), sum(leaf.nbytes for leaf in leaves)
+    return Work(float(read), 2.0 * sizes * rows, 0.0, 0.0)
+
+
+def _entries(c: TargetConfig | DrafterConfig, entries: float, operations: float) -> Work:
+    """Numbers in the model's dtype that no product of weights reads."""
+    return Work(0.0, 0.0, float(entries * jnp.dtype(c.dtype).itemsize), operations)
 
 
 def measure_rates(dtype: str) -> dict[str, float]:

@@ -39,6 +39,10 @@ def tiny() -> tuple[Models, Params]:
     return models, Params(target, with_context_kernel(models.drafter, drafter))
 
 
+def in_bfloat16(name: str):
+    return [replace(config, dtype="bfloat16") for config in model_shape(name)]
+
+
 @pytest.mark.parametrize(
     ("name", "entries"),
     [("qwen3-8b", 8_190_735_360), ("qwen3-4b", 4_022_468_096), ("llama-3.1-8b", 8_030_261_248)],
@@ -50,14 +54,14 @@ def test_shapes_have_the_published_sizes(name, entries):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
-    target, drafter = model_shape(name)
+    target, drafter = in_bfloat16(name)
     leaves = jax.tree.leaves(abstract_params(target))
     matrices = sum(x.size for x in leaves if len(x.stored) == 2)
     matrices -= 0 if target.tie_embeddings else target.vocab_size * target.hidden_size
     experts = sum(x.size for x in leaves if len(x.stored) == 3)
     shares = {moe.experts_per_token / moe.num_experts for moe in target.experts} or {0}
     (chosen,) = shares
-    work = verify_work(target, 2, 4, 100.0, 2)
+    work = verify_work(target, 2, 4, 100.0)
     read = 1 - (1 - chosen) ** 8  # by one of 8 rows or more
     assert work.weight_bytes == pytest.approx(2 * (matrices + read * experts), rel=1e-12)
     assert work.weight_operations == pytest.approx(2 * 8 * (matrices + chosen * experts), rel=1e-12)
@@ -67,31 +71,29 @@ def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
     matrices = sum(x.size for x in leaves if len(x.stored) == 2 and x.shape != codebooks)
     head = target.vocab_size * target.hidden_size
     twice = drafter.hidden_size * sum(mixer.kv_width for mixer in drafter.mixers)
-    assert draft_work(drafter, 1, 8, 100.0, 2).weight_bytes == 2 * (matrices + head + twice)
+    assert draft_work(drafter, 1, 8, 100.0).weight_bytes == 2 * (matrices + head + twice)
 
 
 def test_the_floors_of_the_goals():
-    target, drafter = model_shape("qwen3-8b")
+    target, drafter = in_bfloat16("qwen3-8b")
 
     def floor(batch: int, context: float) -> float:
-        work = add(
-            verify_work(target, batch, 16, context, 2), draft_work(drafter, batch, 16, context, 2)
-        )
+        work = add(verify_work(target, batch, 16, context), draft_work(drafter, batch, 16, context))
         return 1e3 * floor_seconds(work, H200)
 
     found = [floor(1, 1024.0), floor(8, 1024.0), floor(32, 1024.0), floor(1, 32768.0)]
     np.testing.assert_allclose(found, [4.5, 4.8, 13.3, 5.8], atol=0.15)
-    plain = 1e3 * floor_seconds(verify_work(target, 1, 1, 1024.0, 2), H200)
+    plain = 1e3 * floor_seconds(verify_work(target, 1, 1, 1024.0), H200)
     assert plain == pytest.approx(3.66, abs=0.03)
 
 
 def test_behind_a_window_nothing_is_read():
-    full, near = (model_shape(name).drafter for name in ("qwen3-8b", "qwen3-8b-window"))
+    full, near = (in_bfloat16(name)[1] for name in ("qwen3-8b", "qwen3-8b-window"))
     for context, read in ((1000.0, 5 * 1000), (32768.0, 4 * 2047 + 32768)):
-        work = draft_work(near, 2, 16, context, 2)
-        written = draft_work(full, 2, 16, 0.0, 2).attention_bytes
+        work = draft_work(near, 2, 16, context)
+        written = draft_work(full, 2, 16, 0.0).attention_bytes
         assert work.attention_bytes - written == 2 * read * 2 * 8 * 128 * 2
-        assert work.weight_bytes == draft_work(full, 2, 16, context, 2).weight_bytes
+        assert work.weight_bytes == draft_work(full, 2, 16, context).weight_bytes
 
 
 def test_operations_agree_with_the_compilers_count():
@@ -102,7 +104,7 @@ def test_operations_agree_with_the_compilers_count():
     step = jax.jit(lambda p, s: speculative_step(models, p, s)).lower(params, state).compile()
     target, drafter = models.target.config, models.drafter.config
     work = add(
-        verify_work(target, 2, 8, 512.0 - 8, 4), draft_work(drafter, 2, 8, 512.0 - 8, 4)
+        verify_work(target, 2, 8, 512.0 - 8), draft_work(drafter, 2, 8, 512.0 - 8)
     )  # fmt: skip
     assert work.operations == pytest.approx(step.cost_analysis()["flops"], rel=0.1)
 
