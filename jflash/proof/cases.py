@@ -1,6 +1,6 @@
 """The pairs that the lossless check decodes, their prompts, and the fault that it must catch.
 
-The fault is a target that only this file can make: no backend of its name exists to be asked for.
+The fault is a target that only this file can make: no backend has its name.
 """
 
 import functools
@@ -43,10 +43,10 @@ FAULT_CAPACITY, SPLITS = 4096, 4
 
 
 class Case(NamedTuple):
-    """A pair, a second drafter for it, and what it is asked."""
+    """A pair, a second drafter for it, and the prompts that it decodes."""
 
     name: str
-    drafters: tuple[str, str]  # what its own drafter and the other one are
+    drafters: tuple[str, str]  # names of its drafter and of the second one
     models: Models
     params: Params
     other_drafter: Params  # the same target
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch: int) -> Case:
-    """One of PAIRS, ready to decode. `backends`: fields of Models; others are jflash's own choice.
+    """One of PAIRS, ready to decode; jflash chooses the kernels that `backends` does not name.
 
     Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
     weight is made or read, if a backend cannot run here or `batch` sequences take more memory than
@@ -93,40 +93,30 @@ def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Cas
         return [encode_prompt(tokenizer, str(drawn[i % len(drawn)])) for i in range(count)]
 
     return Case(
-        name="tiny-math",
-        drafters=("trained drafter", "random drafter"),
-        models=pair.models,
-        params=pair.params,
-        other_drafter=Params(pair.params.target, other),
-        prompts=prompts,
-        stops=stop_token_ids(EMBEDDED / "target", tokenizer),
-        max_new_tokens=320,
-    )
+        "tiny-math", ("trained drafter", "random drafter"), pair.models, pair.params,
+        other_drafter=Params(pair.params.target, other), prompts=prompts,
+        stops=stop_token_ids(EMBEDDED / "target", tokenizer), max_new_tokens=320,
+    )  # fmt: skip
 
 
 def _random_weights(name: str, dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
     """Random weights of a published shape and two random drafters, on random prompts.
 
     Its greedy text does not run into loops: with norms of 1 attention is broad, so every new token
-    changes what all later ones see. Windows are cut so that texts of this length pass them.
+    changes the input of all later ones. Windows are cut so that texts of this length exceed them.
     """
     target, drafter = model_shape(name)
-    near = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
-    drafter = drafter.attending(*near)
-    models = Models(Target(target), drafter_of(drafter), drafter.block_size)
-    models = suited(models)
+    cut_windows = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
+    drafter = drafter.attending(*cut_windows)
+    models = suited(Models(Target(target), drafter_of(drafter), drafter.block_size))
     target, drafter = models.configs
     weights = random_weights([target, drafter, drafter])
     return Case(
-        name=name,
-        drafters=("random drafter", "another random drafter"),
-        models=models,
-        params=Params(weights[0], weights[1]),
+        name, ("random drafter", "another random drafter"), models, Params(weights[0], weights[1]),
         other_drafter=Params(weights[0], weights[2]),
         prompts=lambda count, seed: random_prompts(target.vocab_size, count, seed),
-        stops=[],
-        max_new_tokens=MOST_NEW_TOKENS,
-    )
+        stops=[], max_new_tokens=MOST_NEW_TOKENS,
+    )  # fmt: skip
 
 
 def random_prompts(
@@ -138,22 +128,22 @@ def random_prompts(
 
 
 def case_shape(case: Case, batch: int) -> Shape:
-    """Room for the longest prompt and answer."""
+    """A shape for the longest prompt and answer."""
     width = case.models.block_size
     capacity = capacity_for(LONGEST_PROMPT, MOST_NEW_TOKENS, width, PREFILL_CHUNK)
     return Shape.of(batch, capacity)
 
 
 def fault_shape() -> Shape:
-    """Two long contexts."""
+    """A shape for two long contexts."""
     return Shape.of(2, FAULT_CAPACITY)
 
 
 class SplitByLength(NamedTuple):
-    """Block attention that splits the KV axis relative to the sequence's length, SPLITS even parts.
+    """Block attention that splits the keys of a sequence, whatever its length, into SPLITS parts.
 
-    Right up to rounding, and what many decoding kernels do. A token's bits then depend on where the
-    block that verified it began.
+    It is right up to rounding, and many decoding kernels work so. A token's bits then depend on
+    where the block that verified it began.
     """
 
     block: Block
@@ -177,9 +167,9 @@ def attend_by_length(
     widths: Int[Array, " B"],
     part: Int[Array, "#B S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal block attention, part by part, each with its own softmax, then combined.
+    """Causal block attention by parts of the keys, a softmax for each, then combined.
 
-    `part` is the part of each slot, by default SPLITS even ones of what is live: the fault.
+    `part` is the part of each slot. The default is the fault: SPLITS even parts of the live slots.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
@@ -188,25 +178,19 @@ def attend_by_length(
     visible = used[:, None, :] & (in_block[:, None, :] <= jnp.arange(T)[None, :, None])
     if part is None:
         part = jnp.arange(S)[None, :] // -(-(lengths + widths) // SPLITS)[:, None]
-    scores = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k,
-        precision="highest", preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    how = {"precision": "highest", "preferred_element_type": jnp.float32}
+    einsum = functools.partial(jnp.einsum, **how)
+    scores = einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k)
     live = jnp.where(used[:, :, None, None], v, 0)
     tops, totals, outs = [], [], []
     for i in range(SPLITS):
-        own = (visible & (part == i)[:, None, :])[:, None, None]
-        masked = jnp.where(own, scores * H**-0.5, -jnp.inf)
+        in_part = (visible & (part == i)[:, None, :])[:, None, None]
+        masked = jnp.where(in_part, scores * H**-0.5, -jnp.inf)
         top = jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), -1e30)  # finite in empty parts
         weights = jnp.exp(masked - top)
         tops.append(top)
         totals.append(jnp.sum(weights, axis=-1, keepdims=True))
-        outs.append(
-            jnp.einsum(
-                "BKGTS,BSKH->BKGTH", weights.astype(v.dtype), live,
-                precision="highest", preferred_element_type=jnp.float32,
-            )
-        )  # fmt: skip
+        outs.append(einsum("BKGTS,BSKH->BKGTH", weights.astype(v.dtype), live))
     largest = jnp.max(jnp.stack(tops), axis=0)
     scales = [jnp.exp(top - largest) for top in tops]
     out = sum(o * s for o, s in zip(outs, scales, strict=True))

@@ -1,7 +1,7 @@
 """The lossless check of one pair at one batch size, and of the fault that it must catch.
 
-All modes decode the same tasks through one executable and are compared with its oracle. Knows
-nothing of the command line; thresholds over several checks are scripts/check_lossless.py's.
+All modes decode the same tasks through one executable and are compared with its oracle. This file
+does not know the command line, which holds the thresholds over several checks.
 """
 
 import math
@@ -48,7 +48,7 @@ class Plan:
     """How much is decoded."""
 
     tokens: int  # the oracle's, at least
-    replays: int  # of each task, each with wrong tokens of its own
+    replays: int  # of each task, each with other wrong tokens
     seed: int
     dtype: str
     width_1: bool  # decode at width 1 as well
@@ -57,7 +57,7 @@ class Plan:
 def replays_needed(tokens: int, width: int, minimum: int) -> int:
     """Replays of a text of `tokens` tokens until every acceptance length came `minimum` times.
 
-    With some to spare: four standard deviations, and a tenth for steps that a limit cuts.
+    There are some to spare: four standard deviations, and a tenth for steps that a limit cuts.
     """
     right = 1 - CORRUPTION
     rarest = min(right ** (width - 1), right ** (width - 2) * CORRUPTION)
@@ -67,7 +67,7 @@ def replays_needed(tokens: int, width: int, minimum: int) -> int:
 
 
 def modes_of(case: Case, text: Array, replays: int, key: Array) -> Iterator[Mode]:
-    """Everything that must equal the oracle, whose tokens are `text`; replays are made as asked."""
+    """The modes that must equal the oracle, whose tokens are `text`."""
     yield Mode(case.drafters[0], case.params)
     yield Mode(case.drafters[1], case.other_drafter, own_drafter=False)
     vocabulary = case.models.target.config.vocab_size
@@ -79,7 +79,7 @@ def modes_of(case: Case, text: Array, replays: int, key: Array) -> Iterator[Mode
 def check_batch(
     case: Case, batch: int, plan: Plan, progress: Callable[[int], Any]
 ) -> tuple[dict[str, Any], set[int]]:
-    """One pair at one batch size: what was compared and found, and the tokens that occurred."""
+    """One pair at one batch size: the comparisons' result, and the tokens that occurred."""
     begin = time.perf_counter()
     executable = compile_executable(case.models, case.params, case_shape(case, batch))
     narrow = compile_narrow(executable, case.params) if plan.width_1 else None
@@ -99,14 +99,12 @@ def check_batch(
         not_top += int(reference.evidence.not_top.sum())
         key = jax.random.key(task_seed(plan.seed, batch, rounds))
         for mode in modes_of(case, reference.sequences.tokens, plan.replays, key):
-            run = decode(executable, mode, task)
-            found = differences(executable, reference, mode, run, task)
+            found, lengths, counts = decode_and_compare(executable, reference, mode, task)
+            totals.setdefault(mode.name, Counter()).update(counts)
             if found.total and first is None:
                 first = first_difference(executable, oracle, mode, task, found)
                 first |= {"pair": case.name, "batch": batch, "round": rounds}
-            lengths = acceptance_lengths(run)
-            add_counts(totals.setdefault(mode.name, Counter()), run, task, found, lengths)
-            if mode.text is not None:  # a last step may be cut by its limit
+            if mode.text is not None:  # a limit may cut a last step
                 whole = np.concatenate([steps[:-1] for steps in lengths])
                 histogram += np.bincount(whole, minlength=width + 1)[1:]
         if narrow is not None:
@@ -141,7 +139,7 @@ def task_seed(seed: int, batch: int, number: int) -> int:
 
 
 def next_task(case: Case, batch: int, plan: Plan, number: int, wanted: int) -> Task:
-    """Prompts of their own for every task, and no more new tokens than are still wanted."""
+    """Other prompts for every task, and no more new tokens than are still wanted."""
     prompts = case.prompts(batch, task_seed(plan.seed, batch, number))
     new = min(case.max_new_tokens, max(2 * case.models.block_size, -(-wanted // batch)))
     return Task(prompts, Decoding(max_new_tokens=new, stop_token_ids=tuple(case.stops)))
@@ -155,38 +153,37 @@ def new_tokens(run: Run, task: Task) -> list[np.ndarray]:
 
 def acceptance_lengths(run: Run) -> list[np.ndarray]:
     """Tokens committed by each step of each sequence."""
-    lengths, steps = (
-        np.asarray(run.sequences.acceptance_lengths),
-        np.asarray(run.sequences.steps),
-    )
-    return [lengths[b, : steps[b]] for b in range(len(steps))]
+    lengths, steps = np.asarray(run.sequences.acceptance_lengths), run.sequences.steps
+    return [row[:count] for row, count in zip(lengths, steps.tolist(), strict=True)]
 
 
-def add_counts(
-    total: Counter[str], run: Run, task: Task, found: Found, lengths: list[np.ndarray]
-) -> None:
-    """What was compared in a run, and what of it differed."""
+def decode_and_compare(
+    executable: Executable, reference: Run, mode: Mode, task: Task
+) -> tuple[Found, list[np.ndarray], dict[str, int]]:
+    """A mode's differences from the oracle, its acceptance lengths, and counts of both."""
+    run = decode(executable, mode, task)
+    found, lengths = differences(executable, reference, mode, run, task), acceptance_lengths(run)
     ends = np.asarray(run.sequences.length)
     by_kind = Counter()
     for thing, count in zip(found.things, found.count, strict=True):
         by_kind[thing.split(" of ")[0]] += count
-    total.update(
-        runs=1,
-        steps=sum(map(len, lengths)),
-        tokens=int((ends - task.prompt_lengths).sum()),
-        logits_rows=int((ends - task.prompt_lengths - 1).sum()),
-        kv_rows=int((ends - 1).sum()),
-        differing_tokens=by_kind["tokens"],
-        differing_logits_rows=by_kind["logits"],
-        differing_target_kv_rows=by_kind["target K/V"],
-        differing_context_kv_rows=by_kind["context K/V"],
-    )
+    return found, lengths, {
+        "runs": 1,
+        "steps": sum(map(len, lengths)),
+        "tokens": int((ends - task.prompt_lengths).sum()),
+        "logits_rows": int((ends - task.prompt_lengths - 1).sum()),
+        "kv_rows": int((ends - 1).sum()),
+        "differing_tokens": by_kind["tokens"],
+        "differing_logits_rows": by_kind["logits"],
+        "differing_target_kv_rows": by_kind["target K/V"],
+        "differing_context_kv_rows": by_kind["context K/V"],
+    }  # fmt: skip
 
 
 def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
-    """Long contexts, by the case's own attention and by one that splits the KV axis by length.
+    """Long contexts, by the case's attention and by one that splits the keys by length.
 
-    The first must show no difference between replay and oracle, the second must show one.
+    The first must show no difference between replay and oracle, and the second must show one.
     """
     config, width = case.models.target.config, case.models.block_size
     shape = fault_shape()
@@ -217,9 +214,6 @@ def compare_replay(executable: Executable, case: Case, task: Task, seed: int) ->
     vocabulary = case.models.target.config.vocab_size
     wrong = corrupted(reference.sequences.tokens, jax.random.key(seed), vocabulary)
     replay = Mode("replay", case.params, text=wrong)
-    run = decode(executable, replay, task)
-    found = differences(executable, reference, replay, run, task)
-    counts: Counter[str] = Counter()
-    add_counts(counts, run, task, found, acceptance_lengths(run))
+    found, _, counts = decode_and_compare(executable, reference, replay, task)
     first = first_difference(executable, oracle, replay, task, found) if found.total else None
     return {"differences": found.total, **counts, "first_difference": first}

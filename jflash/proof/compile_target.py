@@ -1,7 +1,7 @@
 """Compiles for an NVIDIA GPU on a machine that has none, and keeps what the compiler leaves.
 
 XLA needs only a device's published numbers: the plugin holds the whole compiler and assembler.
-Nothing is timed, so matrix products get XLA's default tiling where a real device would try several.
+Nothing is timed, so matrix products get XLA's default tiling where a real device tries several.
 This file knows no model; `jflash.proof.gates` says what a program must show.
 
 Needs JAX's CUDA plugin (the `test` extra) and JAX_PLATFORMS=cpu, without which the plugin looks for
@@ -15,9 +15,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -28,8 +27,7 @@ from jflash.proof.gates import Program
 Options = Mapping[str, str | bool | int]  # XLA flags without their dashes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """A GPU as its data sheet and CUDA's table of compute capabilities give it; sizes in bytes."""
 
     name: str
@@ -46,50 +44,26 @@ class Part:
 
 
 H200 = Part(
-    name="NVIDIA H200",
-    capability=(9, 0),
-    cores=132,
-    lanes_per_core=128,
-    threads_per_core=2048,
-    shared_memory_per_core=233472,
-    shared_memory_per_block=232448,
-    l2_cache=52428800,
-    memory=141_000_000_000,
-    bandwidth=4_800_000_000_000,
-    clock_ghz=1.98,
-)
+    "NVIDIA H200", capability=(9, 0), cores=132, lanes_per_core=128, threads_per_core=2048,
+    shared_memory_per_core=233472, shared_memory_per_block=232448, l2_cache=52428800,
+    memory=141_000_000_000, bandwidth=4_800_000_000_000, clock_ghz=1.98,
+)  # fmt: skip
 A100 = Part(
-    name="NVIDIA A100-SXM4-80GB",
-    capability=(8, 0),
-    cores=108,
-    lanes_per_core=64,
-    threads_per_core=2048,
-    shared_memory_per_core=167936,
-    shared_memory_per_block=166912,
-    l2_cache=41943040,
-    memory=80_000_000_000,
-    bandwidth=2_039_000_000_000,
-    clock_ghz=1.41,
-)
+    "NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, lanes_per_core=64,
+    threads_per_core=2048, shared_memory_per_core=167936, shared_memory_per_block=166912,
+    l2_cache=41943040, memory=80_000_000_000, bandwidth=2_039_000_000_000, clock_ghz=1.41,
+)  # fmt: skip
 L4 = Part(
-    name="NVIDIA L4",
-    capability=(8, 9),
-    cores=58,
-    lanes_per_core=128,
-    threads_per_core=1536,
-    shared_memory_per_core=102400,
-    shared_memory_per_block=101376,
-    l2_cache=50331648,
-    memory=24_000_000_000,
-    bandwidth=300_000_000_000,
-    clock_ghz=2.04,
-)
+    "NVIDIA L4", capability=(8, 9), cores=58, lanes_per_core=128, threads_per_core=1536,
+    shared_memory_per_core=102400, shared_memory_per_block=101376, l2_cache=50331648,
+    memory=24_000_000_000, bandwidth=300_000_000_000, clock_ghz=2.04,
+)  # fmt: skip
 
 
 def description(part: Part) -> str:
     """The part as the text form of XLA's GpuTargetConfigProto."""
     major, minor = part.capability
-    # wgmma and TMA belong to sm_90a, which is not what plain 9.0 means.
+    # wgmma and TMA belong to sm_90a, which plain 9.0 leaves out.
     features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
     return f"""
 gpu_device_info {{
@@ -155,13 +129,9 @@ def lower_for(
 
 
 def compile_for(
-    part: Part,
-    fn: Callable,
-    *args: Any,
-    donate: Sequence[int] = (),
-    options: Options | None = None,
+    part: Part, fn: Callable, *args: Any, donate: Sequence[int] = (), options: Options | None = None
 ) -> jax.stages.Compiled:
-    """`lower_for`'s program compiled; `options` hold for this program alone."""
+    """Compiles what `lower_for` gives; `options` hold for this program only."""
     lowered = lower_for(part, fn, *args, donate=donate)
     with jax.sharding.use_abstract_mesh(device_mesh(part).abstract_mesh):
         return lowered.compile(compiler_options=dict(options or {}))
@@ -170,8 +140,8 @@ def compile_for(
 def inspect(compile: Callable[[Options], jax.stages.Compiled]) -> Program:
     """What a compilation leaves, for `jflash.proof.gates`; `compile` must use the options.
 
-    Works for a described device and for a real one alike. RuntimeError if nothing was compiled,
-    as with a program that JAX took from its compilation cache.
+    The device may be described or real. RuntimeError if nothing was compiled, as with a program
+    that JAX took from its compilation cache.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -190,15 +160,15 @@ def inspect(compile: Callable[[Options], jax.stages.Compiled]) -> Program:
             )
         thunks, assembler = (f.read_text(encoding="utf-8") for f in (files[0], log))
         memory = compiled.memory_analysis()
-    assert memory is not None  # a CPU may not say, a GPU does
+    assert memory is not None  # of a GPU's program; a CPU's may have none
     return Program(hlo, thunks, memory.temp_size_in_bytes, assembler)
 
 
 @contextlib.contextmanager
 def _assembler_prints_to(log: Path) -> Iterator[None]:
-    """Has ptxas report on Mosaic GPU's kernels, and sends this process's standard output to `log`.
+    """Lets ptxas report on Mosaic GPU's kernels, and sends this process's standard output to `log`.
 
-    The report is printed by C++ and so has to be caught below Python's own standard output.
+    C++ prints the report, so it has to be caught below Python's standard output.
     """
     variable = "MOSAIC_GPU_DUMP_PTXAS"
     before = os.environ.get(variable)

@@ -1,6 +1,7 @@
-"""In what a mode's run differs from the oracle's, bit for bit, and the first difference in full.
+"""Where a mode's run differs from the oracle's, bit for bit, and the first difference in full.
 
-Both modes are decoded again for that one, to look at whole rows of logits, which no run keeps.
+Both modes decode again for the first difference, which shows whole rows of logits: no run keeps
+them.
 Axes: B batch, S capacity, F the things compared.
 """
 
@@ -29,7 +30,7 @@ class Differences(NamedTuple):
 
 
 def compared_things(models: Models, own_drafter: bool) -> list[str]:
-    """What `compare` compares, in the order of its rows."""
+    """The names of `compare`'s rows, in their order."""
     things = ["tokens", "logits"]
     things += [f"target K/V of layer {i}" for i in range(models.target.config.num_layers)]
     if own_drafter and models.drafter is not None:
@@ -41,29 +42,28 @@ def compared_things(models: Models, own_drafter: bool) -> list[str]:
 def compare(
     one: Run, other: Run, prompt_lengths: Int[Array, " B"], own_drafter: bool, block_size: int
 ) -> Differences:
-    """Tokens to the end, logits of committed rows, and K/V of all tokens but the newest, as bits.
+    """Compares tokens, logits of committed rows, and K/V of all tokens but the newest, as bits.
 
-    `own_drafter`: both ran with one drafter's weights, so that its context is compared as well; of
-    a ring what the last blocks, `block_size` wide, have not overwritten.
+    With `own_drafter` both ran with one drafter's weights, so the drafter's cache is compared too;
+    in a ring, only slots that the last block cannot have overwritten.
     """
-    index = jnp.arange(one.sequences.tokens.shape[1])
-    short = jnp.minimum(one.sequences.length, other.sequences.length)[:, None]
-    long = jnp.maximum(one.sequences.length, other.sequences.length)[:, None]
-    tokens = (index < long) & ((one.sequences.tokens != other.sequences.tokens) | (index >= short))
-    a, b = one.evidence, other.evidence
+    x, y, a, b = one.sequences, other.sequences, one.evidence, other.evidence
+    index = jnp.arange(x.tokens.shape[1])
+    short = jnp.minimum(x.length, y.length)[:, None]
+    long = jnp.maximum(x.length, y.length)[:, None]
+    tokens = (index < long) & ((x.tokens != y.tokens) | (index >= short))
     logits = jnp.any(a.checksums != b.checksums, axis=-1) | (_bits(a.top) != _bits(b.top))
     filled = index < short - 1
-    pairs: list[tuple[Any, Any]] = list(
-        zip(one.state.target_cache, other.state.target_cache, strict=True)
-    )
-    if own_drafter:
-        pairs += zip(one.state.drafter_cache, other.state.drafter_cache, strict=True)
+    caches = [
+        run.state.target_cache + (run.state.drafter_cache if own_drafter else ())
+        for run in (one, other)
+    ]
 
     def differ(x: Cache, y: Cache) -> Bool[Array, "B S"]:
         rows, slots = _rows_differ(x, y), x.k.shape[1]
         return rows[:, index % slots] & (index > long + block_size - 2 - slots) if x.wraps else rows
 
-    masks = [tokens, logits, *(filled & differ(x, y) for x, y in pairs)]
+    masks = [tokens, logits, *(filled & differ(*pair) for pair in zip(*caches, strict=True))]
     capacity = index.shape[0]
     first = [jnp.where(jnp.any(m, axis=1), jnp.argmax(m, axis=1), capacity) for m in masks]
     unrecorded = [
@@ -102,14 +102,8 @@ class Found(NamedTuple):
 
 
 def differences(executable: Executable, oracle: Run, mode: Mode, run: Run, task: Task) -> Found:
-    """Everything in which a mode's run differs from the oracle's."""
-    found = compare(
-        oracle,
-        run,
-        jnp.asarray(task.prompt_lengths),
-        mode.own_drafter,
-        executable.models.block_size,
-    )
+    lengths, width = jnp.asarray(task.prompt_lengths), executable.models.block_size
+    found = compare(oracle, run, lengths, mode.own_drafter, width)
     unrecorded = int(found.unrecorded)
     assert unrecorded == 0, f"{unrecorded} committed rows left no evidence"
     things = compared_things(executable.models, mode.own_drafter)
@@ -122,7 +116,7 @@ def first_difference(
 ) -> dict[str, Any]:
     """The earliest difference, with the logits of both modes there, each decoded once more.
 
-    Where only K/V differ, the logits are those of the first row that was computed from them.
+    If only K/V differ, the logits are those of the first row that was computed from them.
     """
     sequence = int(np.argmin(found.first.min(axis=0)))
     index = int(found.first[:, sequence].min())
@@ -135,7 +129,7 @@ def first_difference(
     runs = [decode(executable, m, task, probe) for m in (oracle, mode)]
     rows = [np.asarray(run.evidence.probed[sequence]) for run in runs]
     tokens = [int(run.sequences.tokens[sequence, shown]) for run in runs]
-    with np.errstate(invalid="ignore"):  # a text that ended before has no logits here: -inf
+    with np.errstate(invalid="ignore"):  # a text that ended before it has no logits here: -inf
         apart = np.abs(rows[0] - rows[1]).max()
     return {
         "mode": mode.name,
@@ -163,7 +157,6 @@ def _number(x: Any) -> float | None:
 
 
 def difference_text(difference: dict[str, Any]) -> str:
-    """The first difference in a few lines."""
     d = difference
     things = d["differs"]
     listed = ", ".join(things[:3]) + (f" and {len(things) - 3} more" if len(things) > 3 else "")
@@ -192,5 +185,5 @@ def difference_text(difference: dict[str, Any]) -> str:
 
 
 def _text(logit: float | None) -> str:
-    """As many digits as a float32 needs to be told from its neighbours."""
+    """As many digits as distinguish a float32 from its neighbours."""
     return "none (not finite, or the text ended before)" if logit is None else f"{logit:.9g}"

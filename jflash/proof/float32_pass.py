@@ -1,9 +1,9 @@
 """A target's forward pass written a second time, in float32: short, and right by inspection.
 
-Whole texts, plain jnp at the highest precision: no module, no cache, no kernel of ours. Weights of
-any dtype become float32 where they are used. The experts of each token are given: two experts of
-nearly one probability change places with the last bit, and a pass that chose for itself would
-compute something else from there on. How good the given choice is comes back beside the logits.
+It takes whole texts in plain jnp at the highest precision, without our modules, caches and kernels.
+Weights of any dtype become float32 where they are used. The experts of each token are given: two
+experts of nearly one probability change places with the last bit, and a pass that chose them would
+compute something else from there on. The result says how good the given choice is.
 Axes: T tokens, D width, N query heads, K KV heads, G = N/K, H head dim, E experts, k of them a
 token, X layers with experts, V vocabulary.
 """
@@ -24,19 +24,14 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 class Truth(NamedTuple):
-    """What float32 says of a text."""
-
     logits: Float[Array, "R V"]  # of the tokens from `first` on
     shortfall: Float[Array, "X T"]  # router logits: the k-th best minus the least of those given
 
 
 def float32_pass(
-    config: TargetConfig,
-    params: Any,
-    tokens: Int[Array, " T"],
-    experts: Int[Array, "X T k"],
+    config: TargetConfig, params: Any, tokens: Int[Array, " T"], experts: Int[Array, "X T k"],
     first: int,
-) -> Truth:
+) -> Truth:  # fmt: skip
     """The logits of tokens `first` … of a text whose tokens go to `experts`."""
     x, given, short = _wide(params["embedding"][tokens]), iter(experts), []
     for i in range(config.num_layers):
@@ -56,7 +51,7 @@ def float32_pass(
 
 
 def _attention(spec: AttentionSpec, params: Any, x: Array, eps: float) -> Array:
-    """Causal attention of a text to itself; a window, sinks or a soft cap are not written here."""
+    """Causal attention of a text to itself, without windows, sinks and soft caps."""
     assert spec.causal and spec.window is None and spec.softcap is None and not spec.sinks
     T, N, K, H = len(x), spec.num_heads, spec.num_kv_heads, spec.head_dim
     cos, sin = (angle[0] for angle in rope_angles(jnp.arange(T)[None], spec.rope, H))

@@ -1,7 +1,7 @@
 """A given text through the program that decodes: prompts in chunks, then block after block.
 
-The passes are prefill's and verify's, with their kernels and caches; only what follows a token is
-given and not chosen. Besides logits it keeps which experts each token went to.
+The passes are prefill's and verify's, with their kernels and caches; only the next token is given
+instead of chosen. Besides logits it keeps the experts of each token.
 Axes: B batch, T tokens, W block width, R rows of the blocks, V vocabulary, X layers with experts,
 k experts a token.
 """
@@ -25,7 +25,7 @@ PROMPT, CHUNK, CAPACITY = 100, 64, 256  # the second chunk is padded, and blocks
 
 
 class Seen(NamedTuple):
-    """What a program says of a text's rows after the prompt."""
+    """A program's results for a text's rows after the prompt."""
 
     logits: Float[Array, "B R V"]
     choices: Int[Array, "B R"]  # the kernel's for the largest logit
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 def forced(models: Models, params: Any, text: Int[Array, "B T"]) -> Seen:
-    """The text through `models` of a target alone; the blocks fill the rest after PROMPT tokens."""
+    """The text through `models` without a drafter; blocks follow the first PROMPT tokens."""
     assert (text.shape[1] - PROMPT) % models.block_size == 0 and text.shape[1] <= CAPACITY
     # A prompt's chunks do not know the width: both widths take the same executable.
     caches, prompt = _prompt(replace(models, block_size=1), params, text)
@@ -43,7 +43,7 @@ def forced(models: Models, params: Any, text: Int[Array, "B T"]) -> Seen:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _prompt(models: Models, params: Any, text: Array) -> tuple[Caches, Array]:
-    """The caches of all prompts and where their tokens went, [X, B, PROMPT, k]."""
+    """The caches of all prompts, and the experts of their tokens [X, B, PROMPT, k]."""
     batch, chunks = len(text), -(-PROMPT // CHUNK)
     room = jnp.zeros((batch, chunks * CHUNK), text.dtype).at[:, :PROMPT].set(text[:, :PROMPT])
     empty = models.target.empty_states(batch, CAPACITY, CHUNK, models.dtype)

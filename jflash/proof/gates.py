@@ -1,7 +1,7 @@
-"""What the compiled step must show: pure functions over what a compilation leaves.
+"""The gates that the compiled step must pass, as pure functions over what a compilation leaves.
 
-The program is `jflash.programs.run`: one loop around the step. Each gate measures one thing and
-says what breaks it, so that a failure names the instruction or the kernel at fault.
+The program is `jflash.programs.run`: one loop around the step. Each gate measures one thing, and a
+failure names the instruction or the kernel at fault.
 """
 
 import re
@@ -30,18 +30,15 @@ class Program(NamedTuple):
     hlo: str  # the optimised program
     thunks: str  # what the host launches, in order
     temporary_bytes: int
-    assembler: str  # what ptxas said of the Mosaic kernels
+    assembler: str  # ptxas's report on the Mosaic kernels
 
 
 class Result(NamedTuple):
-    """A gate's verdict; it passes if nothing offends.
-
-    `value` is its number (launches or bytes), `measured` what to print of it.
-    """
+    """A gate's verdict; it passes without offences."""
 
     gate: str
-    value: int
-    measured: str
+    value: int  # launches or bytes
+    measured: str  # the value in words
     offences: tuple[str, ...]
 
     @property
@@ -50,9 +47,9 @@ class Result(NamedTuple):
 
 
 def check(program: Program, temporary_bound: int) -> list[Result]:
-    """All gates, in the order of the functions below. cuBLAS's workspace is added to the bound.
+    """All gates, in the order of the functions below; cuBLAS's workspace is added to the bound.
 
-    A described device has no such workspace: XLA takes cuBLAS's products only where it times them.
+    On a described device there is no such workspace: XLA takes cuBLAS only where it can time it.
     """
     module = parse(program.hlo)
     return [
@@ -65,7 +62,7 @@ def check(program: Program, temporary_bound: int) -> list[Result]:
 
 
 class Thunk(NamedTuple):
-    """A launch by the host. `inside` names what holds it, outermost first: while/body and so on."""
+    """A launch by the host; `inside` names the thunks around it, outermost first."""
 
     kind: str
     name: str
@@ -96,18 +93,18 @@ def one_command_buffer(thunks: str) -> Result:
     launches = list(read_thunks(thunks))
     buffer = "kCommandBuffer"
     body = [t for t in launches if "kWhile/body" in t.inside]
+    gate = "one command buffer"
     if not body:
-        return Result("one command buffer", 0, "no loop", ("the program has no loop",))
+        return Result(gate, 0, "no loop", ("the program has no loop",))
     above = body[0].inside.index("kWhile/body") + 1  # how deep the loop's own launches lie
     by_host = [t for t in body if buffer not in t.inside]
     if buffer in body[0].inside[:above]:  # the loop itself is inside one
         by_host = []
     kernels = [t for t in body if t.kind not in (buffer, "kWhile", "kConditional")]
     measured = f"{len(by_host)} by the host, {len(kernels)} in all"
-    if [t.kind for t in by_host] in ([buffer], []):
-        return Result("one command buffer", len(by_host), measured, ())
-    offences = [f"the host launches {t.kind} {t.name}".rstrip() for t in by_host]
-    return Result("one command buffer", len(by_host), measured, tuple(offences))
+    one = [t.kind for t in by_host] in ([buffer], [])
+    offences = [] if one else [f"the host launches {t.kind} {t.name}".rstrip() for t in by_host]
+    return Result(gate, len(by_host), measured, tuple(offences))
 
 
 def no_cache_copy(module: Module) -> Result:
@@ -125,15 +122,15 @@ def no_cache_copy(module: Module) -> Result:
 
 
 def no_weight_copy(module: Module) -> Result:
-    """No slice, copy, concatenation, conversion or transposition of weights, LEAST_WEIGHT or more.
+    """No slice, copy, concatenation, conversion or transposition of LEAST_WEIGHT bytes of weights.
 
-    A matrix product taken apart, its single products as large as the weights, offends too.
+    A matrix product written as its single products, as many as the weights, offends too.
     """
-    found = moves(module, ARGUMENTS, LEAST_WEIGHT)
-    made = [m for m in found if m.kind == WEIGHT and m.bytes >= LEAST_WEIGHT]
+    all_moves = moves(module, ARGUMENTS, LEAST_WEIGHT)
+    made = [m for m in all_moves if m.kind == WEIGHT and m.bytes >= LEAST_WEIGHT]
     offences = [_moved(m) for m in made]
     if not any(p.label.startswith("params") for p in module.parameters):
-        offences.append("no parameter is a weight: nothing was looked at")
+        offences.append("no parameter is a weight: nothing was checked")
     total = sum(m.bytes for m in made)
     return Result("no copy of weights", total, f"{total:,} bytes", tuple(offences))
 
@@ -147,7 +144,7 @@ def bounded_temporaries(temporary_bytes: int, bound: int) -> Result:
 
 
 def cublas_workspace(module: Module) -> int:
-    """Bytes that cuBLAS may use in the program: the most of any call, for one runs at a time."""
+    """Bytes that cuBLAS may use: the most of any call, because one runs at a time."""
     sizes = [
         leaf.bytes
         for computation in module.computations.values()
@@ -160,7 +157,7 @@ def cublas_workspace(module: Module) -> int:
 
 
 class Kernel(NamedTuple):
-    """A Mosaic GPU kernel as ptxas assembled it; bytes a thread."""
+    """A Mosaic GPU kernel as ptxas assembled it; its bytes are those of a thread."""
 
     name: str
     registers: int
@@ -174,7 +171,7 @@ def read_kernels(assembler: str) -> list[Kernel]:
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         spills, registers = _SPILLS.search(text), _REGISTERS.search(text)
         if not spills or not registers:
-            raise ValueError(f"ptxas does not say what kernel {name} uses: {text[:200]!r}")
+            raise ValueError(f"ptxas does not report what kernel {name} uses: {text[:200]!r}")
         kernels.append(Kernel(name, int(registers[1]), int(spills[2]) + int(spills[3])))
     return kernels
 
@@ -182,13 +179,12 @@ def read_kernels(assembler: str) -> list[Kernel]:
 def no_spills(hlo: str, assembler: str) -> Result:
     """Every Mosaic GPU kernel of the program keeps its values in registers, and wgmma running."""
     kernels = read_kernels(assembler)
-    offences = [f"{k.name} spills {k.spilled_bytes} bytes" for k in kernels if k.spilled_bytes] + [
-        line.strip() for line in assembler.splitlines() if "serialized" in line
-    ]
-    # Without its report a kernel would pass unseen.
+    offences = [f"{k.name} spills {k.spilled_bytes} bytes" for k in kernels if k.spilled_bytes]
+    offences += [line.strip() for line in assembler.splitlines() if "serialized" in line]
+    # Without its report a kernel would pass unchecked.
     expected = len(set(_MOSAIC_KERNEL.findall(hlo))) or len(_MOSAIC.findall(hlo))
     if len(kernels) < expected:
-        offences.append(f"ptxas tells of {len(kernels)} kernels, the program has {expected}")
+        offences.append(f"ptxas reports {len(kernels)} kernels, the program has {expected}")
     total = sum(k.spilled_bytes for k in kernels)
     most = max((k.registers for k in kernels), default=0)
     measured = f"{total} bytes, {len(kernels)} kernels of up to {most} registers"

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program into records. Judges nothing, knows no model."""
+"""Reads the text of a compiled XLA program into records; it knows no model and no gate."""
 
 import re
 from math import prod
@@ -31,7 +31,7 @@ Shape = Leaf | list  # a list is a tuple of shapes
 
 
 class Instruction(NamedTuple):
-    """A line of a computation. `argument` is what stands between the opcode's brackets."""
+    """A line of a computation; `argument` is the text between the opcode's brackets."""
 
     name: str
     shape: Shape
@@ -118,7 +118,7 @@ def _shape(text: str) -> Shape:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The place after the bracket that closes the one at `opening`."""
+    """The index after the bracket that closes the one at `opening`."""
     depth = 0
     for place in range(opening, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)

@@ -1,9 +1,9 @@
 """Greedy decoding that leaves evidence: one executable, many modes, compared bit for bit.
 
-The executable is the step's own draft, verify and commit under a `lax.while_loop`, and between them
-only what records. A mode chooses weights and run-time values: whose drafts, how many are accepted.
-100,000 rows of logits cannot be kept, so two checksums and the largest logit of each committed row
-are. Knows neither the pairs that are checked nor how a result is told.
+The executable is the step's draft, verify and commit under a `lax.while_loop`, with recording
+between them. A mode chooses weights and run-time values: the drafts, and how many are accepted.
+100,000 rows of logits do not fit, so two checksums and the largest logit of each committed row are
+kept. This file knows neither the pairs that are checked nor the reports.
 
 Axes: B batch, W block width, S capacity, V vocabulary, L layers. Index p of a sequence is its p-th
 token, prompt included; its logits are those of the row at p - 1, which chose it.
@@ -40,13 +40,13 @@ CORRUPTION = 0.15  # share of a replayed text's tokens that are wrong
 class Inputs(NamedTuple):
     """Run-time values of a mode."""
 
-    replay: Bool[Array, ""]  # propose `text` and not what the drafter says
+    replay: Bool[Array, ""]  # propose `text` instead of the drafter's tokens
     text: Int[Array, "B S"]
     probe: Int[Array, " B"]  # the index whose logits are kept whole; -1 for none
 
 
 class Evidence(NamedTuple):
-    """What is kept of the logits of committed rows, at the index of the token that they chose."""
+    """What is kept of each committed row's logits, at the index of the token that they chose."""
 
     checksums: UInt32[Array, "B S 2"]
     top: Float[Array, "B S"]  # the largest logit; -inf where none was committed
@@ -69,7 +69,7 @@ class Executable(NamedTuple):
 class Task(NamedTuple):
     """Prompts to decode, one for each sequence of the batch.
 
-    `start` holds them prefilled, to be copied: for modes with the drafter that it was made with.
+    `start` holds them prefilled, for modes with the drafter that prefilled them.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -105,7 +105,7 @@ class Run(NamedTuple):
 def checksums(logits: Float[Array, "B W V"]) -> UInt32[Array, "B W 2"]:
     """Two independent sums of each row's bits, modulo 2^32, whatever the order of summation.
 
-    Each logit's weight is odd and hangs on its place: one changed logit always shows.
+    Each logit's weight is odd and depends on its position: one changed logit always shows.
     """
     bits = lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.uint32)
     place = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
@@ -129,12 +129,12 @@ def record(
     row = jnp.arange(logits.shape[1])
     kept = row < count[:, None]
     sequence = jnp.arange(logits.shape[0])[:, None]
-    # Rows that are not committed go past the capacity, each to a place of its own.
+    # Rows that are not committed go past the capacity, each to another place.
     place = (sequence, jnp.where(kept, indices, evidence.top.shape[1] + row))
     wanted = kept & (indices == probe[:, None])
     found = jnp.take_along_axis(logits, jnp.argmax(wanted, axis=1)[:, None, None], axis=1)[:, 0]
     top = jnp.max(logits, axis=-1)
-    # The choices may come from a kernel that never writes its logits, and rounds otherwise.
+    # The choices may come from a kernel that never writes its logits and rounds differently.
     chosen = jnp.take_along_axis(logits, verdict.choices[:, :, None], axis=2)[:, :, 0]
     return Evidence(
         evidence.checksums.at[place].set(checksums(logits), mode="drop", unique_indices=True),
@@ -160,10 +160,9 @@ def recorded_run(
         before, evidence = carry
         indices = block_positions(models, before)[0] + 1
         proposal, state = draft(models, params, before)
-        # A draft past the capacity is past every limit: what it says is of no matter.
-        replayed = jnp.take_along_axis(
-            inputs.text, jnp.minimum(indices[:, :-1], capacity - 1), axis=1
-        )
+        # A draft past the capacity is past every limit, so any token will do.
+        places = jnp.minimum(indices[:, :-1], capacity - 1)
+        replayed = jnp.take_along_axis(inputs.text, places, axis=1)
         drafts = jnp.where(inputs.replay, replayed, proposal.tokens)
         verdict, state = verify(models, params, state, proposal._replace(tokens=drafts))
         state = commit(models, params, state, verdict)
@@ -200,9 +199,8 @@ def prefilled(executable: Executable, mode: Mode, task: Task) -> State:
     models, shape = executable.models, executable.shape
     accept = models.max_accept if mode.accept else 0
     if task.start is not None and mode.own_drafter:
-        return copied(task.start).with_sequences(
-            max_accept=jnp.full(shape.batch, accept, jnp.int32)
-        )
+        limits = jnp.full(shape.batch, accept, jnp.int32)
+        return copied(task.start).with_sequences(max_accept=limits)
     state, key = new_state(models, shape), jax.random.key(0)
     for slot, prompt in enumerate(task.prompts):
         request = make_request(shape, prompt, task.decoding, accept, key)
@@ -235,7 +233,7 @@ def decode(executable: Executable, mode: Mode, task: Task, probe: np.ndarray | N
 def corrupted(text: Int[Array, "B S"], key: Key[Array, ""], vocab_size: int) -> Int[Array, "B S"]:
     """The text with each token replaced, with probability CORRUPTION, by a different one.
 
-    The key and a token's place alone decide: the same wrong drafts however the steps fall.
+    Only the key and a token's position decide, so the wrong drafts do not depend on the steps.
     """
     hit_key, shift_key = jax.random.split(key)
     wrong = jax.random.bernoulli(hit_key, CORRUPTION, text.shape)

@@ -40,10 +40,10 @@ def moves(module: Module, kinds: dict[str, str], least_weight: int) -> list[Move
     """Every instruction that puts a whole cache or weight, or part of a weight, in a new place.
 
     `kinds` maps the beginnings of the parameters' names to CACHE or WEIGHT; weights of fewer than
-    `least_weight` bytes are not followed. A result is a whole one if it has as many elements, and
-    part of a weight if it is made of weights alone. A write into a cache where it lies is no move,
-    nor is a matrix product. Scalars count for nothing: a slice of a weight at a run-time index is
-    made of the weight alone.
+    `least_weight` bytes are not followed. A result is a whole cache or weight if it has as many
+    elements, and part of a weight if it is made only of weights. Neither a write into a cache where
+    it lies nor a matrix product is a move. Scalars are ignored: a slice of a weight at a run-time
+    index is made only of the weight.
     """
     given: list[Values] = []
     for i in module.parameters:
@@ -63,12 +63,13 @@ class _Walk(NamedTuple):
     def computation(self, name: str, given: list[Values], in_loop: bool) -> Values:
         """The values of a computation's root; the moves on the way are noted."""
         values: dict[str, Values] = {}
-        for i in self.module.computations[name].instructions.values():
+        instructions, root = self.module.computations[name]
+        for i in instructions.values():
             if i.opcode == "parameter":
                 values[i.name] = given[int(i.argument)]
             else:
                 values[i.name] = self.result(i, [values[o] for o in i.operands], in_loop)
-        return values[self.module.computations[name].root]
+        return values[root]
 
     def result(self, i: Instruction, arguments: list, in_loop: bool) -> Values:
         match i.opcode:
@@ -100,7 +101,7 @@ class _Walk(NamedTuple):
             carry = joined
 
     def written(self, i: Instruction, arguments: list, in_loop: bool) -> Values:
-        """The values of a result that has memory of its own, or lies where an operand does."""
+        """The values of a result that has new memory, or lies where an operand does."""
         arrays = [v for v in _flat(arguments) if v.kind or v.leaf.size > 1]
         only_weights = bool(arrays) and all(v.kind == WEIGHT for v in arrays)
         copies = self.copies(i)
@@ -132,17 +133,17 @@ class _Walk(NamedTuple):
         if i.opcode != "fusion":
             return 0 if i.opcode in _UPDATES else None
         inner, root = self.module.computations[i.names("calls")[0]]
-        at = inner[root]
+        source = inner[root]
         for place in path:
-            at = inner[at.operands[place]] if at.opcode == "tuple" else at
-        at = _behind_bitcasts(inner, at)
-        if at.opcode not in _UPDATES:
+            source = inner[source.operands[place]] if source.opcode == "tuple" else source
+        source = _before_bitcasts(inner, source)
+        if source.opcode not in _UPDATES:
             return None
-        at = _behind_bitcasts(inner, inner[at.operands[0]])
-        return int(at.argument) if at.opcode == "parameter" else None
+        source = _before_bitcasts(inner, inner[source.operands[0]])
+        return int(source.argument) if source.opcode == "parameter" else None
 
     def copies(self, i: Instruction) -> Callable[[Leaf, Leaf], bool]:
-        """Whether a result of `i` can be a whole operand anew, by their arrays."""
+        """A test of two arrays: whether a result of `i` can be a copy of the whole operand."""
         called = [self.module.computations[name] for name in i.names("calls")]
         inner = [x.opcode for c in called for x in c.instructions.values()]
         if "custom-call" in (i.opcode, *inner):  # unknown inside: a copy looks like what it copies
@@ -152,10 +153,10 @@ class _Walk(NamedTuple):
         return lambda result, operand: result.size >= operand.size
 
 
-def _behind_bitcasts(inner: dict[str, Instruction], at: Instruction) -> Instruction:
-    while at.opcode == "bitcast":
-        at = inner[at.operands[0]]
-    return at
+def _before_bitcasts(inner: dict[str, Instruction], source: Instruction) -> Instruction:
+    while source.opcode == "bitcast":
+        source = inner[source.operands[0]]
+    return source
 
 
 def _each(shape: Shape, make, path: tuple[int, ...] = ()) -> Values:
@@ -170,7 +171,7 @@ def _flat(values: Values) -> list[Value]:
 
 
 def _renamed(shape: Shape, values: Values) -> Values:
-    """The same arrays under another shape; of what an asynchronous copy holds, its result."""
+    """The same arrays under another shape, or the result of an asynchronous copy."""
     if isinstance(shape, Leaf):
         return _flat(values)[0]._replace(leaf=shape)
     return values

@@ -1,5 +1,5 @@
 """The names of the pairs that the lossless check decodes; jflash.proof.cases makes them."""
 
-# And their shares of the tokens: the large ones, which are jflash.bench.shapes', are slow.
+# Pair → its share of the tokens; large pairs (see jflash.bench.shapes) are slow and get less.
 PAIRS = {"tiny-math": 2, "qwen3-8b": 1}
 PAIRS |= dict.fromkeys(("qwen3-8b-window", "qwen3-8b-dflash2", "qwen3-coder-30b"), 1)

@@ -1,14 +1,14 @@
-"""How far the logits of the program that decodes lie from float32's, and how far they may lie.
+"""The distance of the decoding program's logits from float32's, and its bound.
 
 The same text and weights go through our kernels in bfloat16, through XLA's operations in bfloat16,
-and through `float32_pass`. XLA's distance from float32 is what rounding costs: ours may be FACTOR
-times that. A fault planted in the weights of our pass alone must be farther away.
-Knows nothing of the command line. Nats: KL(float32 || bfloat16) of a row.
+and through `float32_pass`. XLA's distance from float32 is the cost of rounding, and ours may be
+FACTOR times that. A fault planted in the weights of our pass must be farther away.
+This file does not know the command line. Nats: KL(float32 || bfloat16) of a row.
 """
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,21 +23,8 @@ from jflash.proof.forced import PROMPT, Seen, forced
 from jflash.speculative import Models
 
 FACTOR = 3.0  # of what XLA's rounding costs; nats grow with the square of a difference
-NATS = 0.01  # the mean that rounding itself may cost: more is a fault that XLA shares
+NATS = 0.01  # the mean that rounding may cost: more is a fault that XLA shares
 ROWS = 64  # after each prompt, or the most that the block divides
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distance:
-    """How far a program's logits lie from float32's, over all rows of a batch."""
-
-    largest_difference: float  # of a logit
-    mean_nats: float
-    most_nats: float
-    same_best: float  # share of rows in which both have the same largest logit
-    choice_shortfall: float  # the largest logit minus that of the token which the kernel chose
-    other_experts: float  # share of (token, layer) with experts that float32 would not choose
-    router_shortfall: float  # at most, in router logits, see float32_pass.Truth
 
 
 class Rows(NamedTuple):
@@ -59,26 +46,39 @@ def compared(right: Float[Array, "R V"], other: Float[Array, "R V"]) -> Rows:
     return Rows(jnp.max(jnp.abs(right - other), axis=-1), nats, best.astype(jnp.float32))
 
 
+def distance(sequences: Iterable[Rows]) -> dict[str, float]:
+    """Over all rows: a logit's largest difference, the mean and most nats, and the share of rows
+    with the same largest logit."""
+    rows = [jax.device_get(each) for each in sequences]
+    difference, nats, best = (np.concatenate(field) for field in zip(*rows, strict=True))
+    return {
+        "largest_difference": float(difference.max()),
+        "mean_nats": float(nats.mean()),
+        "most_nats": float(nats.max()),
+        "same_best": float(best.mean()),
+    }
+
+
 def from_float32(
     config: TargetConfig, params: Any, text: Int[Array, "B T"], seen: Seen
-) -> Distance:
-    """`seen` against float32 with the right `params`, sequence by sequence."""
+) -> dict[str, float]:
+    """The `distance` of `seen` from float32 with the right `params`, and of its choices.
+
+    `choice_shortfall`: the largest logit minus that of the token which the kernel chose.
+    `other_experts`: the share of (token, layer) with experts that float32 would not choose.
+    `router_shortfall`: the largest of float32_pass.Truth.
+    """
     rows, short = [], []
     for b in range(len(text)):
         truth = _float32(config, params, text[b], seen.experts[:, b])
-        rows.append(jax.device_get(compared(truth.logits, seen.logits[b])))
+        rows.append(compared(truth.logits, seen.logits[b]))
         short.append(jax.device_get(truth.shortfall))
-    difference, nats, best = (np.concatenate(field) for field in zip(*rows, strict=True))
     chosen = jnp.take_along_axis(seen.logits, seen.choices[:, :, None], axis=2)[:, :, 0]
-    return Distance(
-        largest_difference=float(difference.max()),
-        mean_nats=float(nats.mean()),
-        most_nats=float(nats.max()),
-        same_best=float(best.mean()),
-        choice_shortfall=float(jnp.max(jnp.max(seen.logits, axis=2) - chosen)),
-        other_experts=float(np.mean(np.array(short) > 0)) if config.experts else 0.0,
-        router_shortfall=float(np.max(short)) if config.experts else 0.0,
-    )
+    return distance(rows) | {
+        "choice_shortfall": float(jnp.max(jnp.max(seen.logits, axis=2) - chosen)),
+        "other_experts": float(np.mean(np.array(short) > 0)) if config.experts else 0.0,
+        "router_shortfall": float(np.max(short)) if config.experts else 0.0,
+    }
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -87,17 +87,11 @@ def _float32(config, params, tokens, experts):
 
 
 def between(one: Seen, other: Seen) -> dict[str, float]:
-    """Two programs of one text against each other, by their own choices of experts."""
-    rows = [jax.device_get(compared(*pair)) for pair in zip(one.logits, other.logits, strict=True)]
-    difference, nats, best = (np.concatenate(field) for field in zip(*rows, strict=True))
+    """The `distance` of two programs of one text, each with the experts of its choice."""
     same = jnp.all(jnp.sort(one.experts) == jnp.sort(other.experts), axis=-1)
-    return {
-        "largest_difference": float(difference.max()),
-        "mean_nats": float(nats.mean()),
-        "most_nats": float(nats.max()),
-        "same_best": float(best.mean()),
-        "other_experts": float(jnp.mean(~same)) if same.size else 0.0,
-    }
+    share = float(jnp.mean(~same)) if same.size else 0.0
+    rows = map(compared, one.logits, other.logits)
+    return distance(rows) | {"other_experts": share}
 
 
 def experts_reached(experts: Int[Array, "X B T k"]) -> float:
@@ -106,16 +100,16 @@ def experts_reached(experts: Int[Array, "X B T k"]) -> float:
 
 
 def with_fault(config: TargetConfig, params: Any, experts: Int[Array, "X B T k"]) -> Any:
-    """The weights with gate and up exchanged, in one layer and there in a small part.
+    """The weights with gate and up exchanged in a small part of one layer.
 
-    With experts: of that one of the middle sparse layer which most tokens reach. Without: in one
-    of 64 columns of the middle layer.
+    The part is the expert of the middle sparse layer that most tokens reach or, without experts,
+    one of 64 columns of the middle layer.
     """
     if config.experts:
         middle = len(experts) // 2
         layer = config.sparse_layers[middle]
         expert = int(jnp.argmax(jnp.bincount(experts[middle].reshape(-1))))
-        exchange = functools.partial(_exchanged_of, expert)
+        exchange = functools.partial(_exchanged_in, expert)
     else:
         layer, exchange = config.num_layers // 2, _exchanged
     name = f"layers_{layer}"
@@ -124,7 +118,7 @@ def with_fault(config: TargetConfig, params: Any, experts: Int[Array, "X B T k"]
     return params | {name: params[name] | {"mlp": mlp}}
 
 
-def _exchanged_of(expert: int, kernel: Float[Array, "E D FF"]) -> Float[Array, "E D FF"]:
+def _exchanged_in(expert: int, kernel: Float[Array, "E D FF"]) -> Float[Array, "E D FF"]:
     return kernel.at[expert].set(jnp.roll(kernel[expert], kernel.shape[2] // 2, axis=1))
 
 
@@ -138,7 +132,7 @@ def _exchanged(kernel: Float[Array, "D FF"]) -> Float[Array, "D FF"]:
 def check_batch(
     models: list[Models], params: Any, batch: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """One result a width, for targets alone that differ in nothing but width and kernels."""
+    """One result a width, for targets without drafters that differ only in width and kernels."""
     config, widest = models[0].target.config, max(m.block_size for m in models)
     length = PROMPT + ROWS - ROWS % widest
     key = jax.random.fold_in(jax.random.key(seed), batch)
@@ -153,7 +147,7 @@ def check_batch(
         result: dict[str, Any] = {"batch": batch, "width": one.block_size}
         result["experts_reached"] = experts_reached(seen["ours"].experts)
         for name, program in (*seen.items(), ("fault", fault)):
-            result[name] = vars(from_float32(config, params, text, program))
+            result[name] = from_float32(config, params, text, program)
         first = first or seen
         if one is not models[0]:
             result["against_width"] = models[0].block_size
@@ -164,7 +158,7 @@ def check_batch(
 def failures(results: list[dict[str, Any]]) -> list[str]:
     """Why the check is not passed, a line each."""
     wrong = []
-    # Few tokens may have no two experts of nearly one probability: all programs tell what is near.
+    # A few tokens may have no experts of nearly one probability: all results bound what is near.
     near = max(result["xla"]["router_shortfall"] for result in results)
     for result in results:
         where = f"batch {result['batch']}, width {result['width']}"
@@ -180,7 +174,7 @@ def failures(results: list[dict[str, Any]]) -> list[str]:
 
 
 def too_far(ours: dict[str, float], xla: dict[str, float], near: float) -> list[str]:
-    """What of a program's distance is more than rounding explains."""
+    """The parts of a program's distance that are more than rounding explains."""
     allowed = {name: xla[name] for name in ("largest_difference", "mean_nats", "most_nats")}
     allowed |= {"choice_shortfall": xla["largest_difference"], "router_shortfall": near}
     return [

@@ -21,8 +21,8 @@ from jflash.speculative import Models, Params
 from pallas_kernels.matmul.tuning import winner
 
 FLOAT32 = 4  # bytes
-# Bytes of what does not grow with the batch: partial sums of attention and of matrix products. They
-# are split until they fill the device: 2 tiles of 64 × 128 in float32 on 132 cores are 8 MiB.
+# Bytes that do not grow with the batch: partial sums of attention and of matrix products, which are
+# split until they fill the device. 2 tiles of 64 × 128 in float32 on 132 cores are 8 MiB.
 ROOM = 10 * 2**20
 
 
@@ -77,9 +77,9 @@ def step_program(models: Models, batch: int, capacity: int) -> StepProgram:
 def temporary_bound(models: Models, batch: int) -> int:
     """Bytes that a step may take beside weights and state.
 
-    One array of float32 logits, [B, W, V], where they are written at all: draft and verify take
-    turns. Twice the widest activation, a layer's gate and up, [B, W, 2 F], or the rows of all its
-    experts: one being read, one being written. And ROOM.
+    These are one array of float32 logits [B, W, V] if logits are written (draft and verify take
+    turns), ROOM, and twice the widest activation (one is read, one is written): a layer's gate and
+    up [B, W, 2 F], or the rows of all its experts.
     """
     rows, size = batch * models.block_size, jnp.dtype(models.dtype).itemsize
     widths = [2 * c.intermediate_size for c in models.configs]
@@ -92,7 +92,7 @@ def temporary_bound(models: Models, batch: int) -> int:
 
 
 def writes_logits(models: Models, batch: int) -> bool:
-    """False if a kernel keeps every logit on chip and gives only the best token."""
+    """False if a kernel keeps all logits on chip and returns only the best token."""
     drafter = models.drafter and models.drafter.config
     chosen = isinstance(drafter, Drafter2Config)  # from the best logits
     if models.sampled or chosen or (drafter is not None and drafter.changes_logits):

@@ -1,7 +1,7 @@
-"""How often decoding at width 1 strays from width W, and by how many nats. Counts, never judges.
+"""Counts how often decoding at width 1 differs from width W, and by how many nats.
 
-Width 1 is the fast baseline, an executable of its own: in bfloat16 it rounds elsewhere, and where
-two tokens are almost equally likely it may take the other one.
+Width 1 is the fast baseline, another executable: in bfloat16 it rounds differently, and of two
+tokens that are almost equally likely it may take the other one.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ class Narrow(NamedTuple):
 class Parting(NamedTuple):
     """One sequence at both widths; after the first other token the two have different texts."""
 
-    tokens: int  # by the wide run, the prefill's left out
+    tokens: int  # by the wide run, without the prefill's
     differing: int  # tokens that are not the same
     same: int | None  # equal tokens before the first that differs; None: all are equal
-    wide_nats: float | None  # how far the other width's token lies behind, by this one's logits
+    wide_nats: float | None  # how much less likely the other width's token is, by this one's logits
     narrow_nats: float | None
 
 
@@ -53,16 +53,11 @@ def compile_narrow(wide: Executable, params: Params) -> Narrow:
 def partings(narrow: Narrow, oracle: Mode, oracle_run: Run, task: Task) -> list[Parting]:
     """Where each sequence of the task parts, and by how much.
 
-    Both are decoded once more for the logits there; at width W by replaying the oracle's tokens.
+    Both decode once more for the logits there; at width W by replaying the oracle's tokens.
     """
-    text = oracle_run.sequences.tokens
-    own = _decode(narrow, oracle, task)
-    wide, other = np.asarray(text), np.asarray(own.sequences.tokens)
-    ends, other_ends = (
-        np.asarray(oracle_run.sequences.length),
-        np.asarray(own.sequences.length),
-    )
-    both = np.minimum(ends, other_ends)
+    text, plain = oracle_run.sequences.tokens, _decode(narrow, oracle, task).sequences
+    wide, other, ends = (np.asarray(x) for x in (text, plain.tokens, oracle_run.sequences.length))
+    both = np.minimum(ends, np.asarray(plain.length))
     firsts = [_first(wide[b, :n], other[b, :n]) for b, n in enumerate(both.tolist())]
     rows = None
     if max(firsts) >= 0:
@@ -70,27 +65,27 @@ def partings(narrow: Narrow, oracle: Mode, oracle_run: Run, task: Task) -> list[
         probe = np.asarray(firsts)
         runs = decode(narrow.wide, replay, task, probe), _decode(narrow, oracle, task, probe)
         rows = [np.asarray(run.evidence.probed) for run in runs]
-    found = []
+    parted = []
     for b, (first, prompt) in enumerate(zip(firsts, task.prompt_lengths, strict=True)):
         begin, end = prompt + 1, ends[b]  # the prefill's token is the same program's
         differing = int((wide[b, begin:end] != other[b, begin:end]).sum())
         if first < 0 or rows is None:
-            found.append(Parting(int(end - begin), differing, None, None, None))
+            parted.append(Parting(int(end - begin), differing, None, None, None))
             continue
         mine, theirs = int(wide[b, first]), int(other[b, first])
         # A difference of logits is one of log-probabilities: the normaliser cancels.
         wide_nats = float(rows[0][b, mine] - rows[0][b, theirs])
         narrow_nats = float(rows[1][b, theirs] - rows[1][b, mine])
         same = int(first - begin)
-        found.append(Parting(int(end - begin), differing, same, wide_nats, narrow_nats))
-    return found
+        parted.append(Parting(int(end - begin), differing, same, wide_nats, narrow_nats))
+    return parted
 
 
 def summary(found: Sequence[Parting]) -> dict[str, Any]:
-    """Shares, places and nats over all sequences; None where nothing parted."""
+    """Shares, positions and nats over all sequences; None if no sequence parted."""
     parted = [p for p in found if p.same is not None]
     tokens = sum(p.tokens for p in found)
-    # Behind the first difference two texts are compared, not two widths: it ends what is comparable
+    # After the first difference the texts differ too, so widths are comparable only up to it.
     comparable = sum(p.tokens if p.same is None else p.same + 1 for p in found)
     return {
         "sequences": len(found),
@@ -112,7 +107,7 @@ def _spread(values: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _first(one: np.ndarray, other: np.ndarray) -> int:
-    """The first place at which two rows differ, -1 if none."""
+    """The first position at which two rows differ, -1 if none."""
     unequal = np.flatnonzero(one != other)
     return int(unequal[0]) if unequal.size else -1
 

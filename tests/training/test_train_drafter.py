@@ -21,7 +21,7 @@ from jflash.cli import main
 from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
 from jflash.decoding import GREEDY, Decoding, Sampling
-from jflash.files import appended
+from jflash.files import appended, locked
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation
@@ -32,7 +32,7 @@ from jflash.training.drafter import (
     without_long,
 )
 from jflash.training.recipe import WHOLE, Share
-from jflash.training.trainer import Trained
+from jflash.training.trainer import LOCK, Trained
 from tests.support.pairs import prompts
 from tests.support.small_checkpoints import edit_config, make_pair
 from tests.training.test_answers import PAIR
@@ -248,6 +248,10 @@ def test_bad_input_is_a_line(place, capsys):
     itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
     assert command(place, "itself", **itself) == 2
     assert "itself would be replaced by its own training" in capsys.readouterr().err
+    (place / "itself-work/training").mkdir(parents=True)
+    with locked(place / "itself-work/training" / LOCK, place):  # a training that runs
+        assert command(place, "itself", overwrite=FLAG) == 2
+    assert "itself-work is in use by another process" in capsys.readouterr().err
     assert (place / "itself/config.json").exists()
     assert not (place / "bad").exists() and not (place / "bad-work").exists()
 
