@@ -1,7 +1,7 @@
 """A checkpoint, opened once: safetensors folder, our own form by Orbax, or a GGUF file.
 
-Each form reads its config; its `check` says by headers alone what does not fit a config, and gives
-what fills the parameters; each has a tokenizer and stop ids, or says that it has none.
+Each form reads its config and its tokenizer and stop ids, if it has them. Its `check` compares the
+headers with a config and returns the function that fills the parameters.
 """
 
 import re
@@ -17,7 +17,7 @@ from jflash.io.safetensors_checkpoint import Safetensors
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """What Safetensors, Orbax and Gguf have in common."""
+    """The common form of Safetensors, Orbax and Gguf."""
 
     @property
     def path(self) -> Path: ...
@@ -37,7 +37,7 @@ class Checkpoint(Protocol):
     def stop_ids(self, tokenizer: Any = None) -> list[int]: ...
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
-        """What reads the parameters of `config`; ValueError with all that does not fit."""
+        """The function that reads the parameters; ValueError with all that does not fit."""
         ...
 
 
@@ -88,7 +88,7 @@ def _download(hub_id: str) -> Path:
             "download it where there is a network, then give its folder"
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"{hub_id}: no such folder, and the hub says: {error}") from None
+        raise ValueError(f"{hub_id}: no such folder, and the hub answers: {error}") from None
 
 
 def load_tokenizer(source: str | Path | Checkpoint) -> Any:
@@ -97,10 +97,10 @@ def load_tokenizer(source: str | Path | Checkpoint) -> Any:
 
 
 def stop_token_ids(source: str | Path | Checkpoint, tokenizer: Any = None) -> list[int]:
-    """The ids that end a text, as the checkpoint names them; else the tokenizer's, else none."""
+    """The ids that end a text by the checkpoint, else by the tokenizer, else none."""
     return opened(source).stop_ids(tokenizer)
 
 
 def opened(source: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint itself, opened if it is only named."""
+    """`source`, opened if it is a name."""
     return open_checkpoint(source) if isinstance(source, str | Path) else source

@@ -1,7 +1,7 @@
-"""CRC-32 of every file of a converted checkpoint: Orbax's arrays carry none of their own.
+"""CRC-32 of every file of a converted checkpoint, because Orbax's arrays have no checksums.
 
-Written when it is converted, compared while it loads: by other threads, so that reading waits for
-nothing but the last file. A checkpoint without the list is loaded as it is.
+The sums are written on conversion. Other threads compare them while the checkpoint loads, so that
+reading waits only for the last file. A checkpoint without the list is loaded as it is.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_small_files(folder: Path) -> None:
-    """ValueError if a small file below `folder` is not what was written: metadata, above all.
+    """ValueError if a small file below `folder`, such as metadata, is not what was written.
 
-    Orbax is not to see damaged metadata: its threads go on after its error, and print theirs.
+    Orbax must not see damaged metadata: its threads go on after its error, and print theirs.
     """
     expected = _listed(folder)
     small = [file for file in _files(folder) if file.stat().st_size <= PIECE]
@@ -44,10 +44,10 @@ def compared(folder: Path) -> Iterator[None]:
     try:
         sums = {name: pool.submit(_sum_of, there[name]) for name in expected if name in there}
         yield
-        found = {name: future.result() for name, future in sums.items()}
+        read = {name: future.result() for name, future in sums.items()}
     finally:
         pool.shutdown(cancel_futures=True)
-    _refuse(folder, [name for name in expected if found.get(name) != expected[name]])
+    _refuse(folder, [name for name in expected if read.get(name) != expected[name]])
 
 
 def _refuse(folder: Path, damaged: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""From any form of a checkpoint to ours: parameters by Orbax, config and tokenizer as they were."""
+"""Converts any checkpoint to our form: parameters by Orbax, config and tokenizer unchanged."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def _either(raw: dict[str, Any]) -> TargetConfig | DrafterConfig:
 
 
 def _name_dtype(config: Path, dtype: str) -> None:
-    """Corrects what config.json says of the weights; some files call it dtype, some torch_dtype."""
+    """Corrects the weights' dtype in config.json, whose key is dtype or torch_dtype."""
     raw = hf_config.read_json(config)
-    said = {key: dtype for key in ("dtype", "torch_dtype") if key in raw}
-    config.write_text(json.dumps(raw | said, indent=2) + "\n", encoding="utf-8")
+    corrected = {key: dtype for key in ("dtype", "torch_dtype") if key in raw}
+    config.write_text(json.dumps(raw | corrected, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A name for the bytes of a checkpoint: another model at the same path has another one.
+"""A digest of a checkpoint's bytes: another model at the same path has another one.
 
-Reads the configuration whole and of large weights a sample, so that a model of many gigabytes is
-named in less than a second. Knows no format: files and where their headers lie.
+It reads the configuration whole and a sample of large weights, which takes less than a second for a
+model of many gigabytes. This file knows no format, only files and where their headers lie.
 """
 
 import hashlib
@@ -17,25 +17,25 @@ DIGITS = 16
 
 
 def checkpoint_digest(source: Path, weights: bool = True) -> str:
-    """Hexadecimal digits for a checkpoint's folder or GGUF file, of its configuration alone on
-    request: names, sizes and content of its files. A copy elsewhere has the same ones.
+    """Hexadecimal digits by names, sizes and content of the files of a folder or GGUF file.
 
-    Of files above 64 MiB the first 4 MiB count, and 256 pieces of 16 KiB from the first byte to the
-    last: a training changes all of them, an edit of a few numbers may change none.
+    A copy elsewhere has the same digits. Without `weights` only the configuration counts. Of a file
+    above 64 MiB the first 4 MiB count, and 256 pieces of 16 KiB from its first byte to its last: a
+    training changes all of them, and an edit of a few numbers may change none.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, file in _files(source, weights):
         size = file.stat().st_size
-        found.update(f"{name}\0{size}\0".encode())
+        digest.update(f"{name}\0{size}\0".encode())
         with file.open("rb") as stream:
             for begin, length in _sample(size):
                 stream.seek(begin)
-                found.update(stream.read(length))
-    return found.hexdigest()[:DIGITS]
+                digest.update(stream.read(length))
+    return digest.hexdigest()[:DIGITS]
 
 
 def _files(source: Path, weights: bool) -> Iterator[tuple[str, Path]]:
-    """What counts of a checkpoint, by names that do not depend on its place."""
+    """The files that count, by names that do not depend on the checkpoint's place."""
     if not source.is_dir():
         yield "", source
         return
@@ -47,7 +47,7 @@ def _files(source: Path, weights: bool) -> Iterator[tuple[str, Path]]:
 
 
 def _sample(size: int) -> Iterator[tuple[int, int]]:
-    """Begin and length of the pieces of a file that are read."""
+    """Begin and length of each piece that is read."""
     if size <= WHOLE_BYTES:
         yield 0, size
         return

@@ -1,6 +1,6 @@
-"""What a checkpoint's folder says beside its weights: config, tokenizer, stop ids.
+"""A checkpoint's folder without its weights: config, tokenizer, stop ids.
 
-How its weights are stored is for the two forms of a folder: safetensors, and ours by Orbax.
+The two forms of a folder know how its weights are stored: safetensors, and ours by Orbax.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jflash.io.hf_config import read_json
 from jflash.io.hf_values import said
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-# Reads parameters that were found to fit: of a dtype (None: as stored), with a progress bar or not.
+# (dtype, progress) -> parameters that were checked before; dtype None keeps the stored one.
 Fill = Callable[[str | None, bool], dict]
 COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
@@ -24,8 +24,6 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint's folder."""
-
     path: Path
 
     def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
@@ -74,7 +72,7 @@ def read_config[C](path: Path, raw: dict[str, Any], read: Callable[[dict[str, An
 
 
 def check_tokenizer(path: Path, there: bool) -> None:
-    """ValueError unless a checkpoint brings a tokenizer."""
+    """ValueError if a checkpoint has no tokenizer."""
     if not there:
         raise ValueError(
             f"{path} holds no tokenizer: text needs one, token ids (--prompt-ids) do not"

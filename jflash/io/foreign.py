@@ -8,10 +8,10 @@ MOST_SHOWN = 300  # characters of a library's message
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Makes whatever the block raises a ValueError of one line that begins with `what`.
+    """Turns any exception of the block into a ValueError of one line that begins with `what`.
 
-    A template may divide by zero, a tokenizer's file may make its Rust code panic: which exception
-    foreign data ends in is the data's choice. Lack of memory is not its fault.
+    A template may divide by zero, and a tokenizer's file may make its Rust code panic: foreign data
+    chooses the exception. Lack of memory is not its fault.
     """
     try:
         yield
@@ -26,6 +26,6 @@ def named(what: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line, with its kind where it says little."""
+    """An error's text in one line, with its type if the text is short."""
     text = " ".join(str(error).split())[:MOST_SHOWN]
     return text if " " in text else f"{type(error).__name__} {text}".strip()

@@ -1,7 +1,7 @@
 """The weights of a GGUF file as parameters: dequantised while they are read, strict both ways.
 
-What a dequantised number is, the `gguf` library says; names come from its table too. Rows go the
-way of safetensors' rows, so the host holds some pieces of the file and never the model.
+The `gguf` library dequantises, and its table gives the names. Rows are read like safetensors' rows,
+so the host holds some pieces of the file and never the model.
 """
 
 import functools
@@ -40,8 +40,6 @@ _NO_WEIGHTS = {ROPE_FACTORS}  # read as part of the config
 
 @dataclass(frozen=True)
 class Gguf:
-    """A target in one file."""
-
     path: Path
     file: GgufFile
 
@@ -52,15 +50,15 @@ class Gguf:
     def companions(self) -> dict[str, bytes]:
         """The files that describe the model in Hugging Face's form, by name."""
         config = json.dumps(hf_config_of(self.file), indent=2) + "\n"
-        found = {"config.json": config.encode()}
+        files = {"config.json": config.encode()}
         if self.has_tokenizer():
             with tempfile.TemporaryDirectory() as folder:
                 self.tokenizer().save_pretrained(folder)
-                found |= {file.name: file.read_bytes() for file in Path(folder).iterdir()}
-        return found
+                files |= {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+        return files
 
     def has_tokenizer(self) -> bool:
-        """Whether the file brings a tokenizer, supported or not."""
+        """Whether the file has a tokenizer, supported or not."""
         return has_gguf_tokenizer(self.file)
 
     def tokenizer(self) -> Any:
@@ -70,11 +68,11 @@ class Gguf:
             return gguf_tokenizer(self.file)
 
     def stop_ids(self, tokenizer: Any = None) -> list[int]:
-        """What the metadata names: the ends of a text, a turn and a message."""
+        """The metadata's ids for the ends of a text, a turn and a message."""
         return stop_ids(self.file)
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
-        """What reads the parameters of `config`; as stored, quantised tensors are float32.
+        """The function that reads the parameters; with dtype None quantised ones are float32.
 
         ValueError with every unknown, missing or wrongly shaped tensor, and every type of tensor
         that is not supported.
@@ -98,7 +96,7 @@ def open_gguf(path: Path) -> Gguf:
 def _fitting_names(
     file: GgufFile, config: TargetConfig, sources: dict[str, tuple[Source, ...]]
 ) -> dict[str, str]:
-    """What Hugging Face's names are called in the file; ValueError if it is unfit."""
+    """The file's names by Hugging Face's; ValueError if the file is unfit."""
     parts = [part for parts in sources.values() for part in parts]
     table = get_tensor_name_map(_NAMES[file.need("general.architecture")], config.num_layers)
     endings = (".weight", ".bias")
@@ -124,10 +122,10 @@ def _problems(name: str, stored: Stored, expected: Source) -> list[str]:
 
 
 def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
-    """Head width by the names of tensors whose rows llama.cpp stores in its own order.
+    """Head width by the names of tensors whose rows llama.cpp stores in another order.
 
-    Its rotary embedding for `llama` turns neighbouring rows of a head, ours and transformers' turn
-    row i with row i + H/2.
+    Its rotary embedding for `llama` rotates neighbouring rows of a head; ours and transformers'
+    rotate row i with row i + H/2.
     """
     if file.metadata["general.architecture"] != "llama":
         return {}
@@ -140,7 +138,7 @@ def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
 
 
 def _pieces(file: GgufFile, name: str, turned: Mapping[str, int]) -> list[Piece]:
-    """A tensor as pieces that give rows of Hugging Face's tensor, each of whole heads if turned."""
+    """A tensor as pieces with rows of Hugging Face's tensor, each of whole heads if `turned`."""
     stored, heads = file.tensors[name], turned.get(name, 0)
     decode = functools.partial(_decode, kind=stored.kind, head_dim=heads)
     if stored.kind in PLAIN:

@@ -1,7 +1,7 @@
 """GGUF metadata to the config.json that the same model has in Hugging Face layout.
 
-The result goes through hf_config like any other: nothing guessed, nothing ignored. Metadata that
-is not known here is refused by its name unless it is 0, false or empty.
+The result goes through hf_config like any other: nothing is guessed, and nothing is ignored.
+Unknown metadata is refused by its name unless it is 0, false or empty.
 """
 
 import re
@@ -93,7 +93,7 @@ def stop_ids(file: GgufFile) -> list[int]:
 
 
 def _check_layers(file: GgufFile, num_layers: int) -> None:
-    """Before anything is made of each layer: the tensors' names say how many there are."""
+    """Compares the number of layers with the tensors' names, before anything is made of each."""
     numbers = [int(match[1]) for match in map(LAYER.match, file.tensors) if match]
     if num_layers != (stored := max(numbers, default=-1) + 1):
         raise ValueError(
@@ -103,7 +103,7 @@ def _check_layers(file: GgufFile, num_layers: int) -> None:
 
 
 def _own_metadata(file: GgufFile, name: str) -> dict[str, Any]:
-    """What the file says under its architecture's name, all of it known here."""
+    """The metadata with its architecture's prefix, without it; ValueError for unknown keys."""
     prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     scaling = own.get("rope.scaling.type", "none")
@@ -129,9 +129,9 @@ def _check_heads(file: GgufFile, own: dict[str, Any], head_dim: int) -> None:
 
 
 def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, of which GGUF stores only the divisors that it gives the frequencies.
+    """Llama 3's scaling, of which GGUF stores only the frequencies' divisors.
 
-    All of Llama 3.1 to 3.3 has the same bounds and differs in the factor; others are refused.
+    Llama 3.1 to 3.3 have the same bounds and differ in the factor; other bounds are refused.
     """
     stored = file.tensors[ROPE_FACTORS]
     if stored.kind != GGMLQuantizationType.F32 or stored.shape != (head_dim // 2,):

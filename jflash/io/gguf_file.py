@@ -1,6 +1,6 @@
 """A GGUF file's header, parsed once: metadata, and where each tensor lies.
 
-Knows no model: what the keys and names mean is for the modules beside this one.
+This file knows no model: the modules beside it give the keys and names their meaning.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,6 @@ from jflash.io.hf_values import TEXT, WHOLE, Kind, shown
 
 
 class GgufFile(NamedTuple):
-    """A header."""
-
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Stored]

@@ -1,8 +1,8 @@
-"""The bytes of a GGUF header as metadata and tensors; knows no model and no meaning of a key.
+"""The bytes of a GGUF header as metadata and tensors; this file knows no meaning of a key.
 
-A header is foreign data that announces counts and lengths: each is compared with what is left of
-the file before anything of its size is made. ValueError, without the file's name, for what is cut
-short, impossible or not used by any model (arrays of arrays, more than four dimensions).
+A header is foreign data that announces counts and lengths: each is compared with the rest of the
+file before anything of its size is made. A ValueError, without the file's name, refuses data that
+is cut short, impossible or used by no model (arrays of arrays, more than four dimensions).
 """
 
 import math
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
 
 
 class _Reader:
-    """Reads from the front; refuses to read what the file does not hold."""
+    """Reads from the front; ValueError at the end of the file."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self.stream, self.size, self.at = stream, size, 0

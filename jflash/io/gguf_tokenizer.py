@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, as transformers' fast tokenizer.
 
-GGUF stores tokens and merges, but of how text is split before merging only a name: SPLITS says
-what the names mean. (transformers' own conversion splits every Llama's text as GPT-2 does, and
-takes the first token of a text for the last.) A name that is not known here is refused.
+GGUF stores tokens and merges, but only a name for the way in which text is split before merging:
+SPLITS has the ways by their names, and another name is refused. (transformers' conversion splits
+every Llama's text as GPT-2 does, and takes the first token of a text for the last.)
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jflash.io.hf_values import ID, NUMBERS, SWITCH, TEXT, TEXTS, WHOLES
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
 SPACE = "▁"  # how sentencepiece writes one
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-# One pattern but for how many digits stay together: Qwen 2 and 3 one, Llama 3 up to three.
+# The pattern differs in how many digits stay together: one for Qwen 2 and 3, three for Llama 3.
 _LATER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,7 +34,7 @@ _KINDS |= {"tokenizer.chat_template": TEXT}
 
 
 class Split(NamedTuple):
-    """How text is taken apart before merges: by each pattern in turn, what lies between stays."""
+    """How text is split before merges: by each pattern in turn; the text between matches stays."""
 
     patterns: tuple[str, ...]
     nfc: bool = False  # Unicode composed first
@@ -52,7 +52,7 @@ SPLITS = {
 
 
 def has_gguf_tokenizer(file: GgufFile) -> bool:
-    """Whether the file brings a tokenizer, supported or not."""
+    """Whether the file has a tokenizer, supported or not."""
     return file.metadata.get("tokenizer.ggml.model", "no_vocab") not in ("none", "no_vocab")
 
 
@@ -65,11 +65,9 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     if len(set(tokens)) != len(tokens):
         raise ValueError("tokenizer.ggml.tokens holds a token twice")
     for name in ("token_type", "scores"):
-        of_each = file.metadata.get(f"tokenizer.ggml.{name}", tokens)
-        if len(of_each) != len(tokens):
-            raise ValueError(
-                f"tokenizer.ggml.{name} has {len(of_each)} values for {len(tokens)} tokens"
-            )
+        count = len(file.metadata.get(f"tokenizer.ggml.{name}", tokens))
+        if count != len(tokens):
+            raise ValueError(f"tokenizer.ggml.{name} has {count} values for {len(tokens)} tokens")
     kind = file.need("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer, begins = _byte_level(file, tokens)
@@ -78,13 +76,8 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     else:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported, only 'gpt2' and 'llama'")
     _add_tokens(file, tokenizer, tokens)
-    special = {
-        name: _token(file, tokens, key)
-        for name, key in (
-            ("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        )
-    }  # fmt: skip
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    special = {f"{name}_token": _token(file, tokens, key) for name, key in keys.items()}
     _begin(file, tokenizer, special["bos_token"], begins)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -95,7 +88,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """GPT-2's kind: bytes written as letters, merged within the pieces that a split gives."""
+    """GPT-2's kind: bytes written as letters, merged within the pieces of a split."""
     name = file.metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise ValueError(f"tokenizer.ggml.pre {name!r} is not supported, only {', '.join(SPLITS)}")
@@ -109,12 +102,9 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.whole_words))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(p), "isolated") for p in split.patterns),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in split.patterns]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, split.begins
 
@@ -148,7 +138,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
 
 
 def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """Tokens that text is searched for before all else, special ones left out of decoded text."""
+    """Adds the tokens that are matched before all else; decoded text leaves out special ones."""
     kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     added = [
         AddedToken(token, normalized=False, special=kind != USER_DEFINED)
@@ -159,7 +149,7 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None
 
 
 def _begin(file: GgufFile, tokenizer: Tokenizer, begin: str | None, begins: bool) -> None:
-    """The begin token before plain text, where the file or its kind of tokenizer wants it."""
+    """Puts the begin token before plain text if the file or its kind of tokenizer wants it."""
     if file.metadata.get("tokenizer.ggml.add_eos_token"):
         raise ValueError("tokenizer.ggml.add_eos_token is not supported")
     if not file.metadata.get("tokenizer.ggml.add_bos_token", begins) or begin is None:
@@ -170,7 +160,7 @@ def _begin(file: GgufFile, tokenizer: Tokenizer, begin: str | None, begins: bool
 
 
 def _token(file: GgufFile, tokens: list[str], name: str) -> str | None:
-    """The token that the metadata gives a part to; ValueError if it is none of the file's."""
+    """The token that the metadata names for a role; ValueError if the file lacks it."""
     index = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     if index is None:
         return None

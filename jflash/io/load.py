@@ -1,4 +1,4 @@
-"""From a folder or a hub id to models that decode: what a pair is loaded from and must agree on."""
+"""Loads models that decode from folders and hub ids, and checks that the two of a pair fit."""
 
 import json
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ def default_dtype() -> str:
 
 
 def configure_target(source: str | Path | Checkpoint) -> Target:
-    """A target by its configuration alone: no weight is read. ValueError if unfit."""
+    """A target by its configuration, without weights. ValueError if unfit."""
     return Target(opened(source).config(target_config))
 
 
@@ -59,9 +59,9 @@ def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> t
     return drafter_of(config), random_params(config, seed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PairFiles:
-    """A pair whose configs are read and fit, and where its weights will come from.
+    """A pair whose configs fit, and the checkpoints of its weights.
 
     `drafter_seed` draws the drafter's weights instead of reading them.
     """
@@ -89,7 +89,7 @@ def configure_pair(
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
     models = with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
-    return PairFiles(models=models, target=first, drafter=second, drafter_seed=drafter_seed)
+    return PairFiles(models, first, second, drafter_seed)
 
 
 def pair_models(
@@ -97,7 +97,7 @@ def pair_models(
     drafter: str | Path | Checkpoint | None = None,
     block_size: int | None = None,
 ) -> Models:
-    """A pair by its configurations alone, before kernels are chosen for it: touches no device."""
+    """A pair by its configurations, before kernels are chosen: it touches no device."""
     return _read_pair(target, drafter, block_size)[0]
 
 
@@ -108,17 +108,17 @@ def _read_pair(
 ) -> tuple[Models, Checkpoint, Checkpoint | None]:
     """A pair's models and the checkpoints that configure them; ValueError if they do not fit."""
     first = opened(target)
-    own = first.config(target_config)
+    config = first.config(target_config)
     if drafter is None:
         width = 1 if block_size is None else block_size
         if width < 1:
             raise ValueError(f"block size {width} must be at least 1")
-        return Models(Target(own), None, width), first, None
+        return Models(Target(config), None, width), first, None
     second = opened(drafter)
-    theirs = second.config(drafter_config)
-    check_fit(own, theirs)
-    width = theirs.block_size if block_size is None else block_size
-    return Models(Target(own), drafter_of(theirs), width), first, second
+    drafting = second.config(drafter_config)
+    check_fit(config, drafting)
+    width = drafting.block_size if block_size is None else block_size
+    return Models(Target(config), drafter_of(drafting), width), first, second
 
 
 def load_weights(files: PairFiles, progress: bool = False) -> Pair:
@@ -147,10 +147,10 @@ def load_pair(
     attention_backend: str = AUTO,
     progress: bool = False,
 ) -> Pair:
-    """A target with its drafter, or alone with None, from folders or hub ids.
+    """A target with its drafter, or without one for None, from folders or hub ids.
 
-    `dtype`: 'float32' or 'bfloat16', by default what suits the device. `block_size`: the drafter's
-    own by default, smaller on request; without a drafter 1. `attention_backend`: 'mosaic_gpu',
+    `dtype` is 'float32' or 'bfloat16', by default what suits the device. `block_size` is by default
+    the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
     'triton' or 'xla', by default the best that the device has. Everything that can be checked
     without weights is checked before any are read. ValueError says what does not fit.
     """
@@ -168,9 +168,9 @@ def check_fit(target: TargetConfig, drafter: DrafterConfig) -> None:
         "vocab_size": (drafter.vocab_size, target.vocab_size),
     }
     problems = [
-        f"{name} is {mine} in the drafter, {theirs} in the target"
-        for name, (mine, theirs) in pairs.items()
-        if mine != theirs
+        f"{name} is {drafters} in the drafter, {targets} in the target"
+        for name, (drafters, targets) in pairs.items()
+        if drafters != targets
     ]
     if drafter.mask_token_id >= target.vocab_size:
         problems.append(
@@ -189,9 +189,9 @@ def save_checkpoint(
     extra_config: dict[str, Any] | None = None,
     overwrite: bool = True,
 ) -> None:
-    """Writes model.safetensors, then config.json, in Hugging Face layout beside what is there.
+    """Writes model.safetensors, then config.json, in Hugging Face layout; other files stay.
 
-    Qwen3's shape only. `extra_config` adds keys to config.json (eos_token_id and the like).
+    The model must have Qwen3's shape. `extra_config` adds keys to config.json, as eos_token_id.
     """
     folder = Path(path)
     raw = to_hf_config(config, dtype) | (extra_config or {})

@@ -1,4 +1,4 @@
-"""All that is wrong with a checkpoint's tensors, in one error."""
+"""One error for all problems of a checkpoint's tensors."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ SHOWN = 20  # problems printed of a checkpoint that does not fit
 
 
 def check_problems(source: Path, problems: list[str]) -> None:
-    """ValueError with all that is wrong with the tensors of `source`, unless nothing is."""
+    """ValueError with the problems of the tensors of `source`, if there are any."""
     if problems:
         more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         listed = "; ".join(problems[:SHOWN] + more)  # with names of the file's choice

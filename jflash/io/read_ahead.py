@@ -1,7 +1,7 @@
 """Rows of tensors from safetensors files to the device, as fast as the files can be read.
 
-Some threads read, each one piece at a time into memory of its own, and wait until the device has
-it: so the host holds READERS pieces at most, however large a tensor is. Knows bytes, no models.
+Each of some threads reads one piece at a time into new memory and waits until the device has it, so
+the host holds READERS pieces at most, however large a tensor is. This file knows bytes, no models.
 """
 
 import collections
@@ -31,8 +31,8 @@ class Piece(NamedTuple):
     begin: int  # in the file, bytes
     shape: tuple[int, ...]  # as stored
     dtype: np.dtype
-    transposed: bool = False  # to be given so
-    decode: Callable[[np.ndarray], np.ndarray] | None = None  # of what is stored, rows by rows
+    transposed: bool = False  # on its way to the device
+    decode: Callable[[np.ndarray], np.ndarray] | None = None  # from stored rows to numbers
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ def find_tensors(file: Path) -> dict[str, Piece]:
 def split_rows(tensor: Piece, unit: int = 1, growth: float = 1.0) -> list[Piece]:
     """The tensor as pieces of at most PIECE bytes, but at least `unit` rows each, in whole units.
 
-    `growth`: how many bytes decoding makes of each; the limit counts them.
+    `growth` is the number of bytes that decoding makes of one; the limit counts them.
     """
     row = max(1, tensor.nbytes // max(1, tensor.shape[0]))
     step = max(1, int(PIECE / (row * growth)) // unit) * unit
@@ -74,7 +74,7 @@ def split_rows(tensor: Piece, unit: int = 1, growth: float = 1.0) -> list[Piece]
 def read_ahead(
     pieces: Sequence[Piece], double: str = "float32"
 ) -> Generator[tuple[Piece, jax.Array]]:
-    """Gives every piece in its order, on the device; float64, which JAX lacks here, as `double`.
+    """Yields every piece in its order, on the device; float64, which JAX lacks here, as `double`.
 
     ValueError for a file that ends too soon.
     """
@@ -104,7 +104,7 @@ def read_ahead(
 
 
 def read(piece: Piece) -> np.ndarray:
-    """The rows of a piece, decoded, in memory of their own."""
+    """The rows of a piece, decoded, in new memory."""
     rows = np.empty(piece.nbytes, np.uint8)
     view, done = memoryview(rows), 0
     try:

@@ -15,17 +15,17 @@ def encode_prompt(
     chat_template: bool = True,
     history: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """A prompt's token ids, through the chat template unless told otherwise.
+    """A prompt's token ids, by default through the chat template.
 
-    `history` holds the turns before it, each what the user said and what was answered.
-    `reasoning` is what templates call enable_thinking. A base model without a template gets the
-    plain text only if `chat_template` is False: silence would change the prompt.
+    `history` holds the turns before it, each the user's text and the answer. `reasoning` is the
+    templates' enable_thinking. A base model without a template gets the plain text only if
+    `chat_template` is False: a silent fallback would change the prompt.
     """
     if not chat_template:
         if system:
             raise ValueError("a system message needs the chat template")
-        said = [text for turn in history for text in turn]
-        return token_ids(tokenizer, "\n\n".join([*said, prompt]), add_special_tokens=True)
+        before = [text for turn in history for text in turn]
+        return token_ids(tokenizer, "\n\n".join([*before, prompt]), add_special_tokens=True)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: pass --no-chat-template")
     turns = [dict(user=user, assistant=answer).items() for user, answer in history]
@@ -44,9 +44,9 @@ def token_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[in
 
 
 def through_template(tokenizer: Any, messages: list[dict[str, Any]], **names: Any) -> str:
-    """The messages up to where the answer begins; `names` are the template's to read.
+    """The messages up to the begin of the answer; the template reads `names`.
 
-    ValueError if the template is broken or has no place for them, such as for a system message.
+    ValueError if the template is broken or refuses them, for example a system message.
     """
     with named("the chat template refuses"):
         return tokenizer.apply_chat_template(
@@ -55,7 +55,7 @@ def through_template(tokenizer: Any, messages: list[dict[str, Any]], **names: An
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """New tokens as text, special tokens left out."""
+    """Tokens as text, without special tokens."""
     with named("the tokenizer fails"):
         return tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -63,12 +63,12 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def stop_at_text(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], int | None]:
-    """For generate's `stop_when`: how many tokens it takes until one of the texts is complete."""
+    """For generate's `stop_when`: the number of tokens until one of the texts is complete."""
 
     def keep(token_ids: list[int]) -> int | None:
         if not any(stop in decode(tokenizer, token_ids) for stop in stops):
             return None
-        # Bisection is no use: a byte of the next character can hide the end of the text.
+        # Bisection would fail: a byte of the next character can hide the end of the text.
         for count in range(1, len(token_ids) + 1):
             text = decode(tokenizer, token_ids[:count])
             if any(stop in text for stop in stops):
@@ -80,5 +80,4 @@ def stop_at_text(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the earliest of the stop texts."""
-    found = [text.index(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, whoever else is still writing into it."""
+"""A folder that appears whole or not at all, even if a failed save is still writing into it."""
 
 import contextlib
 import shutil
@@ -29,16 +29,17 @@ def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]
             _remove(part, made)
             raise
     except (OSError, ValueError) as error:
-        # tensorstore says "no space left" by a ValueError, and appends all its settings.
-        said = str(error).split(" [tensorstore_spec=")[0]
-        raise ValueError(f"cannot write {destination}: {said}") from error
+        # tensorstore's "no space left" is a ValueError with all its settings at the end.
+        reason = str(error).split(" [tensorstore_spec=")[0]
+        raise ValueError(f"cannot write {destination}: {reason}") from error
 
 
 def _remove(part: Path, made: list[Path]) -> None:
     """Removes `part`, and the folders made for it, the innermost first.
 
-    A save that failed may have writes in the air, and Orbax does not wait for them; they make their
-    folders anew, and on a full disc find the room that the removal gave. So until none comes.
+    A failed save can leave writes in flight, for which Orbax does not wait: they recreate their
+    folders, and on a full disk use the space just freed. So the removal repeats until nothing
+    reappears for QUIET seconds.
     """
     begun = last = time.monotonic()
     while (now := time.monotonic()) - last < QUIET and now - begun < LONGEST:
@@ -52,9 +53,9 @@ def _remove(part: Path, made: list[Path]) -> None:
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:
-    """ValueError unless a checkpoint may be written there; what is no checkpoint is never replaced.
+    """ValueError unless a checkpoint may be written there; only a checkpoint is ever replaced.
 
-    Costs nothing: ask before the weights are read.
+    This costs nothing: call it before the weights are read.
     """
     try:
         if not destination.exists():
@@ -69,7 +70,7 @@ def check_destination(destination: Path, overwrite: bool) -> None:
 
 
 def _swap(part: Path, destination: Path, old: Path) -> None:
-    """Puts `part` in the place of `destination`, which is put back if that fails."""
+    """Renames `part` to `destination`, which keeps its old content if that fails."""
     if not destination.exists():
         part.rename(destination)
         return
