@@ -1,4 +1,4 @@
-"""The two executables behind every driver, `prefill` and `run`, and the arrays that go in.
+"""The two executables of every driver, `prefill` and `run`, and the arrays that go in.
 
 A shape is (models, batch, capacity, chunk, stop slots). Within it prompt lengths, limits, stop
 sets, seeds and bounds are run-time values, so nothing compiles twice.
@@ -171,20 +171,34 @@ def compile_programs(models: Models, params: Params, shape: Shape) -> Programs:
 
 @functools.lru_cache(maxsize=64)
 def _compile_prefill(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
-    start, params = time.perf_counter(), jax.tree.unflatten(tree, leaves)
+    return compile_prefill(models, jax.tree.unflatten(tree, leaves), shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
+    state = jax.eval_shape(lambda: new_state(models, shape))
+    return compile_run(models, jax.tree.unflatten(tree, leaves), state)
+
+
+def compile_prefill(models: Models, params: Params, shape: Shape) -> tuple[Any, float]:
+    """The executable of `prefill`, and the seconds of its compilation."""
+    begin = time.perf_counter()
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
     jitted = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return jitted.lower(params, state, number, request).compile(), time.perf_counter() - start
+    return jitted.lower(params, state, number, request).compile(), time.perf_counter() - begin
 
 
-@functools.lru_cache(maxsize=64)
-def _compile_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
-    start, params = time.perf_counter(), jax.tree.unflatten(tree, leaves)
-    state = jax.eval_shape(lambda: new_state(models, shape))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
+def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
+    """The executable of `run`, and the seconds of its compilation; `state` may be abstract."""
+    begin = time.perf_counter()
     jitted = jax.jit(functools.partial(run, models), donate_argnums=1)
-    return jitted.lower(params, state, number, cancel).compile(), time.perf_counter() - start
+    return jitted.lower(params, state, *run_limits(state)).compile(), time.perf_counter() - begin
+
+
+def run_limits(state: State) -> tuple[Any, Any]:
+    """`max_steps` and `cancel` of a run, as abstract values."""
+    cancel = jax.ShapeDtypeStruct(state.sequences.done.shape, jnp.bool_)
+    return jax.ShapeDtypeStruct((), jnp.int32), cancel

@@ -23,7 +23,6 @@ from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import (
     Window,
     busy_state,
-    compile_run,
     experts_read,
     rewound,
     time_draft,
@@ -46,7 +45,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
 from jflash.models.params import random_weights
-from jflash.programs import Shape, compile_programs
+from jflash.programs import Shape, compile_programs, compile_run
 from jflash.speculative import Models, Params, State
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jflash.experts import ROUTING
 from jflash.layers import Block
-from jflash.programs import Shape, new_state, run
+from jflash.programs import Shape, new_state
 from jflash.speculative import Models, Params, State, block_positions, draft
 
 
@@ -99,16 +99,6 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
     )  # fmt: skip
     layers = jax.tree.leaves(found[ROUTING])
     return sum(len(jnp.unique(ids)) for ids in layers) / len(layers)
-
-
-def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
-    """The executable of `programs.run` for these models, and the seconds of its compilation."""
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    cancel = jax.ShapeDtypeStruct(state.sequences.done.shape, jnp.bool_)
-    begin = time.perf_counter()
-    jitted = jax.jit(functools.partial(run, models), donate_argnums=1)
-    compiled = jitted.lower(params, state, number, cancel).compile()
-    return compiled, time.perf_counter() - begin
 
 
 def time_run(

@@ -20,8 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jflash.decoding import Decoding
-from jflash.prefill import prefill
-from jflash.programs import Shape, make_request, new_state
+from jflash.programs import Shape, compile_prefill, make_request, new_state
 from jflash.speculative import (
     Models,
     Params,
@@ -182,16 +181,8 @@ def compile_run(models: Models, params: Params, state: Any, shape: Shape) -> Any
 def compile_executable(models: Models, params: Params, shape: Shape) -> Executable:
     """The two programs of a shape; ValueError for an attention backend that cannot run."""
     state = jax.eval_shape(lambda: new_state(models, shape))
-    key = jax.random.key(0)
-    request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    prefill_jit = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
-    return Executable(
-        models,
-        shape,
-        prefill_jit.lower(params, state, number, request).compile(),
-        compile_run(models, params, state, shape),
-    )
+    prefill, _ = compile_prefill(models, params, shape)
+    return Executable(models, shape, prefill, compile_run(models, params, state, shape))
 
 
 def prefilled(executable: Executable, mode: Mode, task: Task) -> State:

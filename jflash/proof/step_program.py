@@ -16,7 +16,7 @@ from jflash.config import Drafter2Config
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
 from jflash.models.params import decoding_params
-from jflash.programs import Shape, new_state, run
+from jflash.programs import Shape, new_state, run, run_limits
 from jflash.speculative import Models, Params
 from pallas_kernels.matmul.tuning import winner
 
@@ -67,9 +67,7 @@ def step_program(models: Models, batch: int, capacity: int) -> StepProgram:
     drafter = None if models.drafter is None else params(models.drafter.config)
     shape = Shape.of(batch, capacity)
     state = jax.eval_shape(lambda: new_state(models, shape))
-    steps = jax.ShapeDtypeStruct((), jnp.int32)
-    cancel = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-    arguments = (Params(params(models.target.config), drafter), state, steps, cancel)
+    arguments = (Params(params(models.target.config), drafter), state, *run_limits(state))
     bound = temporary_bound(models, batch)
     return StepProgram(models, functools.partial(run, models), arguments, bound)
 

@@ -13,12 +13,12 @@ from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.bench.report import collect
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.bench.step_time import busy_state, compile_run, time_run, window_around
+from jflash.bench.step_time import busy_state, time_run, window_around
 from jflash.io import load_pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, random_weights
-from jflash.programs import Shape
+from jflash.programs import Shape, compile_run
 from jflash.speculative import Models, Params, speculative_step
 from tables.cells import Result
 from tables.documents import with_tables
