@@ -142,14 +142,16 @@ def load_examples(name: str, count: int, file: Path | None) -> list[tuple[str, s
         raise ValueError(f"few-shot examples for {name} need a file of them")
     records = _records(dataset, "train", file)
     question = dataset.fields[0][0]
-    found = []
+    examples = []
     for place, record in records[:count]:
         for field in (question, dataset.worked):
             _text_field(record, (field,), place)
-        found.append((record[question], without_marks(record[dataset.worked])))
-    if len(found) < count:
-        raise ValueError(f"{count} examples are wanted, {file or dataset.hub} holds {len(found)}")
-    return found
+        examples.append((record[question], without_marks(record[dataset.worked])))
+    if len(examples) < count:
+        raise ValueError(
+            f"{count} examples are wanted, {file or dataset.hub} holds {len(examples)}"
+        )
+    return examples
 
 
 def _problem(
@@ -191,11 +193,11 @@ def _text_field(record: Record, names: Sequence[str], place: str) -> None:
 
 def _present(record: Record, names: Sequence[str], place: str = "") -> str:
     """The first of the names that the record has."""
-    found = [name for name in names if name in record]
-    if not found:
+    present = [name for name in names if name in record]
+    if not present:
         has = ", ".join(map(str, record)) or "nothing"
         raise ValueError(f"{place}the field {' or '.join(names)} is missing (it has {has})")
-    return found[0]
+    return present[0]
 
 
 def _records(dataset: Dataset, split: str, file: Path | None) -> list[tuple[str, Record]]:
@@ -203,10 +205,10 @@ def _records(dataset: Dataset, split: str, file: Path | None) -> list[tuple[str,
     if file is None:
         rows = enumerate(_from_hub(dataset, split))
         return [(f"{dataset.hub} row {i}: ", record) for i, record in rows]
-    found = [(f"{where}: ", record) for where, record in json_lines(file)]
-    if not found:
+    records = [(f"{where}: ", record) for where, record in json_lines(file)]
+    if not records:
         raise ValueError(f"{file} holds no problems")
-    return found
+    return records
 
 
 def _from_hub(dataset: Dataset, split: str) -> list[Record]:
@@ -221,7 +223,7 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(dataset.hub, dataset.config, split=split)
+        rows = datasets.load_dataset(dataset.hub, dataset.config, split=split)
     except (OSError, ValueError) as error:  # the library's own errors are OSErrors
         fields = [names[0] for names in (*dataset.fields, dataset.turns, (dataset.tests,)) if names]
         wanted = ", ".join(name for name in fields if name)
@@ -229,7 +231,7 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
             f"{dataset.hub} cannot be had from the hub ({unreachable or _first_line(error)}): give "
             f"the data with --data FILE.jsonl, an object a line with {wanted}"
         ) from None
-    return [dict(row) for row in found]
+    return [dict(row) for row in rows]
 
 
 def _first_line(error: Exception) -> str:

@@ -51,14 +51,14 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
             raise ValueError(f"{folder} holds answers without a {SETTINGS}: give another folder")
         return
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        there = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     wanted = json.loads(json.dumps(settings))
-    for name in [*wanted, *found]:
-        if found.get(name) != wanted.get(name):
+    for name in [*wanted, *there]:
+        if there.get(name) != wanted.get(name):
             raise ValueError(
-                f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
+                f"{folder} holds a run with {name} {there.get(name)!r}, this one has "
                 f"{wanted.get(name)!r}: give another --output, or --overwrite"
             )
 
@@ -71,14 +71,14 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
     """
     if not (folder / SETTINGS).is_file() or not (folder / "summary.json").is_file():
         raise ValueError(f"{folder} holds no finished run: there is no {SETTINGS} or summary.json")
-    found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     for name in ALIKE:
-        if found.get(name) != settings[name]:
+        if there.get(name) != settings[name]:
             raise ValueError(
-                f"{folder} holds a run with {name} {found.get(name)!r}, this one has "
+                f"{folder} holds a run with {name} {there.get(name)!r}, this one has "
                 f"{settings[name]!r}: their answers need not be the same"
             )
-    rules = {found.get("draft_rule"), settings["draft_rule"]}
+    rules = {there.get("draft_rule"), settings["draft_rule"]}
     if settings["temperature"] and rules != {"greedy"}:
         raise ValueError(
             "drafts drawn from q decide which tokens are drawn: above temperature 0 runs compare "
@@ -101,10 +101,10 @@ def read_answers(file: Path) -> list[dict[str, Any]]:
     ValueError, by the problem, if two answers to it have different tokens, and for a line that is
     no answer.
     """
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    answers: dict[tuple[int, int], dict[str, Any]] = {}
     for number, record in enumerate(read_lines(file), 1):
         try:
-            first = found.setdefault((record["index"], record["turn"]), record)
+            first = answers.setdefault((record["index"], record["turn"]), record)
             same = first["token_ids"] == record["token_ids"]
         except (KeyError, TypeError):
             raise ValueError(f"{file} line {number} is no answer: try --overwrite") from None
@@ -113,4 +113,4 @@ def read_answers(file: Path) -> list[dict[str, Any]]:
                 f"{file} has two different answers to problem {record['index']}, turn "
                 f"{record['turn']}: give another --output, or --overwrite"
             )
-    return list(found.values())
+    return list(answers.values())

@@ -123,11 +123,11 @@ def _end_all() -> None:
     """Kills the processes under this one, first stopped, so that none of them starts another."""
     stopped = set[int]()
     end = time.monotonic() + END_SECONDS
-    while (found := {process.pid for process in _living()} - stopped) and time.monotonic() < end:
-        _signal(found, signal.SIGSTOP)
-        stopped |= found
-    while (found := {process.pid for process in _living()}) and time.monotonic() < end:
-        _signal(found, signal.SIGKILL)
+    while (living := {process.pid for process in _living()} - stopped) and time.monotonic() < end:
+        _signal(living, signal.SIGSTOP)
+        stopped |= living
+    while (living := {process.pid for process in _living()}) and time.monotonic() < end:
+        _signal(living, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -144,12 +144,12 @@ def _living() -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in _processes():
         children.setdefault(process.parent, []).append(process)
-    found, above = list[Process](), [os.getpid()]
+    descendants, above = list[Process](), [os.getpid()]
     while above:
         below = children.get(above.pop(), [])
-        found += below
+        descendants += below
         above += [process.pid for process in below]
-    return [process for process in found if process.state not in "ZX"]
+    return [process for process in descendants if process.state not in "ZX"]
 
 
 def _processes() -> Iterator[Process]:

@@ -58,11 +58,11 @@ def _baseline(baseline: dict[str, Any]) -> list[str]:
     return lines + _differences(baseline, "plain decoding", "plain_token")
 
 
-def _differences(found: dict[str, Any], other: str, token: str) -> list[str]:
+def _differences(comparison: dict[str, Any], other: str, token: str) -> list[str]:
     return [
         f"  problem {d['index']}, turn {d['turn']}: at token {d['position']} "
         f"{d['token']}, {other} {d[token]}"
-        for d in found["first_differences"][:5]
+        for d in comparison["first_differences"][:5]
     ]
 
 
@@ -76,10 +76,10 @@ def _speed(name: str, speed: dict[str, Any]) -> str:
     )
 
 
-def _speed_up(name: str, found: dict[str, Any]) -> str:
+def _speed_up(name: str, pairs: dict[str, Any]) -> str:
     return (
-        f"speed-up, {name:<6} {number(found['speed_up'])} in decoding, "
-        f"{number(found['speed_up_with_prefill'])} with prefill, {found['answers']} answers"
+        f"speed-up, {name:<6} {number(pairs['speed_up'])} in decoding, "
+        f"{number(pairs['speed_up_with_prefill'])} with prefill, {pairs['answers']} answers"
     )
 
 

@@ -58,7 +58,7 @@ def hf_config_of(file: GgufFile) -> dict[str, Any]:
             f"supported: {', '.join(ARCHITECTURES)}"
         )
     file.check({f"{name}.{key}": kind for kind, keys in _KEYS.items() for key in keys.split()})
-    own = _own_metadata(file, name)
+    metadata = _metadata(file, name)
     if EMBEDDING not in file.tensors:
         raise ValueError(f"{file.path} does not fit: missing: {EMBEDDING}")
     if len(shape := file.tensors[EMBEDDING].shape) != 2:
@@ -69,16 +69,16 @@ def hf_config_of(file: GgufFile) -> dict[str, Any]:
     config |= {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
-        "vocab_size": own.get("vocab_size", shape[0]),
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "head_dim": own.get("attention.key_length", config["hidden_size"] // heads),
-        "rope_theta": own.get("rope.freq_base", DEFAULT_ROPE_THETA),
+        "vocab_size": metadata.get("vocab_size", shape[0]),
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "head_dim": metadata.get("attention.key_length", config["hidden_size"] // heads),
+        "rope_theta": metadata.get("rope.freq_base", DEFAULT_ROPE_THETA),
         "tie_word_embeddings": HEAD not in file.tensors,
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
-    _check_heads(file, own, config["head_dim"])
+    _check_heads(file, metadata, config["head_dim"])
     if ROPE_FACTORS in file.tensors:
         config["rope_scaling"] = _rope_scaling(file, config["rope_theta"], config["head_dim"])
     stops = stop_ids(file)
@@ -102,28 +102,28 @@ def _check_layers(file: GgufFile, num_layers: int) -> None:
         )
 
 
-def _own_metadata(file: GgufFile, name: str) -> dict[str, Any]:
+def _metadata(file: GgufFile, name: str) -> dict[str, Any]:
     """The metadata with its architecture's prefix, without it; ValueError for unknown keys."""
     prefix = f"{name}."
-    own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    scaling = own.get("rope.scaling.type", "none")
+    metadata = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    scaling = metadata.get("rope.scaling.type", "none")
     if scaling != "none":
         raise ValueError(f"{file.path}: {name}.rope.scaling.type {scaling!r} is not supported")
-    if not own.get("attention.causal", True):
+    if not metadata.get("attention.causal", True):
         raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
     known = {*_NEEDED.values(), *_ALSO_KNOWN}
-    foreign = [key for key in own if own[key] and key not in known]
+    foreign = [key for key in metadata if metadata[key] and key not in known]
     if foreign:
-        named = ", ".join(f"{prefix}{key} ({shown(own[key])})" for key in foreign)
+        named = ", ".join(f"{prefix}{key} ({shown(metadata[key])})" for key in foreign)
         raise ValueError(f"{file.path}: not supported: {' '.join(named.split())}")
-    return own
+    return metadata
 
 
-def _check_heads(file: GgufFile, own: dict[str, Any], head_dim: int) -> None:
+def _check_heads(file: GgufFile, metadata: dict[str, Any], head_dim: int) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, head_dim) != head_dim:
+        if metadata.get(key, head_dim) != head_dim:
             raise ValueError(
-                f"{file.path}: {key} {own[key]} differs from the heads' width {head_dim}: "
+                f"{file.path}: {key} {metadata[key]} differs from the heads' width {head_dim}: "
                 "not supported"
             )
 

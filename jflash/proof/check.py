@@ -25,7 +25,7 @@ from jflash.proof.cases import (
     random_prompts,
     with_fault,
 )
-from jflash.proof.differences import Found, differences, first_difference
+from jflash.proof.differences import Comparison, differences, first_difference
 from jflash.proof.lossless import (
     CORRUPTION,
     Executable,
@@ -99,10 +99,10 @@ def check_batch(
         not_top += int(reference.evidence.not_top.sum())
         key = jax.random.key(task_seed(plan.seed, batch, rounds))
         for mode in modes_of(case, reference.sequences.tokens, plan.replays, key):
-            found, lengths, counts = decode_and_compare(executable, reference, mode, task)
+            diff, lengths, counts = decode_and_compare(executable, reference, mode, task)
             totals.setdefault(mode.name, Counter()).update(counts)
-            if found.total and first is None:
-                first = first_difference(executable, oracle, mode, task, found)
+            if diff.total and first is None:
+                first = first_difference(executable, oracle, mode, task, diff)
                 first |= {"pair": case.name, "batch": batch, "round": rounds}
             if mode.text is not None:  # a limit may cut a last step
                 whole = np.concatenate([steps[:-1] for steps in lengths])
@@ -159,15 +159,15 @@ def acceptance_lengths(run: Run) -> list[np.ndarray]:
 
 def decode_and_compare(
     executable: Executable, reference: Run, mode: Mode, task: Task
-) -> tuple[Found, list[np.ndarray], dict[str, int]]:
+) -> tuple[Comparison, list[np.ndarray], dict[str, int]]:
     """A mode's differences from the oracle, its acceptance lengths, and counts of both."""
     run = decode(executable, mode, task)
-    found, lengths = differences(executable, reference, mode, run, task), acceptance_lengths(run)
+    diff, lengths = differences(executable, reference, mode, run, task), acceptance_lengths(run)
     ends = np.asarray(run.sequences.length)
     by_kind = Counter()
-    for thing, count in zip(found.things, found.count, strict=True):
+    for thing, count in zip(diff.things, diff.count, strict=True):
         by_kind[thing.split(" of ")[0]] += count
-    return found, lengths, {
+    return diff, lengths, {
         "runs": 1,
         "steps": sum(map(len, lengths)),
         "tokens": int((ends - task.prompt_lengths).sum()),
@@ -201,7 +201,7 @@ def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
     start = prefilled(sound, Mode("oracle", case.params), task)
     models = with_fault(case.models)
     faulty = sound._replace(models=models, run=compile_run(models, case.params, start, shape))
-    task = task._replace(start=start)  # no prompt is faulty: prefill has an attention of its own
+    task = task._replace(start=start)  # no prompt is faulty: prefill has another attention
     for name, executable in (("without", sound), ("with", faulty)):
         result[name] = compare_replay(executable, case, task, seed)
     return result
@@ -214,6 +214,6 @@ def compare_replay(executable: Executable, case: Case, task: Task, seed: int) ->
     vocabulary = case.models.target.config.vocab_size
     wrong = corrupted(reference.sequences.tokens, jax.random.key(seed), vocabulary)
     replay = Mode("replay", case.params, text=wrong)
-    found, _, counts = decode_and_compare(executable, reference, replay, task)
-    first = first_difference(executable, oracle, replay, task, found) if found.total else None
-    return {"differences": found.total, **counts, "first_difference": first}
+    diff, _, counts = decode_and_compare(executable, reference, replay, task)
+    first = first_difference(executable, oracle, replay, task, diff) if diff.total else None
+    return {"differences": diff.total, **counts, "first_difference": first}

@@ -89,7 +89,7 @@ def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 
-class Found(NamedTuple):
+class Comparison(NamedTuple):
     """The comparison of a mode with the oracle, on the host."""
 
     things: list[str]
@@ -101,26 +101,28 @@ class Found(NamedTuple):
         return sum(self.count)
 
 
-def differences(executable: Executable, oracle: Run, mode: Mode, run: Run, task: Task) -> Found:
+def differences(
+    executable: Executable, oracle: Run, mode: Mode, run: Run, task: Task
+) -> Comparison:
     lengths, width = jnp.asarray(task.prompt_lengths), executable.models.block_size
-    found = compare(oracle, run, lengths, mode.own_drafter, width)
-    unrecorded = int(found.unrecorded)
+    compared = compare(oracle, run, lengths, mode.own_drafter, width)
+    unrecorded = int(compared.unrecorded)
     assert unrecorded == 0, f"{unrecorded} committed rows left no evidence"
     things = compared_things(executable.models, mode.own_drafter)
-    assert len(things) == len(found.count)
-    return Found(things, np.asarray(found.first), np.asarray(found.count).tolist())
+    assert len(things) == len(compared.count)
+    return Comparison(things, np.asarray(compared.first), np.asarray(compared.count).tolist())
 
 
 def first_difference(
-    executable: Executable, oracle: Mode, mode: Mode, task: Task, found: Found
+    executable: Executable, oracle: Mode, mode: Mode, task: Task, diff: Comparison
 ) -> dict[str, Any]:
     """The earliest difference, with the logits of both modes there, each decoded once more.
 
     If only K/V differ, the logits are those of the first row that was computed from them.
     """
-    sequence = int(np.argmin(found.first.min(axis=0)))
-    index = int(found.first[:, sequence].min())
-    things = [found.things[i] for i in np.flatnonzero(found.first[:, sequence] == index)]
+    sequence = int(np.argmin(diff.first.min(axis=0)))
+    index = int(diff.first[:, sequence].min())
+    things = [diff.things[i] for i in np.flatnonzero(diff.first[:, sequence] == index)]
     prompt = len(task.prompts[sequence])
     shown = index if {"tokens", "logits"} & set(things) else index + 1
     shown = max(shown, prompt + 1)  # the first token's logits belong to the prefill

@@ -91,13 +91,13 @@ def _pass(
     models: Models, params: Any, tokens: Array, positions: Array, caches: Caches, over: Pass
 ) -> tuple[Array, Caches, Array]:
     """The target's pass, and the experts of its tokens [X, B, T, k]."""
-    (hidden, _, caches), found = models.target.apply(
+    (hidden, _, caches), kept = models.target.apply(
         {"params": params}, tokens, positions, caches, over, (), mutable=[ROUTING]
     )
     config = models.target.config
     if not config.experts:
         return hidden, caches, jnp.zeros((0, *tokens.shape, 1), jnp.int32)
-    routing: Any = found[ROUTING]
+    routing: Any = kept[ROUTING]
     ids = [routing[f"layers_{i}"]["mlp"]["ids"][0] for i in config.sparse_layers]
     k = config.experts[0].experts_per_token
     return hidden, caches, jnp.stack(ids).reshape(len(ids), *tokens.shape, k)

@@ -76,16 +76,16 @@ def read_thunks(text: str) -> Iterator[Thunk]:
     for line in text.splitlines():
         if heading := _SECTION.fullmatch(line.rstrip()):
             section = heading[2]
-        elif found := _THUNK.match(line):
-            indent = len(found[1])
+        elif launch := _THUNK.match(line):
+            indent = len(launch[1])
             while open_thunks and open_thunks[-1][0] >= indent:
                 open_thunks.pop()
             if section and open_thunks:  # a heading belongs to what encloses the next launch
                 parent = open_thunks.pop()
                 open_thunks.append((parent[0], f"{parent[1].split('/')[0]}/{section}"))
             section = ""
-            yield Thunk(found[2], found[3], tuple(name for _, name in open_thunks))
-            open_thunks.append((indent, found[2]))
+            yield Thunk(launch[2], launch[3], tuple(name for _, name in open_thunks))
+            open_thunks.append((indent, launch[2]))
 
 
 def one_command_buffer(thunks: str) -> Result:

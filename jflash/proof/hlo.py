@@ -42,8 +42,8 @@ class Instruction(NamedTuple):
 
     def attribute(self, pattern: str) -> str:
         """The pattern's first group in the attributes; '' where it does not match."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
     def names(self, key: str) -> list[str]:
         """The computations that attribute `key` names: one, or several in braces."""
@@ -83,9 +83,9 @@ def parse(text: str) -> Module:
             entry = name if start[1] else entry
         elif name and line == "}":
             computations[name], name = Computation(body, root), ""
-        elif name and (found := _LINE.fullmatch(line)):
-            body[found[2]] = _instruction(found[2], found[3])
-            root = found[2] if found[1] else root
+        elif name and (match := _LINE.fullmatch(line)):
+            body[match[2]] = _instruction(match[2], match[3])
+            root = match[2] if match[1] else root
     if not entry:
         raise ValueError("the text holds no compiled program: it has no ENTRY computation")
     header = text.splitlines()[0].partition("input_output_alias=")[2]
@@ -111,9 +111,9 @@ def _shape(text: str) -> Shape:
         elif piece == ")":
             done = open_tuples.pop()
             open_tuples[-1].append(done)
-        elif found := _LEAF.match(piece):
-            dims = tuple(int(n) for n in found[2].split(",") if n)
-            open_tuples[-1].append(Leaf(found[1], dims))
+        elif match := _LEAF.match(piece):
+            dims = tuple(int(n) for n in match[2].split(",") if n)
+            open_tuples[-1].append(Leaf(match[1], dims))
     return open_tuples[0][0]
 
 

@@ -131,7 +131,7 @@ def record(
     # Rows that are not committed go past the capacity, each to another place.
     place = (sequence, jnp.where(kept, indices, evidence.top.shape[1] + row))
     wanted = kept & (indices == probe[:, None])
-    found = jnp.take_along_axis(logits, jnp.argmax(wanted, axis=1)[:, None, None], axis=1)[:, 0]
+    probed = jnp.take_along_axis(logits, jnp.argmax(wanted, axis=1)[:, None, None], axis=1)[:, 0]
     top = jnp.max(logits, axis=-1)
     # The choices may come from a kernel that never writes its logits and rounds differently.
     chosen = jnp.take_along_axis(logits, verdict.choices[:, :, None], axis=2)[:, :, 0]
@@ -139,7 +139,7 @@ def record(
         evidence.checksums.at[place].set(checksums(logits), mode="drop", unique_indices=True),
         evidence.top.at[place].set(top, mode="drop", unique_indices=True),
         evidence.not_top + jnp.sum(kept & (chosen != top), axis=1, dtype=jnp.int32),
-        jnp.where(jnp.any(wanted, axis=1)[:, None], found, evidence.probed),
+        jnp.where(jnp.any(wanted, axis=1)[:, None], probed, evidence.probed),
     )
 
 

@@ -81,17 +81,17 @@ def partings(narrow: Narrow, oracle: Mode, oracle_run: Run, task: Task) -> list[
     return parted
 
 
-def summary(found: Sequence[Parting]) -> dict[str, Any]:
+def summary(sequences: Sequence[Parting]) -> dict[str, Any]:
     """Shares, positions and nats over all sequences; None if no sequence parted."""
-    parted = [p for p in found if p.same is not None]
-    tokens = sum(p.tokens for p in found)
+    parted = [p for p in sequences if p.same is not None]
+    tokens = sum(p.tokens for p in sequences)
     # After the first difference the texts differ too, so widths are comparable only up to it.
-    comparable = sum(p.tokens if p.same is None else p.same + 1 for p in found)
+    comparable = sum(p.tokens if p.same is None else p.same + 1 for p in sequences)
     return {
-        "sequences": len(found),
+        "sequences": len(sequences),
         "sequences_that_differ": len(parted),
         "tokens": tokens,
-        "share_of_tokens_that_differ": sum(p.differing for p in found) / max(1, tokens),
+        "share_of_tokens_that_differ": sum(p.differing for p in sequences) / max(1, tokens),
         "comparable_tokens": comparable,
         "first_differences_per_1000_tokens": 1000 * len(parted) / max(1, comparable),
         "equal_tokens_before": _spread([p.same for p in parted]),

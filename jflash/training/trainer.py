@@ -210,8 +210,8 @@ def _newest(
 
 def _settings(config: TrainConfig, identity: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """The settings that identify a run, in the form that run.json gives back."""
-    own = {"rows": len(jax.tree.leaves(data)[0]), "data_crc32": crc32_of(data)}
-    return json.loads(json.dumps({**asdict(config), **identity, **own}))  # tuples become lists
+    rows = {"rows": len(jax.tree.leaves(data)[0]), "data_crc32": crc32_of(data)}
+    return json.loads(json.dumps({**asdict(config), **identity, **rows}))  # tuples become lists
 
 
 def crc32_of(tree: Any) -> int:
@@ -227,9 +227,9 @@ def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
     path = directory / "run.json"
     if not path.exists():
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    keys = settings.keys() | found.keys()
-    other = {k: found.get(k) for k in keys if found.get(k) != settings.get(k)}
+    there = json.loads(path.read_text(encoding="utf-8"))
+    keys = settings.keys() | there.keys()
+    other = {k: there.get(k) for k in keys if there.get(k) != settings.get(k)}
     if other:
         raise ValueError(
             f"{directory} holds a run with {other}, asked for "
