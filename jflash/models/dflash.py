@@ -31,7 +31,7 @@ from jflash.models.decoder import Caches
 class Proposal(NamedTuple):
     """Drafts, what they were drawn from, and how sure the drafter is at each place.
 
-    q is None where the best is taken, confidence where nobody ranks rows by it.
+    q is None if the best token is taken, and confidence if no rows are ranked by it.
     """
 
     tokens: Int[Array, "B T"]

@@ -104,7 +104,7 @@ class CandidateSelector(nn.Module):
         previous: Int[Array, "B T A"],
         candidates: Int[Array, "B T C"],
     ) -> Float[Array, "B T A C"]:
-        """What each candidate gains behind each token that may be before it, in float32."""
+        """The gain of each candidate after each token that may come before it, in float32."""
         projected = self.hidden_projection(hidden)[:, :, None]
         return jnp.einsum(
             "BTAR,BTCR->BTAC",
@@ -133,7 +133,7 @@ class Drafter2(Drafter):
         anchor: Int[Array, " B"],
         tools: Tools,
     ) -> Proposal:
-        """Drafts from left to right; a place's q and confidence hang on the drafts before it.
+        """Drafts from left to right; a place's q and confidence depend on the drafts before it.
 
         q knows the request's temperature and no other filter.
         """
@@ -157,9 +157,9 @@ class Drafter2(Drafter):
         anchor: Int[Array, " B"],
         logits: Float[Array, "B T V"],
     ) -> tuple[Int[Array, "B T C"], Float[Array, "B T A C"]]:
-        """Candidates of each place, and their scores behind each candidate of the place before.
+        """Candidates of each place, and their scores after each candidate of the place before.
 
-        Before the first place stands the anchor, as often as there are candidates.
+        The anchor comes before the first place, as often as there are candidates.
         """
         unary, candidates = best_candidates(logits, self.config.selector_top_k)
         first = jnp.broadcast_to(anchor[:, None, None], candidates[:, :1].shape)
@@ -189,8 +189,8 @@ def best_candidates(
 ) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
     """The largest logits and their ids, in falling order.
 
-    They lie in the `count` groups of the largest best ones, so all but those need only a maximum:
-    sorting a whole vocabulary would cost more than the drafter does.
+    They lie in the `count` groups with the largest maxima, so the other groups need only a maximum:
+    sorting a whole vocabulary would cost more than the drafter.
     """
     vocab = logits.shape[-1]
     if vocab <= 2 * count * GROUP:
