@@ -1,6 +1,7 @@
 """What a step reads and writes: one key and one value array a layer, with places for positions.
 
-A `LayerCache` has a slot for every position, a `RingCache` for those that a window can still see.
+A `LayerCache` has a slot for every position, a `RingCache` for those that a window can still see,
+and a `PagedCache` finds the positions of a sequence in a pool of pages that many share.
 A step asks the cache for slots and knows no more of it. Nothing is ever freed. What lies at and
 past a sequence's length is garbage by definition: rollback is a smaller length, and the next step
 overwrites it.
@@ -13,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jflash.config import AttentionSpec
+from pallas_kernels.block_attention import PAGE
 
 RING_BLOCK = 64  # slots that Mosaic's attention kernel reads at a time: it takes whole ones only
 
@@ -50,6 +52,10 @@ class LayerCache(NamedTuple):
     def wraps(self) -> bool:
         return False
 
+    @property
+    def table(self) -> None:
+        return None
+
     def slots(
         self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
@@ -80,6 +86,10 @@ class RingCache(NamedTuple):
     def wraps(self) -> bool:
         return True
 
+    @property
+    def table(self) -> None:
+        return None
+
     def slots(
         self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
@@ -88,7 +98,54 @@ class RingCache(NamedTuple):
         return around.slots(positions % self.k.shape[1], kept)
 
 
-Cache = LayerCache | RingCache
+class PagedCache(NamedTuple):
+    """Keys and values of one layer in pages of PAGE positions, and which page is whose.
+
+    Position p of sequence b lies in page table[b, p // PAGE], at p % PAGE. Of a page that several
+    sequences share all positions are committed, so that nobody writes it. A table's entry that is
+    no page takes what is written there away. A window is a mask here: nothing is overwritten.
+    """
+
+    k: Float[Array, "pages _ K H"]
+    v: Float[Array, "pages _ K H"]
+    table: Int[Array, "B _"]
+
+    def committed(self, count: Int[Array, " B"]) -> "PagedCache":
+        return self
+
+    def cleared(self, slot: Int[Array, ""]) -> "PagedCache":
+        return self
+
+    @property
+    def wraps(self) -> bool:
+        return False
+
+    def slots(
+        self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
+    ) -> Int[Array, "B T"]:
+        """Places in the pools as one row; what is not `kept` goes past the end, all distinct."""
+        last = self.table.shape[1] - 1
+        column = jnp.minimum(positions // PAGE, last)
+        page = jnp.take_along_axis(self.table, column, axis=1)
+        inside = (page >= 0) & (page < self.k.shape[0]) & (positions // PAGE <= last)
+        kept = inside if kept is None else inside & kept
+        past = self.k.shape[0] * PAGE + jnp.arange(positions.size).reshape(positions.shape)
+        return jnp.where(kept, page * PAGE + positions % PAGE, past)
+
+    def put(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], places: Int[Array, "B T"]
+    ) -> "PagedCache":
+        """Rows written at places that `slots` gave."""
+
+        def one(pool, new):
+            flat = pool.reshape(-1, *pool.shape[2:])
+            flat = flat.at[places].set(new, mode="drop", unique_indices=True)
+            return flat.reshape(pool.shape)
+
+        return self._replace(k=one(self.k, k), v=one(self.v, v))
+
+
+Cache = LayerCache | RingCache | PagedCache
 
 
 def ring_slots(window: int, rows: int, capacity: int) -> int:
@@ -122,9 +179,14 @@ def write_chunk[C: Cache](
 ) -> C:
     """A prompt chunk of sequence `slot` goes to positions offset … offset + C - 1.
 
-    offset + C must not pass the capacity: the update would be moved back over live rows. A ring
-    holds window + C - 1 slots at least: what padding overwrites has left every later row's window.
+    offset + C must not pass the capacity, but of pages: the update would be moved back over live
+    rows. A ring holds window + C - 1 slots at least: what padding overwrites has left every later
+    row's window.
     """
+    if isinstance(cache, PagedCache):
+        own = one_sequence(cache, slot)
+        own = own.put(k, v, own.slots((offset + jnp.arange(k.shape[1]))[None]))
+        return own._replace(table=cache.table)
     if cache.wraps:
         positions = (offset + jnp.arange(k.shape[1])) % cache.k.shape[1]
         return cache._replace(
@@ -151,7 +213,7 @@ def write_context[C: Cache](
     A ring takes no padding, which would lie on live rows, and of a chunk longer than itself the
     last rows alone.
     """
-    if isinstance(cache, LayerCache):
+    if not isinstance(cache, RingCache):
         return write_chunk(cache, k, v, slot, offset)
     positions = (offset + jnp.arange(k.shape[1]))[None]
     end = jnp.minimum(length, offset + k.shape[1])
@@ -165,6 +227,8 @@ def write_context[C: Cache](
 
 def one_sequence[C: Cache](cache: C, slot: Int[Array, ""]) -> C:
     """The cache of one sequence, batch axis kept: what a prompt's chunk attends to."""
+    if isinstance(cache, PagedCache):
+        return cache._replace(table=lax.dynamic_slice_in_dim(cache.table, slot, 1))
     return cache._replace(
         k=lax.dynamic_slice_in_dim(cache.k, slot, 1), v=lax.dynamic_slice_in_dim(cache.v, slot, 1)
     )

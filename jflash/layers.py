@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from jflash.cache import Cache, empty_cache, one_sequence, write_chunk, write_context
+from jflash.cache import Cache, PagedCache, empty_cache, one_sequence, write_chunk, write_context
 from jflash.config import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.experts import Experts
 from jflash.kernels import XLA, Kernels
@@ -47,11 +47,26 @@ class Projected(NamedTuple):
         self, cache: C, slots: Int[Array, "B T"], backend: str
     ) -> tuple[Float[Array, "B T N H"], C]:
         """The queries, and the cache with the keys and values at `slots`; see the op's contract."""
+        if isinstance(cache, PagedCache):
+            return self._write_pages(cache, slots, backend)
         q, k, v = heads_op.heads_to_cache(
             *self[:5], cache.k, cache.v, slots,
             heads=self.heads, backend=backend, rising=not cache.wraps,
         )  # fmt: skip
         return q, cache._replace(k=k, v=v)
+
+    def _write_pages(self, cache, places, backend):
+        """`write` with the pools as one long cache, into which one sequence of all rows goes."""
+        B, T = places.shape
+        x = self.x[:, :, :T].reshape(len(self.x), 1, B * T, -1)
+        cos, sin = (a.reshape(1, B * T, -1) for a in (self.cos, self.sin))
+        long = [pool.reshape(1, -1, *pool.shape[2:]) for pool in (cache.k, cache.v)]
+        q, k, v = heads_op.heads_to_cache(
+            x, self.q_scale, self.k_scale, cos, sin, *long, places.reshape(1, -1),
+            heads=self.heads, backend=backend, rising=False,
+        )  # fmt: skip
+        pools = {"k": k.reshape(cache.k.shape), "v": v.reshape(cache.v.shape)}
+        return q.reshape(B, T, *q.shape[2:]), cache._replace(**pools)
 
 
 @runtime_checkable
@@ -90,6 +105,7 @@ class Block(NamedTuple):
             q, cache.k, cache.v, self.lengths, self.widths,
             causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
             window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
+            table=cache.table,
         )  # fmt: skip
         return out, cache
 
@@ -111,6 +127,7 @@ class Chunk(NamedTuple):
             q, own.k, own.v, self.offset[None], jnp.full(1, q.shape[1]),
             causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
             window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
+            table=own.table,
         )  # fmt: skip
         return out, cache
 

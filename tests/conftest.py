@@ -34,7 +34,7 @@ if not ON_GPU:
     os.environ.setdefault("XLA_FLAGS", HASTE)
 
 
-pytest_plugins = ["tests.support.durations"]
+pytest_plugins = ["tests.support.durations", "tests.support.compilations"]
 pytest.register_assert_rewrite(
     *(f"tests.support.{x}" for x in ("attention_checks", "logits", "reference", "refusals"))
 )

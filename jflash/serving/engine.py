@@ -1,51 +1,56 @@
 """The engine: requests come at any time from any thread, and one thread owns the device.
 
-Each request's greedy text is the text it has alone. Knows token ids only.
+Each request's greedy text is the text it has alone, whatever else runs, is cancelled, is preempted
+or was cached, where the law of one arithmetic holds. Knows token ids only.
 """
 
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from dataclasses import dataclass
 
 from jflash.generate import Pair, check_request
-from jflash.programs import (
-    PREFILL_CHUNK,
-    Shape,
-    capacity_for,
-    make_request,
-    new_state,
-)
-from jflash.row_choice import programs_for
+from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.handle import Handle
+from jflash.serving.loop import Job, Loop
+from jflash.serving.programs import Layout
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
+from pallas_kernels.block_attention import PAGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What the engine does now and has done since it began."""
+    """What the engine does now, and has done since it began.
+
+    `pages` of PAGE tokens there are; `pages_available` are held by no request, and `pages_kept` of
+    these still hold prefixes. `calls` of the device had `live` requests in them, added up.
+    """
 
     waiting: int
     running: int
+    pages: int
+    pages_available: int
+    pages_kept: int
+    ended: dict[FinishReason, int]
     prompt_tokens: int
+    cached_tokens: int
     new_tokens: int
     drafted: int
     accepted: int
-    ended: dict[FinishReason, int]
+    preempted: int
+    calls: int
+    live: int
 
 
 class Engine:
     """Decodes what is submitted, at most `max_batch` requests at once, until `close`.
 
     A request may have `max_context` tokens, its new ones included: the models' positions unless
-    given. More than `max_queue` that wait are refused. The programs are compiled before the
-    constructor returns. Usable as a context manager.
+    given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
+    for `max_batch` of the longest unless given. When they are short, the last request gives its
+    pages back, and is computed again later. More than `max_queue` that wait are refused. The
+    programs are compiled before the constructor returns. Usable as a context manager.
     """
 
     def __init__(
@@ -54,38 +59,42 @@ class Engine:
         *,
         max_batch: int = 8,
         max_context: int | None = None,
+        pages: int | None = None,
         max_queue: int = 1024,
         max_stop_ids: int = 16,
         steps_per_call: int = 4,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
-        limits = [c.max_position_embeddings for c in pair.models.configs]
-        self.max_context = min(limits) if max_context is None else max_context
+        positions = min(c.max_position_embeddings for c in pair.models.configs)
+        self.max_context = positions if max_context is None else max_context
+        columns = -(-self.max_context // PAGE)
+        pages = max_batch * columns if pages is None else pages
         for name, value in (
             ("max_batch", max_batch),
             ("max_context", self.max_context),
+            ("pages", pages),
             ("max_queue", max_queue),
             ("steps_per_call", steps_per_call),
+            ("prefill_chunk", prefill_chunk),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.max_context > min(limits):
+        if self.max_context > positions:
+            raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
+        rows = pair.models.rows
+        if rows is not None and not (isinstance(rows, int) and rows >= max_batch):
             raise ValueError(
-                f"max_context {max_context} passes the model's {min(limits)} positions"
+                f"{rows} rows to verify for {max_batch} requests: the engine takes a number, of "
+                f"at least {max_batch}, or none"
             )
-        # Greedy requests and drawn ones share the program, so that none compiles anew.
-        self.pair = Pair(replace(pair.models, sampled=True), pair.params)
-        width = self.pair.models.block_size
-        capacity = capacity_for(self.max_context, 0, width, prefill_chunk)
-        self._shape = Shape.of(max_batch, capacity, max_stop_ids, prefill_chunk)
-        self._steps = steps_per_call
+        self.pair = pair
+        shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
+        self._layout = Layout(shape, pages, steps_per_call)
         self._max_queue = max_queue
-        self._programs = programs_for(self.pair.models, self.pair.params, self._shape)
-        self._lock = threading.Condition(threading.RLock())
-        self._waiting = deque[tuple[Handle, float | None]]()
-        self._running = dict[int, tuple[Handle, float | None]]()
-        self._cancelled = set[Handle]()
-        self._counts = {"prompt_tokens": 0, "new_tokens": 0, "drafted": 0, "accepted": 0}
+        self._loop = Loop(pair.models, pair.params, self._layout, pair.models.dtype.encode())
+        self._changed = threading.Condition()
+        self._inbox = list[Job]()
+        self._arrived = 0
         self._ended: dict[FinishReason, int] = {}
         self._closing = False
         self._error: BaseException | None = None
@@ -95,32 +104,43 @@ class Engine:
     def check(self, request: Request) -> None:
         """ValueError, naming the field and its value, for what this engine can never serve."""
         check_request(self.pair.models, request.prompt_ids, request.decoding)
-        total = len(request.prompt_ids) + request.max_tokens
+        prompt, total = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
         if total > self.max_context:
             raise ValueError(
-                f"{len(request.prompt_ids)} prompt tokens + max_tokens {request.max_tokens} pass "
-                f"the engine's {self.max_context}: give fewer"
+                f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
+                f"{self.max_context} tokens: give fewer"
             )
-        if len(request.stop_ids) > self._shape.stop_slots:
+        if -(-total // PAGE) > self._layout.pages:
             raise ValueError(
-                f"{len(request.stop_ids)} stop_ids: at most {self._shape.stop_slots} fit"
+                f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
+                f"{self._layout.pages} pages of {PAGE} tokens: give fewer"
             )
+        room = self._layout.shape.stop_slots
+        if len(request.stop_ids) > room:
+            raise ValueError(f"{len(request.stop_ids)} stop_ids: at most {room} fit")
 
     def submit(self, request: Request) -> Handle:
         """Queues a request. ValueError as `check`; Full, Failed; RuntimeError once closed."""
         self.check(request)
-        handle = Handle(request, self._cancel)
-        timeout = request.timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
+        handle = Handle(request, lambda _: self._cancel(job))
+        now, seed = time.monotonic(), request.seed
+        with self._changed:
             if self._error is not None:
                 raise Failed("the engine has failed") from self._error
             if self._closing:
                 raise RuntimeError("the engine is closed")
-            if len(self._waiting) >= self._max_queue:
+            if self._waiting() >= self._max_queue:
                 raise Full(f"{self._max_queue} requests wait")
-            self._waiting.append((handle, deadline))
-            self._lock.notify()
+            job = Job(
+                handle=handle,
+                order=(request.priority, self._arrived),
+                seed=secrets.randbelow(KEYS) if seed is None else seed,
+                deadline=None if request.timeout is None else now + request.timeout,
+                tokens=list(request.prompt_ids),
+            )
+            self._arrived += 1
+            self._inbox.append(job)
+            self._changed.notify()
         return handle
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
@@ -129,19 +149,23 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        with self._lock:
+        pages = self._loop.pages
+        with self._changed:
             return Stats(
-                waiting=len(self._waiting),
-                running=len(self._running),
+                waiting=self._waiting(),
+                running=len(self._loop.running),
+                pages=pages.count,
+                pages_available=pages.available,
+                pages_kept=pages.kept,
                 ended=dict(self._ended),
-                **self._counts,
+                **self._loop.counts._asdict(),
             )
 
     def close(self) -> None:
         """Cancels what is left and ends the thread; again, nothing."""
-        with self._lock:
+        with self._changed:
             self._closing = True
-            self._lock.notify()
+            self._changed.notify()
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -150,123 +174,45 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cancel(self, handle: Handle) -> None:
-        with self._lock:
-            self._cancelled.add(handle)
-            self._lock.notify()
+    def _waiting(self) -> int:
+        return len(self._inbox) + len(self._loop.waiting)
+
+    def _cancel(self, job: Job) -> None:
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify()
 
     def _guarded(self) -> None:
         try:
-            self._loop()
+            while self._turn():
+                pass
         except BaseException as error:
-            with self._lock:
+            with self._changed:
                 self._error = error
-                left = [handle for handle, _ in (*self._running.values(), *self._waiting)]
-                self._waiting.clear()
-            for handle in left:
+                left, self._inbox = [*self._loop.drop(), *self._inbox], []
+            for job in left:
                 failure = Failed("the engine has failed")
                 failure.__cause__ = error
-                handle.fail(failure)
+                job.handle.fail(failure)
 
-    def _loop(self) -> None:
-        state = new_state(self.pair.models, self._shape)
-        nobody = np.zeros(self._shape.batch, bool)
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._waiting or self._running or self._closing)
-                leave = self._leaving()
-                for b, reason in leave.items():
-                    self._give(self._running.pop(b)[0], [Event((), finish_reason=reason)])
-                if self._closing:
-                    return
-                begun = self._admitted()
-            for b, handle in begun:
-                state = self._programs.prefill(
-                    self.pair.params, state, jnp.int32(b), self._row(handle.request)
-                )
-            if begun:
-                self._hand_out(state.sequences, dict(begun))
-            cancel = nobody.copy()
-            cancel[list(leave)] = True
-            state, report = self._programs.run(
-                self.pair.params, state, jnp.int32(self._steps), jnp.asarray(cancel)
-            )
-            self._hand_out(report, {b: handle for b, (handle, _) in self._running.items()})
+    def _turn(self) -> bool:
+        """One round, or a wait for something to do; False once closed and empty."""
+        loop = self._loop
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._closing or not loop.idle)
+            loop.waiting += self._inbox
+            self._inbox = []
+            if self._closing:
+                for job in (*loop.waiting, *loop.running):
+                    job.cancelled = True
+        if loop.idle:
+            return False
+        loop.round(self._on_event)
+        return True
 
-    def _leaving(self) -> dict[int, FinishReason]:
-        """Slots of requests that end before their time; those that wait end here."""
-        now = time.monotonic()
-
-        def why(handle: Handle, deadline: float | None) -> FinishReason | None:
-            if self._closing or handle in self._cancelled:
-                return "cancelled"
-            return "timeout" if deadline is not None and now >= deadline else None
-
-        for handle, deadline in list(self._waiting):
-            if reason := why(handle, deadline):
-                self._waiting.remove((handle, deadline))
-                self._give(handle, [Event((), finish_reason=reason)])
-        leaving = dict[int, FinishReason]()
-        for b, running in self._running.items():
-            if reason := why(*running):
-                leaving[b] = reason
-        self._cancelled.clear()
-        return leaving
-
-    def _admitted(self) -> list[tuple[int, Handle]]:
-        """Waiting requests put into free slots, the smallest priority first."""
-        begun = []
-        for b in range(self._shape.batch):
-            if b not in self._running and self._waiting:
-                chosen = min(self._waiting, key=lambda entry: entry[0].request.priority)
-                self._waiting.remove(chosen)
-                self._running[b] = chosen
-                self._counts["prompt_tokens"] += len(chosen[0].request.prompt_ids)
-                begun.append((b, chosen[0]))
-        return begun
-
-    def _row(self, request: Request):
-        seed = secrets.randbelow(KEYS) if request.seed is None else request.seed
-        key = jax.random.fold_in(jax.random.key(seed), request.index)
-        accept = self.pair.models.max_accept
-        return make_request(self._shape, request.prompt_ids, request.decoding, accept, key)
-
-    def _hand_out(self, report, slots: dict[int, Handle]) -> None:
-        """The events of every step since the last look."""
-        tokens, length, done, steps, lengths = (
-            np.asarray(getattr(report, name))
-            for name in ("tokens", "length", "done", "steps", "acceptance_lengths")
-        )
-        for b, handle in slots.items():
-            request, prompt = handle.request, len(handle.request.prompt_ids)
-            ids = tokens[b, prompt : length[b]].tolist()
-            ends = np.cumsum([1, *lengths[b, : steps[b]]]).tolist()
-            starts = [0, *ends]
-            events = [
-                Event(tuple(ids[s:e]), self._drafted(request, s), max(e - s - 1, 0))
-                for s, e in zip(starts, ends, strict=False)
-                if e > handle.tokens
-            ]
-            if done[b]:
-                reason: FinishReason = "stop" if ids[-1] in request.stop_ids else "length"
-                events[-1] = events[-1]._replace(finish_reason=reason)
-                del self._running[b]
-            self._give(handle, events)
-
-    def _drafted(self, request: Request, tokens: int) -> int:
-        """Drafts that the step after so many new tokens verified: those there was room for."""
-        if not tokens or not request.speculate:
-            return 0
-        return min(self.pair.models.max_accept, request.max_tokens - tokens)
-
-    def _give(self, handle: Handle, events: list[Event]) -> None:
-        with self._lock:
-            for event in events:
-                self._counts["new_tokens"] += len(event.token_ids)
-                self._counts["drafted"] += event.drafted
-                self._counts["accepted"] += event.accepted
-                if event.finish_reason:
-                    ended = self._ended.get(event.finish_reason, 0)
-                    self._ended[event.finish_reason] = ended + 1
-        if events:
-            handle.give(events)
+    def _on_event(self, job: Job, event: Event) -> None:
+        if event.finish_reason:
+            with self._changed:
+                before = self._ended.get(event.finish_reason, 0)
+                self._ended[event.finish_reason] = before + 1
+        job.handle.give([event])

@@ -90,11 +90,6 @@ class Handle:
             self._tell()
 
     @property
-    def tokens(self) -> int:
-        """How many new tokens were given so far."""
-        return sum(len(event.token_ids) for event in self._past)
-
-    @property
     def ended(self) -> bool:
         """Whether the last event was given, be it read or not."""
         return self._ended

@@ -14,6 +14,11 @@ With `ring` (and a window) a cache may hold fewer slots than positions: position
 p % S, so slot s holds the last position of its kind below lengths[b] + T, or none yet. S must be
 window + T - 1 at least, unless no position reaches S.
 
+With a `table` the caches are pools of pages of PAGE positions: position p of sequence b lies at
+place p % PAGE of page table[b, p // PAGE], and S is PAGE times the table's columns. Sequences may
+share a page. An entry that is no page stands for positions that nothing sees. "cpu" reads through
+the table; for the other backends the pages are first gathered to caches of S slots.
+
 A slot that no query of the block can see (at or above lengths + widths, or at or below
 lengths - window) may hold anything, NaN included, without effect; the others must be finite. Rows
 i >= widths[b] are padding: finite, of no meaning. A row that sees nothing is 0.
@@ -51,6 +56,7 @@ BACKENDS = {
 }
 # What the two kernels take, the better one first; xla and reference take any sizes and types.
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
+PAGE = 64  # positions
 MAX_CHUNK = 512  # tokens of a prompt's chunk, which the canonical kernel takes as a block
 KERNEL_DTYPES = {
     "mosaic_gpu": ("bfloat16",),
@@ -70,8 +76,8 @@ class Sizes(NamedTuple):
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "_ _ K H"],
+    v: Float[Array, "_ _ K H"],
     lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
     *,
@@ -82,6 +88,7 @@ def block_attention(
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
     ring: bool = False,
+    table: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """See the module's contract.
 
@@ -102,10 +109,22 @@ def block_attention(
         raise ValueError("a ring of block attention needs a window: it holds no other positions")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"block attention's softcap is {softcap}: it must be above 0, or None")
-    return BACKENDS[backend].block_attention(
-        q, k, v, lengths, widths,
-        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
+    how = dict(
+        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring
     )  # fmt: skip
+    if table is not None:
+        if ring or k.shape[1] != PAGE:
+            raise ValueError(f"a table is for pages of {PAGE} positions, not {k.shape[1]}, no ring")
+        if backend == "cpu":
+            return cpu.block_attention(q, k, v, lengths, widths, table=table, **how)
+        k, v = (gathered(x, table) for x in (k, v))
+    return BACKENDS[backend].block_attention(q, k, v, lengths, widths, **how)
+
+
+def gathered(pool: Float[Array, "_ _ K H"], table: Int[Array, "B _"]) -> Float[Array, "B S K H"]:
+    """The pages of each sequence side by side."""
+    pages = jnp.take(pool, table, axis=0, mode="clip")
+    return pages.reshape(table.shape[0], -1, *pool.shape[2:])
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

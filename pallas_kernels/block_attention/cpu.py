@@ -30,8 +30,8 @@ class Sums(NamedTuple):
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "_ _ K H"],
+    v: Float[Array, "_ _ K H"],
     lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
     *,
@@ -41,6 +41,7 @@ def block_attention(
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
     ring: bool = False,
+    table: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
@@ -49,7 +50,9 @@ def block_attention(
         _sees, lengths=lengths, widths=widths, causal=causal, window=window,
         overwritten=lengths + T - 1 - S if ring else None,
     )  # fmt: skip
-    read = _reader(k, v, ring)
+    if table is not None:
+        S = table.shape[1] * PIECE
+    read = _reader(k, v, ring) if table is None else _page_reader(k, v, table)
     sink = None if sinks is None else _rows(jnp.broadcast_to(sinks[:, None], (1, TILE, N, 1)), K)
 
     def one_tile(first: Int[Array, ""], tile: Float[Array, "B _ N H"]) -> Float[Array, "B _ N H"]:
@@ -110,6 +113,18 @@ def _reader(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], ring: bool) 
         return tuple(lax.dynamic_slice_in_dim(x, first, PIECE, axis=1) for x in whole)
 
     return cut
+
+
+def _page_reader(
+    k: Float[Array, "_ _ K H"], v: Float[Array, "_ _ K H"], table: Int[Array, "B _"]
+) -> Callable:
+    """`_reader` of pools of pages: a page is a piece."""
+
+    def take(piece):
+        pages = lax.dynamic_index_in_dim(table, piece, axis=1, keepdims=False)
+        return tuple(jnp.take(x, pages, axis=0, mode="clip") for x in (k, v))
+
+    return take
 
 
 def _sees(

@@ -1,4 +1,4 @@
-"""What several files of the step look at: the programs that JAX compiles."""
+"""The programs that JAX compiles while a test runs."""
 
 import jax
 import pytest

@@ -1,0 +1,339 @@
+"""One device, driven by one thread: a round is planned, dispatched, and read one round later.
+
+What a request's text is does not depend on anything here: a preempted one computes its keys and
+values again and goes on with the token it had. Knows token ids only.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jflash.serving.handle import Handle
+from jflash.serving.pages import Name, Pages, chain
+from jflash.serving.programs import (
+    Layout,
+    Programs,
+    Row,
+    compile_programs,
+    empty_state,
+    packed,
+    taken,
+)
+from jflash.serving.request import Event, FinishReason, Request
+from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
+from jflash.speculative import Models, Params
+from pallas_kernels.block_attention import PAGE
+
+BURST = 4  # chunks of prompts before a call in which others step
+LOOKED_AT = 64  # of those who wait, at most so many are weighed in a round
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A request on its way through the loop."""
+
+    handle: Handle
+    order: Order
+    seed: int
+    deadline: float | None
+    tokens: list[int]  # the text so far, as the host knows it
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    named: int = 0  # pages of it whose content can be found by others
+    names: list[Name] = field(default_factory=list)
+    computed: int = 0  # tokens whose chunks were dispatched
+    end: int = 0  # tokens that chunks compute; 0 once they have
+    unread: int = 0  # calls that it takes part in and the host has not read
+    gained: bool = False
+    cached: int | None = None  # tokens of the prompt that were found when it first ran
+    cancelled: bool = False
+    reason: FinishReason | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.handle.request
+
+    @property
+    def limit(self) -> int:
+        return len(self.request.prompt_ids) + self.request.max_tokens
+
+    @property
+    def begun(self) -> bool:
+        """Whether its first token is known: then chunks commit nothing."""
+        return len(self.tokens) > len(self.request.prompt_ids)
+
+
+class Read(NamedTuple):
+    """An array that the device will have filled, and whom it is about."""
+
+    array: Any
+    first: Job | None  # of a last chunk that commits; else a report of `jobs`
+    jobs: tuple[Job, ...] = ()
+
+
+class Counts(NamedTuple):
+    """What the loop has done since it began."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    calls: int = 0
+    live: int = 0  # slots that took part in the calls, added up
+
+
+class Loop:
+    """The device's state, the pages and the slots; used by one thread."""
+
+    def __init__(self, models: Models, params: Params, layout: Layout, salt: bytes) -> None:
+        self.models, self.params, self.layout = models, params, layout
+        self.programs: Programs = compile_programs(models, params, layout)
+        self.state = jax.jit(lambda: empty_state(models, layout))()
+        self.pages = Pages(layout.pages)
+        self.slots: list[Job | None] = [None] * layout.shape.batch
+        self.waiting = list[Job]()
+        self.counts = Counts()
+        self._salt = salt
+        self._rounds = deque[list[Read]]()
+        self._tables = np.full((layout.shape.batch, layout.columns), layout.pages, np.int32)
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for job in self.slots if job is not None]
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self._rounds)
+
+    def round(self, on_event: Callable[[Job, Event], None]) -> None:
+        """Plans and dispatches a round, then reads the one before it."""
+        for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
+            self._end(job, "cancelled", on_event)
+        what = self._plan()
+        if what.preempted and self._rounds:
+            self.drain(on_event)  # tokens that are on their way are not computed twice
+            what = self._plan()
+        by_order = {job.order: job for job in (*self.waiting, *self.running)}
+        jobs = lambda orders: [by_order[order] for order in orders]  # noqa: E731
+        for job in jobs(what.expired):
+            self._end(job, "timeout", on_event)
+        for job in jobs(what.preempted):
+            self.preempt(job)
+        for job in jobs(what.grown):
+            self._grow(job)
+        for job in jobs(what.admitted):
+            self._admit(job)
+        reads = [self._chunk(job) for job in jobs(what.chunks) if job.slot is not None]
+        stepping = [job for job in jobs(what.steps) if job.slot is not None]
+        ready = {id(job): job for job in jobs(what.chunks) if job.slot is not None and not job.end}
+        stepping += ready.values()
+        if stepping:
+            reads.append(self._call(stepping))
+        if reads:
+            self._rounds.append(reads)
+        while len(self._rounds) > bool(reads):
+            self._read(self._rounds.popleft(), on_event)
+        # A first token is there before the call that was dispatched after it.
+        if stepping:
+            self._rounds[0] = [read for read in reads if read.first is None]
+            self._read([read for read in reads if read.first is not None], on_event)
+
+    def preempt(self, job: Job) -> None:
+        """Takes slot and pages from a request, which waits for others; nothing is unread."""
+        assert not self._rounds, "tokens on their way would be lost"
+        self._leave(job)
+        self.waiting.append(job)
+        self.counts = self.counts._replace(preempted=self.counts.preempted + 1)
+
+    def drop(self) -> Iterable[Job]:
+        """Everybody who has not ended, after a failure."""
+        return [*self.waiting, *self.running]
+
+    def _plan(self) -> Plan:
+        chunk = self.layout.shape.chunk
+        waiting = []
+        for job in sorted(self.waiting, key=lambda job: job.order)[:LOOKED_AT]:
+            end = self._end_of(job)
+            found = self._found(job, end)
+            fresh = self._needs(job, 1) - self.pages.held(found)
+            chunks = -(-(end - len(found) * PAGE) // chunk)
+            waiting.append(Waiting(job.order, fresh, chunks, job.deadline))
+        late = [job for job in self.waiting if job.deadline and job.deadline <= time.monotonic()]
+        seen = {w.order for w in waiting}
+        waiting += [Waiting(j.order, 0, 0, j.deadline) for j in late if j.order not in seen]
+        running = [
+            Running(
+                job.order,
+                -(-(job.end - job.computed) // chunk) if job.end else 0,
+                0 if job.end else max(0, self._needs(job, job.unread + 1) - len(job.pages)),
+                self.pages.held_by_one(job.pages),
+                job.gained,
+                job.deadline,
+            )
+            for job in self.running
+        ]
+        free = len(self.slots) - len(running)
+        return plan(
+            waiting, running, slots=free, pages=self.pages.available, clock=time.monotonic(),
+            burst=BURST,
+        )  # fmt: skip
+
+    def _needs(self, job: Job, calls: int) -> int:
+        """Pages for so many calls more than the host has read."""
+        ahead = calls * self.layout.steps * self.models.block_size + (not job.begun)
+        return -(-min(job.limit, len(job.tokens) + ahead) // PAGE)
+
+    def _end_of(self, job: Job) -> int:
+        """The tokens that chunks compute: of a text that has begun all but its newest."""
+        return len(job.tokens) - job.begun
+
+    def _found(self, job: Job, end: int) -> list[int]:
+        """Pages of its text that are there; the last token is always computed."""
+        job.names = chain(job.tokens[: end - end % PAGE], self._salt, job.names)
+        return self.pages.find(job.names[: (end - 1) // PAGE])
+
+    def _admit(self, job: Job) -> None:
+        """A slot and pages, if there still are as many as were planned for."""
+        end = self._end_of(job)
+        found = self._found(job, end)
+        self.pages.hold(found)
+        fresh = self.pages.take(self._needs(job, 1) - len(found))
+        if fresh is None:
+            self.pages.release(found)
+            return
+        self.waiting.remove(job)
+        job.slot = self.slots.index(None)
+        self.slots[job.slot] = job
+        job.pages, job.named = [*found, *fresh], len(found)
+        job.computed, job.end = len(found) * PAGE, end
+        job.unread, job.gained = 0, False
+        self._write_table(job)
+        if job.cached is None:
+            job.cached = len(found) * PAGE
+            self.counts = self.counts._replace(
+                prompt_tokens=self.counts.prompt_tokens + end,
+                cached_tokens=self.counts.cached_tokens + job.cached,
+            )
+        row = Row(job.slot, job.request, job.seed, job.tokens)
+        self.state = self.programs.admit(
+            self.state, packed(row, self.layout, self.models.max_accept)
+        )
+
+    def _grow(self, job: Job) -> None:
+        more = self.pages.take(self._needs(job, job.unread + 1) - len(job.pages))
+        assert more is not None, "the plan counted the pages"
+        job.pages += more
+        self._write_table(job)
+
+    def _write_table(self, job: Job) -> None:
+        row = self._tables[job.slot]
+        row[:] = self.layout.pages
+        row[: len(job.pages)] = job.pages
+
+    def _chunk(self, job: Job) -> Read:
+        offset, size = job.computed, self.layout.shape.chunk
+        assert job.slot is not None
+        last = offset + size >= job.end
+        commits = last and not job.begun
+        control = np.array([job.slot, offset, job.end, last, commits], np.int32)
+        table = self._tables[job.slot : job.slot + 1].copy()
+        self.state, token = self.programs.chunk(self.params, self.state, table, control)
+        job.computed = min(offset + size, job.end)
+        self._name(job, job.computed)
+        if last:
+            job.end = 0
+        return Read(token, job if commits else None)
+
+    def _call(self, jobs: Sequence[Job]) -> Read:
+        live = np.zeros(len(self.slots), bool)
+        for job in jobs:
+            live[job.slot] = True
+            job.unread += 1
+        table = np.where(live[:, None], self._tables, self.layout.pages).astype(np.int32)
+        draws = any(job.request.sampling.temperature for job in jobs)
+        program = self.programs.drawn if draws else self.programs.greedy
+        self.state, report = program(self.params, self.state, table, live)
+        report.copy_to_host_async()
+        counts = self.counts
+        self.counts = counts._replace(calls=counts.calls + 1, live=counts.live + len(jobs))
+        return Read(report, None, tuple(jobs))
+
+    def drain(self, on_event: Callable[[Job, Event], None]) -> None:
+        """Reads everything that was dispatched."""
+        while self._rounds:
+            self._read(self._rounds.popleft(), on_event)
+
+    def _read(self, reads: list[Read], on_event: Callable[[Job, Event], None]) -> None:
+        for read in reads:
+            array = np.asarray(read.array)
+            if read.first is not None and read.first.reason is None:
+                token, done = array.tolist()
+                self._gain(read.first, [[token]], bool(done), on_event)
+            for job in read.jobs:
+                if job.reason is None:
+                    assert job.slot is not None, "who leaves a slot has read all of its calls"
+                    job.unread -= 1
+                    steps, done = taken(array[job.slot], self.models.block_size, self.layout.steps)
+                    self._gain(job, steps, done, on_event)
+
+    def _gain(
+        self,
+        job: Job,
+        steps: list[list[int]],
+        done: bool,
+        on_event: Callable[[Job, Event], None],
+    ) -> None:
+        """The tokens of some steps; the last of them may end the text."""
+        counts = self.counts
+        for i, ids in enumerate(steps):
+            drafted = accepted = 0
+            if job.begun and job.request.speculate:
+                drafted = min(self.models.max_accept, job.limit - len(job.tokens))
+                accepted = len(ids) - 1
+            job.tokens += ids
+            reason: FinishReason | None = None
+            if done and i == len(steps) - 1:
+                reason = "stop" if ids[-1] in job.request.stop_ids else "length"
+            counts = counts._replace(
+                new_tokens=counts.new_tokens + len(ids),
+                drafted=counts.drafted + drafted,
+                accepted=counts.accepted + accepted,
+            )
+            on_event(job, Event(tuple(ids), drafted, accepted, job.cached or 0, reason))
+            job.reason = reason
+        self.counts = counts
+        job.gained |= bool(steps)
+        self._name(job, len(job.tokens) - 1)
+        if job.reason:
+            self._leave(job)
+
+    def _name(self, job: Job, computed: int) -> None:
+        """Lets others find the pages all of whose tokens are computed."""
+        whole = min(computed // PAGE, len(job.pages))
+        job.names = chain(job.tokens[: max(whole, len(job.names)) * PAGE], self._salt, job.names)
+        for i in range(job.named, whole):
+            self.pages.name(job.pages[i], job.names[i])
+        job.named = max(job.named, whole)
+
+    def _end(self, job: Job, reason: FinishReason, on_event: Callable[[Job, Event], None]) -> None:
+        """Ends a request before its time, be it waiting or running."""
+        job.reason = reason
+        if job in self.waiting:
+            self.waiting.remove(job)
+        self._leave(job)
+        on_event(job, Event((), cached_tokens=job.cached or 0, finish_reason=reason))
+
+    def _leave(self, job: Job) -> None:
+        """Gives slot and pages back. Calls on their way may still write pages that nobody can
+        find: whoever takes them is dispatched later."""
+        if job.slot is not None:
+            self.slots[job.slot] = None
+            self.pages.release(job.pages)
+            job.slot, job.pages = None, []

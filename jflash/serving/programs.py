@@ -1,0 +1,255 @@
+"""The engine's executables: a row admitted, a chunk of a prompt, a known number of steps.
+
+Keys and values lie in pools of pages, and every call brings the table that says whose they are.
+What the host uploads and reads is one array a call. Nothing here knows a queue.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jflash.cache import LayerCache, PagedCache, RingCache
+from jflash.layers import Chunk
+from jflash.prefill import put
+from jflash.programs import Shape, empty_sequences
+from jflash.rows import empty_survey
+from jflash.sampling import Filters, choose, through_first_stop
+from jflash.serving.request import Request
+from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
+from pallas_kernels.block_attention import PAGE
+
+CACHES = ("target_cache", "drafter_cache")  # of a State
+HEAD = 10  # numbers of a row before its stop ids and tokens
+
+
+class Layout(NamedTuple):
+    """The static sizes; `shape.capacity` is PAGE times the columns of a table."""
+
+    shape: Shape
+    pages: int
+    steps: int  # of a call
+
+    @property
+    def columns(self) -> int:
+        return self.shape.capacity // PAGE
+
+
+class Programs(NamedTuple):
+    """Executables of one layout. `state` is donated, and its paged layers have no table.
+
+    admit(state, row) -> state
+    chunk(params, state, table, control) -> (state, [token, done])
+    greedy, drawn (params, state, table, live) -> (state, report)
+    """
+
+    admit: Any
+    chunk: Any
+    greedy: Any
+    drawn: Any
+
+
+class Row(NamedTuple):
+    """What a slot takes over: a request and the tokens of its text so far."""
+
+    slot: int
+    request: Request
+    seed: int
+    tokens: list[int]
+
+
+def empty_state(models: Models, layout: Layout) -> State:
+    """A state of empty slots and pages of zeros."""
+    shape = layout.shape
+
+    def paged(layer):
+        if not isinstance(layer, LayerCache | RingCache):
+            return layer
+        pools = (jnp.zeros((layout.pages, PAGE, *x.shape[2:]), x.dtype) for x in (layer.k, layer.v))
+        return PagedCache(*pools, None)  # pyright: ignore[reportArgumentType]  # calls bring it
+
+    sizes = (shape.batch, PAGE, max(models.block_size, shape.chunk), models.dtype)
+    both = (models.target, models.drafter)
+    layers = [() if model is None else model.empty_states(*sizes) for model in both]
+    survey = None if models.rows is None else empty_survey()
+    return State(empty_sequences(shape), *(tuple(map(paged, each)) for each in layers), survey)
+
+
+def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
+    """The state with the table of pages in every layer that has pages."""
+
+    def one(layer):
+        return layer._replace(table=table) if isinstance(layer, PagedCache) else layer
+
+    caches = {name: tuple(map(one, getattr(state, name))) for name in CACHES}
+    return state._replace(**caches)
+
+
+def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
+    """A row as one array of numbers, which `admit` takes apart."""
+    request, sampling = row.request, row.request.sampling
+    limit = len(request.prompt_ids) + request.max_tokens
+    accept = max_accept if request.speculate else 0
+    out = np.zeros(HEAD + layout.shape.stop_slots + layout.shape.capacity, np.int32)
+    out[:5] = row.slot, len(row.tokens), limit, accept, min(sampling.top_k, 2**31 - 1)
+    out[5:7] = np.array([row.seed, request.index], np.uint32).view(np.int32)
+    floats = [sampling.temperature, sampling.top_p, sampling.min_p]
+    out[7:10] = np.array(floats, np.float32).view(np.int32)
+    stops = out[HEAD : HEAD + layout.shape.stop_slots]
+    stops[:] = -1
+    stops[: len(request.stop_ids)] = request.stop_ids
+    first = HEAD + layout.shape.stop_slots
+    out[first : first + len(row.tokens)] = row.tokens
+    return out
+
+
+def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
+    """The row in its slot, which idles until its last chunk has run."""
+    slot, length, limit, accept, top_k = row[:5]
+    seed, index = lax.bitcast_convert_type(row[5:7], jnp.uint32)
+    temperature, top_p, min_p = lax.bitcast_convert_type(row[7:10], jnp.float32)
+    new = jax.tree.map(lambda x: x[0], empty_sequences(shape._replace(batch=1)))
+    new = new._replace(
+        tokens=row[HEAD + shape.stop_slots :],
+        length=length,
+        limit=limit,
+        stops=row[HEAD : HEAD + shape.stop_slots],
+        max_accept=accept,
+        key=jax.random.fold_in(jax.random.key(seed), index),
+        filters=Filters(temperature, top_k, top_p, min_p),
+    )
+    caches = {name: tuple(x.cleared(slot) for x in getattr(state, name)) for name in CACHES}
+    return state._replace(sequences=put(state.sequences, slot, new), **caches)
+
+
+def chunk(
+    models: Models,
+    size: int,
+    params: Params,
+    state: State,
+    table: Int[Array, "1 _"],
+    control: Int[Array, "5"],
+) -> tuple[State, Int[Array, "2"]]:
+    """Tokens offset … of the slot, of which those below `end` count: keys, values and context.
+
+    `control` is slot, offset, end, last, commits. After the last chunk the slot steps. If that one
+    commits, the token after `end` is chosen first, and [token, done] is it; else the slot goes on
+    with its newest token, which it had before.
+    """
+    slot, offset, end, last, commits = control
+    s = state.sequences
+    kernels = models.kernels.chunk
+    positions = (offset + jnp.arange(size))[None]
+    tokens = jnp.take(s.tokens[slot], positions[0], mode="clip")[None]
+    # One sequence and its table: the pools are all that a layer sees of the others.
+    over = Chunk(jnp.int32(0), offset, end, kernels)
+    state = with_table(state, table)
+    hidden, features, target_cache = apply(
+        models.target, params.target, tokens, positions, state.target_cache, over, models.taps
+    )
+    drafter_cache = state.drafter_cache
+    if models.drafter is not None:
+        context = apply(
+            models.drafter, params.drafter, features, positions, kernels, method="context"
+        )
+        pairs = zip(drafter_cache, context, strict=True)
+        drafter_cache = tuple(over.write(projected, cache) for cache, projected in pairs)
+    row = jax.tree.map(lambda x: x[slot], s)
+
+    def committed() -> Sequences:
+        newest = lax.dynamic_slice_in_dim(hidden, end - 1 - offset, 1, 1)
+        logits = apply(models.target, params.target, newest, kernels.matmul, method="logits")
+        filters = jax.tree.map(lambda x: x[None], row.filters)
+        first = choose(logits, end[None, None], row.key[None], filters)
+        _, stopped = through_first_stop(first, jnp.ones(1, jnp.int32), row.stops[None])
+        return row._replace(
+            tokens=row.tokens.at[end].set(first[0, 0]),
+            length=end + 1,
+            done=stopped[0] | (end + 1 >= row.limit),
+        )
+
+    row = lax.cond(commits > 0, committed, lambda: row._replace(done=last == 0))
+    state = state._replace(
+        sequences=put(s, slot, row), target_cache=target_cache, drafter_cache=drafter_cache
+    )
+    state = with_table(state, None)
+    return state, jnp.stack([row.tokens[end], row.done.astype(jnp.int32)])
+
+
+def run(
+    models: Models,
+    steps: int,
+    params: Params,
+    state: State,
+    table: Int[Array, "B _"],
+    live: Bool[Array, " B"],
+) -> tuple[State, Int[Array, "B _"]]:
+    """`steps` steps of the slots that are `live`; the others keep what they have.
+
+    The report has, of each slot, the tokens of each step it took, W · steps of them, then how many
+    each step committed, how many steps it took, and whether it is done.
+    """
+    s, width = state.sequences, models.block_size
+    begin, taken, done = s.length, s.steps, s.done
+    state = with_table(state.with_sequences(done=done | ~live), table)
+    state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
+    s = state.sequences
+
+    def cut(x: Array, first: Array, count: int) -> Array:
+        index = first[:, None] + jnp.arange(count)
+        return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
+
+    state = with_table(state.with_sequences(done=jnp.where(live, s.done, done)), None)
+    ends = jnp.stack([s.steps - taken, s.done.astype(jnp.int32)], axis=1)
+    report = [cut(s.tokens, begin, width * steps), cut(s.acceptance_lengths, taken, steps), ends]
+    return state, jnp.concatenate(report, axis=1)
+
+
+class Taken(NamedTuple):
+    """A slot's part of a report: the tokens of each step, and whether the text has ended."""
+
+    steps: list[list[int]]
+    done: bool
+
+
+def taken(report: Int[np.ndarray, " _"], width: int, steps: int) -> Taken:
+    """What `run` says of one slot."""
+    count, done = report[-2:]
+    ends = np.cumsum(report[width * steps :][:count]).tolist()
+    return Taken([report[a:b].tolist() for a, b in zip([0, *ends], ends, strict=False)], bool(done))
+
+
+def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:
+    """All executables of a layout; asked again, the same ones without compiling."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
+    return _compile(models, tuple(leaves), tree, layout)
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Programs:
+    params, shape = jax.tree.unflatten(tree, leaves), layout.shape
+    state = jax.eval_shape(lambda: empty_state(models, layout))
+    ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
+    live = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
+    draws = replace(models, sampled=True)
+
+    def steps(models: Models):
+        function = functools.partial(run, models, layout.steps)
+        lowered = jax.jit(function, donate_argnums=1).lower(
+            params, state, ints(shape.batch, layout.columns), live
+        )
+        return lowered.compile()
+
+    row = ints(HEAD + shape.stop_slots + shape.capacity)
+    one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
+    return Programs(
+        jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
+        one_chunk.lower(params, state, ints(1, layout.columns), ints(5)).compile(),
+        steps(replace(models, sampled=False)),
+        steps(draws),
+    )

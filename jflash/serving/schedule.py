@@ -1,0 +1,111 @@
+"""What the engine does next: a pure function of who waits, who runs, the pages and the clock.
+
+The order of two requests never changes: the smaller priority, then the older one. Whoever is first
+in it is never taken off the device for another, so every text comes to its end.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Order = tuple[int, int]  # priority, arrival
+
+
+class Waiting(NamedTuple):
+    """A request without a slot, with the pages that it would take of the available ones."""
+
+    order: Order
+    pages: int
+    chunks: int = 1
+    deadline: float | None = None
+
+
+class Running(NamedTuple):
+    """A request in a slot: `chunks` of its text are still to be computed, none while it steps.
+
+    `short` counts the pages that it lacks for the next call, `alone` those that would be available
+    without it. `gained` says that tokens came since it was admitted.
+    """
+
+    order: Order
+    chunks: int = 0
+    short: int = 0
+    alone: int = 0
+    gained: bool = False
+    deadline: float | None = None
+
+
+class Plan(NamedTuple):
+    """Requests by their order. Those who `step` take part in the next call, after the chunks."""
+
+    expired: tuple[Order, ...]
+    preempted: tuple[Order, ...]  # their pages go, and they wait again
+    grown: tuple[Order, ...]  # they get the pages that they lack
+    admitted: tuple[Order, ...]
+    chunks: tuple[Order, ...]  # one for each chunk, in this order
+    steps: tuple[Order, ...]
+
+
+def plan(
+    waiting: Sequence[Waiting],
+    running: Sequence[Running],
+    *,
+    slots: int,
+    pages: int,
+    clock: float,
+    burst: int,
+) -> Plan:
+    """The next round, with so many free slots and available pages.
+
+    At most `burst` chunks run before a call in which others step; with none, 8 times as many. A
+    request that lacks pages takes them from the last one that has gained tokens since it was
+    admitted, itself included; if there is none such, it sits this call out. Requests are admitted
+    in order, and one that does not fit keeps all after it waiting. Nobody is admitted in a round
+    that took pages away.
+    """
+    expired = [r.order for r in (*waiting, *running) if r.deadline and clock >= r.deadline]
+    pages += sum(r.alone for r in running if r.order in expired)
+    slots += sum(r.order in expired for r in running)
+    active = sorted((r for r in running if r.order not in expired), key=lambda r: r.order)
+    preempted, grown, paused = list[Order](), list[Order](), list[Order]()
+    for r in active:
+        if r.chunks or not r.short or r.order in preempted:
+            continue
+        while pages < r.short and r.order not in preempted:
+            victims = [v for v in active if v.gained and v.order not in preempted]
+            victims = [v for v in victims if v.order >= r.order]
+            if not victims:
+                break
+            preempted.append(victims[-1].order)
+            pages += victims[-1].alone
+        if r.order in preempted:
+            continue
+        if pages < r.short:
+            paused.append(r.order)
+        else:
+            pages -= r.short
+            grown.append(r.order)
+    admitted = list[Order]()
+    if not (preempted or paused):
+        for w in sorted(waiting, key=lambda w: w.order):
+            if w.order in expired:
+                continue
+            if len(admitted) >= slots or w.pages > pages:
+                break
+            pages -= w.pages
+            admitted.append(w.order)
+    staying = [r for r in active if r.order not in preempted]
+    steps = [r.order for r in staying if not r.chunks and r.order not in paused]
+    entering = [w for w in waiting if w.order in admitted]
+    chunks = [
+        r.order
+        for r in sorted((*staying, *entering), key=lambda r: r.order)
+        for _ in range(r.chunks)
+    ]
+    return Plan(
+        tuple(expired),
+        tuple(preempted),
+        tuple(grown),
+        tuple(admitted),
+        tuple(chunks[: burst if steps else 8 * burst]),
+        tuple(steps),
+    )

@@ -1,0 +1,183 @@
+"""Every text is the text alone, bit for bit, whatever comes, goes, is evicted or preempted."""
+
+import random
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jflash.decoding import GREEDY, Decoding, Sampling
+from jflash.generate import generate
+from jflash.programs import Shape
+from jflash.serving.engine import Engine
+from jflash.serving.handle import Handle, result_of
+from jflash.serving.loop import Job, Loop
+from jflash.serving.programs import Layout
+from jflash.serving.request import Request
+from pallas_kernels.block_attention import PAGE
+from tests.support.attention_checks import ON_GPU
+from tests.support.pairs import one_arithmetic, prompts, random_pair
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
+CONTEXT, CHUNK, BATCH, STEPS = 256, 32, 3, 2
+DRAWN = Sampling(temperature=0.9, top_k=20, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pair = one_arithmetic(random_pair())
+    return replace(pair, models=replace(pair.models, draft_rule="greedy"))
+
+
+def alone(pair, requests: list[Request]):
+    """By the drivers, at another batch and capacity, without pages."""
+    models = replace(pair.models, sampled=True)
+    ways = [replace(request.decoding, oracle=False) for request in requests]
+    ids = [list(request.prompt_ids) for request in requests]
+    # generate's index is the row: every request here has index 0 of its own seed.
+    return [
+        generate(replace(pair, models=models), [p], way, capacity=512)[0]
+        for p, way in zip(ids, ways, strict=True)
+    ]
+
+
+def mixed(count: int, seed: int) -> list[Request]:
+    """Requests of all lengths, half of them with a common beginning, a third of them drawn."""
+    rng = random.Random(seed)
+    shared = prompts(1, seed=99, low=150, high=151)[0]
+    requests = []
+    for i, own in enumerate(prompts(count, seed=seed)):
+        beginning = shared[: rng.randrange(20, 150)] if i % 2 else []
+        ids = beginning + own[:40]
+        requests.append(
+            Request(
+                prompt_ids=ids,
+                max_tokens=min(rng.choice([1, 9, 40, 140]), CONTEXT - len(ids)),
+                stop_ids=[3] if i % 4 == 0 else [],
+                sampling=DRAWN if i % 3 == 0 else GREEDY,
+                seed=i,
+                priority=rng.randrange(2),
+                speculate=i % 5 > 0,
+            )
+        )
+    return requests
+
+
+def test_exact_under_load(pair, compilations):
+    """Random arrivals, cancels and time-outs, in a pool for little more than one long request."""
+    requests = mixed(30, seed=7)
+    want = alone(pair, requests)
+    rng = random.Random(1)
+    with Engine(
+        pair, max_batch=BATCH, max_context=CONTEXT, pages=5, steps_per_call=STEPS,
+        prefill_chunk=CHUNK,
+    ) as engine:  # fmt: skip
+        engine.generate(requests[:1])
+        assert compilations, "the listener hears nothing: the test would pass in vain"
+        before = len(compilations)
+        handles = []
+        for request in requests:
+            handles.append(engine.submit(request))
+            if rng.random() < 0.3:
+                lost = engine.submit(replace(request, timeout=rng.choice([None, 0.01, 0.03])))
+                time.sleep(0.02 * rng.random())
+                lost.cancel()
+        got = [handle.result() for handle in handles]
+        assert len(compilations) == before
+        stats = engine.stats()
+        assert stats.preempted > 0 and stats.cached_tokens > 0 and stats.ended["cancelled"] > 0
+        assert stats.pages_available == stats.pages == 5
+    for request, result, one in zip(requests, got, want, strict=True):
+        assert result.token_ids == one.token_ids
+        assert result.finish_reason == one.finish_reason
+        if request.speculate:
+            assert result.acceptance_lengths == one.acceptance_lengths
+
+
+def loop_of(pair, pages: int = 8) -> Loop:
+    shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
+    return Loop(pair.models, pair.params, Layout(shape, pages, STEPS), b"")
+
+
+def job_of(request: Request, order: int = 0) -> Job:
+    tokens = list(request.prompt_ids)
+    handle = Handle(request, lambda _: None)
+    return Job(
+        handle=handle, order=(0, order), seed=request.seed or 0, deadline=None, tokens=tokens
+    )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+@pytest.mark.parametrize("forgets", [True, False])
+def test_preempted_after_every_call(pair, sampling, forgets):
+    """With its own pages found again, and with all of it computed again."""
+    request = Request(prompt_ids=prompts(1, low=70, high=71)[0], max_tokens=90, sampling=sampling)
+    [want] = alone(pair, [replace(request, seed=0)])
+    loop, events = loop_of(pair), []
+    job = job_of(request)
+    loop.waiting.append(job)
+    give = lambda _, event: events.append(event)  # noqa: E731
+    while job.reason is None:
+        loop.round(give)
+        loop.drain(give)
+        if job.reason is None and not job.end:
+            loop.preempt(job)
+            if forgets:
+                loop.pages.forget_all()
+    result = result_of(request, events)
+    assert result.token_ids == want.token_ids
+    assert result.acceptance_lengths == want.acceptance_lengths
+    assert loop.counts.preempted >= len(want.acceptance_lengths) // STEPS - 1
+    assert loop.pages.available == loop.pages.count
+
+
+def test_a_hit_is_what_was_computed(pair):
+    """Pages of generated tokens too, by a chunk or by a step, and the drafter's context."""
+    request = Request(prompt_ids=prompts(1, low=50, high=51)[0], max_tokens=150)
+    loop, texts = loop_of(pair), []
+
+    def told(request: Request) -> Job:
+        job, events = job_of(request, len(texts)), []
+        loop.waiting.append(job)
+        while job.reason is None:
+            loop.round(lambda _, event: events.append(event))
+        loop.drain(lambda *_: None)
+        texts.append(events)
+        return job
+
+    first = told(request)
+    again = told(replace(request, prompt_ids=first.tokens[:170], max_tokens=30))
+    assert again.cached == 2 * PAGE
+    assert again.tokens == first.tokens
+    found = loop.pages.find(again.names[:3])
+    pools = [np.asarray(x[np.array(found)]) for x in jax.tree.leaves(caches(loop))]
+    loop.pages.forget_all()
+    fresh = told(replace(request, prompt_ids=first.tokens[:199], max_tokens=1))
+    assert fresh.cached == 0
+    other = loop.pages.find(fresh.names[:3])
+    for got, pool in zip(pools, jax.tree.leaves(caches(loop)), strict=True):
+        np.testing.assert_array_equal(got, np.asarray(pool[np.array(other)]))
+
+
+def caches(loop: Loop):
+    return loop.state.target_cache, loop.state.drafter_cache
+
+
+def test_windows_are_masks_of_pages():
+    """A windowed drafter's acceptance lengths are those of its rings."""
+    pair = one_arithmetic(random_pair(sights=({"window": 24}, {"window": None})))
+    requests = [Request(prompt_ids=p, max_tokens=80) for p in prompts(2, seed=3, low=40)]
+    want = generate(
+        pair, [list(r.prompt_ids) for r in requests], Decoding(max_new_tokens=80), capacity=512
+    )
+    loop, events = loop_of(pair), {0: [], 1: []}
+    jobs = [job_of(request, i) for i, request in enumerate(requests)]
+    loop.waiting += jobs
+    while not loop.idle:
+        loop.round(lambda job, event: events[job.order[1]].append(event))
+    for i, one in enumerate(want):
+        result = result_of(requests[i], events[i])
+        assert result.token_ids == one.token_ids
+        assert result.acceptance_lengths == one.acceptance_lengths
