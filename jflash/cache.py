@@ -108,7 +108,7 @@ class PagedCache(NamedTuple):
 
     k: Float[Array, "pages _ K H"]
     v: Float[Array, "pages _ K H"]
-    table: Int[Array, "B _"]
+    table: Int[Array, "B _"] | None  # None between two calls: each brings its own
 
     def committed(self, count: Int[Array, " B"]) -> "PagedCache":
         return self
@@ -124,6 +124,7 @@ class PagedCache(NamedTuple):
         self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
         """Places in the pools as one row; what is not `kept` goes past the end, all distinct."""
+        assert self.table is not None, "a call brings the table"
         last = self.table.shape[1] - 1
         column = jnp.minimum(positions // PAGE, last)
         page = jnp.take_along_axis(self.table, column, axis=1)
@@ -186,7 +187,7 @@ def write_chunk[C: Cache](
     if isinstance(cache, PagedCache):
         own = one_sequence(cache, slot)
         own = own.put(k, v, own.slots((offset + jnp.arange(k.shape[1]))[None]))
-        return own._replace(table=cache.table)
+        return cache._replace(k=own.k, v=own.v)
     if cache.wraps:
         positions = (offset + jnp.arange(k.shape[1])) % cache.k.shape[1]
         return cache._replace(
@@ -228,6 +229,7 @@ def write_context[C: Cache](
 def one_sequence[C: Cache](cache: C, slot: Int[Array, ""]) -> C:
     """The cache of one sequence, batch axis kept: what a prompt's chunk attends to."""
     if isinstance(cache, PagedCache):
+        assert cache.table is not None, "a call brings the table"
         return cache._replace(table=lax.dynamic_slice_in_dim(cache.table, slot, 1))
     return cache._replace(
         k=lax.dynamic_slice_in_dim(cache.k, slot, 1), v=lax.dynamic_slice_in_dim(cache.v, slot, 1)

@@ -60,9 +60,9 @@ class Projected(NamedTuple):
         B, T = places.shape
         x = self.x[:, :, :T].reshape(len(self.x), 1, B * T, -1)
         cos, sin = (a.reshape(1, B * T, -1) for a in (self.cos, self.sin))
-        long = [pool.reshape(1, -1, *pool.shape[2:]) for pool in (cache.k, cache.v)]
+        k, v = (pool.reshape(1, -1, *pool.shape[2:]) for pool in (cache.k, cache.v))
         q, k, v = heads_op.heads_to_cache(
-            x, self.q_scale, self.k_scale, cos, sin, *long, places.reshape(1, -1),
+            x, self.q_scale, self.k_scale, cos, sin, k, v, places.reshape(1, -1),
             heads=self.heads, backend=backend, rising=False,
         )  # fmt: skip
         pools = {"k": k.reshape(cache.k.shape), "v": v.reshape(cache.v.shape)}

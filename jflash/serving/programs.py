@@ -70,14 +70,16 @@ def empty_state(models: Models, layout: Layout) -> State:
     def paged(layer):
         if not isinstance(layer, LayerCache | RingCache):
             return layer
-        pools = (jnp.zeros((layout.pages, PAGE, *x.shape[2:]), x.dtype) for x in (layer.k, layer.v))
-        return PagedCache(*pools, None)  # pyright: ignore[reportArgumentType]  # calls bring it
+        k, v = (jnp.zeros((layout.pages, PAGE, *x.shape[2:]), x.dtype) for x in (layer.k, layer.v))
+        return PagedCache(k, v, None)
 
     sizes = (shape.batch, PAGE, max(models.block_size, shape.chunk), models.dtype)
     both = (models.target, models.drafter)
-    layers = [() if model is None else model.empty_states(*sizes) for model in both]
+    target, drafter = (
+        () if model is None else tuple(map(paged, model.empty_states(*sizes))) for model in both
+    )
     survey = None if models.rows is None else empty_survey()
-    return State(empty_sequences(shape), *(tuple(map(paged, each)) for each in layers), survey)
+    return State(empty_sequences(shape), target, drafter, survey)
 
 
 def with_table(state: State, table: Int[Array, "B _"] | None) -> State:

@@ -16,8 +16,8 @@ window + T - 1 at least, unless no position reaches S.
 
 With a `table` the caches are pools of pages of PAGE positions: position p of sequence b lies at
 place p % PAGE of page table[b, p // PAGE], and S is PAGE times the table's columns. Sequences may
-share a page. An entry that is no page stands for positions that nothing sees. "cpu" reads through
-the table; for the other backends the pages are first gathered to caches of S slots.
+share a page. An entry that is no page stands for positions that nothing sees, or for rows of no
+meaning. READ_TABLES read through the table; for the others the pages are first gathered.
 
 A slot that no query of the block can see (at or above lengths + widths, or at or below
 lengths - window) may hold anything, NaN included, without effect; the others must be finite. Rows
@@ -37,6 +37,7 @@ On an H200 (jax 0.11.2, 2026-11-22) 63 runs of B 1 and 8, T 1, 5, 16, 128 and 51
 walked and split, causal, with a window and with a soft cap, gave 0 differing bits.
 """
 
+import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ BACKENDS = {
 # What the two kernels take, the better one first; xla and reference take any sizes and types.
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
 PAGE = 64  # positions
+READ_TABLES = ("cpu", "canonical", "mosaic_gpu")  # of the others the pages are gathered
 MAX_CHUNK = 512  # tokens of a prompt's chunk, which the canonical kernel takes as a block
 KERNEL_DTYPES = {
     "mosaic_gpu": ("bfloat16",),
@@ -109,16 +111,17 @@ def block_attention(
         raise ValueError("a ring of block attention needs a window: it holds no other positions")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"block attention's softcap is {softcap}: it must be above 0, or None")
-    how = dict(
-        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring
+    op = functools.partial(
+        BACKENDS[backend].block_attention,
+        causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
     )  # fmt: skip
-    if table is not None:
-        if ring or k.shape[1] != PAGE:
-            raise ValueError(f"a table is for pages of {PAGE} positions, not {k.shape[1]}, no ring")
-        if backend == "cpu":
-            return cpu.block_attention(q, k, v, lengths, widths, table=table, **how)
-        k, v = (gathered(x, table) for x in (k, v))
-    return BACKENDS[backend].block_attention(q, k, v, lengths, widths, **how)
+    if table is None:
+        return op(q, k, v, lengths, widths)
+    if ring or k.shape[1] != PAGE:
+        raise ValueError(f"a table is for pages of {PAGE} positions, not {k.shape[1]}, and no ring")
+    if backend in READ_TABLES:
+        return op(q, k, v, lengths, widths, table=table)
+    return op(q, gathered(k, table), gathered(v, table), lengths, widths)
 
 
 def gathered(pool: Float[Array, "_ _ K H"], table: Int[Array, "B _"]) -> Float[Array, "B S K H"]:

@@ -24,8 +24,8 @@ WALKERS = 64  # CTAs: batch 8 of Qwen3-8B's heads took 27.2 µs by a second kern
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "_ _ K H"],
+    v: Float[Array, "_ _ K H"],
     lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
     *,
@@ -36,13 +36,14 @@ def block_attention(
     softcap: float | None = None,
     ring: bool = False,
     interpret: bool = False,
+    table: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """See the folder's contract."""
     B, T, N, H = q.shape
     return mosaic_gpu.block_attention(
         q, k, v, lengths, widths,
         causal=causal, scale=scale, window=window, sinks=sinks, softcap=softcap, ring=ring,
-        interpret=interpret, tiles=tiles_for(B, T, N, k.shape[2], H),
+        interpret=interpret, tiles=tiles_for(B, T, N, k.shape[2], H), table=table,
     )  # fmt: skip
 
 

@@ -80,8 +80,8 @@ def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "_ _ K H"],
+    v: Float[Array, "_ _ K H"],
     lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
     *,
@@ -93,6 +93,7 @@ def block_attention(
     ring: bool = False,
     interpret: Any = False,
     tiles: Tiles | None = None,
+    table: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """The contract of `pallas_kernels.block_attention`; S must be a multiple of 64.
 
@@ -100,6 +101,8 @@ def block_attention(
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
+    if table is not None:
+        S *= table.shape[1]
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         raise ValueError(
             f"block attention's mosaic_gpu backend takes bfloat16, not q {q.dtype}, k {k.dtype}, "
@@ -113,6 +116,8 @@ def block_attention(
     tiles = tiles or choose_tiles(B, S, K, H)
     if S % tiles.block:
         raise ValueError(f"a cache of {S} slots: the capacity must be a multiple of {tiles.block}")
+    if table is not None and tiles.block != k.shape[1]:
+        raise ValueError(f"pages of {k.shape[1]} positions: blocks of {tiles.block} read no table")
     if tiles.shared_bytes(H) > SHARED_BYTES:
         raise ValueError(f"{tiles} does not fit a multiprocessor at {H=}")
     if interpret is True:
@@ -120,8 +125,9 @@ def block_attention(
     task = _Task(
         B=B, T=T, S=S, K=K, G=N // K, H=H, tiles=tiles,
         causal=causal, scale=float(scale), window=window, softcap=softcap, ring=ring,
+        paged=table is not None,
     )  # fmt: skip
-    return _attend(q, k, v, lengths, widths, sinks, task, interpret or None)
+    return _attend(q, k, v, lengths, widths, sinks, task, interpret or None, table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +146,7 @@ class _Task:
     window: int | None
     softcap: float | None
     ring: bool
+    paged: bool = False
 
     @property
     def row_tiles(self) -> int:
@@ -200,7 +207,7 @@ class _Task:
 
 # One jit for all call sites: a model of 36 layers compiles the kernels once.
 @partial(jax.jit, static_argnames=("task", "interpret"))
-def _attend(q, k, v, lengths, widths, sinks, task: _Task, interpret):
+def _attend(q, k, v, lengths, widths, sinks, task: _Task, interpret, table=None):
     B, T, K, G, H = task.B, task.T, task.K, task.G, task.H
     n, queries = task.row_tiles, task.queries
     # Whoever makes q takes this over: XLA fuses it there.
@@ -209,15 +216,16 @@ def _attend(q, k, v, lengths, widths, sinks, task: _Task, interpret):
     rows = rows.reshape(B, K, n, queries * G, H)
     if queries * G > SWIZZLED_ROWS:  # TMA takes whole tiles, or one that is not full
         rows = jnp.pad(rows, ((0, 0),) * 3 + ((0, -queries * G % SWIZZLED_ROWS), (0, 0)))
-    return _attend_rows(rows, k, v, lengths, widths, sinks, task, interpret)
+    return _attend_rows(rows, k, v, lengths, widths, sinks, task, interpret, table)
 
 
-def _attend_rows(rows, k, v, lengths, widths, sinks, task: _Task, interpret):
+def _attend_rows(rows, k, v, lengths, widths, sinks, task: _Task, interpret, table=None):
     lengths, widths = lengths.astype(jnp.int32), widths.astype(jnp.int32)
+    tables = () if table is None else (table.astype(jnp.int32),)
     extra = () if sinks is None else (sinks.astype(jnp.float32),)
     if task.chunks == 1:
-        return _one_chunk(task, interpret)(rows, k, v, lengths, widths, *extra)
-    accs, tops, totals = _each_chunk(task, interpret)(rows, k, v, lengths, widths)
+        return _one_chunk(task, interpret)(rows, k, v, lengths, widths, *tables, *extra)
+    accs, tops, totals = _each_chunk(task, interpret)(rows, k, v, lengths, widths, *tables)
     add = combine_in_order if task.tiles.ordered else combine
     return add(
         accs, tops, totals, lengths, widths, sinks, _out_type(task),
@@ -230,11 +238,12 @@ def _one_chunk(task: _Task, interpret):
     """The kernel for a cache of one chunk: writes the result itself."""
 
     def block_attention(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
+        table_ref, rest = _split(task, rest)
         sinks_ref, out_ref, out_s, scratch = rest[:-9], rest[-9], rest[-8], rest[-7:]
         at = _place()
         b, _, head, tile, part = at
         acc, top, total = _walk(
-            task, q_ref, k_ref, v_ref, lengths_ref[b], widths_ref[b], at, *scratch
+            task, q_ref, k_ref, v_ref, table_ref, lengths_ref[b], widths_ref[b], at, *scratch
         )
         sink = _sink_rows(task, sinks_ref[0], head) if sinks_ref else None
         out_s[...] = finish((acc, top, total), sink, _across).astype(jnp.bfloat16)
@@ -266,9 +275,8 @@ def _each_chunk(task: _Task, interpret):
     shape = (task.B, task.chunks, task.K, task.row_tiles, ROWS)
     row = jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def block_attention_chunk(
-        q_ref, k_ref, v_ref, lengths_ref, widths_ref, acc_ref, top_ref, total_ref, *scratch
-    ):
+    def block_attention_chunk(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
+        table_ref, (acc_ref, top_ref, total_ref, *scratch) = _split(task, rest)
         at = _place()
         b, chunk, _, tile, part = at
         length, width = lengths_ref[b], widths_ref[b]
@@ -277,7 +285,9 @@ def _each_chunk(task: _Task, interpret):
 
         @pl.when((begin < last) & (begin + task.tiles.chunk > first))
         def walk():
-            acc, top, total = _walk(task, q_ref, k_ref, v_ref, length, width, at, *scratch)
+            acc, top, total = _walk(
+                task, q_ref, k_ref, v_ref, table_ref, length, width, at, *scratch
+            )
             acc_ref[(*at[:4], slice(None), pl.ds(part * task.columns, task.columns))] = acc
 
             @pl.when(part == 0)
@@ -293,6 +303,11 @@ def _each_chunk(task: _Task, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
+
+
+def _split(task: _Task, rest):
+    """The table's ref, if there is one, and the refs after it."""
+    return (rest[0], rest[1:]) if task.paged else (None, rest)
 
 
 def _place():
@@ -322,8 +337,9 @@ def _scratch(task: _Task):
 def _walk(
     task: _Task,
     q_ref,  # [B, K, tiles, up to ROWS, H]
-    k_ref,  # [B, S, K, H]
-    v_ref,  # [B, S, K, H]
+    k_ref,  # [B, S, K, H], or pages [_, block, K, H]
+    v_ref,
+    table_ref,  # [B, S / block]: the page of each block; None without pages
     length,
     width,
     at,  # batch, chunk, head, tile, part
@@ -348,7 +364,10 @@ def _walk(
 
     def fetch(i):
         slot = lax.rem(i - begin, stages)
-        here = (b, pl.ds(i * block, block), head)
+        if task.paged:
+            here = (table_ref[b, i], pl.ds(0, block), head)
+        else:
+            here = (b, pl.ds(i * block, block), head)
         values = v_ref.at[(*here, pl.ds(part * task.columns, task.columns))]
         plgpu.copy_gmem_to_smem(k_ref.at[here], k_s.at[slot], k_bar.at[slot])
         plgpu.copy_gmem_to_smem(values, v_s.at[slot], v_bar.at[slot])
