@@ -107,12 +107,21 @@ class ChosenRows:
         self, params: Any, state: Any, max_steps: Int[Array, ""], cancel: Bool[Array, " B"]
     ) -> tuple[Any, Any]:
         """At most `max_steps` steps, fewer where the choice is to be made anew."""
-        self._look()
-        rows, steps = self.choice()
+        rows, steps = self.pick()
         bound = jnp.minimum(max_steps, steps)
         state, report = self._runs[rows](params, state, bound, cancel)
-        self._pending.append((rows, report.survey))
+        self.ran(rows, report.survey)
         return state, report
+
+    def pick(self) -> tuple[int, int]:
+        """`choice`, by all calls that have ended."""
+        self._look()
+        return self.choice()
+
+    def ran(self, rows: int, survey: Survey | None) -> None:
+        """A call was dispatched; its survey is read when it is there."""
+        assert survey is not None, "models with rows keep a survey"
+        self._pending.append((rows, survey))
 
     def choice(self) -> tuple[int, int]:
         """Rows and steps of the next call."""
@@ -201,7 +210,7 @@ _TIMES: dict[str, dict[int, float]] = {}
 
 
 def kept_times(
-    models: Models, shape: Shape, measure: Callable[[], dict[int, float]], folder: Path | None
+    models: Models, shape: Any, measure: Callable[[], dict[int, float]], folder: Path | None
 ) -> dict[int, float]:
     """What was measured for these sizes on this device, in this process or as `folder` has it.
 

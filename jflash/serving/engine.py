@@ -82,11 +82,8 @@ class Engine:
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
         rows = pair.models.rows
-        if rows is not None and not (isinstance(rows, int) and rows >= max_batch):
-            raise ValueError(
-                f"{rows} rows to verify for {max_batch} requests: the engine takes a number, of "
-                f"at least {max_batch}, or none"
-            )
+        if isinstance(rows, int) and rows < max_batch:
+            raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
         self.pair = pair
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         self._layout = Layout(shape, pages, steps_per_call)

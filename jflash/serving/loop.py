@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jflash.kernels import AUTO
 from jflash.serving.handle import Handle
 from jflash.serving.pages import Name, Pages, chain
 from jflash.serving.programs import (
     Layout,
     Programs,
     Row,
+    choosing,
     compile_programs,
     empty_state,
     packed,
@@ -95,6 +97,8 @@ class Loop:
     def __init__(self, models: Models, params: Params, layout: Layout, salt: bytes) -> None:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
+        auto = models.rows == AUTO
+        self.rows = choosing(models, params, layout, self.programs) if auto else None
         self.state = jax.jit(lambda: empty_state(models, layout))()
         self.pages = Pages(layout.pages)
         self.slots: list[Job | None] = [None] * layout.shape.batch
@@ -258,12 +262,18 @@ class Loop:
             job.unread += 1
         table = np.where(live[:, None], self._tables, self.layout.pages).astype(np.int32)
         draws = any(job.request.sampling.temperature for job in jobs)
-        program = self.programs.drawn if draws else self.programs.greedy
+        rows = max(self.programs.greedy)
+        if self.rows is not None and not draws:
+            rows = self.rows.pick()[0]
+        program = self.programs.drawn if draws else self.programs.greedy[rows]
         self.state, report = program(self.params, self.state, table, live)
-        report.copy_to_host_async()
+        if self.rows is not None:
+            self.rows.ran(rows, report.survey)
+        numbers = report.numbers
+        numbers.copy_to_host_async()
         counts = self.counts
         self.counts = counts._replace(calls=counts.calls + 1, live=counts.live + len(jobs))
-        return Read(report, None, tuple(jobs))
+        return Read(numbers, None, tuple(jobs))
 
     def drain(self, on_event: Callable[[Job, Event], None]) -> None:
         """Reads everything that was dispatched."""

@@ -5,7 +5,9 @@ What the host uploads and reads is one array a call. Nothing here knows a queue.
 """
 
 import functools
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +17,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.cache import LayerCache, PagedCache, RingCache
+from jflash.kernels import AUTO
 from jflash.layers import Chunk
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
-from jflash.rows import empty_survey
+from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
+from jflash.rows import Survey, empty_survey
 from jflash.sampling import Filters, choose, through_first_stop
 from jflash.serving.request import Request
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
@@ -45,13 +49,22 @@ class Programs(NamedTuple):
 
     admit(state, row) -> state
     chunk(params, state, table, control) -> (state, [token, done])
-    greedy, drawn (params, state, table, live) -> (state, report)
+    greedy[rows], drawn (params, state, table, live) -> (state, report)
+
+    `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all.
     """
 
     admit: Any
     chunk: Any
-    greedy: Any
+    greedy: dict[int, Any]
     drawn: Any
+
+
+class Report(NamedTuple):
+    """What the host reads of a call; see `taken`. The survey is of all calls so far."""
+
+    numbers: Int[Array, "B _"]
+    survey: Survey | None
 
 
 class Row(NamedTuple):
@@ -190,7 +203,7 @@ def run(
     state: State,
     table: Int[Array, "B _"],
     live: Bool[Array, " B"],
-) -> tuple[State, Int[Array, "B _"]]:
+) -> tuple[State, Report]:
     """`steps` steps of the slots that are `live`; the others keep what they have.
 
     The report has, of each slot, the tokens of each step it took, W · steps of them, then how many
@@ -208,8 +221,8 @@ def run(
 
     state = with_table(state.with_sequences(done=jnp.where(live, s.done, done)), None)
     ends = jnp.stack([s.steps - taken, s.done.astype(jnp.int32)], axis=1)
-    report = [cut(s.tokens, begin, width * steps), cut(s.acceptance_lengths, taken, steps), ends]
-    return state, jnp.concatenate(report, axis=1)
+    numbers = [cut(s.tokens, begin, width * steps), cut(s.acceptance_lengths, taken, steps), ends]
+    return state, Report(jnp.concatenate(numbers, axis=1), state.survey)
 
 
 class Taken(NamedTuple):
@@ -247,11 +260,52 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         )
         return lowered.compile()
 
+    counts = [models.rows or shape.batch * models.block_size]
+    if models.rows == AUTO:
+        counts = row_counts(shape.batch, models.block_size)
+        draws = replace(draws, rows=counts[-1])
+    greedy = {
+        int(count): steps(replace(models, sampled=False, rows=models.rows and int(count)))
+        for count in counts
+    }
     row = ints(HEAD + shape.stop_slots + shape.capacity)
     one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
     return Programs(
         jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
         one_chunk.lower(params, state, ints(1, layout.columns), ints(5)).compile(),
-        steps(replace(models, sampled=False)),
+        greedy,
         steps(draws),
     )
+
+
+def choosing(models: Models, params: Params, layout: Layout, programs: Programs) -> ChosenRows:
+    """Picks among the greedy programs, by their times here and what the drafts come to."""
+    measure = functools.partial(_times, models, params, layout, programs.greedy)
+    folder = jax.config.jax_compilation_cache_dir
+    where = Path(folder) if folder else None
+    ms = kept_times(models, layout, measure, where)
+    return ChosenRows(None, programs.greedy, ms, 0.0)
+
+
+def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
+    """Milliseconds of a step by its rows, halfway through the pages of each slot."""
+    batch, half = layout.shape.batch, layout.shape.capacity // 2
+    pages = np.arange(batch * layout.columns, dtype=np.int32) % layout.pages
+    table, live = pages.reshape(batch, layout.columns), np.ones(batch, bool)
+    state = jax.jit(lambda: empty_state(models, layout))()
+    found = {}
+    for rows, program in greedy.items():
+        seconds = []
+        for _ in range(TIMED_CALLS):
+            state = state.with_sequences(
+                length=jnp.full(batch, half, jnp.int32),
+                limit=jnp.full(batch, layout.shape.capacity, jnp.int32),
+                done=jnp.zeros(batch, bool),
+            )
+            jax.block_until_ready(state)
+            begin = time.perf_counter()
+            state, report = program(params, state, table, live)
+            jax.block_until_ready(report.numbers)
+            seconds.append(time.perf_counter() - begin)
+        found[rows] = 1000 * min(seconds) / layout.steps
+    return found

@@ -1,5 +1,6 @@
 """Every text is the text alone, bit for bit, whatever comes, goes, is evicted or preempted."""
 
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.generate import generate
+from jflash.kernels import AUTO
 from jflash.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
@@ -181,3 +183,23 @@ def test_windows_are_masks_of_pages():
         result = result_of(requests[i], events[i])
         assert result.token_ids == one.token_ids
         assert result.acceptance_lengths == one.acceptance_lengths
+
+
+def test_as_many_rows_as_pay(pair):
+    """Whatever number a call takes: with each of them in turn the texts are the same."""
+    requests = [Request(prompt_ids=p, max_tokens=40) for p in prompts(2, seed=6)]
+    want = alone(pair, [replace(r, seed=0) for r in requests])
+    models = replace(pair.models, rows=AUTO)
+    shape = Shape.of(2, CONTEXT, 16, CHUNK)
+    loop = Loop(models, pair.params, Layout(shape, 8, STEPS), b"")
+    assert loop.rows is not None
+    turns = itertools.cycle(loop.programs.greedy)
+    loop.rows.choice = lambda: (next(turns), STEPS)
+    events, jobs = {0: [], 1: []}, [job_of(r, i) for i, r in enumerate(requests)]
+    loop.waiting += jobs
+    while not loop.idle:
+        loop.round(lambda job, event: events[job.order[1]].append(event))
+    assert len(loop.programs.greedy) > 3 and all(loop.rows.steps.values())
+    assert [job.tokens[len(job.request.prompt_ids) :] for job in jobs] == [
+        one.token_ids for one in want
+    ]
