@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jflash.generate import Chunk
-from jflash.io.text import before_stop
+from jflash.io.incremental import Incremental
 
-INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
 COLOURS = ("\033[36m", "\033[33m")
 RESET = "\033[0m"
 
@@ -15,29 +14,11 @@ def texts(
 ) -> Iterator[str]:
     """What each chunk adds to the text, empty if only half a character or what may become a stop.
 
-    Joined it is the decoded whole, cut before the first stop. Only the last few tokens are decoded
-    again: those since the last place where the text ended with a whole character.
+    Joined it is the decoded whole, cut before the first stop.
     """
-    ids: list[int] = []
-    text, shown = "", 0
-    begin = end = 0  # ids[begin:end] give the tail of `text`, ids[end:] nothing yet
+    text = Incremental(decode, stops)
     for chunk in chunks:
-        ids += chunk.token_ids
-        last = chunk.generation is not None
-        known, longer = decode(ids[begin:end]), decode(ids[begin:])
-        if len(ids) > end and (last or not longer.endswith(INCOMPLETE)):
-            text += longer[len(known) :]
-            begin, end = end, len(ids)
-        whole = before_stop(text, stops)
-        safe = len(whole) - (0 if last else held_back(whole, stops))
-        yield text[shown:safe]
-        shown = max(shown, safe)
-
-
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many of the last characters could be the beginning of a stop text."""
-    starts = (stop[:n] for stop in stops for n in range(1, len(stop)))
-    return max((len(start) for start in starts if text.endswith(start)), default=0)
+        yield text.push(chunk.token_ids, last=chunk.generation is not None)
 
 
 def paint(piece: str, step: int, colour: bool) -> str:

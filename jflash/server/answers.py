@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jflash.io.incremental import Incremental
 from jflash.io.text import decode
 from jflash.server.errors import ApiError
-from jflash.server.incremental import Incremental
 from jflash.server.service import Service
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jflash.server.incremental import held_back
+from jflash.io.incremental import held_back
 
 OPEN, CLOSE = "<think>", "</think>"
 

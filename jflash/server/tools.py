@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jflash.io.incremental import held_back
 from jflash.server.errors import invalid, unsupported
-from jflash.server.incremental import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -11,10 +11,11 @@ import pytest
 from jflash import memory
 from jflash.cli import generate as cli
 from jflash.cli import main
-from jflash.cli.live_text import held_back, paint, texts
+from jflash.cli.live_text import paint, texts
 from jflash.cli.options.generate import make_parser
 from jflash.generate import Chunk, Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
+from jflash.io.incremental import held_back
 from jflash.io.text import before_stop, decode, encode_prompt, stop_at_text
 from tests.support.small_checkpoints import EOS, POSITIONS, Folders, make_pair
 

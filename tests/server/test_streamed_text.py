@@ -8,8 +8,8 @@ import pytest
 
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
+from jflash.io.incremental import Incremental
 from jflash.io.text import decode
-from jflash.server.incremental import Incremental
 from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Call, Tools
 

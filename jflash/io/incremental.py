@@ -1,0 +1,48 @@
+"""Text as its tokens arrive: whole characters only, and nothing of a stop text.
+
+Knows token ids, a decoder and stop texts; what asked for them it does not know.
+"""
+
+from collections.abc import Callable, Sequence
+
+INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
+
+
+class Incremental:
+    """A decoder for one answer.
+
+    The pieces joined are the decoded whole, cut before its earliest stop text. A call decodes only
+    the tokens since the last place where the text ended with a whole character, and those of the
+    call before that place: a tokenizer may join a word to what stands before it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, stops
+        self._known: list[int] = []  # tokens whose text has been taken
+        self._new: list[int] = []  # tokens after them, whose text may be half a character
+        self._held = ""  # text that may be the beginning of a stop
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int], last: bool) -> str:
+        """What these tokens add; `last` gives out everything that was held back."""
+        if self.stopped:
+            return ""
+        self._new += token_ids
+        if self._new:
+            before, both = self._decode(self._known), self._decode(self._known + self._new)
+            if last or not both.endswith(INCOMPLETE):
+                self._held += both[len(before) :]
+                self._known, self._new = self._new, []
+        found = [self._held.index(stop) for stop in self._stops if stop in self._held]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        safe = len(self._held) - (0 if last else held_back(self._held, self._stops))
+        piece, self._held = self._held[:safe], self._held[safe:]
+        return piece
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """How many of the last characters could be the beginning of a stop text."""
+    starts = (stop[:n] for stop in stops for n in range(1, len(stop)))
+    return max((len(start) for start in starts if text.endswith(start)), default=0)
