@@ -22,6 +22,7 @@ READER_GONE = 141  # 128 + SIGPIPE
 EXTRAS = {
     "datasets": "eval", "math_verify": "eval", "matplotlib": "eval", "gguf": "gguf",
     "optax": "train",
+    "httpx": "test",
     **dict.fromkeys(("msgspec", "prometheus_client", "starlette", "uvicorn"), "serve"),
 }  # fmt: skip
 GPU_TRACES = ("/dev/nvidia0", "/proc/driver/nvidia/gpus")

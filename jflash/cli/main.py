@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "decode a prompt, or a file of prompts",
     "chat": "talk to a model, turn by turn",
     "serve": "answer over HTTP, in the form of OpenAI's API",
+    "soak": "load a server for minutes, and compare every text",
     "evaluate": "a data set: accuracy, acceptance, speed",
     "eval-gsm8k": "evaluate, for GSM8K",
     "convert": "write a checkpoint in Orbax form",

@@ -5,19 +5,24 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 
 from jflash.cli.command import gpu_notice, require
 from jflash.cli.generate import configured, that_draw
 from jflash.cli.options.pair import sampling
-from jflash.decoding import Decoding
+from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.io import PairFiles, load_weights
 from jflash.memory import check_decoding
+from jflash.serving.engine import Engine
+from jflash.serving.request import Request
 
+COMPILED = "/jax/core/compile/backend_compile_duration"  # the event of jax.monitoring
 FAILED = 1  # exit code of a server whose device failed
 
 
@@ -38,6 +43,7 @@ def run(options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
+    _count_compilations(service.metrics.compiled.inc)
     well = serve(
         app, service, listener,
         shutdown_timeout=options.shutdown_timeout, hang_timeout=options.hang_timeout,
@@ -66,7 +72,6 @@ def _service(options: argparse.Namespace):
     """The pair loaded and compiled; ValueError for what does not fit, before a weight is read."""
     from jflash.server.metrics import Metrics
     from jflash.server.service import Service
-    from jflash.serving.engine import Engine
 
     files = configured(options, batch=options.max_batch)
     files = that_draw(files, [Decoding()], options.draft_rule)
@@ -86,6 +91,7 @@ def _service(options: argparse.Namespace):
     engine = Engine(
         pair, max_batch=options.max_batch, max_context=context, max_queue=options.max_queue
     )
+    _warm_up(engine, tuple(stop_ids))
     print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return Service(
         engine=engine,
@@ -102,6 +108,26 @@ def _service(options: argparse.Namespace):
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
     )
+
+
+def _warm_up(engine: Engine, stop_ids: tuple[int, ...]) -> None:
+    """A greedy request and a drawn one, so that the first of a client meets compiled programs."""
+    drawn = Sampling(temperature=1.0)
+    length = min(2, engine.max_context - 1)
+    for how in (GREEDY, drawn):
+        engine.generate(
+            [Request(prompt_ids=[0], max_tokens=length, stop_ids=stop_ids, sampling=how)]
+        )
+
+
+def _count_compilations(count: Callable[[], None]) -> None:
+    """From now on; requests should compile nothing, and /metrics shows whether that is so."""
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED:
+            count()
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
 
 
 def _context(options: argparse.Namespace, files: PairFiles) -> int:

@@ -9,8 +9,8 @@ from prometheus_client.registry import Collector
 from jflash.serving.engine import Stats
 from jflash.serving.request import Event
 
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
 
 class Metrics:
@@ -42,6 +42,9 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Drafts kept, by place.", "position"
         )
         self._places = [places.labels(model, str(i)) for i in range(drafts)]
+        self.compiled = Counter(
+            "jflash:compilations", "Programs compiled since it listens.", registry=self._registry
+        )
         self._first = histogram("time_to_first_token_seconds", "To the first token.", SHORT)
         self._between = histogram("inter_token_latency_seconds", "Between two steps.", SHORT)
         self._each = histogram(

@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     *("bench_kernels", "benchmark", "check_lossless", "check_logits", "check_program"),
     *("chat", "convert_checkpoint", "eval_gsm8k", "evaluate", "generate", "make_prompts"),
-    *("serve", "train_drafter"),
+    *("serve", "soak", "train_drafter"),
 ]
 SLOW = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "transformers", "tokenizers"),
     *("huggingface_hub", "safetensors", "matplotlib", "datasets", "math_verify", "gguf"),
-    *("starlette", "uvicorn", "msgspec", "prometheus_client"),
+    *("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"),
     *("jaxtyping", "jinja2", "tqdm", "scipy", "importlib.metadata"),
 }
 # Runs code, then prints on the last line of stderr which of SLOW were imported.
@@ -66,6 +66,7 @@ def test_help_of_all_names_every_command():
         (["generate", "--temperature", "-1"], "--temperature -1"),
         (["generate", "--drafter", "random:x"], "random:x"),
         (["serve", "--port", "70000"], "--port 70000"),
+        (["soak", "--minutes", "0"], "--minutes 0"),
         (["evaluate", "--dataset", "odd"], "'odd'"),
         (["eval-gsm8k", "--batch", "0"], "--batch 0"),
         (["benchmark", "--shape", "huge"], "'huge'"),

@@ -27,8 +27,9 @@ class Server(NamedTuple):
     def metric(self, name: str, **labels: str) -> float:
         """A figure of /metrics, summed over the labels that are not given."""
         text = httpx.get(f"{self.url}/metrics").text
-        lines = [line for line in text.splitlines() if re.match(rf"vllm:{name}[{{ ]", line)]
+        lines = re.findall(rf"^(?:vllm|jflash):{name}(?:{{.*}})? .*$", text, re.MULTILINE)
         lines = [x for x in lines if all(f'{k}="{v}"' in x for k, v in labels.items())]
+        assert lines or labels, f"there is no {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 

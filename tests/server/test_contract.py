@@ -14,6 +14,7 @@ from jflash.io import load_tokenizer
 from jflash.io.text import decode
 
 REFERENCE = Path(__file__).parents[1] / "golden" / "tiny_math_reference.json"
+COMPILED_FULLY = True  # the server runs longer than it compiles
 QUESTION = "8 players share 168 crayons from Emma equally. How many crayons does each get?"
 ANSWER = "Each player gets 168 / 8 = 21 crayons.\n#### 21"
 MESSAGES: list = [{"role": "user", "content": QUESTION}]

@@ -12,6 +12,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from tests.server.conftest import started
 
+COMPILED_FULLY = True  # the server runs longer than it compiles
 QUESTION = "8 players share 168 crayons from Emma equally. How many crayons does each get?"
 ANSWER = "Each player gets 168 / 8 = 21 crayons.\n#### 21"
 

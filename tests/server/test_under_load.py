@@ -16,6 +16,7 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
 NAMES = ["Ana", "Theo", "Emma", "Omar"]
 THINGS = ["ribbons", "crayons", "stamps", "shells"]
 PATIENCE = 60.0
+COMPILED_FULLY = True  # the server runs longer than it compiles
 
 
 def bodies(count: int) -> list[dict]:
@@ -31,7 +32,7 @@ def bodies(count: int) -> list[dict]:
                     * draw.randint(1, 4) + "How many are there?",
                 }
             ],
-            "max_tokens": draw.choice([5, 20, 40]),
+            "max_tokens": draw.choice([5, 15, 30]),
             "temperature": 0 if i % 4 else 1,
             "seed": i,
             "speculation": i % 5 > 0,
@@ -105,7 +106,7 @@ def test_a_full_queue_refuses_with_a_time_to_wait(server):
 
 def test_a_client_that_reads_nothing_holds_no_slot(server):
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True})
+    body = json.dumps({"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True})
     with socket.create_connection((host, int(port))) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -140,7 +141,7 @@ GOOD = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=120, deadline=None, derandomize=True, database=None,
+    max_examples=80, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(
@@ -163,12 +164,17 @@ def test_garbage_gets_an_answer_below_500(garbage, route, good, odd, raw):
 def garbage(server):
     with httpx.Client(timeout=PATIENCE) as client:
         yield server, client
+
+
+def test_nothing_is_stuck_or_was_compiled_after_all_that(server):
+    """What the tests above left: no slot is taken, and no request made a program compile."""
     idle(server)
+    assert server.metric("compilations_total") == 0
 
 
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(server):
     """The last test: it ends the server."""
-    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + TEXT, json=body, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")

@@ -1,0 +1,36 @@
+"""soak: a server under load for minutes; exit code 1 if a text, a slot or memory went wrong."""
+
+import argparse
+import json
+
+from jflash.cli.command import require
+from jflash.cli.options.pair import drafter_name
+from jflash.device import describe_device
+from jflash.files import keep_newest
+
+FAILED = 1
+
+
+def run(options: argparse.Namespace) -> None:
+    require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec")
+    from jflash.proof.soak import soak
+
+    o = options
+    served = [
+        *("--target", o.target, "--drafter", drafter_name(o)),
+        *("--attention-backend", o.attention_backend, "--verify-rows", str(o.verify_rows)),
+        *("--max-batch", str(o.max_batch), "--max-context", str(o.max_context)),
+        *("--max-queue", str(2 * o.clients)),
+    ]
+    for name, value in (("--dtype", o.dtype), ("--block-size", o.block_size)):
+        served += [] if value is None else [name, str(value)]
+    result = soak(served, o.minutes, o.clients, o.seed)
+    for problem in result.problems[:20]:
+        print(problem)
+    ends = ", ".join(f"{count} {how}" for how, count in sorted(result.ends.items()))
+    first, last = result.resident[0] / 2**20, result.resident[-1] / 2**20
+    print(f"{ends}; memory {first:.0f} → {last:.0f} MiB; {result.compiled} programs compiled")
+    found = {"check": "soak", "server": served} | result.body() | describe_device()
+    print(keep_newest(o.json, [json.dumps(found, allow_nan=False)]))
+    if result.problems:
+        raise SystemExit(FAILED)

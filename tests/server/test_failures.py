@@ -1,0 +1,136 @@
+"""A device that fails or hangs ends every stream and the server; keys, limits, other pages."""
+
+import contextlib
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from jflash.decoding import Sampling
+from jflash.embedded import EMBEDDED_PAIR
+from jflash.io import load_tokenizer
+from jflash.server.app import make_app
+from jflash.server.metrics import Metrics
+from jflash.server.run import listen, serve
+from jflash.server.service import Service
+from jflash.serving.engine import Engine
+from tests.support.pairs import one_arithmetic, random_pair
+
+TEXT = "/v1/completions"
+BODY = {"prompt": [1, 2, 3], "max_tokens": 150, "stream": True}
+
+
+class Running:
+    """A server in a thread, over an engine of a small random pair."""
+
+    def __init__(self, *, hang: float = 60.0, keys: list[str] | None = None, **service: Any):
+        pair = one_arithmetic(random_pair())
+        self.engine = Engine(pair, max_batch=2, max_context=160, max_queue=4)
+        values: dict[str, Any] = {
+            "tokenizer": load_tokenizer(EMBEDDED_PAIR / "target"), "name": "small",
+            "version": "jflash", "template": "", "stop_ids": (), "sampling": Sampling(),
+            "reasoning": False, "created": 0, "max_body": 1000, "max_queue": 4,
+            "request_timeout": 60.0, "metrics": Metrics("small", 3, self.engine.stats),
+        }  # fmt: skip
+        self.service = Service(engine=self.engine, **(values | service))
+        app = make_app(self.service, api_keys=keys or (), origins=["https://page.example"])
+        listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.well: bool | None = None
+
+        def run() -> None:
+            self.well = serve(app, self.service, listener, shutdown_timeout=5.0, hang_timeout=hang)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        self.service.failures.append("the test ends")
+        self.thread.join(20)
+        with contextlib.suppress(RuntimeError):
+            self.engine.close()
+
+
+@contextlib.contextmanager
+def running(**how: Any):
+    server = Running(**how)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def read(url: str, began: threading.Event) -> list[str]:
+    """The lines of a stream to its end."""
+    with httpx.stream("POST", url + TEXT, json=BODY, timeout=30) as answer:
+        lines = []
+        for line in answer.iter_lines():
+            began.set()
+            lines += [line] if line else []
+        return lines
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_broken_device_ends_streams_health_and_the_server(how):
+    with running(hang=1.0) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        began, let_go, lines = threading.Event(), threading.Event(), list[str]()
+
+        def broken(*_: Any) -> Any:
+            if how == "fails":
+                raise RuntimeError("the device is lost")
+            let_go.wait(30)
+            raise RuntimeError("it hung long enough")
+
+        reader = threading.Thread(target=lambda: lines.extend(read(server.url, began)))
+        reader.start()
+        assert began.wait(30)
+        [handle] = server.service.live
+        handle.give = broken  # in the engine's thread, where the device's errors come up
+        reader.join(20)
+        assert json.loads(lines[-2][6:])["error"]["code"] == "engine_failed", lines[-2]
+        health = httpx.get(server.url + "/health")
+        assert health.status_code == 503
+        why = "the device is lost" if how == "fails" else "has not answered for 1 seconds"
+        assert why in health.json()["error"]["message"]
+        server.thread.join(20)
+        assert server.well is False
+        let_go.set()
+
+
+def test_keys_limits_and_pages_of_others():
+    with running(keys=["right", "also right"]) as server:
+        url, body = server.url + TEXT, {"prompt": [1], "max_tokens": 1}
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}):
+            refused = httpx.post(url, json=body, headers=headers)
+            assert refused.status_code == 401 and refused.json()["error"]["code"]
+            assert httpx.get(server.url + "/metrics", headers=headers).status_code == 401
+        right = {"Authorization": "Bearer right"}
+        other = {"Authorization": "bearer also right"}
+        assert httpx.post(url, json=body, headers=right).status_code == 200
+        assert httpx.post(url, json=body, headers=other).status_code == 200
+        page = {"Origin": "https://page.example"}
+        allowed = httpx.post(url, json=body, headers=right | page).headers
+        assert allowed["access-control-allow-origin"] == page["Origin"]
+        asks = page | {"Access-Control-Request-Method": "POST"}
+        assert httpx.options(url, headers=asks).status_code == 200  # browsers ask without a key
+        assert httpx.post(url, content=b" " * 1001, headers=right).status_code == 413
+
+
+def test_a_request_that_takes_too_long_ends_and_frees_its_slot():
+    with running(request_timeout=0.05) as server:
+        late = {"prompt": [1], "max_tokens": 150}
+        refused = httpx.post(server.url + TEXT, json=late)
+        assert refused.status_code == 408 and refused.json()["error"]["code"] == "timeout"
+        lines = httpx.post(server.url + TEXT, json=late | {"stream": True}).text.splitlines()
+        *_, error, last = [line for line in lines if line]
+        assert json.loads(error[6:])["error"]["code"] == "timeout" and last == "data: [DONE]"
+        end = time.monotonic() + 10
+        while server.engine.stats().running:
+            assert time.monotonic() < end
+            time.sleep(0.01)
