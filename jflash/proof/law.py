@@ -42,10 +42,13 @@ class Way(NamedTuple):
     modes: tuple[str, ...]
     roomy: bool = False  # twice the capacity
     chunk: int = CHUNKS[0]
+    rows: int | None = None  # that a step verifies, if not all
 
     def named(self, mode: str) -> str:
-        extra = (", twice the capacity" if self.roomy else "") + (
-            f", chunks of {self.chunk}" if self.chunk != CHUNKS[0] else ""
+        extra = (
+            (", twice the capacity" if self.roomy else "")
+            + (f", chunks of {self.chunk}" if self.chunk != CHUNKS[0] else "")
+            + ("" if self.rows is None else f", {self.rows} rows verified")
         )
         return f"width {self.width}, batch {self.batch}{extra}: {mode}"
 
@@ -82,6 +85,7 @@ GPU = Form(
         Way(16, 1, OWN + OTHER),
         Way(16, 8, OWN + OTHER + REPLAY, roomy=True),
         Way(16, 32, OWN, chunk=64),
+        Way(16, 32, OWN + REPLAY, rows=96),
         Way(16, 64, OWN + OTHER + REPLAY),
     ),
 )
@@ -92,7 +96,7 @@ CPU = Form(
     ways=(
         Way(1, 8, PLAIN, roomy=True, chunk=64),
         Way(4, 1, OWN),
-        Way(8, 4, OTHER, chunk=64),
+        Way(8, 4, OTHER + REPLAY, chunk=64, rows=13),
         Way(16, 8, OWN + REPLAY, roomy=True),
     ),
 )
@@ -114,7 +118,7 @@ class Bench(NamedTuple):
     def models(self, way: Way) -> Models:
         if way.modes == PLAIN:
             return self.case.models.plain()
-        return replace(self.case.models, block_size=way.width)
+        return replace(self.case.models, block_size=way.width, rows=way.rows)
 
     def params(self, mode: str) -> Params:
         if mode == "plain":
@@ -190,6 +194,8 @@ def check_law(
     """Everything that was compared for one pair, and which planted faults were caught."""
     begin = time.perf_counter()
     form = fitting(form, case.models.block_size)
+    if not case.models.one_arithmetic:  # then rows cannot be chosen
+        form = replace(form, ways=tuple(way for way in form.ways if way.rows is None))
     bench = Bench(case, dtype, min(form.new_tokens, case.max_new_tokens))
     alone = bench.executable(REFERENCE)
     prompts = case.prompts(form.batch, seed)

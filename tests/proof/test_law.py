@@ -108,6 +108,7 @@ def test_forms_decode_what_they_say():
     for each in (form, law_module.CPU):
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
+    assert all(any(way.rows for way in each.ways) for each in (form, law_module.CPU))
     assert {way.width for way in fitting(form, 8).ways} == {1, 4, 8}
 
 
