@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train a drafter for a target",
     "benchmark": "step times of a pair",
     "bench-kernels": "times of kernels on their own",
+    "bench-rows": "tokens a second by the rows that a step verifies",
     "check-lossless": "compare speculative decoding with plain decoding, bit for bit",
     "check-logits": "compare the logits of a pass with float32's",
     "check-program": "compile the step for this GPU and look at it",

@@ -1,0 +1,56 @@
+"""bench-rows: tokens a second by the rows that a step verifies."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+from jflash.bench.row_speed import measured
+from jflash.decoding import Decoding
+from jflash.device import describe_device
+from jflash.evals.datasets import load_problems
+from jflash.files import keep_newest
+from jflash.io import configure_pair, encode_prompt, load_weights
+
+
+def run(args: argparse.Namespace) -> None:
+    files = configure_pair(args.target, args.drafter)
+    tokenizer = files.target.tokenizer()
+    stops = tuple(files.target.stop_ids(tokenizer))
+    prompts = {
+        name: [encode_prompt(tokenizer, problem.turns[0]) for problem in load_problems(name, file)]
+        for name, file in (("gsm8k", args.gsm8k), ("mt-bench", args.mt_bench))
+        if file is not None
+    }
+    pair = load_weights(files)
+    result: dict[str, Any] = describe_device() | {
+        "target": str(args.target).rsplit("/", 1)[-1],
+        "backends": pair.models.kernels._asdict(),
+        "max_new_tokens": args.max_new_tokens,
+        "rows": [],
+    }
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+
+    def lines() -> Iterator[str]:
+        for batch in args.batch:
+            count = batch * args.answers
+            asked = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
+            for row in measured(pair, asked, batch, decoding, args.widths, args.rounds):
+                print(row_text(row), flush=True)
+                result["rows"].append(row)
+                yield json.dumps(result, allow_nan=False)
+
+    print(keep_newest(args.json, lines()))
+
+
+def row_text(row: dict[str, Any]) -> str:
+    if "way" not in row:
+        times = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in row["step_ms"].items())
+        return (
+            f"batch {row['batch']}: compiled in {row['compile_seconds']:.0f} s; ms by rows: {times}"
+        )
+    return (
+        f"  {row['prompts']:<9} {row['way']:<9} {row['tokens_per_second']:>8.0f} tokens/s, "
+        f"τ {row['tau']:.2f}, {row['same_as_plain']} of {row['answers']} as plain"
+    )
