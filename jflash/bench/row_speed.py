@@ -38,7 +38,7 @@ def warm(named: Mapping[str, Pair], shape: Shape) -> float:
             counts = row_counts(shape.batch, pair.models.block_size)
         wanted += [(replace(pair.models, rows=count), pair.params) for count in counts]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        list(pool.map(lambda each: compile_programs(*each, shape), wanted))
+        list(pool.map(lambda each: compile_programs(each[0], each[1], shape), wanted))
     return time.perf_counter() - begin
 
 
