@@ -1,15 +1,16 @@
 """Which kernels a pair decodes with: chosen once, from the device and the sizes, and then recorded.
 
-On a CPU every operation has a form whose bits are the same in every program. A kernel is for NVIDIA
-GPUs. Attention: Mosaic GPU on Hopper, Triton on all others from sm80 on; cutting heads: Triton from
-sm80 on; matrix products, the experts' too: on Hopper alone, where they are measured. Elsewhere, and
+On a CPU, and in bfloat16 on Hopper, every operation has a form whose bits are the same in every
+program. Attention on other NVIDIA GPUs from sm80 on: Triton, as for cutting heads. Elsewhere, and
 for sizes that no kernel takes, XLA compiles the same operation. What is asked for by name and
 cannot run is refused, never replaced.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, MoeSpec
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.speculative import Models
 from pallas_kernels import block_attention, grouped_matmul, heads_to_cache, matmul, rms_norm
@@ -52,9 +53,10 @@ def named(kernels: Kernels) -> dict[str, str]:
 def _sizes(models: Models) -> dict[str, list]:
     """What the pair asks of each operation."""
     dtype = models.dtype
-    sizes: dict[str, list] = {"attention": [], "matmul": [matmul.Sizes(dtype)], "heads": []}
-    sizes["norm"] = [rms_norm.Sizes(models.target.config.hidden_size)]
+    sizes: dict[str, list] = {"attention": [], "matmul": [], "heads": [], "norm": []}
     for config in models.configs:
+        sizes["norm"].append(rms_norm.Sizes(config.hidden_size, dtype))
+        sizes["matmul"] += [matmul.Sizes(dtype, *weight) for weight in set(_weights(config))]
         for mixer in set(config.mixers):
             width, groups, head_dim = models.block_size, mixer.groups, mixer.head_dim
             sizes["attention"].append(block_attention.Sizes(width, groups, head_dim, dtype))
@@ -65,3 +67,24 @@ def _sizes(models: Models) -> dict[str, list]:
         for moe in set(target.experts)
     ]
     return sizes
+
+
+def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
+    """What each product sums over, and its columns: of gate and up those of one of them."""
+    width = config.hidden_size
+    yield width, config.vocab_size
+    for layer in config.layers:
+        heads = layer.mixer.num_heads * layer.mixer.head_dim
+        yield width, heads + layer.mixer.kv_width
+        yield heads, width
+        if isinstance(layer.mlp, MoeSpec):
+            yield width, layer.mlp.num_experts
+        else:
+            yield width, layer.mlp.intermediate_size
+            yield layer.mlp.intermediate_size, width
+    if isinstance(config, DrafterConfig):
+        yield len(config.target_layer_ids) * width, width
+        yield width, sum(mixer.kv_width for mixer in config.mixers)
+    if isinstance(config, Drafter2Config):
+        groups = width // config.conv_group_size
+        yield width, 2 * config.conv_kernel_size * groups

@@ -22,7 +22,7 @@ from pallas_kernels.grouped_matmul import (
     probabilities,
     weighted_sum,
 )
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import added, matmul
 
 ROUTING = "routing"  # of Flax's collections
 
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         # Back to the tokens' own order: where each row was sorted to.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
         out = weighted_sum(outputs, weights, backend=backend).astype(x.dtype).reshape(x.shape)
-        return out if residual is None else residual + out
+        return out if residual is None else added(residual, out, backend=kernels.matmul)
 
 
 def route(

@@ -6,7 +6,14 @@ Knows names only. Everything that computes is handed it, so nothing chooses for 
 from typing import NamedTuple
 
 AUTO = "auto"  # as a backend's name: the best that the device has
-ONE_ARITHMETIC = ("cpu",)  # backends whose results for a row are the same bits in every program
+# Backends of an operation whose results for a row are the same bits in every program.
+ONE_ARITHMETIC = {
+    "attention": ("cpu", "canonical"),
+    "matmul": ("cpu", "canonical"),
+    "heads": ("cpu", "triton"),
+    "experts": ("cpu", "canonical"),
+    "norm": ("cpu", "canonical"),
+}
 
 
 class Kernels(NamedTuple):
@@ -21,8 +28,13 @@ class Kernels(NamedTuple):
     @property
     def chunk(self) -> "Kernels":
         """Those of a prompt's chunk: the step's, where any number of rows has the same bits."""
-        own = [name if name in ONE_ARITHMETIC else "xla" for name in self]
-        return Kernels(*own)._replace(experts=self.experts)
+        others = dict.fromkeys(set(self._fields) - self.one_arithmetic - {"experts"}, "xla")
+        return self._replace(**others)
+
+    @property
+    def one_arithmetic(self) -> frozenset[str]:
+        """The operations whose bits for a row do not depend on the program."""
+        return frozenset(op for op, name in self._asdict().items() if name in ONE_ARITHMETIC[op])
 
 
 XLA = Kernels()

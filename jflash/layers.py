@@ -21,7 +21,7 @@ from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.rope import rope_angles
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
-from pallas_kernels.matmul import gate_up, matmul, partial_products, silu_times
+from pallas_kernels.matmul import added, gate_up, matmul, partial_products, silu_times
 from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
 from pallas_kernels.matmul import head_logits as head_logits
 from pallas_kernels.rms_norm import rms_norm
@@ -37,11 +37,13 @@ class Projected(NamedTuple):
     sin: Float[Array, "B T H/2"]
     heads: heads_op.Heads
 
-    def split(self, backend: str = "xla") -> tuple[Array, Array, Array]:
-        """Queries [B, T, N, H], keys and values [B, T, K, H], of a projection in one piece."""
-        if len(self.x) > 1:
-            raise ValueError(f"{len(self.x)} pieces of a projection: only `write` adds them up")
-        return heads_op.split_heads(self.x[0], *self[1:5], heads=self.heads, backend=backend)
+    def split(
+        self, backend: str = "xla", dtype: DTypeLike | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H]; pieces are rounded to `dtype`."""
+        return heads_op.split_heads(
+            *self[:5], heads=self.heads, dtype=dtype or self.x.dtype, backend=backend
+        )
 
     def write[C: Cache](
         self, cache: C, slots: Int[Array, "B T"], backend: str
@@ -119,7 +121,7 @@ class Chunk(NamedTuple):
     kernels: Kernels
 
     def attend(self, spec, projected, cache, sinks=None):
-        q, k, v = projected.split(self.kernels.heads)
+        q, k, v = projected.split(self.kernels.heads, cache.k.dtype)
         cache = write_chunk(cache, k, v, self.slot, self.offset)
         own = one_sequence(cache, self.slot)
         # A chunk is a causal block that fills its width.
@@ -200,9 +202,9 @@ class Projection(nn.Module):
         lead = x.shape[:-1]
         flat = x.reshape(-1, x.shape[-1])
         if self.use_bias:
-            out = matmul(flat, self.kernel, backend=backend) + self.bias
+            out = added(matmul(flat, self.kernel, backend=backend), self.bias, backend=backend)
             out = out.reshape(*lead, -1)
-            return out if residual is None else residual + out
+            return out if residual is None else added(residual, out, backend=backend)
         if residual is not None:
             residual = residual.reshape(-1, residual.shape[-1])
         return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)

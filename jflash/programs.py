@@ -183,12 +183,16 @@ def _compile_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tupl
 def compile_prefill(models: Models, params: Params, shape: Shape) -> tuple[Any, float]:
     """The executable of `prefill`, and the seconds of its compilation."""
     begin = time.perf_counter()
+    return lower_prefill(models, params, shape).compile(), time.perf_counter() - begin
+
+
+def lower_prefill(models: Models, params: Params, shape: Shape) -> jax.stages.Lowered:
+    """`prefill` for these models and a shape; the state is donated."""
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
     jitted = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    return jitted.lower(params, state, number, request).compile(), time.perf_counter() - begin
+    return jitted.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32), request)
 
 
 def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jflash.cache import Cache, LayerState
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.decoding import DRAFT_RULES
-from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
+from jflash.kernels import XLA, Kernels
 from jflash.layers import Block
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, Proposal, Tools
@@ -92,8 +92,8 @@ class Models:
     @property
     def one_arithmetic(self) -> bool:
         """Whether a token's bits are the same at every width, batch, capacity and chunk."""
-        used = self.kernels if self.target.config.experts else self.kernels._replace(experts="")
-        return all(name in ONE_ARITHMETIC for name in used if name)
+        used = set(Kernels._fields) - (set() if self.target.config.experts else {"experts"})
+        return used <= self.kernels.one_arithmetic
 
     @property
     def draws_drafts(self) -> bool:

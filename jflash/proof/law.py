@@ -23,10 +23,11 @@ from jflash.proof.lossless import (
     Executable,
     Mode,
     Task,
-    compile_executable,
-    compile_run,
+    compile_all,
+    compile_executables,
     corrupted,
     decode,
+    lower_run,
 )
 from jflash.speculative import Models, Params
 
@@ -125,8 +126,10 @@ class Bench(NamedTuple):
             return Params(self.case.params.target)
         return self.case.other_drafter if mode == "other drafter" else self.case.params
 
-    def executable(self, way: Way) -> Executable:
-        return compile_executable(self.models(way), self.params(way.modes[0]), self.shape(way))
+    def executables(self, ways: Sequence[Way]) -> list[Executable]:
+        return compile_executables(
+            [(self.models(way), self.params(way.modes[0]), self.shape(way)) for way in ways]
+        )
 
     def task(self, prompts: Sequence[list[int]]) -> Task:
         return Task(prompts, self.decoding(self.new_tokens))
@@ -197,14 +200,12 @@ def check_law(
     if not case.models.one_arithmetic:  # then rows cannot be chosen
         form = replace(form, ways=tuple(way for way in form.ways if way.rows is None))
     bench = Bench(case, dtype, min(form.new_tokens, case.max_new_tokens))
-    alone = bench.executable(REFERENCE)
+    alone, *others = bench.executables([REFERENCE, *form.ways])
     prompts = case.prompts(form.batch, seed)
     texts = decoded(bench, alone, "plain", prompts[: _anchors(form, bench)], (), seed)
     anchors = len(texts)
     found: list[Compared] = []
-    executable = alone
-    for way in form.ways:
-        executable = bench.executable(way)
+    for way, executable in zip(form.ways, others, strict=True):
         for mode in way.modes:
             # Until all texts are known, those that are: the anchors; at batch 1 no more than them.
             count = len(prompts) if way.batch > 1 else anchors
@@ -216,8 +217,8 @@ def check_law(
     progress(found[-1].way)
     # The last way is the widest block of the most sequences.
     faults = []
-    for fault in FAULTS:
-        faults.append(caught(bench, fault, alone, executable, texts, prompts))
+    for fault, faulty in zip(FAULTS, with_faults(bench, alone, others[-1]), strict=True):
+        faults.append(caught(bench, fault, faulty, texts, prompts))
         progress(fault.name)
     tokens = sum(len(text.tokens) - text.prompt_tokens for text in texts)
     return {
@@ -256,27 +257,43 @@ def halves(bench: Bench, alone: Executable, texts: Sequence[Digest]) -> Compared
     return compared("width 1, batch 1, half of the text as a prompt: plain", long, found)
 
 
+class Planted(NamedTuple):
+    """The executable of the reference with a fault, and of the last way."""
+
+    alone: Executable | None  # None if it is the sound one
+    wide: Executable
+
+
+def with_faults(bench: Bench, alone: Executable, wide: Executable) -> list[Planted]:
+    """The executables with each of FAULTS in its steps; prompts are admitted by the sound ones."""
+    wanted = [(f, sound) for f in FAULTS for sound in ((wide,) if f.sound_alone else (alone, wide))]
+    models = [planted(sound.models, fault) for fault, sound in wanted]
+    lowered = []
+    for own, (_, sound) in zip(models, wanted, strict=True):
+        drafter = bench.case.params.drafter if own.drafter is not None else None
+        params = Params(bench.case.params.target, drafter)
+        state = jax.eval_shape(lambda m=own, s=sound.shape: new_state(m, s))
+        lowered.append(lower_run(own, params, state, sound.shape))
+    made = {
+        (fault.name, sound.shape): sound._replace(models=own, run=run)
+        for (fault, sound), own, run in zip(wanted, models, compile_all(lowered), strict=True)
+    }
+    return [
+        Planted(made.get((fault.name, alone.shape)), made[fault.name, wide.shape])
+        for fault in FAULTS
+    ]
+
+
 def caught(
     bench: Bench,
     fault: Fault,
-    alone: Executable,
-    wide: Executable,
+    faulty: Planted,
     texts: Sequence[Digest],
     prompts: Sequence[list[int]],
 ) -> dict[str, Any]:
     """One planted fault in a block of several sequences, against width 1 and batch 1 with it."""
     prompts, want = prompts[:FAULTY_TEXTS], texts[:FAULTY_TEXTS]
-    if not fault.sound_alone:
-        want = decoded(bench, planted_run(bench, alone, fault), "plain", prompts, (), 0)
-    wide = planted_run(bench, wide, fault)
-    found = compared(fault.name, want, decoded(bench, wide, "own drafter", prompts, (), 0))
+    if faulty.alone is not None:
+        want = decoded(bench, faulty.alone, "plain", prompts, (), 0)
+    found = compared(fault.name, want, decoded(bench, faulty.wide, "own drafter", prompts, (), 0))
     return {"fault": fault.name, "caught": found.apart.differ, **found.apart._asdict()}
-
-
-def planted_run(bench: Bench, sound: Executable, fault: Fault) -> Executable:
-    """The executable with the fault in its steps; prompts are admitted by the sound one."""
-    models = planted(sound.models, fault)
-    drafter = bench.case.params.drafter if models.drafter is not None else None
-    params = Params(bench.case.params.target, drafter)
-    state = jax.eval_shape(lambda: new_state(models, sound.shape))
-    return sound._replace(models=models, run=compile_run(models, params, state, sound.shape))

@@ -10,7 +10,9 @@ token, prompt included; its logits are those of the row at p - 1, which chose it
 """
 
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jflash.decoding import Decoding
-from jflash.programs import Shape, compile_prefill, make_request, new_state
+from jflash.programs import Shape, lower_prefill, make_request, new_state
 from jflash.speculative import (
     Models,
     Params,
@@ -171,18 +173,44 @@ def recorded_run(
     return lax.while_loop(lambda carry: ~jnp.all(carry[0].sequences.done), body, (state, nothing))
 
 
-def compile_run(models: Models, params: Params, state: Any, shape: Shape) -> Any:
+def lower_run(models: Models, params: Params, state: Any, shape: Shape) -> jax.stages.Lowered:
     """`recorded_run` for these models; `state` is donated."""
     jitted = jax.jit(functools.partial(recorded_run, models), donate_argnums=1)
     inputs = jax.eval_shape(lambda: inputs_of(shape))
-    return jitted.lower(params, state, inputs).compile()
+    return jitted.lower(params, state, inputs)
+
+
+def compile_run(models: Models, params: Params, state: Any, shape: Shape) -> Any:
+    return lower_run(models, params, state, shape).compile()
 
 
 def compile_executable(models: Models, params: Params, shape: Shape) -> Executable:
     """The two programs of a shape; ValueError for an attention backend that cannot run."""
+    return compile_executables([(models, params, shape)])[0]
+
+
+def compile_executables(asked: Sequence[tuple[Models, Params, Shape]]) -> list[Executable]:
+    """`compile_executable` of each, at the same time."""
+    done = compile_all(lower for one in asked for lower in _lowerings(*one))
+    return [
+        Executable(models, shape, *done[2 * i : 2 * i + 2])
+        for i, (models, _, shape) in enumerate(asked)
+    ]
+
+
+def _lowerings(models: Models, params: Params, shape: Shape) -> Iterator[jax.stages.Lowered]:
+    yield lower_prefill(models, params, shape)
     state = jax.eval_shape(lambda: new_state(models, shape))
-    prefill, _ = compile_prefill(models, params, shape)
-    return Executable(models, shape, prefill, compile_run(models, params, state, shape))
+    yield lower_run(models, params, state, shape)
+
+
+def compile_all(lowered: Iterable[jax.stages.Lowered]) -> list[Any]:
+    """Compiled programs, by as many threads as the machine has cores to spare.
+
+    Tracing is Python, one program after the other: a program compiles while the next is traced.
+    """
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        return [done.result() for done in [pool.submit(one.compile) for one in lowered]]
 
 
 def prefilled(executable: Executable, mode: Mode, task: Task) -> State:

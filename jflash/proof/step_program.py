@@ -95,7 +95,7 @@ def writes_logits(models: Models, batch: int) -> bool:
     chosen = isinstance(drafter, Drafter2Config)  # from the best logits
     if models.sampled or chosen or (drafter is not None and drafter.changes_logits):
         return True
-    if models.kernels.matmul == "mosaic_gpu":
+    if models.kernels.matmul in ("canonical", "mosaic_gpu"):
         return False
     if models.kernels.matmul != "tuned" or models.dtype != "bfloat16":
         return True

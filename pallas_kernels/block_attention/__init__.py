@@ -48,11 +48,11 @@ from pallas_kernels.block_attention import canonical, cpu, mosaic_gpu, reference
 from pallas_kernels.choice import check, device_refusal
 
 BACKENDS = {
+    "canonical": canonical,
     "mosaic_gpu": mosaic_gpu,
     "triton": triton,
     "cpu": cpu,
     "xla": xla,
-    "canonical": canonical,
     "reference": reference,
 }
 # What the two kernels take, the better one first; xla and reference take any sizes and types.

@@ -7,15 +7,14 @@ on; the sizes add up to R. Products are summed in float32; results have x's dtyp
 - grouped_gate_up: w holds the gate's F columns, then the up projection's F. Both products are
   rounded to x's dtype, as a projection's output is; silu(gate) * up is rounded once more.
 - probabilities and weighted_sum: what comes before and after, by token; the reference's, which XLA
-  compiles, with every backend but "cpu".
+  compiles, with every backend but "canonical" and "cpu".
 A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
-rows its expert has, or on the other rows; with "cpu" not on R either. (With the others they may:
-see the step's fixed shapes.)
+rows its expert has, or on the other rows; with "canonical" and "cpu" not on R either. (With the
+others they may: see the step's fixed shapes.)
 
 "reference" and "xla" take any shape and dtype. "triton" needs bfloat16 and an NVIDIA GPU of compute
 capability 8.0 or more, and reads the weights of no expert without rows; it refuses with a
-ValueError what its tiles do not divide. "tuned" is for Hopper: "triton" where that runs, else
-"xla", told by shape and dtype alone.
+ValueError what its tiles do not divide. "canonical", for Hopper, has the same products.
 """
 
 from typing import Any, NamedTuple
@@ -24,9 +23,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
-from pallas_kernels.grouped_matmul import cpu, reference, triton, tuned, xla
+from pallas_kernels.grouped_matmul import canonical, cpu, reference, triton, xla
 
-BACKENDS = {"tuned": tuned, "cpu": cpu, "xla": xla, "triton": triton, "reference": reference}
+BACKENDS = {
+    "canonical": canonical,
+    "cpu": cpu,
+    "xla": xla,
+    "triton": triton,
+    "reference": reference,
+}
 
 
 class Sizes(NamedTuple):
@@ -53,25 +58,22 @@ def grouped_gate_up(
 
 def probabilities(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:
     """softmax of a router's logits, in float32; ValueError: no such backend."""
-    return (cpu if _backend(backend) is cpu else reference).probabilities(logits)
+    return _by_token(backend).probabilities(logits)
 
 
 def weighted_sum(
     outputs: Float[Array, "M k D"], weights: Float[Array, "M k"], *, backend: str
 ) -> Float[Array, "M D"]:
     """Σ weights · outputs over k in float32, from the first to the last; ValueError as above."""
-    return (cpu if _backend(backend) is cpu else reference).weighted_sum(outputs, weights)
+    return _by_token(backend).weighted_sum(outputs, weights)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
-    kinds = {
-        "cpu": "cpu",
-        "triton": "triton",
-        "tuned": "mosaic_gpu",
-    }  # tuned is measured on Hopper alone
+    # The canonical form is measured on Hopper alone.
+    kinds = {"cpu": "cpu", "triton": "triton", "canonical": "mosaic_gpu"}
     lacking = device_refusal(kinds[backend], device) if backend in kinds else None
-    if lacking or backend != "triton":
+    if lacking or backend not in ("triton", "canonical"):
         return lacking
     hidden, inner, dtype = sizes.hidden_size, sizes.intermediate_size, jnp.dtype(sizes.dtype).name
     if dtype != "bfloat16":
@@ -85,3 +87,8 @@ def _backend(name: str):
     if name not in BACKENDS:
         raise ValueError(no_backend("grouped matmul", name, BACKENDS))
     return BACKENDS[name]
+
+
+def _by_token(name: str):
+    module = _backend(name)
+    return module if module in (canonical, cpu) else reference

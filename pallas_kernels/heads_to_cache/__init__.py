@@ -12,12 +12,12 @@ q [B, T, N, H] and the caches, which are updated in place where the caller no lo
 ones.
 
 "xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80,
-"cpu" on CPUs, where it promises that a row's bits are the same in every program.
+"cpu" on CPUs. The last two promise that a row's bits are the same in every program, whatever P is.
 """
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.heads_to_cache import cpu, reference, triton
@@ -66,18 +66,20 @@ def heads_to_cache(
 
 
 def split_heads(
-    x: Float[Array, "B T C"],
+    x: Float[Array, "P B R C"],
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T _"],
     sin: Float[Array, "B T _"],
     *,
     heads: Heads,
+    dtype: DTypeLike,
     backend: str,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """The same queries, keys and values, written nowhere: by "cpu", or else by the reference."""
-    module = cpu if backend == "cpu" else reference
-    return module.split_heads(x, q_scale, k_scale, cos, sin, heads)
+    """The same queries, keys and values in `dtype`, not written. ValueError as `heads_to_cache`."""
+    if backend not in BACKENDS:
+        raise ValueError(no_backend("heads_to_cache", backend, BACKENDS))
+    return BACKENDS[backend].split_heads(x, q_scale, k_scale, cos, sin, heads, dtype)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

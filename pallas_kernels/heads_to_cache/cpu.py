@@ -14,9 +14,9 @@ def rotate(x, cos, sin):
     return jnp.concatenate([a - b, c + d], axis=-1).astype(x.dtype)
 
 
-def split_heads(x, q_scale, k_scale, cos, sin, heads):
+def split_heads(x, q_scale, k_scale, cos, sin, heads, dtype):
     return reference.split_heads(
-        x, q_scale, k_scale, cos, sin, heads, rms_norm=rms_norm, rotate=rotate
+        x, q_scale, k_scale, cos, sin, heads, dtype, rms_norm=rms_norm, rotate=rotate
     )
 
 

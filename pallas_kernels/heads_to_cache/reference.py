@@ -13,9 +13,13 @@ def rotate(x, cos, sin):
     return rotated.astype(x.dtype)
 
 
-def split_heads(x, q_scale, k_scale, cos, sin, heads, rms_norm=reference_norm, rotate=rotate):
+def split_heads(
+    x, q_scale, k_scale, cos, sin, heads, dtype, rms_norm=reference_norm, rotate=rotate
+):
     """q [B, T, N, H], k and v [B, T, K, H] of the projection, normed and rotated."""
-    B, T, _ = x.shape
+    B, T = cos.shape[:2]
+    x = x[:, :, :T]
+    x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(dtype)
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     rows = x[:, :, heads.first : heads.first + (N + 2 * K) * H].reshape(B, T, N + 2 * K, H)
     q, k, v = jnp.split(rows, [N, N + K], axis=2)
@@ -29,10 +33,8 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads, rms_norm=reference_norm, r
 def heads_to_cache(
     x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True, split=split_heads
 ):
-    x = x[:, :, : slots.shape[1]]
-    x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(k.dtype)
-    q, new_k, new_v = split(x, q_scale, k_scale, cos, sin, heads)
-    index = (jnp.arange(x.shape[0])[:, None], slots)
+    q, new_k, new_v = split(x, q_scale, k_scale, cos, sin, heads, k.dtype)
+    index = (jnp.arange(len(slots))[:, None], slots)
 
     def put(rows, new):
         return rows.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=rising)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.grid import grid
+from pallas_kernels.in_pairs import sum_in_pairs
 
 ROWS = 16  # of a program, whatever T is: so a row is reduced in one order at every width
 
@@ -50,6 +51,16 @@ def heads_to_cache(
     return q.transpose(0, 2, 1, 3, 4).reshape(B, T, -1, H)[:, :, :N], k, v
 
 
+def split_heads(x, q_scale, k_scale, cos, sin, heads, dtype, *, interpret=False):
+    """The same kernel, whose keys and values go to caches as long as the block."""
+    B, T = cos.shape[:2]
+    k, v = (jnp.zeros((B, T, heads.num_kv_heads, heads.head_dim), dtype) for _ in "kv")
+    slots = jnp.broadcast_to(jnp.arange(T), (B, T))
+    return heads_to_cache(
+        x, q_scale, k_scale, cos, sin, k, v, slots, heads=heads, interpret=interpret
+    )
+
+
 def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     *scale_refs, _, _, q_ref, k_ref, v_ref = rest
     N, K, H, eps, first = heads
@@ -76,7 +87,7 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     def normed_and_rotated(scale_ref):
         low, high = (x.astype(jnp.float32) for x in halves)
         if scale_ref is not None:
-            mean = (jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / H
+            mean = (sum_in_pairs(low * low) + sum_in_pairs(high * high)) / H
             rms = lax.rsqrt(mean + eps)[:, None]
             # Rounded where RMSNorm rounds: after the division, and after the scale.
             low, high = (

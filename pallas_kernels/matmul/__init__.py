@@ -12,7 +12,8 @@ float32; results have x's dtype.
   x's dtype, as a projection's output is; silu(gate) * up is float32 and rounded once.
 - head_argmax: the head lies as [V, K]. Per row the id of the largest float32 logit, the lowest of
   equal ones. The logits are never written.
-- head_logits: those logits, in float32, by "cpu" or else by XLA.
+- head_logits: those logits, in float32, by "cpu", "canonical" or else by XLA.
+- added: what a bias or a residual is added by, x + y rounded to x's dtype.
 A row's bits depend on that row and w alone: not on its index, on M's other rows, or on timing. By
 "canonical" and "cpu" they do not depend on M either (by the others they may). The float32 sums
 themselves differ by backend.
@@ -43,19 +44,24 @@ from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.matmul import canonical, cpu, mosaic_gpu, reference, tuned, xla
 
 BACKENDS = {
+    "canonical": canonical,
     "tuned": tuned,
     "cpu": cpu,
     "xla": xla,
-    "canonical": canonical,
     "mosaic_gpu": mosaic_gpu,
     "reference": reference,
 }
 
 
 class Sizes(NamedTuple):
-    """What a backend must be able to take."""
+    """What a backend must be able to take: a weight that sums over K, and its columns.
+
+    Of gate_up those of one half.
+    """
 
     dtype: Any
+    K: int = 64
+    columns: int = 64
 
 
 def matmul(
@@ -88,8 +94,15 @@ def gate_up(
 def silu_times(
     gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"], *, backend: str
 ) -> Float[Array, "*lead F"]:
-    """gate_up's second half, for products that a bias is added to; by "cpu" or else by XLA."""
-    return (cpu if _backend(backend) is cpu else xla).silu_times(gate, up)
+    """gate_up's second half, for products that a bias is added to."""
+    return _whole(backend).silu_times(gate, up)
+
+
+def added(
+    x: Float[Array, "*lead D"], y: Float[Array, "*#lead D"], *, backend: str
+) -> Float[Array, "*lead D"]:
+    """x + y in x's dtype; see the module's contract."""
+    return canonical.plus(x, y) if _backend(backend) is canonical else x + y
 
 
 def head_argmax(
@@ -103,8 +116,7 @@ def head_logits(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
 ) -> Float[Array, "M V"]:
     """x @ head.T; see the module's contract. ValueError as `matmul`."""
-    module = _backend(backend)
-    return (cpu if module is cpu else xla).head_logits(x, head)
+    return _whole(backend).head_logits(x, head)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
@@ -116,7 +128,14 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     dtype = jnp.dtype(sizes.dtype).name
     if backend != "tuned" and dtype != "bfloat16":
         return f"has bfloat16 alone, not {dtype}"
-    return device_refusal("mosaic_gpu", device)
+    lacking = canonical.refusal(sizes.K, sizes.columns) if backend == "canonical" else None
+    return lacking or device_refusal("mosaic_gpu", device)
+
+
+def _whole(name: str):
+    """The backend, or XLA's for those that have not all of an op's forms."""
+    module = _backend(name)
+    return module if module in (cpu, canonical) else xla
 
 
 def _backend(name: str):

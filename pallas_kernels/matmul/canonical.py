@@ -10,12 +10,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.matmul import few_rows, mosaic_gpu
+from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import pieces
-from pallas_kernels.matmul.tuning import canonical_tuning
+from pallas_kernels.matmul.tuning import Tuning, canonical_tuning
 
 FEW_ROWS = 64
 
@@ -27,27 +29,24 @@ def matmul(
     *,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    P = _pieces("matmul", x, w)
-    if len(x) > FEW_ROWS:
-        op = "matmul" if residual is None else "residual"
-        tuning = canonical_tuning(op, x.shape[0], x.shape[1], w.shape[1], P)
-        return mosaic_gpu.matmul(x, w, residual, tuning=tuning, interpret=interpret)
-    out = _few_rows(x, w, residual if P == 1 else None, P, False, interpret)
-    if P == 1:
-        return out
-    total = add_pieces(out).astype(x.dtype)
-    if residual is None:
-        return total
-    return (residual.astype(jnp.float32) + total.astype(jnp.float32)).astype(x.dtype)
+    P, tuning = _cut("matmul" if residual is None else "residual", x, w)
+    if P > 1 and (tuning is None or tuning.split_k > 1):
+        sums = partial_products(x, w, interpret=interpret)
+        return add_pieces(sums, residual, dtype=x.dtype, interpret=interpret)
+    if tuning is None:
+        return _few_rows(x, w, residual, 1, False, interpret)
+    return mosaic_gpu.matmul(x, w, residual, tuning=tuning, interpret=interpret)
 
 
 def partial_products(
     x: Float[Array, "M K"], w: Float[Array, "K N"], *, interpret: bool = False
 ) -> Float[Array, "P M N"]:
-    P = _pieces("matmul", x, w)
-    if len(x) > FEW_ROWS or P == 1:
-        return matmul(x, w, interpret=interpret)[None]
-    return _few_rows(x, w, None, P, False, interpret)
+    P, tuning = _cut("matmul", x, w)
+    if P > 1 and tuning is None:
+        return _few_rows(x, w, None, P, False, interpret)
+    if P > 1 and tuning is not None and tuning.split_k > 1:
+        return mosaic_gpu.partial_products(x, w, tuning=tuning, interpret=interpret)
+    return matmul(x, w, interpret=interpret)[None]
 
 
 def gate_up(
@@ -70,15 +69,47 @@ def head_argmax(
     return _few_rows_argmax(x, head, interpret)
 
 
-def add_pieces(sums: Float[Array, "P M N"]) -> Float[Array, "M N"]:
-    """Ascending, one after the other: `jnp.sum` would leave the order to the compiler."""
-    return functools.reduce(jnp.add, list(sums))
+def head_logits(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
+) -> Float[Array, "M V"]:
+    _pieces("head_logits", x, head)
+    if len(x) > FEW_ROWS:
+        tuning = canonical_tuning("head_logits", x.shape[0], x.shape[1], head.shape[0], 1)
+        return mosaic_gpu.head_logits(x, head, tuning=tuning, interpret=interpret)
+    return _few_rows_logits(x, head, interpret)
+
+
+def silu_times(
+    gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"]
+) -> Float[Array, "*lead F"]:
+    """For halves that a bias was added to: by XLA, entry by entry, at every number of rows."""
+    wide = (half.astype(jnp.float32) for half in (gate, up))
+    return rounded(few_rows.silu_times(*wide)).astype(gate.dtype)
+
+
+def plus(x: Float[Array, "*lead D"], y: Float[Array, "*#lead D"]) -> Float[Array, "*lead D"]:
+    """x + y in x's dtype, each rounded before."""
+    wide = (rounded(v.astype(jnp.float32)) for v in (x, y))
+    return rounded(sum(wide)).astype(x.dtype)
+
+
+def rounded(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+    """Float32 rounded to bfloat16's numbers, where XLA would take back a conversion and its
+    inverse wherever they meet, and with them the rounding."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def refusal(K: int, columns: int) -> str | None:
+    """Why no kernel takes a weight that sums over K; columns are those of one half of gate_up's."""
+    if K % 64 or columns % 32:
+        return f"takes K in 64s and columns in 32s, not {K} and {columns}"
+    return None
 
 
 def few_rows_tile(op: str, M: int, K: int, columns: int, P: int) -> Tile:
     """Columns are w's, of one half for gate_up. ValueError: no tile divides the shape."""
     rows = min(64, max(16, 1 << (M - 1).bit_length()))
-    if op == "head_argmax":
+    if op.startswith("head_"):
         return Tile(rows=rows, columns=64, depth=128 if K % 128 == 0 else 64)
     width = next((c for c in (64, 32, 16) if columns % c == 0), None)
     if width is None or K % (64 * P):
@@ -86,12 +117,20 @@ def few_rows_tile(op: str, M: int, K: int, columns: int, P: int) -> Tile:
     return Tile(rows=rows, columns=width, depth=64, stages=4 if op == "gate_up" else 6)
 
 
+def _cut(op: str, x, w) -> tuple[int, Tuning | None]:
+    """Pieces of K, and the Mosaic kernel's tuning; None for few rows."""
+    P = _pieces("matmul", x, w)
+    if len(x) <= FEW_ROWS:
+        return P, None
+    return P, canonical_tuning(op, x.shape[0], x.shape[1], w.shape[1], P)
+
+
 def _pieces(op: str, x, w) -> int:
     if not x.dtype == w.dtype == jnp.bfloat16:
         raise ValueError(
             f"the canonical {op} takes bfloat16, got {x.dtype} and {w.dtype}: use the backend 'xla'"
         )
-    K, N = w.shape[::-1] if op == "head_argmax" else w.shape
+    K, N = w.shape[::-1] if op.startswith("head_") else w.shape
     assert x.shape[1] == K, f"{op}: x has {x.shape[1]} columns to sum over, w {K}"
     if K % 64:
         raise ValueError(f"the canonical {op} takes K in 64s, got {K}: use the backend 'xla'")
@@ -111,3 +150,9 @@ def _few_rows_argmax(x, head, interpret: bool):
     tile = few_rows_tile("head_argmax", len(x), x.shape[1], head.shape[0], 1)
     best, index, _ = few_rows.best_of_tiles(x, head, tile=tile, interpret=interpret)
     return jnp.where(best == best.max(axis=0), index, head.shape[0]).min(axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=(2,))
+def _few_rows_logits(x, head, interpret: bool):
+    tile = few_rows_tile("head_logits", len(x), x.shape[1], head.shape[0], 1)
+    return few_rows.head_logits(x, head, tile=tile, interpret=interpret)

@@ -127,18 +127,46 @@ def best_of_tiles(
     )(x, head)
 
 
-def _head_kernel(x_ref, head_ref, best_ref, id_ref, sum_ref, *, tile: Tile):
+def head_logits(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, tile: Tile, interpret: bool = False
+) -> Float[Array, "M V"]:
+    """The logits that `best_of_tiles` compares, in float32. ValueError as there."""
+    (M, K), V = x.shape, head.shape[0]
+    if K % tile.depth:
+        raise ValueError(f"{tile} does not divide K {K}")
+    return pl.pallas_call(
+        functools.partial(_logits_kernel, tile=tile),
+        name="few_rows_logits",
+        grid=(pl.cdiv(V, tile.columns), pl.cdiv(M, tile.rows)),
+        out_shape=jax.ShapeDtypeStruct((M, V), jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+    )(x, head)
+
+
+def _logits_kernel(x_ref, head_ref, out_ref, *, tile: Tile):
+    rows, ids, logits = _head_tile(x_ref, head_ref, tile)
+    inside = (rows < x_ref.shape[0])[:, None] & (ids < head_ref.shape[0])[None, :]
+    plt.store(grid(out_ref, rows, ids), logits, mask=inside)
+
+
+def _head_tile(x_ref, head_ref, tile: Tile):
+    """Rows, ids and logits of this program's tile; of ids past V 0."""
     (M, K), V = x_ref.shape, head_ref.shape[0]
-    number = pl.program_id(0)
     rows = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
-    ids = number * tile.columns + jnp.arange(tile.columns)
+    ids = pl.program_id(0) * tile.columns + jnp.arange(tile.columns)
 
     def add(i, total):
         k = i * tile.depth + jnp.arange(tile.depth)
         return total + plt.dot(_load(x_ref, rows, k, M), _load(head_ref, ids, k, V), trans_b=True)
 
     zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    logits = lax.fori_loop(0, K // tile.depth, add, zeros)
+    return rows, ids, lax.fori_loop(0, K // tile.depth, add, zeros)
+
+
+def _head_kernel(x_ref, head_ref, best_ref, id_ref, sum_ref, *, tile: Tile):
+    M, V, number = x_ref.shape[0], head_ref.shape[0], pl.program_id(0)
+    rows, ids, logits = _head_tile(x_ref, head_ref, tile)
     logits = jnp.where((ids < V)[None, :], logits, -jnp.inf)
     best = jnp.max(logits, axis=1)
     is_best = logits == best[:, None]

@@ -20,7 +20,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.matmul.tuning import WARPGROUP_ROWS, Plan, Tuning, make_plan, tuning_for
+from pallas_kernels.matmul.tuning import (
+    HEADS,
+    WARPGROUP_ROWS,
+    Plan,
+    Tuning,
+    make_plan,
+    tuning_for,
+)
 
 PRODUCER_REGISTERS = 40
 WGMMA = plgpu.Layout.WGMMA
@@ -39,6 +46,14 @@ def matmul(
     if residual is None:
         return _matmul(x, w, tuning, interpret)
     return _residual(x, w, residual, tuning, interpret)
+
+
+def partial_products(
+    x: Float[Array, "M K"], w: Float[Array, "K N"], *, tuning: Tuning, interpret: bool = False
+) -> Float[Array, "S M N"]:
+    """The float32 sums of a split over K, which somebody else adds."""
+    assert tuning.split_k > 1, f"{tuning} has one piece"
+    return _partial_products(x, w, tuning, interpret)
 
 
 def gate_up(
@@ -63,10 +78,29 @@ def head_argmax(
     return _head_argmax(x, head, tuning, interpret)
 
 
+def head_logits(
+    x: Float[Array, "M K"],
+    head: Float[Array, "V K"],
+    *,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M V"]:
+    """ValueError for a V that is no multiple of 4: TMA writes rows of whole 16 bytes."""
+    if head.shape[0] % 4:
+        raise ValueError(f"mosaic_gpu head_logits takes V in 4s, got {head.shape[0]}: use 'xla'")
+    tuning = tuning or tuning_for("head_logits", x.shape[0], x.shape[1], head.shape[0])
+    return _head_logits(x, head, tuning, interpret)
+
+
 # One inner jit each: the call sites of all layers then share one compiled kernel.
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _matmul(x, w, tuning, interpret):
     return _sum_splits(_launch("matmul", x, w, None, tuning, interpret)).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _partial_products(x, w, tuning, interpret):
+    return _launch("matmul", x, w, None, tuning, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -93,6 +127,11 @@ def _head_argmax(x, head, tuning, interpret):
     return winner.min(axis=0)[: x.shape[0]]
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _head_logits(x, head, tuning, interpret):
+    return _launch("head_logits", x, head, None, tuning, interpret)
+
+
 def _sum_splits(out):
     """[S, M, N] partial sums, added in the order of K; an unsplit result passes through."""
     return out if out.ndim == 2 else functools.reduce(jnp.add, list(out))
@@ -111,7 +150,7 @@ def _silu_times(gate, up, dtype):
 def plan_for(op: str, x, w, tuning: Tuning) -> Plan:
     if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
         raise ValueError(f"mosaic_gpu {op} takes bfloat16, got {x.dtype} and {w.dtype}")
-    K, N = w.shape[::-1] if op == "head_argmax" else w.shape
+    K, N = w.shape[::-1] if op in HEADS else w.shape
     if x.shape[1] != K:
         raise ValueError(f"{op}: x has {x.shape[1]} columns to sum over, w {K}")
     return make_plan(op, x.shape[0], K, N, tuning)
@@ -153,7 +192,7 @@ def _launch(op, x, w, residual, tuning, interpret):
 def _scratch(plan: Plan) -> dict[str, Any]:
     t = plan.tuning
     tile = _tiled(plan.swizzle, 2)
-    w_tile = (t.block_n, t.block_k) if plan.op == "head_argmax" else (t.block_k, plan.half_n)
+    w_tile = (t.block_n, t.block_k) if plan.is_head else (t.block_k, plan.half_n)
     shared: dict[str, Any] = {
         "x_smem": plgpu.SMEM((t.stages, t.block_m, t.block_k), jnp.bfloat16, transforms=tile),
         "w_smem": plgpu.SMEM((t.stages, plan.halves, *w_tile), jnp.bfloat16, transforms=tile),
@@ -180,7 +219,7 @@ def _scratch(plan: Plan) -> dict[str, Any]:
 
 
 def _out_dtype(plan: Plan):
-    return jnp.float32 if plan.split else jnp.bfloat16
+    return jnp.float32 if plan.out_bytes == 4 else jnp.bfloat16
 
 
 def _tiled(swizzle: int, item: int):
@@ -265,7 +304,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem):
         for half in range(plan.halves):
             n = pl.ds(column + half * (plan.N // plan.halves), plan.half_n)
             plgpu.copy_gmem_to_smem(
-                w_gmem.at[n, k] if plan.op == "head_argmax" else w_gmem.at[k, n],
+                w_gmem.at[n, k] if plan.is_head else w_gmem.at[k, n],
                 ring.w.at[slot, half], ring.full.at[slot],
                 collective_axes=("m",) if t.cluster_m > 1 else None,
             )  # fmt: skip
@@ -305,7 +344,7 @@ def _accumulate(plan: Plan, ring: _Ring, piece, accs):
         plgpu.barrier_wait(ring.full.at[slot])
         for half, acc in enumerate(accs):
             w = ring.w.at[slot, half]
-            w = w.transpose((1, 0)) if plan.op == "head_argmax" else w
+            w = w.transpose((1, 0)) if plan.is_head else w
             plgpu.wgmma(acc, ring.x.at[slot, rows], w)
         plgpu.wgmma_wait(plan.halves)  # the step before this one has been read
 

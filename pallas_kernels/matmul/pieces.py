@@ -18,6 +18,7 @@ As chosen here (benchmarks/h200-canonical-layer.json, which has more around each
 rows fills the GPU with whole K.
 """
 
+OPS = ("matmul", "gate_up", "head_argmax", "head_logits")
 STEP = 64  # pieces begin at multiples of it
 SHORTEST = 3 * STEP
 MOST = 4
@@ -27,13 +28,12 @@ COLUMNS, ENOUGH = 64, 128  # a column tile for few rows, and how many programs f
 def pieces(op: str, K: int, N: int) -> int:
     """Into how many pieces of equal length K is cut.
 
-    op is one of "matmul", "gate_up" and "head_argmax"; N counts w's output columns (2F, V). The
-    fewest that make `ENOUGH` programs of `COLUMNS` columns, as 16 rows want; each piece beyond the
-    first costs many rows a sum kept in shared memory. An MLP's two products and an argmax take
-    their sums whole.
+    op is one of OPS; N counts w's output columns (2F, V). The fewest that make `ENOUGH` programs of
+    `COLUMNS` columns, as 16 rows want; each piece beyond the first costs many rows a sum kept in
+    shared memory. An MLP's two products and a head take their sums whole.
     """
-    if op not in ("matmul", "gate_up", "head_argmax"):
-        raise ValueError(f"no product is called {op!r}: use matmul, gate_up or head_argmax")
+    if op not in OPS:
+        raise ValueError(f"no product is called {op!r}: use one of {', '.join(OPS)}")
     if op != "matmul" or K % STEP:
         return 1
     tiles = -(-N // COLUMNS)

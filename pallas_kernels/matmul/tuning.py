@@ -1,7 +1,8 @@
 """How the Mosaic GPU kernel cuts a GEMM: the record, the plan it makes of a shape, and the table.
 
-Ops are "matmul", "residual", "gate_up" and "head_argmax"; N counts w's output columns (2F for
-gate_up, V for the head). Knows no jax: a ValueError here is a refusal before anything is traced.
+Ops are "matmul", "residual", "gate_up", "head_argmax" and "head_logits"; N counts w's output
+columns (2F for gate_up, V for a head). Knows no jax: a ValueError here is a refusal before anything
+is traced.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import NamedTuple
 WARPGROUP_ROWS = 64  # M of a wgmma: one consumer warpgroup for each
 SHARED_MEMORY = 232_448 - 2_048  # bytes a CTA may have, less barriers and reduction scratch
 SMS = 132
+HEADS = ("head_argmax", "head_logits")  # whose weights lie as [N, K], and any number of columns do
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,12 @@ class Plan(NamedTuple):
         return self.tuning.split_k > 1
 
     @property
+    def is_head(self) -> bool:
+        return self.op in HEADS
+
+    @property
     def out_bytes(self) -> int:
-        return 4 if self.split else 2
+        return 4 if self.split or self.is_head else 2
 
     @property
     def shared_memory(self) -> int:
@@ -81,7 +87,7 @@ class Plan(NamedTuple):
 
 def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     """Cuts the shape, or says with a ValueError why this tuning cannot."""
-    t, is_head = tuning, op == "head_argmax"
+    t, is_head = tuning, op in HEADS
     what = f"mosaic_gpu {op} of [{M}, {K}] by {N} columns with {t}"
     halves = 2 if op == "gate_up" else 1
     half_n, row_tiles = t.block_n // halves, math.ceil(M / t.block_m)
@@ -91,7 +97,7 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     if not is_head and N % (t.block_n * t.cluster_n):
         raise ValueError(f"{what}: N must divide by block_n * cluster_n")
     if is_head and t.split_k * t.walk > 1:
-        raise ValueError(f"{what}: an argmax cannot be split over K")
+        raise ValueError(f"{what}: a head cannot be split over K")
     if half_n % 8 or half_n > 256 or swizzle_n % 16:
         raise ValueError(f"{what}: wgmma takes up to 256 columns, in multiples of 16")
     if row_tiles % t.cluster_m:
@@ -156,7 +162,7 @@ def _by_rule(op: str, M: int, K: int, N: int) -> Tuning:
     block_m = 64 if M <= 64 else 128
     row_tiles = math.ceil(M / block_m)
     halves = 2 if op == "gate_up" else 1
-    widths = [n for n in (256, 192, 160, 128, 96, 64, 32) if op == "head_argmax" or N % n == 0]
+    widths = [n for n in (256, 192, 160, 128, 96, 64, 32) if op in HEADS or N % n == 0]
     if not widths or K % 64:
         raise ValueError(f"mosaic_gpu {op}: no tile divides [{M}, {K}] by {N} columns")
 
@@ -166,7 +172,7 @@ def _by_rule(op: str, M: int, K: int, N: int) -> Tuning:
 
     best = max(map(busy, widths))
     block_n = next(n for n in widths if busy(n) >= 0.95 * best)
-    result = block_m * block_n // halves * 2 * (op != "head_argmax")
+    result = block_m * block_n // halves * _RESULT_BYTES.get(op, 2)
     stages = min(16, (SHARED_MEMORY - result) // ((block_m + block_n) * 128))
     return _t(block_m, block_n, 64, stages)
 
@@ -215,6 +221,7 @@ def pieces_of(M: int, K: int, N: int) -> int:
 _NARROW = ((128, 64), (64, 64), (64, 32))
 _CANONICAL = {
     "head_argmax": {128: ((64, 192),), 256: ((128, 192),), math.inf: ((128, 192),)},
+    "head_logits": {128: ((64, 128),), 256: ((128, 128),), math.inf: ((128, 128),)},
     "gate_up": {
         128: ((64, 128), (64, 64), (64, 32)),
         256: ((128, 128), *_NARROW),
@@ -255,10 +262,13 @@ def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     return found
 
 
+_RESULT_BYTES = {"head_argmax": 0, "head_logits": 4}
+
+
 def _with_ring(op: str, block_m: int, block_n: int, walk: int, split: int) -> Tuning | None:
     """A tile with as many stages as fit beside what its result takes; None if that is no ring."""
     half = block_m * block_n // (2 if op == "gate_up" else 1)
-    taken = half * (0 if op == "head_argmax" else 4 if split > 1 else 2)
+    taken = half * (4 if split > 1 else _RESULT_BYTES.get(op, 2))
     taken += 4 * block_m * block_n if walk > 1 else 0
     stages = min(10, (SHARED_MEMORY - taken) // ((block_m + block_n) * 128))
     if stages < 3:

@@ -1,24 +1,26 @@
 """RMSNorm: x / rms(x) over the last axis in float32, rounded to x's dtype, times scale.
 
-That is transformers' order. "cpu" promises that a row's bits depend on that row alone, whatever the
-other axes are and whatever the norm is compiled beside. "xla" and "reference" (one and the same:
-short jnp) promise it inside one program.
+That is transformers' order. "cpu" and "canonical" promise that a row's bits depend on that row
+alone, whatever the other axes are and whatever the norm is compiled beside. "xla" and "reference"
+(one and the same: short jnp) promise it inside one program. "canonical" is for Hopper and bfloat16.
 """
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.choice import device_refusal, no_backend
-from pallas_kernels.rms_norm import cpu, reference
+from pallas_kernels.rms_norm import canonical, cpu, reference
 
-BACKENDS = {"cpu": cpu, "xla": reference, "reference": reference}
+BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": reference, "reference": reference}
 
 
 class Sizes(NamedTuple):
     """What a backend must be able to take."""
 
     features: int
+    dtype: Any
 
 
 def rms_norm(
@@ -32,4 +34,11 @@ def rms_norm(
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
-    return device_refusal("cpu", device) if backend == "cpu" else None
+    if backend == "cpu":
+        return device_refusal("cpu", device)
+    if backend != "canonical":
+        return None
+    dtype = jnp.dtype(sizes.dtype).name
+    if dtype != "bfloat16":
+        return f"has bfloat16 alone, not {dtype}"
+    return device_refusal("mosaic_gpu", device)

@@ -37,7 +37,7 @@ def qwen3() -> Models:
 @pytest.mark.parametrize(
     ("device", "dtype", "want"),
     [
-        (HOPPER, "bfloat16", ("mosaic_gpu", "tuned", "triton")),
+        (HOPPER, "bfloat16", ("canonical", "canonical", "triton", "xla", "canonical")),
         (HOPPER, "float32", ("triton", "tuned", "triton")),
         (AMPERE, "bfloat16", ("triton", "xla", "triton")),
         (BLACKWELL, "bfloat16", ("triton", "xla", "triton")),
@@ -73,10 +73,11 @@ ATTENTION, MATMUL, HEADS, EXPERTS, NORM = BACKENDS
         (MATMUL, "triton", HOPPER, "bfloat16", "matmul has no backend 'triton': use one of"),
         (HEADS, "triton", CPU, "float32", "heads backend 'triton' needs .* cpu device: use 'cpu'"),
         (HEADS, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
-        (ATTENTION, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'mosaic_gpu'"),
+        (ATTENTION, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'canonical'"),
         (MATMUL, "cpu", AMPERE, "bfloat16", "is for CPUs, and this is sm80: use 'xla'"),
         (HEADS, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'triton'"),
-        (NORM, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'xla'"),
+        (NORM, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'canonical'"),
+        (NORM, "canonical", HOPPER, "float32", "bfloat16 alone, not float32: use 'xla'"),
         (NORM, "triton", HOPPER, "bfloat16", "norm has no backend 'triton': use one of"),
         (HEADS, "mosaic_gpu", HOPPER, "bfloat16", "heads has no backend 'mosaic_gpu': use one of"),
     ],
@@ -89,36 +90,55 @@ def test_a_backend_that_cannot_run_is_refused_by_name(field, name, device, dtype
 def test_sizes_and_layers_that_a_backend_lacks_are_refused():
     with pytest.raises(ValueError, match="powers of two, not 96: use 'xla'"):
         with_backends(of_shape("qwen3-8b", 96), "bfloat16", HOPPER, heads_backend="triton")
-    unknown = "experts has no backend 'mosaic_gpu': use one of tuned, cpu, xla, triton, reference"
+    unknown = (
+        "experts has no backend 'mosaic_gpu': use one of canonical, cpu, xla, triton, reference"
+    )
     with pytest.raises(ValueError, match=unknown):
         with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, experts_backend="mosaic_gpu")
     narrow = grouped_matmul.Sizes(64, 40, "bfloat16")
-    with pytest.raises(ValueError, match="its tiles divide, not 64 and 40: use 'tuned'"):
+    with pytest.raises(ValueError, match="its tiles divide, not 64 and 40: use 'xla'"):
         check("experts", grouped_matmul, "triton", [narrow], HOPPER)
 
 
 def test_experts_have_a_backend_of_their_own():
     moe = of_shape("tiny-moe")
-    assert with_backends(moe, "bfloat16", HOPPER).kernels.experts == "tuned"
+    assert with_backends(moe, "bfloat16", HOPPER).kernels.experts == "canonical"
     assert with_backends(moe, "bfloat16", AMPERE).kernels.experts == "xla"
     chosen = with_backends(moe, "bfloat16", HOPPER, experts_backend="xla").kernels
-    assert (chosen.matmul, chosen.experts) == ("tuned", "xla")
+    assert (chosen.matmul, chosen.experts) == ("tuned", "xla")  # its router has 8 columns
 
 
-def test_what_promises_one_arithmetic():
-    """All operations that the pair has: on CPUs, with experts or without."""
-    for name in ("qwen3-8b", "tiny-moe"):
-        models = with_backends(of_shape(name), "float32", CPU)
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (HOPPER, "bfloat16")])
+def test_what_promises_one_arithmetic(device, dtype):
+    """All operations that the pair has: with experts or without."""
+    for name in ("qwen3-8b", "qwen3-coder-30b"):
+        models = with_backends(of_shape(name), dtype, device)
         assert models.one_arithmetic
         assert models.kernels.chunk == models.kernels
-        assert not with_backends(of_shape(name), "bfloat16", HOPPER).one_arithmetic
         for op in ("attention", "matmul", "heads", "norm"):
             kernels = models.kernels._replace(**{op: "xla"})
             assert not replace(models, kernels=kernels).one_arithmetic
             assert kernels.chunk == kernels
     assert not replace(models, kernels=models.kernels._replace(experts="xla")).one_arithmetic
-    tuned = with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER).kernels
-    assert tuned.chunk == Kernels(experts="tuned")  # a chunk has more rows than the kernels take
+
+
+def test_what_promises_nothing():
+    """A chunk has more rows than the kernels take."""
+    older = Kernels("mosaic_gpu", "tuned", "xla", "triton", "xla")
+    assert not older.one_arithmetic
+    assert older.chunk == Kernels(experts="triton")
+    for device, dtype in ((HOPPER, "float32"), (AMPERE, "bfloat16")):
+        assert not with_backends(qwen3(), dtype, device).one_arithmetic
+
+
+def test_a_weight_that_the_canonical_products_lack():
+    """One of them, and the pair's products all go to the next best."""
+    models = qwen3()
+    odd = Target(replace(models.target.config, vocab_size=151_937))
+    chosen = with_backends(replace(models, target=odd), "bfloat16", HOPPER).kernels
+    assert (chosen.matmul, chosen.attention) == ("tuned", "canonical")
+    with pytest.raises(ValueError, match="columns in 32s, not 4096 and 151937: use 'tuned'"):
+        with_backends(replace(models, target=odd), "bfloat16", HOPPER, matmul_backend="canonical")
 
 
 def test_a_backend_on_request():

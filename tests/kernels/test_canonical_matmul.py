@@ -22,6 +22,7 @@ from pallas_kernels.matmul import (
     mosaic_gpu,
     reference,
 )
+from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import STEP, pieces
 from pallas_kernels.matmul.tuning import canonical_tuning, make_plan
@@ -34,6 +35,7 @@ interpreted = pytest.mark.skipif(
 )
 ROWS = (1, 5, 64, 65, 200)
 K, N = 768, 128  # in four pieces
+HEADS = ("head_argmax", "head_logits")
 
 
 def in_steps(seed: int, M: int, K: int, N: int):
@@ -63,23 +65,23 @@ def run_of(op: str, w):
     how = {} if ON_GPU else {"interpret": True}
     if op == "residual":
         return lambda x: canonical.matmul(x, w, x[:, : w.shape[1]] * 3, **how)
-    if op == "head_argmax":
-        return lambda x: canonical.head_argmax(x, w.T, **how)
+    if op.startswith("head_"):
+        return lambda x: getattr(canonical, op)(x, w.T, **how)
     if op == "pieces":
 
         def added(x):
             sums = canonical.partial_products(x, w, **how)
-            return canonical.add_pieces(sums).astype(x.dtype)
+            return add_pieces(sums, None, dtype=x.dtype, interpret=not ON_GPU)
 
         return added
     return lambda x: getattr(canonical, op)(x, w, **how)
 
 
 @interpreted
-@pytest.mark.parametrize("op", ["matmul", "residual", "pieces", "gate_up", "head_argmax"])
+@pytest.mark.parametrize("op", ["matmul", "residual", "pieces", "gate_up", *HEADS])
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
     # The head's tile takes two steps of 64 at a time where it can.
-    x, w = in_steps(0, 512, K - STEP if op == "head_argmax" else K, N)
+    x, w = in_steps(0, 512, K - STEP if op in HEADS else K, N)
     w = w if op != "gate_up" else w * 2.0**-26  # silu is no line
     assert pieces("matmul", K, N) == 4
     check_every_number_of_rows(run_of(op, w), x)
@@ -93,7 +95,7 @@ def test_pieces_that_depend_on_the_rows_are_caught():
     def product(x, P):
         tile = Tile(rows=64, columns=64, depth=64)
         out = few_rows.product(x, w, pieces=P, tile=tile, interpret=True)
-        return out if P == 1 else canonical.add_pieces(out).astype(x.dtype)
+        return out if P == 1 else add_pieces(out, None, dtype=x.dtype, interpret=True)
 
     found = [bits(product(x, P)) for P in (1, 2, 3, 4)]
     for one, other in itertools.combinations(found, 2):
@@ -111,7 +113,7 @@ def test_kernels_and_tiles_agree_with_the_form(P):
         sums = few_rows.product(
             x, w, pieces=P, tile=Tile(rows=rows, columns=columns, depth=64), interpret=True
         )
-        out = sums if P == 1 else canonical.add_pieces(sums).astype(x.dtype)
+        out = sums if P == 1 else add_pieces(sums, None, dtype=x.dtype, interpret=not ON_GPU)
         np.testing.assert_array_equal(bits(out), want)
     base = canonical_tuning("matmul", 130, K, N, P)
     for walk, block_m, block_n in [(P, 64, 64), (P, 128, 32), (1, 64, 32)]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul, triton, tuned, xla
+from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul, triton
 from pallas_kernels.shapes import GROUPED_MATMUL as REAL
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import cancelling, halves, result_of
@@ -71,7 +71,7 @@ def bits_cases() -> list:
     if not ON_GPU:
         dtypes = {"xla": jnp.float32, "triton": jnp.bfloat16}
         return [(op, name, dtype, 40, 6, K, N) for op in OPS for name, dtype in dtypes.items()]
-    return [(s.op, "tuned", jnp.bfloat16, s.M * s.k, s.E, s.K, s.N) for s in REAL.values()]
+    return [(s.op, "canonical", jnp.bfloat16, s.M * s.k, s.E, s.K, s.N) for s in REAL.values()]
 
 
 def routings(R: int, E: int) -> list:
@@ -110,17 +110,6 @@ def test_tiles_hold_every_row_once_and_one_expert_each(block):
             assert end - begin <= block and (owner[begin:end] == expert).all()
             held += range(begin, end)
         assert sorted(held) == list(range(40))
-
-
-def test_what_tuned_takes():
-    x, w, sizes = draw(0, 40, K), draw(1, 6, K, N), jnp.array(SIZES[0])
-    assert tuned._winner(x, w, N) is triton
-    assert tuned._winner(x, w, 24) is xla
-    assert tuned._winner(x.astype(jnp.float32), w.astype(jnp.float32), N) is xla
-    odd = w[:, :, :24]
-    np.testing.assert_array_equal(
-        grouped_matmul(x, odd, sizes, backend="tuned"), grouped_matmul(x, odd, sizes, backend="xla")
-    )
 
 
 def test_refusals():

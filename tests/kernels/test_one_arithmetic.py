@@ -102,8 +102,8 @@ def heads_of(backend: str, dtype):
 
     def op(x, angle):
         q, k, v = heads_to_cache.split_heads(
-            x[None], scale, scale, jnp.cos(angle)[None], jnp.sin(angle)[None],
-            heads=heads, backend=backend,
+            x[None, None], scale, scale, jnp.cos(angle)[None], jnp.sin(angle)[None],
+            heads=heads, dtype=dtype, backend=backend,
         )  # fmt: skip
         return jnp.concatenate([q, k, v], axis=2)[0]
 

@@ -1,0 +1,70 @@
+"""A mixture of experts in the canonical form: a token's bits are the same at every number of rows.
+
+The products are the Triton kernel's, which sums K whole and ascending in tiles of any number of
+rows. What comes before and after them, by token, are kernels of one program a token, the same one
+whatever lies beside it: XLA would choose the order of a sum by shape.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul.triton import grouped_gate_up, grouped_matmul
+from pallas_kernels.in_pairs import sum_in_pairs
+
+__all__ = ["grouped_gate_up", "grouped_matmul", "probabilities", "weighted_sum"]
+COLUMNS = 1024
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def probabilities(logits: Float[Array, "M E"], interpret: bool = False) -> Float[Array, "M E"]:
+    return pl.pallas_call(
+        _probabilities,
+        name="router_probabilities",
+        grid=(len(logits),),
+        out_shape=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+    )(logits)
+
+
+def _probabilities(logits_ref, out_ref):
+    E = logits_ref.shape[1]
+    columns = jnp.arange(pl.next_power_of_2(E))
+    at, inside = (jnp.full(columns.shape, pl.program_id(0)), columns), columns < E
+    logits = plt.load(logits_ref.at[at], mask=inside, other=-jnp.inf).astype(jnp.float32)
+    weights = jnp.exp(logits - jnp.max(logits, axis=0))
+    plt.store(out_ref.at[at], weights / sum_in_pairs(weights), mask=inside)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def weighted_sum(
+    outputs: Float[Array, "M k D"], weights: Float[Array, "M k"], interpret: bool = False
+) -> Float[Array, "M D"]:
+    M, _, D = outputs.shape
+    return pl.pallas_call(
+        _weighted_sum,
+        name="weighted_sum",
+        grid=(pl.cdiv(D, COLUMNS), M),
+        out_shape=jax.ShapeDtypeStruct((M, D), jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(outputs, weights)
+
+
+def _weighted_sum(outputs_ref, weights_ref, out_ref):
+    D, row = out_ref.shape[1], pl.program_id(1)
+    columns = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
+    rows, inside = jnp.full(columns.shape, row), columns < D
+
+    def term(i):
+        at = rows, jnp.full(columns.shape, i), columns
+        output = plt.load(outputs_ref.at[at], mask=inside, other=0.0)
+        return weights_ref[row, i] * output.astype(jnp.float32)
+
+    total = functools.reduce(jnp.add, map(term, range(outputs_ref.shape[1])))
+    plt.store(out_ref.at[rows, columns], total, mask=inside)

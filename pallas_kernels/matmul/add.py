@@ -1,0 +1,51 @@
+"""Adds the pieces of a product, and a residual, in Pallas-Triton: entry by entry, ascending.
+
+A kernel, not jnp: XLA would keep a sum unrounded where it meets the next one, and compute a layer's
+residual anew from the pieces of all layers before it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, DTypeLike, Float
+
+MOST_COLUMNS = 512
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
+def add_pieces(
+    sums: Float[Array, "P M N"],
+    residual: Float[Array, "M N"] | None,
+    *,
+    dtype: DTypeLike,
+    interpret: bool = False,
+) -> Float[Array, "M N"]:
+    """The sum rounded to `dtype`; with a residual rounded again after it."""
+    _, M, N = sums.shape
+    columns = next(c for c in (MOST_COLUMNS >> i for i in range(10)) if N % c == 0)
+    return pl.pallas_call(
+        functools.partial(_kernel, columns=columns),
+        name="add_pieces",
+        grid=(N // columns, M),
+        out_shape=jax.ShapeDtypeStruct((M, N), dtype),
+        compiler_params=plt.CompilerParams(num_warps=max(1, columns // 128), num_stages=1),
+        interpret=interpret,
+    )(sums, *([] if residual is None else [residual]))
+
+
+def _kernel(sums_ref, *rest, columns: int):
+    *residual, out_ref = rest
+    at = (
+        jnp.full((columns,), pl.program_id(1)),
+        pl.program_id(0) * columns + jnp.arange(columns),
+    )
+    numbers = (jnp.full((columns,), p) for p in range(sums_ref.shape[0]))
+    pieces = (plt.load(sums_ref.at[(number, *at)]) for number in numbers)
+    total = functools.reduce(jnp.add, pieces).astype(out_ref.dtype)
+    if residual:
+        before = plt.load(residual[0].at[at]).astype(jnp.float32)
+        total = (before + total.astype(jnp.float32)).astype(out_ref.dtype)
+    plt.store(out_ref.at[at], total)
