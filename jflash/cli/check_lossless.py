@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.differences import difference_text
 from jflash.proof.law import CPU, GPU, check_law
-from jflash.proof.law_text import law_failures, law_lines
+from jflash.proof.law_text import comparison_line, law_failures, law_lines
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
 from jflash.proof.width_1 import Parting
@@ -30,7 +31,7 @@ DIFFERS = 1
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was found, as one JSON object; `failures` is empty if all is well."""
     dtype = args.dtype or default_dtype()
-    found = {**describe_device(), "dtype": dtype, "seed": args.seed}
+    found = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
     failed: list[str] = []
     if "law" in args.checks:
         found["law"] = [check_pair(name, args, dtype) for name in args.pairs]
@@ -44,9 +45,15 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
     form = CPU if jax.default_backend() == "cpu" else GPU
-    case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch)
+    case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch, args.layers)
     with tqdm(total=form.comparisons, desc=name, unit="comparison") as bar:
-        law = check_law(case, form, args.seed, dtype, lambda _: bar.update())
+
+        def progress(each: dict[str, Any]) -> None:
+            bar.update()
+            if each.get("first") or not each.get("caught", True):
+                bar.write(comparison_line(each), sys.stderr)
+
+        law = check_law(case, form, args.seed, dtype, progress)
     for line in law_lines(law):
         print(line, flush=True)
     return law
@@ -58,7 +65,7 @@ def check_oracle(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     backends = chosen_backends(args)
     results, seen, fault = [], set(), None
     for name in args.pairs:
-        case = load_case(name, dtype, args.seed, backends, args.batches[-1])
+        case = load_case(name, dtype, args.seed, backends, args.batches[-1], args.layers)
         replays = replays_needed(args.tokens, case.models.block_size, args.min_count)
         for batch in args.batches:
             # In proportion to the batch: all batch sizes run about as many steps.

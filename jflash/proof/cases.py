@@ -35,6 +35,7 @@ from jflash.models.dflash import with_context_kernel
 from jflash.models.dflash2 import drafter_of
 from jflash.models.params import random_weights
 from jflash.programs import Shape, capacity_for
+from jflash.proof.step_program import cut
 from jflash.speculative import Models, Params
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
@@ -55,8 +56,17 @@ class Case(NamedTuple):
     max_new_tokens: int
 
 
-def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch: int) -> Case:
+def load_case(
+    name: str,
+    dtype: str,
+    seed: int,
+    backends: dict[str, str],
+    batch: int,
+    layers: int | None = None,
+) -> Case:
     """One of PAIRS, ready to decode; jflash chooses the kernels that `backends` does not name.
+
+    `layers`: the first so many of a target with random weights.
 
     Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
     weight is made or read, if a backend cannot run here or `batch` sequences take more memory than
@@ -69,7 +79,7 @@ def load_case(name: str, dtype: str, seed: int, backends: dict[str, str], batch:
         check_memory(models, fault_shape(), FAULT_CAPACITY, device_memory())
         return models
 
-    made = _tiny_math if name == "tiny-math" else functools.partial(_random_weights, name)
+    made = _tiny_math if name == "tiny-math" else functools.partial(_random_weights, name, layers)
     case = made(dtype, seed, suited)
     drafter = case.models.drafter
     assert drafter is not None
@@ -99,13 +109,16 @@ def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Cas
     )  # fmt: skip
 
 
-def _random_weights(name: str, dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
+def _random_weights(
+    name: str, layers: int | None, dtype: str, seed: int, suited: Callable[[Models], Models]
+) -> Case:
     """Random weights of a published shape and two random drafters, on random prompts.
 
     Its greedy text does not run into loops: with norms of 1 attention is broad, so every new token
     changes the input of all later ones. Windows are cut so that texts of this length exceed them.
     """
-    target, drafter = model_shape(name)
+    shape = model_shape(name)
+    target, drafter = cut(shape, layers, shape.drafter.num_layers) if layers else shape
     cut_windows = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
     drafter = drafter.attending(*cut_windows)
     models = suited(Models(Target(target), drafter_of(drafter), drafter.block_size))

@@ -212,14 +212,14 @@ def check_law(
             own = decoded(bench, executable, mode, prompts[:count], texts, seed)
             found.append(compared(way.named(mode), texts[:count], own[: len(texts)]))
             texts += own[len(texts) :]
-            progress(found[-1].way)
+            progress(found[-1].result)
     found.append(halves(bench, alone, texts[:anchors]))
-    progress(found[-1].way)
+    progress(found[-1].result)
     # The last way is the widest block of the most sequences.
     faults = []
     for fault, faulty in zip(FAULTS, with_faults(bench, alone, others[-1]), strict=True):
         faults.append(caught(bench, fault, faulty, texts, prompts))
-        progress(fault.name)
+        progress(faults[-1])
     tokens = sum(len(text.tokens) - text.prompt_tokens for text in texts)
     return {
         "pair": case.name,
@@ -268,15 +268,17 @@ def with_faults(bench: Bench, alone: Executable, wide: Executable) -> list[Plant
     """The executables with each of FAULTS in its steps; prompts are admitted by the sound ones."""
     wanted = [(f, sound) for f in FAULTS for sound in ((wide,) if f.sound_alone else (alone, wide))]
     models = [planted(sound.models, fault) for fault, sound in wanted]
-    lowered = []
-    for own, (_, sound) in zip(models, wanted, strict=True):
+
+    def lowered(own: Models, shape: Shape) -> jax.stages.Lowered:
         drafter = bench.case.params.drafter if own.drafter is not None else None
-        params = Params(bench.case.params.target, drafter)
-        state = jax.eval_shape(lambda m=own, s=sound.shape: new_state(m, s))
-        lowered.append(lower_run(own, params, state, sound.shape))
+        state = jax.eval_shape(lambda: new_state(own, shape))
+        return lower_run(own, Params(bench.case.params.target, drafter), state, shape)
+
+    pairs = list(zip(wanted, models, strict=True))
+    runs = compile_all(lowered(own, sound.shape) for (_, sound), own in pairs)
     made = {
         (fault.name, sound.shape): sound._replace(models=own, run=run)
-        for (fault, sound), own, run in zip(wanted, models, compile_all(lowered), strict=True)
+        for ((fault, sound), own), run in zip(pairs, runs, strict=True)
     }
     return [
         Planted(made.get((fault.name, alone.shape)), made[fault.name, wide.shape])

@@ -13,11 +13,16 @@ def law_lines(law: dict[str, Any]) -> Iterator[str]:
         f"of them by width 1 and batch 1, in {law['seconds']:.0f} s; its operations {said} one "
         f"arithmetic ({backends})"
     )
-    for each in law["compared"]:
-        yield f"  {each['way']:<76} {_counts(each)}"
-    for each in law["faults"]:
-        caught = "caught" if each["caught"] else "NOT CAUGHT"
-        yield f"  planted: {each['fault']}: {caught}, {_counts(each)}"
+    yield from map(comparison_line, law["compared"])
+    yield from map(comparison_line, law["faults"])
+
+
+def comparison_line(each: dict[str, Any]) -> str:
+    """One way, or one planted fault."""
+    if "way" in each:
+        return f"  {each['way']:<76} {_counts(each)}"
+    caught = "caught" if each["caught"] else "NOT CAUGHT"
+    return f"  planted: {each['fault']}: {caught}, {_counts(each)}"
 
 
 def _counts(each: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ def make_parser(prog: str = "check_lossless.py") -> Parser:
     add = parser.add_argument
     usual = "a dense and a MoE pair on a GPU, tiny-math on a CPU"
     add("--pairs", type=names, help=f"of {','.join(PAIRS)}; by default {usual}")
+    add("--layers", type=int, help="of the targets with random weights, by default all")
     add("--checks", type=names, default=CHECKS[:1], help="of law,oracle; default law")
     oracle = parser.add_argument_group("of the oracle's check").add_argument
     oracle("--batches", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
@@ -48,6 +49,7 @@ def check(args: argparse.Namespace) -> None:
         refuse(name not in PAIRS, why)
     wrong = set(args.checks) - set(CHECKS)
     refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
-    at_least_1(args, "tokens", "min_count", "min_distinct")
+    layers = () if args.layers is None else ("layers",)
+    at_least_1(args, "tokens", "min_count", "min_distinct", *layers)
     check_seed(args.seed)
     check_result(args)
