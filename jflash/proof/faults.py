@@ -20,6 +20,7 @@ from jflash.proof.cases import attend_by_length
 from jflash.speculative import Models
 
 FEW_ROWS, PARTS = 16, 4
+PIECES = 8  # of K, where no form has more than four
 
 
 class Fault(NamedTuple):
@@ -48,11 +49,11 @@ def _rows(x) -> int:
 
 
 def _split_by_rows(call, args, kwargs, context):
-    """Output and down projections in two pieces of K where there are more than FEW_ROWS rows."""
+    """Output and down projections in PIECES pieces of K where there are more than FEW_ROWS rows."""
     module, (x, *rest) = context.module, args
     if not isinstance(module, Projection) or _rows(x) <= FEW_ROWS or module.use_bias:
         return call(*args, **kwargs)
-    return _product(x, module.kernel, 2, rest[1] if len(rest) > 1 else None)
+    return _product(x, module.kernel, PIECES, rest[1] if len(rest) > 1 else None)
 
 
 def _norm_by_rows(call, args, kwargs, context):
