@@ -73,10 +73,11 @@ class Models:
         if self.drafter is None:
             raise ValueError(f"{self.rows} rows to verify: without a drafter there are no drafts")
         if not self.one_arithmetic:
-            others = {name for name in self.kernels if name not in ONE_ARITHMETIC}
+            others = set(Kernels._fields) - self.kernels.one_arithmetic
+            used = (f"{op} {name}" for op, name in self.kernels._asdict().items() if op in others)
             raise ValueError(
-                f"{self.rows} rows to verify: by {', '.join(sorted(others))} a token's bits hang "
-                f"on the number of rows; only {' and '.join(ONE_ARITHMETIC)} may verify fewer"
+                f"{self.rows} rows to verify: by {', '.join(used)} a token's bits hang on the "
+                "number of rows; only kernels of one arithmetic may verify fewer"
             )
 
     @property

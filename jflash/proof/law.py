@@ -192,7 +192,7 @@ FAULTY_TEXTS = 2
 
 
 def check_law(
-    case: Case, form: Form, seed: int, dtype: str, progress: Callable[[str], Any]
+    case: Case, form: Form, seed: int, dtype: str, progress: Callable[[dict[str, Any]], Any]
 ) -> dict[str, Any]:
     """Everything that was compared for one pair, and which planted faults were caught."""
     begin = time.perf_counter()

@@ -89,8 +89,8 @@ def silu_times(
 
 def plus(x: Float[Array, "*lead D"], y: Float[Array, "*#lead D"]) -> Float[Array, "*lead D"]:
     """x + y in x's dtype, each rounded before."""
-    wide = (rounded(v.astype(jnp.float32)) for v in (x, y))
-    return rounded(sum(wide)).astype(x.dtype)
+    both = rounded(x.astype(jnp.float32)) + rounded(y.astype(jnp.float32))
+    return rounded(both).astype(x.dtype)
 
 
 def rounded(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:

@@ -143,7 +143,9 @@ def test_the_step_with_experts_passes():
 
 def test_products_by_cublas_pass_too():
     """As a real device has them where they win; their workspace is told apart."""
-    step = step_program(on_h200(plain_models(SMALL), matmul_backend="tuned", norm_backend="xla"), 1, CAPACITY, DTYPE)
+    step = step_program(
+        on_h200(plain_models(SMALL), matmul_backend="tuned", norm_backend="xla"), 1, CAPACITY
+    )
     program = compiled(step, xla_gpu_enable_triton_gemm=False)
     assert "kCublasLtMatmul" in {t.kind for t in read_thunks(program.thunks)}
     assert cublas_workspace(parse(program.hlo)) == 4 * 2**20
