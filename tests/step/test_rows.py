@@ -129,7 +129,7 @@ def test_a_pause_of_the_drafter_costs_no_acceptance_later(asked):
 
 def test_a_budget_is_refused_where_bits_hang_on_the_rows():
     pair = random_pair()
-    with pytest.raises(ValueError, match="12 rows to verify: by attention xla, matmul xla, .* a token's bits hang"):
+    with pytest.raises(ValueError, match="12 rows to verify: by attention xla, matmul xla"):
         replace(pair.models, rows=12)
     with pytest.raises(ValueError, match="without a drafter"):
         replace(pair.models.plain(), rows=12)
