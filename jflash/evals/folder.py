@@ -6,7 +6,7 @@ models nor data sets.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,18 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     wanted = json.loads(json.dumps(settings))
-    for name in [*wanted, *there]:
+    advice = "give another --output, or --overwrite"
+    _check_same(folder, there, wanted, [*wanted, *there], advice)
+
+
+def _check_same(
+    folder: Path, there: dict[str, Any], wanted: dict[str, Any], names: Iterable[str], advice: str
+) -> None:
+    for name in names:
         if there.get(name) != wanted.get(name):
             raise ValueError(
                 f"{folder} holds a run with {name} {there.get(name)!r}, this one has "
-                f"{wanted.get(name)!r}: give another --output, or --overwrite"
+                f"{wanted.get(name)!r}: {advice}"
             )
 
 
@@ -72,12 +79,7 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
     if not (folder / SETTINGS).is_file() or not (folder / "summary.json").is_file():
         raise ValueError(f"{folder} holds no finished run: there is no {SETTINGS} or summary.json")
     there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    for name in ALIKE:
-        if there.get(name) != settings[name]:
-            raise ValueError(
-                f"{folder} holds a run with {name} {there.get(name)!r}, this one has "
-                f"{settings[name]!r}: their answers need not be the same"
-            )
+    _check_same(folder, there, settings, ALIKE, "their answers need not be the same")
     rules = {there.get("draft_rule"), settings["draft_rule"]}
     if settings["temperature"] and rules != {"greedy"}:
         raise ValueError(

@@ -117,40 +117,54 @@ def train(
         if history and history[-1].pop(LOOK_DUE, False) and evaluation:
             log.look(evaluation, state)
             log.draw()
-        if compiled is None:
-            return Trained(state.params, step, history)
-        drawn = time.monotonic()
-        waiting: tuple[int, dict[str, Array]] | None = None
-        bar = tqdm(total=config.steps, initial=step, desc=title, unit="step", mininterval=1)
-        while step < config.steps and not should_stop(step):
-            # The boundaries are always the same, so that a resumed run sums in the same order.
-            last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
-            inputs = steps.call_inputs(config, mesh, settings["rows"], step, last)
-            state, metrics = compiled.run(state, frozen, data, *inputs)
-            log.record(bar, waiting)  # of the call before: the device is busy meanwhile
-            waiting = (last, metrics)
-            save = _due(config.checkpoint_every, step, last) or last == config.steps
-            look = evaluation and (_due(evaluation.every, step, last) or last == config.steps)
-            bar.update(last - step)
-            step = last
-            if save or look:
-                log.record(bar, waiting)
-                waiting = None
-            if save:
-                history[-1] |= {LOOK_DUE: True} if look else {}
-                log.save(step, state)
-            if look and evaluation:
-                log.look(evaluation, state)
-            if save and time.monotonic() - drawn > SECONDS_BETWEEN_PICTURES:
-                log.draw()
-                drawn = time.monotonic()
-        log.record(bar, waiting)
-        bar.close()
-        if step and manager.latest_step() != step:
-            log.save(step, state)
-        if history:
-            log.draw()
+        if compiled is not None:
+            fixed = (frozen, data)
+
+            def call(state: steps.TrainState, first: int, last: int):
+                inputs = steps.call_inputs(config, mesh, settings["rows"], first, last)
+                return compiled.run(state, *fixed, *inputs)
+
+            step, state = _to_the_end(call, config, log, step, state, should_stop, evaluation)
     return Trained(state.params, step, history)
+
+
+def _to_the_end(
+    call: Callable[..., tuple[steps.TrainState, Any]], config: TrainConfig, log: "_Log",
+    step: int, state: steps.TrainState, should_stop: Callable[[int], bool],
+    evaluation: Evaluation | None,
+) -> tuple[int, steps.TrainState]:  # fmt: skip
+    """Steps until the last one or `should_stop`; a call is recorded while the next one runs."""
+    drawn = time.monotonic()
+    waiting: tuple[int, dict[str, Array]] | None = None
+    bar = tqdm(total=config.steps, initial=step, desc=log.title, unit="step", mininterval=1)
+    while step < config.steps and not should_stop(step):
+        # The boundaries are always the same, so that a resumed run sums in the same order.
+        last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
+        state, metrics = call(state, step, last)
+        log.record(bar, waiting)
+        waiting = (last, metrics)
+        save = _due(config.checkpoint_every, step, last) or last == config.steps
+        look = evaluation and (_due(evaluation.every, step, last) or last == config.steps)
+        bar.update(last - step)
+        step = last
+        if save or look:
+            log.record(bar, waiting)
+            waiting = None
+        if save:
+            log.history[-1] |= {LOOK_DUE: True} if look else {}
+            log.save(step, state)
+        if look and evaluation:
+            log.look(evaluation, state)
+        if save and time.monotonic() - drawn > SECONDS_BETWEEN_PICTURES:
+            log.draw()
+            drawn = time.monotonic()
+    log.record(bar, waiting)
+    bar.close()
+    if step and log.manager.latest_step() != step:
+        log.save(step, state)
+    if log.history:
+        log.draw()
+    return step, state
 
 
 def _due(every: int, before: int, after: int) -> bool:
