@@ -1,8 +1,8 @@
-"""What is left of a decoded sequence, and in what two of them differ, whatever programs made them.
+"""Digests of decoded sequences, and the differences of two of them, whatever programs made them.
 
 A digest holds two checksums of each row of logits and of each position's keys and values in every
-layer of the target: one changed bit always shows. So texts of other widths, batches, capacities and
-chunks can be compared on the host.
+layer of the target: one changed bit always shows. So the host can compare texts of different
+widths, batches, capacities and chunks.
 """
 
 from typing import NamedTuple
@@ -21,17 +21,15 @@ class Digest(NamedTuple):
 
     prompt_tokens: int
     tokens: np.ndarray  # [n]
-    logits: (
-        np.ndarray
-    )  # [n, 2] of the row that chose each token; 0 to the prefill's, which is first
+    logits: np.ndarray  # [n, 2] of the row that chose each token; 0 up to the prefill's first one
     keys_values: np.ndarray  # [n - 1, L, 2]
 
 
 class Apart(NamedTuple):
-    """In how many of what was compared two sequences differ.
+    """How many tokens and rows of two sequences differ, of how many that were compared.
 
-    Logits and keys and values are compared up to the first token that differs: behind it two texts
-    go on, not one.
+    Logits, keys and values are compared up to the first token that differs: after it the texts are
+    different ones.
     """
 
     tokens: int = 0
@@ -72,11 +70,11 @@ def digests(run: Run, task: Task) -> list[Digest]:
 
 
 def apart(one: Digest, other: Digest) -> Apart:
-    """In what two digests of one text differ; either's prompt may be the longer one."""
+    """The differences of two digests of one text; either's prompt may be the longer one."""
     short, long = sorted((len(one.tokens), len(other.tokens)))
     unequal = np.flatnonzero(one.tokens[:short] != other.tokens[:short])
     same = int(unequal[0]) if unequal.size else short
-    # The row that chose the first token that differs is compared: it says why.
+    # The row that chose the first token that differs is compared, because it shows why.
     rows = slice(max(one.prompt_tokens, other.prompt_tokens) + 1, min(same + 1, short))
     logits = (one.logits[rows] != other.logits[rows]).any(axis=1)
     kv = (one.keys_values[: same - 1] != other.keys_values[: same - 1]).any(axis=(1, 2))

@@ -26,7 +26,7 @@ from jflash.speculative import Params
 
 
 class Narrow(NamedTuple):
-    """The target alone at width 1, beside the pair's executable, whose prefill it shares."""
+    """The target without a drafter at width 1, with the prefill of the pair's executable."""
 
     wide: Executable
     params: Params
