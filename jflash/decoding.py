@@ -1,4 +1,4 @@
-"""What a request asks of its decoding. Plain records: they name no array and import no JAX."""
+"""The options of a request. These records name no array and import no JAX."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ DRAFT_RULES = ("greedy", "sampled")  # the drafter's best tokens; drawn from its
 class Sampling:
     """How one request draws its tokens; the filters apply in this order. ValueError if impossible.
 
-    top_k 0, top_p 1 and min_p 0 filter nothing, and with temperature 0 (greedy) are the only ones.
+    top_k 0, top_p 1 and min_p 0 filter nothing, and temperature 0 (greedy) allows no other values.
     """
 
     temperature: float = 0.0

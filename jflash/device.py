@@ -1,4 +1,4 @@
-"""The device, the versions and the date, without which a result is worth nothing."""
+"""The device, the versions and the date of a result."""
 
 import datetime
 import os

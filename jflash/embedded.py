@@ -1,4 +1,4 @@
-"""Where the embedded pair lies, which comes with the package.
+"""The place of the embedded pair, which comes with the package.
 
 In the tree jflash/data holds a link to checkpoints/tiny-math, so that each file is kept once; an
 installed package holds the files themselves.

@@ -1,8 +1,8 @@
 """Many jobs through few compiled shapes: a slot that becomes free is given the next job at once.
 
-The device loop runs a bounded number of steps a call, as a run-time value; between two calls the
-host looks which sequences ended and prefills others into their slots. A job's tokens depend on
-neither slot nor neighbours nor order. Knows token ids only.
+The device loop runs a bounded number of steps a call, as a run-time value. Between two calls the
+host prefills other jobs into the slots of sequences that ended. A job's tokens depend neither on
+its slot nor on its neighbours nor on the order. This file knows only token ids.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class Bucket(NamedTuple):
 
 @dataclass(kw_only=True)
 class _Clock:
-    """Seconds that no answer has carried away yet."""
+    """Seconds that belong to no answer yet."""
 
     compile: float = 0.0
     prefill: float = 0.0
@@ -96,14 +96,14 @@ def serve(
     prefill_chunk: int = PREFILL_CHUNK,
     **options: Any,
 ) -> Iterator[tuple[Job, Generation]]:
-    """Answers as they finish, each job with the tokens that `generate` gives it alone.
+    """Yields answers as they finish, each job with the tokens that `generate` gives for it.
 
     `options` replace fields of every job's decoding, as those of `generate` do.
     A job draws from the key of its seed and its index, as sequence `first_index` of `generate`.
     Jobs are grouped by capacity (see `buckets`) unless one `capacity` is given for all; within a
-    group nothing compiles anew. Those whose index is in `answered` count in the grouping and are
-    not run: what is left of an interrupted run meets the same shapes. `room_for_width` groups as
-    a pair of that block width would.
+    group nothing compiles again. Jobs whose index is in `answered` count in the grouping and do not
+    run, so the rest of an interrupted run gets the same shapes. `room_for_width` groups as a pair
+    of that block width would.
 
     The `seconds` of an answer are those spent since the answer before it, by all slots together:
     over all answers they add up to the whole. What the caller does with an answer overlaps with the
@@ -137,7 +137,7 @@ def buckets(
     capacity: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> list[Bucket]:
-    """Jobs by the cache slots that they need, so that short ones do not pay for the longest.
+    """Jobs by the cache slots that they need, so that short jobs do not take a long one's slots.
 
     The largest capacity comes first. Few jobs (under FILLS × batch_size) join the next larger
     capacity. When the largest of all has few, it takes in the next smaller one, unless that would
@@ -163,7 +163,7 @@ def buckets(
 
 
 def _longest_first(jobs: Iterable[Job]) -> list[Job]:
-    """What may take longest starts first: the fewer slots idle at the end."""
+    """Jobs that may take longest start first, so that fewer slots idle at the end."""
     return sorted(jobs, key=_expected)
 
 
@@ -199,7 +199,7 @@ def _serve_all(
 def _serve_bucket(
     shared: _Shared, shape: Shape, jobs: Sequence[Job]
 ) -> Iterator[tuple[Job, Generation]]:
-    """The loop: refill, run, hand out what ended before while the device runs, look."""
+    """The loop: refill, run, yield earlier answers while the device runs, read which ended."""
     clock = _Clock()
     programs, state = _compiled(shared, shape, clock)
     bound, nobody = jnp.int32(shared.steps), jnp.zeros(shape.batch, bool)
@@ -224,7 +224,7 @@ def _serve_bucket(
         if not running:
             return
         ready.extend(itertools.islice(coming, shape.batch - len(ready)))
-        # Only these bytes stand between two calls: tokens are read while the next one runs.
+        # Only these bytes are read between two calls: tokens are read while the next call runs.
         done = np.asarray(upcoming.done)
         clock.decode += time.perf_counter() - begin
         report, ended = upcoming, {b: running.pop(b) for b in list(running) if done[b]}
@@ -241,7 +241,7 @@ def _compiled(shared: _Shared, shape: Shape, clock: _Clock) -> tuple[Programs | 
 def _requests(
     shared: _Shared, shape: Shape, jobs: Sequence[Job]
 ) -> Iterator[tuple[Job, Sequences]]:
-    """Jobs with their arrays on the device, made as they are asked for: while the device runs."""
+    """Jobs with their arrays, which are put on the device one by one while it runs."""
     for job in jobs:
         key = jax.random.fold_in(jax.random.key(job.decoding.seed), job.index)
         accept = shared.models.max_accept
@@ -251,7 +251,7 @@ def _requests(
 def _answers(
     report: Report, ended: dict[int, Job], clock: _Clock
 ) -> Iterator[tuple[Job, Generation]]:
-    """The results of the slots that ended, one read of the device for all of them."""
+    """The results of the slots that ended, by one read of the device."""
     if ended:
         report = jax.device_get(report)
     for b, job in ended.items():

@@ -1,6 +1,6 @@
 """Files that appear whole or not at all, lines of JSON, and the lock of a running command.
 
-The only place that writes such files, so that no reader ever sees half of one.
+Only this file writes such files, so no reader ever sees half of one.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a place beside `path` to write to; it becomes `path` if the block ends well.
+    """Yields a place beside `path` to write to; it becomes `path` if the block ends well.
 
-    If not, what was written is gone and `path` is as it was.
+    If not, it is removed and `path` stays as it was.
     """
     part = path.with_name(f".{path.name}.part")
     try:
@@ -41,10 +41,10 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
-    """Gives a function that writes a line; `path` appears when the block ends well.
+    """Yields a function that writes a line; `path` appears when the block ends well.
 
-    The lines are in a file beside it till then. ValueError, most of them on entering, if `path`
-    cannot be written; an existing file needs `overwrite`.
+    Until then the lines are in a file beside it. ValueError, mostly on entering, if `path` cannot
+    be written; an existing file needs `overwrite`.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file: results are written beside it and renamed")
@@ -70,9 +70,9 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
 
 
 def keep_newest(path: Path | None, lines: Iterable[str]) -> str:
-    """The last of `lines`; each as it comes takes the place of `path`'s content, if there is one.
+    """The last of `lines`; each replaces the content of `path`, if one is given, when it comes.
 
-    A run that is cut off so leaves what it had.
+    So a run that is cut off leaves its newest line.
     """
     line = ""
     for line in lines:
@@ -83,7 +83,7 @@ def keep_newest(path: Path | None, lines: Iterable[str]) -> str:
 
 
 def check_whole_file(path: Path, overwrite: bool) -> None:
-    """ValueError if `whole_file` could not write `path` now; writes and leaves nothing."""
+    """ValueError if `whole_file` could not write `path` now; nothing is left there."""
 
     class Enough(Exception):
         pass
@@ -94,7 +94,7 @@ def check_whole_file(path: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Says which file could not be written."""
+    """Turns an OSError into a ValueError that names the file."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(file: Path, what: Path) -> Iterator[None]:
-    """Holds a lock on `file`, which is made if need be; the system frees it if the process dies.
+    """Holds a lock on `file`, which is created if missing; the system frees it with the process.
 
     ValueError, naming `what` it guards, while another process holds it.
     """
@@ -118,7 +118,7 @@ def locked(file: Path, what: Path) -> Iterator[None]:
 
 
 def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a file, of a .gz too, each with its place, 'FILE:LINE', for errors about it.
+    """The objects of a file or a .gz, each after its place, 'FILE:LINE', for errors about it.
 
     ValueError for a file that cannot be read, and naming a line that is no object.
     """
@@ -163,15 +163,15 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _whole(data: bytes) -> int:
-    """Where the last whole line ends."""
+    """The end of the last whole line."""
     return data.rfind(b"\n") + 1
 
 
 @contextlib.contextmanager
 def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives a function that adds a record; when it returns, the system holds the line.
+    """Yields a function that adds a record; when it returns, the system holds the line.
 
-    Cuts off the line that a killed run did not finish, so the caller holds the folder's lock.
+    The line that a killed run did not finish is cut off, so the caller must hold the folder's lock.
     """
     with file.open("a+b") as found:
         found.seek(0)

@@ -1,7 +1,7 @@
-"""What is decided about JAX for a whole process: XLA's flags, GPU memory, compiled programs.
+"""The settings of JAX for a whole process: XLA's flags, GPU memory, compiled programs.
 
-`import jflash` decides none of it. A program that wants it calls `configure` once, before JAX
-touches a device; every command does. Knows no model, and imports JAX where it has to.
+`import jflash` sets none of them. A program calls `configure` once, before JAX touches a device;
+every command does. This file knows no model, and imports JAX only where it must.
 What the environment sets already (XLA_FLAGS, XLA_CLIENT_MEM_FRACTION,
 XLA_PYTHON_CLIENT_PREALLOCATE, JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE) stays.
 """
@@ -40,7 +40,7 @@ def configure(
     preallocate: bool = True,
     compilation_cache: bool = True,
 ) -> list[str]:
-    """Sets up this process, before JAX touches a device; returns a line for all it left undone.
+    """Sets up this process before JAX touches a device; returns a line for each thing left undone.
 
     cuda_graphs False launches GPU kernels one by one. memory_fraction is the share of a GPU's
     memory that JAX may take, 0.75 if neither this nor the environment says; it takes it at once
@@ -69,10 +69,9 @@ def configure(
 
 
 def leave_compilation_cache() -> None:
-    """From here on everything is compiled, even what an earlier process left.
+    """Compiles everything from here on, even programs in the cache.
 
-    JAX asks its configuration once, before it compiles its first program, and has to be made to ask
-    again.
+    JAX reads this setting once, before it compiles its first program, so it has to be reset.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache as jax_cache
@@ -82,12 +81,12 @@ def leave_compilation_cache() -> None:
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept: below XDG_CACHE_HOME, by default ~/.cache.
+    """The folder of compiled programs: below XDG_CACHE_HOME, by default ~/.cache.
 
-    RuntimeError for a user without a home. Safe to delete at any time.
+    RuntimeError for a user without a home. The folder may be deleted at any time.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # relative ones are to be ignored, says the XDG specification
+    if not base.is_absolute():  # the XDG specification ignores relative ones
         base = Path.home() / ".cache"
     return base / "jflash" / "compiled"
 
@@ -100,7 +99,7 @@ def _in_use() -> bool:
 
 
 def _xla_flags(asked: tuple[Flag, ...], notices: list[str]) -> dict[str, str]:
-    """XLA_FLAGS with ours before the user's own; a flag that the user sets is left out of ours."""
+    """XLA_FLAGS with ours before the user's; a flag that the user sets is left out of ours."""
     users = os.environ.get("XLA_FLAGS", "").strip()
     ours = [*XLA_FLAGS, *asked]
     if users and not users.startswith("-"):  # XLA reads such a value as a file's name
@@ -127,11 +126,11 @@ def _variable(names: tuple[str, ...], value: str, notices: list[str]) -> dict[st
 
 
 def _use_compilation_cache() -> list[str]:
-    """Turns JAX's persistent cache on for all programs, small ones too; says why if it cannot."""
+    """Turns on JAX's persistent cache for all programs, small ones too; returns why if it cannot."""
     import jax
 
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        return []  # somebody has chosen already
+        return []  # the environment has chosen already
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

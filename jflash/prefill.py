@@ -1,7 +1,7 @@
 """Admitting a prompt: its tokens, then its keys, values and context in chunks of one shape.
 
-Every prompt runs the same [1, C] program, the last chunk padded, whoever its neighbours are: so
-its cache is the same bits alone and in a batch, and no prompt length compiles anew.
+Every prompt runs the same [1, C] program, with the last chunk padded, whatever its neighbours are.
+So its cache has the same bits in every batch, and no prompt length compiles again.
 """
 
 import jax
@@ -10,12 +10,12 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jflash.layers import Chunk
-from jflash.sampling import choose, greedy, through_first_stop
+from jflash.sampling import choose, cut_at_stop, greedy
 from jflash.speculative import Models, Params, Sequences, State, apply
 
 
 def admit(state: State, slot: Int[Array, ""], request: Sequences) -> State:
-    """The state with `request`, one sequence's row, in `slot`, and nothing kept of it there."""
+    """The state with `request`, one sequence's row, in `slot`, whose old content is gone."""
     target_cache = tuple(layer.cleared(slot) for layer in state.target_cache)
     drafter_cache = tuple(layer.cleared(slot) for layer in state.drafter_cache)
     return State(put(state.sequences, slot, request), target_cache, drafter_cache, state.survey)
@@ -73,7 +73,7 @@ def prefill(
         first = choose(logits, index, request.key[None], filters)
     else:
         first = greedy(logits)
-    _, stopped = through_first_stop(first, jnp.ones(1, jnp.int32), request.stops[None])
+    _, stopped = cut_at_stop(first, jnp.ones(1, jnp.int32), request.stops[None])
     length = prompt_length + 1
     begun = request._replace(
         tokens=request.tokens.at[prompt_length].set(first[0, 0]),

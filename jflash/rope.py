@@ -1,6 +1,6 @@
 """Rotary embedding: frequencies, scaled for long contexts as transformers does, and angles.
 
-Knows no checkpoint: `jflash.io` reads the numbers. Axes: B batch, T tokens, H head dim.
+This file knows no checkpoint: `jflash.io` reads the numbers. Axes: B batch, T tokens, H head dim.
 """
 
 import math
@@ -30,7 +30,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _short_waves(s: Llama3Scaling, inverse: np.ndarray) -> np.ndarray:
-    """How much of each frequency stays: nothing of long waves, all of short ones, in proportion
+    """The share of each frequency that stays: 0 for long waves, 1 for short ones, in proportion in
     between."""
     wavelength = 2 * np.pi / inverse
     smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
@@ -40,8 +40,8 @@ def _short_waves(s: Llama3Scaling, inverse: np.ndarray) -> np.ndarray:
 
 
 def _fast_turns(s: YarnScaling, theta: float, head_dim: int) -> np.ndarray:
-    """How much of each frequency stays: all of those that turn `beta_fast` times within the
-    original context, nothing of those that turn `beta_slow` times, in proportion between."""
+    """The share of each frequency that stays: 1 for those that turn `beta_fast` times within the
+    original context, 0 for those that turn `beta_slow` times, in proportion in between."""
 
     def dimension(turns: float) -> float:
         waves = s.original_max_position_embeddings / (turns * 2 * math.pi)

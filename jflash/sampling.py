@@ -1,23 +1,23 @@
-"""From logits to tokens, and how much of a draft they confirm. Explicit keys, no state.
+"""From logits to tokens, and the number of drafts that they confirm. Keys are explicit; no state.
 
 Lossless: every committed token has the distribution p that the target gives it after the tokens
 before it, under its request's temperature and filters. Two rules for drafts hold to it:
 
-- one-hot: the draft is the drafter's best token, and draws nothing. The target draws a token from p
-  at every row; a draft is accepted if it is that token, so with probability p(d), and else the
-  token drawn is the residual, p without d. The tokens of a seed are those that the target draws
-  alone, whatever was drafted.
-- from q: the draft d is drawn from the drafter's own q, under the same temperature and filters, and
-  accepted if u · q(d) < p(d) for a uniform u; else max(p - q, 0), renormalised, is drawn from.
-  After the last accepted draft the bonus token is drawn from p.
+- one-hot: the draft is the drafter's best token. The target draws a token from p at every row. A
+  draft is accepted if it is that token, so with probability p(d); if not, the drawn token has the
+  distribution of the residual, p without d. A seed gives the tokens that plain decoding draws,
+  whatever was drafted.
+- from q: the draft d is drawn from the drafter's q, under the same temperature and filters, and
+  accepted if u · q(d) < p(d) for a uniform u. If not, a token is drawn from the renormalised
+  max(p - q, 0). After the last accepted draft the bonus token is drawn from p.
 
-Noise is a function of the request's key, the index of the token that it decides, and what it is
-for (DRAFT, ACCEPT, TARGET), so no two decisions share any. A rejected block's indices are drafted
-again with the same noise, which is exact: whether and what a step commits at an index depends on
-the noise of that index and those before it alone, and a step ends with the first rejection. So
-given all that is committed, nothing has been decided yet by the noise of later indices, and it is
-as good as new. (The drafter sees committed tokens, and of its own drafts at most those before the
-one it draws, and draws each index by its own noise; q is that of a draft after those before it.)
+Noise is a function of the request's key, the index of the token that it decides, and its purpose
+(DRAFT, ACCEPT, TARGET), so no two decisions share any. The indices of a rejected block are drafted
+again with the same noise. This is exact. What a step commits at an index depends only on the noise
+of that index and of those before it, and a step ends with the first rejection. So, given all
+committed tokens, the noise of later indices has decided nothing yet, and is as good as new.
+(The drafter sees committed tokens and at most the drafts before the one it draws, and draws each
+index by that index's noise; q is the distribution of a draft after those before it.)
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ DIGIT = 2  # bits of a bound that one pass over the vocabulary settles
 
 
 class Filters(NamedTuple):
-    """`Sampling` on the device: run-time values, one for each sequence or of a single one."""
+    """`Sampling` on the device: run-time values, of one sequence or one for each."""
 
     temperature: Float[Array, "*B"]
     top_k: Int[Array, "*B"]
@@ -54,7 +54,7 @@ def filters_of(sampling: Sampling) -> Filters:
 
 
 def temperature_only(filters: Filters) -> Filters:
-    """The same temperatures, nothing filtered."""
+    """The same temperatures, without filters."""
     off = filters_of(GREEDY)
     rest = [jnp.full_like(x, value) for x, value in zip(filters[1:], off[1:], strict=True)]
     return Filters(filters.temperature, *rest)
@@ -66,11 +66,12 @@ def greedy(logits: Float[Array, "B T V"]) -> Int[Array, "B T"]:
 
 
 def probabilities(logits: Float[Array, "B T V"], filters: Filters) -> Float[Array, "B T V"]:
-    """What each token is drawn with: temperature, top-k, top-p, min-p, and renormalised.
+    """The probability of each token after temperature, top-k, top-p and min-p, renormalised.
 
-    Ties at a boundary are all kept. top-k keeps what is no further from the best logit than the
-    k-th; top-p the fewest most probable tokens that hold at least that share of top-k's mass; min-p
-    what has that share of the best token's probability. At temperature 0 the greedy token has 1.
+    Ties at a boundary are all kept. top-k keeps the tokens no further from the best logit than the
+    k-th, top-p the fewest most probable tokens that hold at least that share of top-k's mass, and
+    min-p those with at least that share of the best token's probability. At temperature 0 the
+    greedy token has 1.
     """
     t = filters.temperature[:, None, None]
     gaps = jnp.abs(jnp.max(logits, axis=-1, keepdims=True) - logits)  # abs: never -0
@@ -83,7 +84,7 @@ def probabilities(logits: Float[Array, "B T V"], filters: Filters) -> Float[Arra
 
 
 def _where_on(on: Bool[Array, " B"], keep: Callable, weights, gaps, value):
-    """The weights that a filter keeps; costs nothing if no sequence of the batch wants it."""
+    """The weights that a filter keeps; it costs nothing if no sequence of the batch uses it."""
     return lax.cond(
         jnp.any(on),
         lambda: jnp.where(keep(gaps, weights, value[:, None]) | ~on[:, None, None], weights, 0),
@@ -135,8 +136,8 @@ def draw(
 ) -> Int[Array, "B T"]:
     """A token in proportion to its weight, for each index, by its noise for `purpose`.
 
-    A race of exponential clocks: the largest weight / noise wins. Noise comes from 32 random bits,
-    and so is never 0 and fine where it is small, which is where tokens of little weight win.
+    This is a race of exponential clocks: the largest weight / noise wins. Noise comes from 32
+    random bits, so it is never 0 and is fine when it is small, as when tokens of little weight win.
     """
 
     def clocks(key: Array, index: Array) -> Array:
@@ -151,10 +152,10 @@ def draw(
 def confidence(
     scores: Float[Array, "B T C"], q: Float[Array, "B T C"] | None, filters: Filters
 ) -> Float[Array, "B T"]:
-    """How sure a drafter is at each place: the largest probability there, of q if it draws from q.
+    """A drafter's confidence at each place: the largest probability there, of q if it draws from q.
 
-    Never that of the token drawn: a row that is verified only if a certain token was drawn commits
-    that token too often (with p = q and only draws of a verified: p(a) + (1 - p(a)) p(a)).
+    It is never that of the drawn token: a row that is verified only if a certain token was drawn
+    commits that token too often (with p = q and only draws of a verified: p(a) + (1 - p(a)) p(a)).
     """
     best = 1 / jnp.sum(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), axis=-1)
     if q is None:
@@ -168,7 +169,7 @@ def choose(
     keys: Key[Array, " B"],
     filters: Filters,
 ) -> Int[Array, "B T"]:
-    """The target's own tokens for `indices`, by their filters and their noise."""
+    """The target's tokens for `indices`, by their filters and their noise."""
     return draw(probabilities(logits, filters), indices, keys, TARGET)
 
 
@@ -186,13 +187,13 @@ def _noise_key(key: Key[Array, ""], index: Int[Array, ""], purpose: int) -> Key[
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """What is left of p after a draft from q is rejected, not renormalised."""
+    """The rest of p after a draft from q is rejected, not renormalised."""
     left = jnp.maximum(p - q, 0)
-    # p and q that differ by rounding alone may leave nothing: then p is as good.
+    # p and q that differ only by rounding may leave nothing: then p is as good.
     return jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, p)
 
 
-def judged(
+def verify_drafts(
     drafts: Int[Array, "B D"],
     q: Float[Array, "B D V"],
     p: Float[Array, "B D+1 V"],
@@ -200,9 +201,9 @@ def judged(
     keys: Key[Array, " B"],
     widths: Int[Array, " B"],
 ) -> tuple[Int[Array, "B D+1"], Int[Array, " B"]]:
-    """Drafts drawn from q tested against p: the tokens to commit, and how many are drafts.
+    """Tests drafts drawn from q against p: the tokens to commit, and how many are drafts.
 
-    Row i decides the token at indices[:, i]. Tokens past the first that is no draft mean nothing.
+    Row i decides the token at indices[:, i]. Tokens past the first that is no draft are void.
     """
     of_draft = lambda x: jnp.take_along_axis(x, drafts[..., None], axis=-1)[..., 0]  # noqa: E731
     likely = uniforms(indices[:, :-1], keys) * of_draft(q) < of_draft(p[:, :-1])
@@ -229,7 +230,7 @@ def _prefix(agree: Bool[Array, "B D"], widths: Int[Array, " B"]) -> Int[Array, "
     return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1)
 
 
-def through_first_stop(
+def cut_at_stop(
     tokens: Int[Array, "B T"], count: Int[Array, " B"], stops: Int[Array, "B E"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """`count` cut to end with the first stop token among the first `count`, and whether one is."""

@@ -29,12 +29,12 @@ from jflash.sampling import (
     accepted_drafts,
     choose,
     confidence,
+    cut_at_stop,
     draw,
     greedy,
-    judged,
     probabilities,
     temperature_only,
-    through_first_stop,
+    verify_drafts,
 )
 
 
@@ -260,7 +260,7 @@ def verify(
     key, filters = rows.own((s.key, s.filters))
     if proposal.q is not None:
         p = rows.unpack(probabilities(logits, filters))
-        choices, accepted = judged(
+        choices, accepted = verify_drafts(
             proposal.tokens, proposal.q, p, positions + 1, s.key, rows.widths
         )  # fmt: skip
     else:
@@ -284,7 +284,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
     positions, s = block_positions(models, state)[0], state.sequences
     accepted = jnp.minimum(verdict.accepted, s.max_accept)
     count = jnp.minimum(accepted + 1, s.limit - s.length)
-    count, stopped = through_first_stop(verdict.choices, count, s.stops)
+    count, stopped = cut_at_stop(verdict.choices, count, s.stops)
     count = jnp.where(s.done, 0, count)
 
     row = jnp.arange(positions.shape[1])

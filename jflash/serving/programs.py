@@ -23,7 +23,7 @@ from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
 from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
 from jflash.rows import Survey, empty_survey
-from jflash.sampling import Filters, choose, through_first_stop
+from jflash.sampling import Filters, choose, cut_at_stop
 from jflash.serving.request import Request
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
 from pallas_kernels.block_attention import PAGE
@@ -181,7 +181,7 @@ def chunk(
         logits = apply(models.target, params.target, newest, kernels.matmul, method="logits")
         filters = jax.tree.map(lambda x: x[None], row.filters)
         first = choose(logits, end[None, None], row.key[None], filters)
-        _, stopped = through_first_stop(first, jnp.ones(1, jnp.int32), row.stops[None])
+        _, stopped = cut_at_stop(first, jnp.ones(1, jnp.int32), row.stops[None])
         return row._replace(
             tokens=row.tokens.at[end].set(first[0, 0]),
             length=end + 1,

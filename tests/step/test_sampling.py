@@ -18,13 +18,13 @@ from jflash.sampling import (
     Sampling,
     accepted_drafts,
     choose,
+    cut_at_stop,
     draw,
     filters_of,
     greedy,
-    judged,
     probabilities,
     residual,
-    through_first_stop,
+    verify_drafts,
 )
 from tests.support.numpy_filters import filtered
 from tests.support.pairs import prompts, random_pair
@@ -97,7 +97,7 @@ def test_drafts_are_judged_within_the_width():
     drafts = jnp.asarray([[2, 1], [2, 1], [2, 0]])
     indices = jnp.broadcast_to(jnp.arange(3), (3, 3))
     keys, widths = jax.random.split(jax.random.key(0), 3), jnp.asarray([3, 2, 3])
-    tokens, accepted = judged(drafts, one[drafts], p, indices, keys, widths)
+    tokens, accepted = verify_drafts(drafts, one[drafts], p, indices, keys, widths)
     assert accepted.tolist() == [2, 1, 1]
     assert tokens[0].tolist() == [2, 1, 3]
     assert tokens[1, :2].tolist() == tokens[2, :2].tolist() == [2, 1]
@@ -170,7 +170,7 @@ def test_acceptance_is_a_prefix_within_the_width():
 
 def test_a_stop_counts_only_among_the_committed():
     tokens = jnp.asarray([[1, 9, 2, 9]] * 3)
-    count, stopped = through_first_stop(tokens, jnp.asarray([4, 1, 0]), jnp.full((3, 2), 9))
+    count, stopped = cut_at_stop(tokens, jnp.asarray([4, 1, 0]), jnp.full((3, 2), 9))
     assert count.tolist() == [2, 1, 0]
     assert stopped.tolist() == [True, False, False]
 
@@ -178,7 +178,7 @@ def test_a_stop_counts_only_among_the_committed():
 def test_each_sequence_has_stops_of_its_own():
     tokens = jnp.asarray([[1, 9, 2, 7]] * 4)
     stops = jnp.asarray([[7, -1], [9, -1], [2, 1], [-1, -1]])
-    count, stopped = through_first_stop(tokens, jnp.full(4, 4), stops)
+    count, stopped = cut_at_stop(tokens, jnp.full(4, 4), stops)
     assert count.tolist() == [4, 2, 1, 4]
     assert stopped.tolist() == [True, True, True, False]
 

@@ -209,9 +209,13 @@ def noise_by_row(patch: pytest.MonkeyPatch) -> None:
     def rows(indices):
         return jnp.broadcast_to(jnp.arange(indices.shape[1]), indices.shape)
 
-    draw, judged = speculative.draw, speculative.judged
+    draw, verify = speculative.draw, speculative.verify_drafts
     patch.setattr(speculative, "draw", lambda w, i, *rest: draw(w, rows(i), *rest))
-    patch.setattr(speculative, "judged", lambda d, q, p, i, *rest: judged(d, q, p, rows(i), *rest))
+    patch.setattr(
+        speculative,
+        "verify_drafts",
+        lambda d, q, p, i, *x: verify(d, q, p, rows(i), *x),
+    )
 
 
 MISTAKES = [
