@@ -126,7 +126,7 @@ def _variable(names: tuple[str, ...], value: str, notices: list[str]) -> dict[st
 
 
 def _use_compilation_cache() -> list[str]:
-    """Turns on JAX's persistent cache for all programs, small ones too; returns why if it cannot."""
+    """Turns on JAX's persistent cache for all programs, small ones too; else returns why."""
     import jax
 
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
