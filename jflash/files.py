@@ -29,13 +29,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that is whole or as it was."""
+    """Writes a file whole, or leaves it unchanged."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value as a file that is whole or as it was."""
+    """Writes a value as a file whole, or leaves it unchanged."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -135,13 +135,17 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             continue
         where = f"{file}:{number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=_no_constant)
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where} is not a JSON object: {line.strip()[:40]}")
         found.append((where, record))
     return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 Stage `time` compiles from nothing and times every part. Stage `warm`, in a fresh process, compiles
 again from the compilation cache that `time` filled: its peak of memory holds no compiler's scratch.
-Knows nothing of the command line; scripts/benchmark.py starts the processes.
+scripts/benchmark.py starts the processes.
 """
 
 import statistics
@@ -60,9 +60,9 @@ class Task:
     context: int
     capacity: int
     widths: tuple[int, ...]  # of the whole step, besides the drafter's width
-    only_step: bool  # do not time plain decoding, verify and draft by themselves
+    only_step: bool  # without times of plain decoding, verify and draft
     dtype: str | None  # None: what suits the device
-    backends: dict[str, str]  # fields of Models; those not named are jflash's own choice
+    backends: dict[str, str]  # by the options' names; jflash chooses the others
     steps: int
     repeats: int
     prompts: tuple[tuple[int, ...], ...]  # decoded for tokens a second; needs folders
@@ -84,7 +84,7 @@ def run_task(stage: str, task: Task) -> dict[str, Any]:
 
 
 def time_case(task: Task) -> dict[str, Any]:
-    """Everything that is timed, and the seconds of compiling from nothing."""
+    """All times, and the seconds of compiling from nothing."""
     models = task_models(task)
     shape = Shape.of(task.batch, task.capacity)
     check_memory(models, shape, task.context, device_memory())
@@ -130,9 +130,8 @@ def time_case(task: Task) -> dict[str, Any]:
     if task.prompts:
         del state
         log(f"batch {task.batch}: decoding prompts")
-        result["measured_speed"] = measured_speed(
-            Pair(models, params), task.prompts, task.batch, task.decoding,
-        )  # fmt: skip
+        pair = Pair(models, params)
+        result["measured_speed"] = measured_speed(pair, task.prompts, task.batch, task.decoding)
     return result
 
 
@@ -189,8 +188,7 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
     state = busy_state(models, shape, window)
     if task.shape is None:
         assert task.target is not None and task.drafter is not None
-        files = configure_pair(task.target, task.drafter, dtype=models.dtype)
-        params = load_weights(files).params
+        params = load_weights(configure_pair(task.target, task.drafter, dtype=models.dtype)).params
     else:
         assert models.drafter is not None
         target, drafter = random_weights(models.configs)
@@ -207,10 +205,10 @@ def time_parts(
     drafter_cache, bare = state.drafter_cache, state._replace(drafter_cache=())
     parts: dict[str, Any] = {}
     for name, width in (("verify", models.block_size), ("plain", 1)):
-        alone = replace(models, drafter=None, block_size=width)
-        compiled, took = compile_run(alone, drafterless, bare)
+        target = replace(models, drafter=None, block_size=width)
+        compiled, took = compile_run(target, drafterless, bare)
         seconds, bare = time_run(compiled, drafterless, bare, clock.window)
-        experts = experts_read(alone, drafterless, rewound(bare, clock.window))
+        experts = experts_read(target, drafterless, rewound(bare, clock.window))
         work = clock.verify_work(width, experts)
         parts[name] = clock.part(seconds, work, experts) | {"compile_seconds": took}
         log(f"batch {batch}: {name} {parts[name]['ms']:.3f} ms")
@@ -239,10 +237,8 @@ def time_widths(
         experts = experts_read(narrow, params, rewound(state, clock.window))
         work = clock.step_work(width, experts)
         rows.append({"block_size": width} | clock.part(seconds, work, experts))
-        log(
-            f"batch {task.batch}: width {width} {rows[-1]['ms']:.3f} ms "
-            f"({time.perf_counter() - begin:.0f} s)"
-        )
+        took = time.perf_counter() - begin
+        log(f"batch {task.batch}: width {width} {rows[-1]['ms']:.3f} ms ({took:.0f} s)")
     return sorted(rows, key=lambda row: row["block_size"]), state
 
 
@@ -252,18 +248,15 @@ def save_pair(task: Task, folder: Path) -> dict[str, Any]:
     Returns how another program decodes it so that its steps lie at the same context.
     """
     assert task.shape is not None
-    configs = model_shape(task.shape)
-    dtype = task.dtype or default_dtype()
-    configs = [replace(config, dtype=dtype) for config in configs]
-    names = ("target", "drafter")
+    names, dtype = ("target", "drafter"), task.dtype or default_dtype()
+    configs = [replace(config, dtype=dtype) for config in model_shape(task.shape)]
     for name, config, params in zip(names, configs, random_weights(configs), strict=True):
         log(f"saving the {name} for the reference")
         save_checkpoint(folder / name, config, params, dtype)
     prompt = max(1, task.context - task.steps // 2)
     draw = np.random.default_rng(0)
     return {
-        "target": str(folder / "target"),
-        "drafter": str(folder / "drafter"),
+        **{name: str(folder / name) for name in names},
         "prompts": [draw.integers(0, configs[0].vocab_size, prompt).tolist()],
         "max_new_tokens": task.steps + 1,
         "stop_token_ids": None,

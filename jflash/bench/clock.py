@@ -1,7 +1,4 @@
-"""A benchmark's numbers of one part: seconds as they were measured, beside the part's floor.
-
-Reads no clock and runs nothing.
-"""
+"""The numbers of one part of a step: measured seconds beside the part's floor. It runs nothing."""
 
 import statistics
 from collections.abc import Sequence

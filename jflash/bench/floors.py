@@ -2,7 +2,7 @@
 
 It counts weights, once for every time they are applied, and keys and values. It does not count
 activations, norms, rows of the embedding, or the arithmetic of softmax. It measures the device's
-two rates and never looks them up. It knows nothing of how the step is implemented.
+two rates, and it does not know how the step is implemented.
 """
 
 import statistics
@@ -49,17 +49,13 @@ class Rates(NamedTuple):
 
 
 def floor_seconds(work: Work, rates: Rates) -> float:
-    """The longer of reading and computing, of the matrix products and of attention, added up.
+    """The products' seconds plus attention's, each the longer of reading and computing.
 
     The two do not overlap: attention waits for its projections and the next product for it.
     """
-    return max(
-        work.weight_bytes / rates.bytes_per_second,
-        work.weight_operations / rates.operations_per_second,
-    ) + max(
-        work.attention_bytes / rates.bytes_per_second,
-        work.attention_operations / rates.operations_per_second,
-    )
+    read, computed = rates
+    products = max(work.weight_bytes / read, work.weight_operations / computed)
+    return products + max(work.attention_bytes / read, work.attention_operations / computed)
 
 
 def verify_work(

@@ -1,7 +1,7 @@
-"""What scripts/bench_kernels.py can time: every op at its real shapes by every backend.
+"""The cases of scripts/bench_kernels.py: every op at its real shapes by every backend.
 
-A new op is one function here, from a shape's name, a dtype and a backend to a Case or Missing, and
-one line in OPS. Random inputs throughout: a chip is faster on zeros.
+A new op is one function here, which makes a Case of a shape or raises ValueError with the reason
+why there is none, and one line in OPS.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jflash.bench.kernel_times import Case, Missing
+from jflash.bench.kernel_times import Case, Missing, Where, normal, relative_error
 from jflash.bench.layer_case import layer_case
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels import grouped_matmul, matmul
@@ -38,34 +38,43 @@ class Op(NamedTuple):
 
     shapes: dict[str, Any]
     backends: tuple[str, ...]
-    case: Callable[[str, str, str], Case | Missing]
+    make: Callable[[Where, Any], Case]
 
 
-def attention_case(name: str, dtype: str, backend: str) -> Case | Missing:
-    """Block attention in the middle of a text; no row of the block is padding."""
-    shape = BLOCK_ATTENTION[name]
+def make_case(op: str, name: str, dtype: str, backend: str) -> Case | Missing:
+    """The case of an op's shape, or why the backend cannot do it here."""
+    where = (op, name, dtype, backend)
     try:
-        calls = attention_calls(shape, dtype, backend)
+        return OPS[op].make(where, OPS[op].shapes[name])
     except ValueError as why:
-        return Missing("block_attention", name, dtype, backend, str(why))
-    return make_attention_case(name, shape, dtype, backend, calls)
+        return Missing(where, str(why))
+
+
+def attention_case(where: Where, shape: BlockShape) -> Case:
+    """Block attention in the middle of a text; no row of the block is padding."""
+    return make_attention_case(where, shape, attention_calls(shape, *where[2:]))
 
 
 def attention_calls(shape: BlockShape, dtype: str, backend: str) -> dict[str, Callable]:
     """The backend as f(q, (lengths, widths), k, v), by name. ValueError: not here, and why."""
-    options = {"causal": shape.causal, "window": shape.window, "softcap": shape.softcap}
     if backend == "flash-attn3":
         return flash_attn3_calls(shape, dtype)
     sizes = attention_op.Sizes(shape.T, shape.N // shape.K, shape.H, dtype)
     check("attention", attention_op, backend, [sizes], jax.devices()[0])
-    attend = functools.partial(
-        block_attention, scale=shape.H**-0.5, sinks=_sinks(shape), backend=backend, **options
-    )
+    attend = _attention(shape, backend)
     return {backend: lambda q, numbers, k, v: attend(q, k, v, *numbers)}
 
 
+def _attention(shape: BlockShape, backend: str) -> Callable[..., Array]:
+    return functools.partial(
+        block_attention, causal=shape.causal, window=shape.window, softcap=shape.softcap,
+        sinks=normal(9, (shape.N,), "float32") if shape.sinks else None, scale=shape.H**-0.5,
+        backend=backend,
+    )  # fmt: skip
+
+
 def flash_attn3_calls(shape: BlockShape, dtype: str) -> dict[str, Callable]:
-    """flash-attn3-jax, if it is installed and has what the shape asks for; one call a split."""
+    """flash-attn3-jax, if it is installed and can do what the shape needs; one call a split."""
     if importlib.util.find_spec("flash_attn3_jax") is None:
         raise ValueError("not installed")
     if shape.sinks or shape.softcap is not None or dtype != "bfloat16":
@@ -85,19 +94,13 @@ def flash_attn3_calls(shape: BlockShape, dtype: str) -> dict[str, Callable]:
     return {f"{splits} splits": functools.partial(call, splits) for splits in SPLITS}
 
 
-def make_attention_case(
-    name: str, shape: BlockShape, dtype: str, backend: str, calls: dict[str, Callable]
-) -> Case:
-    """The case of these calls; its error is of a row's largest entry, the worst of all rows."""
+def make_attention_case(where: Where, shape: BlockShape, calls: dict[str, Callable]) -> Case:
+    """The case of these calls; its error is relative to a row's largest entry, the worst row's."""
+    dtype = where[2]
     B, T, S, N, K, H = shape[:6]
     lengths, widths = jnp.full(B, shape.context, jnp.int32), jnp.full(B, T, jnp.int32)
-    q = _normal(0, (B, T, N, H), dtype)
-    reference = jax.jit(
-        functools.partial(
-            block_attention, causal=shape.causal, window=shape.window, softcap=shape.softcap,
-            sinks=_sinks(shape), scale=H**-0.5, backend="reference",
-        )
-    )  # fmt: skip
+    q = normal(0, (B, T, N, H), dtype)
+    reference = jax.jit(_attention(shape, "reference"))
 
     def error(inputs: tuple[Array, Array]) -> float:
         call = jax.jit(next(iter(calls.values())))
@@ -115,141 +118,79 @@ def make_attention_case(
         seen = min(seen, shape.window + T - 1)
     entries = B * (2 * seen * K * H + 2 * T * N * H)
     return Case(
-        op="block_attention",
-        shape=name,
-        dtype=dtype,
-        backend=backend,
+        where,
         calls=calls,
         x=q,
         numbers=(lengths, widths),
-        make_inputs=lambda i: tuple(
-            _normal(s, (B, S, K, H), dtype) for s in (2 * i + 1, 2 * i + 2)
-        ),
+        make_inputs=lambda i: tuple(normal(2 * i + s, (B, S, K, H), dtype) for s in (1, 2)),
         bytes=entries * jnp.dtype(dtype).itemsize,
         error=error,
     )
 
 
-def matmul_case(name: str, dtype: str, backend: str) -> Case | Missing:
-    """A GEMM and what follows it; a small kernel of ours passes each result on to the next call."""
-    shape = MATMUL[name]
-    try:
-        _check_matmul(shape, dtype, backend)
-    except ValueError as why:
-        return Missing("matmul", name, dtype, backend, str(why))
+def matmul_case(where: Where, shape: MatmulShape) -> Case:
+    """A GEMM and what follows it."""
+    _, _, dtype, backend = where
     op, M, K, N = shape
-    x = _normal(0, (M, K), dtype)
     weights = (N, K) if op == "head_argmax" else (K, N)
-    run = functools.partial(getattr(matmul, op), backend=backend)
-    reference = functools.partial(getattr(matmul, op), backend="reference")
-
-    def call(x: Array, _, w: Array) -> Array:
-        first = run(x, w).ravel()[0]
-        return x.at[0, 0].set(jnp.clip(first.astype(jnp.float32), -1, 1).astype(x.dtype))
+    run, reference = _both(getattr(matmul, op), backend)
+    check("matmul", matmul, backend, [matmul.Sizes(dtype)], jax.devices()[0])
+    jax.eval_shape(run, *(jax.ShapeDtypeStruct(size, dtype) for size in ((M, K), weights)))
+    x = normal(0, (M, K), dtype)
 
     def error(inputs: tuple[Array]) -> float:
-        got, want = (np.asarray(jax.jit(f)(x, *inputs), np.float32) for f in (run, reference))
+        got, want = (jax.jit(f)(x, *inputs) for f in (run, reference))
         if op == "head_argmax":  # the share of rows with another id
             return float((got != want).mean())
-        return float(np.abs(got - want).max() / np.abs(want).max())
+        return relative_error(got, want)
 
     results = {"matmul": M * N, "gate_up": M * N // 2, "head_argmax": 0}[op]
     return Case(
-        op="matmul",
-        shape=name,
-        dtype=dtype,
-        backend=backend,
-        calls={backend: call},
+        where,
+        calls={backend: lambda x, _, w: _chained(x, run(x, w))},
         x=x,
         numbers=(),
-        make_inputs=lambda i: (_normal(i + 1, weights, dtype, K**-0.5),),
+        make_inputs=lambda i: (normal(i + 1, weights, dtype, K**-0.5),),
         bytes=(M * K + K * N + results) * jnp.dtype(dtype).itemsize,
         error=error,
     )
 
 
-def grouped_case(name: str, dtype: str, backend: str) -> Case | Missing:
+def grouped_case(where: Where, shape: GroupedShape) -> Case:
     """Grouped products. Every token draws its own experts; only experts with rows are read."""
-    shape = GROUPED_MATMUL[name]
-    try:
-        _check_grouped(shape, dtype, backend)
-    except ValueError as why:
-        return Missing("grouped_matmul", name, dtype, backend, str(why))
-    return make_grouped_case(name, shape, dtype, backend)
-
-
-def make_grouped_case(name: str, shape: GroupedShape, dtype: str, backend: str) -> Case:
-    """The case of a shape; a small kernel of ours passes each result on to the next call."""
+    _, _, dtype, backend = where
     op, M, k, E, K, N = shape
-    odds = np.random.default_rng(0).random((M, E))
-    sizes = np.bincount(np.argsort(odds)[:, :k].ravel(), minlength=E)
-    x = _normal(0, (M * k, K), dtype)
-    run = functools.partial(getattr(grouped_matmul, op), backend=backend)
-    reference = functools.partial(getattr(grouped_matmul, op), backend="reference")
-
-    def call(x: Array, sizes: tuple[Array], w: Array) -> Array:
-        first = run(x, w, *sizes).ravel()[0]
-        return x.at[0, 0].set(jnp.clip(first.astype(jnp.float32), -1, 1).astype(x.dtype))
-
-    def error(inputs: tuple[Array]) -> float:
-        numbers = jnp.asarray(sizes)
-        got, want = (
-            np.asarray(jax.jit(f)(x, *inputs, numbers), np.float32) for f in (run, reference)
-        )
-        return float(np.abs(got - want).max() / np.abs(want).max())
-
-    results = M * k * (N // 2 if op == "grouped_gate_up" else N)
-    entries = M * k * K + int((sizes > 0).sum()) * K * N + results
-    return Case(
-        op="grouped_matmul",
-        shape=name,
-        dtype=dtype,
-        backend=backend,
-        calls={backend: call},
-        x=x,
-        numbers=(jnp.asarray(sizes, jnp.int32),),
-        make_inputs=lambda i: (_normal(i + 1, (E, K, N), dtype, K**-0.5),),
-        bytes=entries * jnp.dtype(dtype).itemsize,
-        error=error,
-    )
-
-
-def _check_grouped(shape: GroupedShape, dtype: str, backend: str) -> None:
-    """ValueError for what the op would refuse later, or compile for another device."""
-    inner = shape.K if shape.op == "grouped_matmul" else shape.N // 2
-    sizes = grouped_matmul.Sizes(shape.N if shape.op == "grouped_matmul" else shape.K, inner, dtype)
+    plain = op == "grouped_matmul"
+    run, reference = _both(getattr(grouped_matmul, op), backend)
+    sizes = grouped_matmul.Sizes(N if plain else K, K if plain else N // 2, dtype)
     check("grouped matmul", grouped_matmul, backend, [sizes], jax.devices()[0])
-    jax.eval_shape(
-        functools.partial(getattr(grouped_matmul, shape.op), backend=backend),
-        jax.ShapeDtypeStruct((shape.M * shape.k, shape.K), dtype),
-        jax.ShapeDtypeStruct((shape.E, shape.K, shape.N), dtype),
-        jax.ShapeDtypeStruct((shape.E,), jnp.int32),
+    arrays = (((M * k, K), dtype), ((E, K, N), dtype), ((E,), "int32"))
+    jax.eval_shape(run, *(jax.ShapeDtypeStruct(*array) for array in arrays))
+    odds = np.random.default_rng(0).random((M, E))
+    counts = np.bincount(np.argsort(odds)[:, :k].ravel(), minlength=E)
+    x, rows = normal(0, (M * k, K), dtype), jnp.asarray(counts, jnp.int32)
+    results = M * k * (N if plain else N // 2)
+    entries = M * k * K + int((counts > 0).sum()) * K * N + results
+    return Case(
+        where,
+        calls={backend: lambda x, numbers, w: _chained(x, run(x, w, *numbers))},
+        x=x,
+        numbers=(rows,),
+        make_inputs=lambda i: (normal(i + 1, (E, K, N), dtype, K**-0.5),),
+        bytes=entries * jnp.dtype(dtype).itemsize,
+        error=lambda w: relative_error(*(jax.jit(f)(x, *w, rows) for f in (run, reference))),
     )
 
 
-def _check_matmul(shape: MatmulShape, dtype: str, backend: str) -> None:
-    """ValueError for what the op would refuse later, or compile for another GPU."""
-    check("matmul", matmul, backend, [matmul.Sizes(dtype)], jax.devices()[0])
-    jax.eval_shape(
-        functools.partial(getattr(matmul, shape.op), backend=backend),
-        jax.ShapeDtypeStruct((shape.M, shape.K), dtype),
-        jax.ShapeDtypeStruct(
-            (shape.N, shape.K) if shape.op == "head_argmax" else (shape.K, shape.N), dtype
-        ),
-    )
+def _both(op: Callable[..., Array], backend: str) -> tuple[Callable[..., Array], ...]:
+    """The op by the backend and by its reference."""
+    return tuple(functools.partial(op, backend=name) for name in (backend, "reference"))
 
 
-def _sinks(shape: BlockShape) -> Array | None:
-    return _normal(9, (shape.N,), "float32") if shape.sinks else None
-
-
-def _normal(seed: int, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Array:
-    return _scaled_normal(jax.random.key(seed, impl="rbg"), scale, shape, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _scaled_normal(key, scale, shape, dtype):
-    return (scale * jax.random.normal(key, shape)).astype(dtype)
+def _chained(x: Array, result: Array) -> Array:
+    """The next x: it depends on the result, by a small kernel of ours."""
+    first = jnp.clip(result.ravel()[0].astype(jnp.float32), -1, 1)
+    return x.at[0, 0].set(first.astype(x.dtype))
 
 
 OPS: dict[str, Op] = {

@@ -1,12 +1,13 @@
 """Times one kernel at a time: microseconds, share of the read bandwidth, error.
 
-A loop on the device calls the op over and over, each call on other inputs than the last, which
-together exceed the caches, and fed with the last one's result. XLA makes the loop's body one CUDA
-graph, if the op can go into one; about 8 µs of the loop's own are shared by a body's calls.
-What an isolated kernel gains may not be what a whole step gains: scripts/benchmark.py tells that.
-Knows no op: `jflash.bench.kernel_cases` does.
+A loop on the device calls the op again and again. Each call takes the previous result and other
+inputs, which together exceed the caches. XLA makes the loop's body one CUDA graph, if the op can go
+into one; the loop's overhead of about 8 µs is shared by the calls of a body.
+A whole step may gain less than an isolated kernel: scripts/benchmark.py measures that.
+This module knows no op: `jflash.bench.kernel_cases` does.
 """
 
+import functools
 import math
 import statistics
 import time
@@ -15,26 +16,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Array
 
-# Inputs that are read in turn take this much together, ten L2 caches of an H200; in at most so many
-# pieces. Each is a call of its own in the loop's body, so more of them compile longer.
+# All inputs take READ_BYTES, ten L2 caches of an H200, in at most MOST_COPIES sets. Each set is one
+# call in the loop's body, so more of them compile longer.
 READ_BYTES, MOST_COPIES = 2**29, 32
-CACHE_BYTES = 2**27  # below this a result may come from the L2 cache, and the table says so
+CACHE_BYTES = 2**27  # with less a result may come from the L2 cache, and the table says so
+
+
+Where = tuple[str, str, str, str]  # the names of op, shape, dtype and backend
 
 
 class Case(NamedTuple):
     """One op at one shape by one backend.
 
-    calls: the ways to call it that are tried, by name; of several the fastest is reported.
-    Each is f(x, numbers, *inputs) -> the next x, of the same shape. `numbers` are small inputs that
-    the loop carries too, so that nothing that depends on them is computed once before it.
+    `calls` has the ways to call it by name, of which the fastest is reported. Each is
+    f(x, numbers, *inputs) -> the next x, of the same shape. `numbers` are small inputs that the
+    loop carries too, so that nothing that depends on them is computed once before it.
     """
 
-    op: str
-    shape: str
-    dtype: str
-    backend: str
+    where: Where
     calls: dict[str, Callable[..., Any]]
     x: Any
     numbers: Any
@@ -46,10 +49,7 @@ class Case(NamedTuple):
 class Missing(NamedTuple):
     """A backend that cannot do it here, and why."""
 
-    op: str
-    shape: str
-    dtype: str
-    backend: str
+    where: Where
     why: str
 
 
@@ -61,9 +61,7 @@ def measure(
     bandwidth is in bytes a second; us is the median over `rounds` of the mean of a call; error is
     None if the result was not finite.
     """
-    row: dict[str, Any] = {
-        name: getattr(case, name) for name in ("op", "shape", "dtype", "backend")
-    }
+    row: dict[str, Any] = dict(zip(("op", "shape", "dtype", "backend"), case.where, strict=True))
     if isinstance(case, Missing):
         return row | {"why": case.why}
     copies = min(MOST_COPIES, max(2, -(-READ_BYTES // case.bytes)))
@@ -134,3 +132,16 @@ def row_text(row: dict[str, Any]) -> str:
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join([COLUMNS, *map(row_text, rows)])
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """The largest difference over the largest entry."""
+    one, other = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    return float(np.abs(one - other).max() / np.abs(other).max())
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(seed: Any, shape: tuple[int, ...], dtype: str, scale: Any = 1.0) -> Array:
+    """Random inputs: a chip is faster on zeros."""
+    key = jax.random.key(seed, impl="rbg")
+    return (scale * jax.random.normal(key, shape)).astype(dtype)

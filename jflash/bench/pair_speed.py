@@ -1,6 +1,6 @@
 """Tokens a second of a real pair on real prompts, beside plain decoding.
 
-Measured by `jflash.generate`, prefill and compilation apart. Means nothing for random weights.
+`jflash.generate` measures it, without prefill and compilation. It means nothing for random weights.
 """
 
 import statistics
@@ -15,15 +15,12 @@ from jflash.programs import capacity_for
 
 
 def measured_speed(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    batch: int,
-    decoding: Decoding,
-    repeats: int = 3,
+    pair: Pair, prompts: Sequence[Sequence[int]], batch: int, decoding: Decoding, repeats: int = 3
 ) -> dict[str, Any]:
     """Tokens a second over all sequences, with the drafter and at width 1, and their ratio.
 
-    Prompts are repeated in turn until they fill whole batches of `batch`. Median of `repeats`.
+    Prompts repeat in turn until they fill whole batches of `batch`. The rates are medians of
+    `repeats` runs.
     """
     count = -(-len(prompts) // batch) * batch
     filled = [prompts[i % len(prompts)] for i in range(count)]
@@ -32,13 +29,10 @@ def measured_speed(
     capacity = capacity_for(longest, decoding.max_new_tokens, pair.models.block_size, PREFILL_CHUNK)
 
     def decode(of: Pair) -> list[list[Generation]]:
-        return [
-            generate(of, filled[i : i + batch], decoding, capacity=capacity)
-            for i in range(0, count, batch)
-        ]
+        batches = [filled[i : i + batch] for i in range(0, count, batch)]
+        return [generate(of, prompts, decoding, capacity=capacity) for prompts in batches]
 
-    rates = {}
-    answers = {}
+    rates, answers = {}, {}
     for name, of in (("with_drafter", pair), ("plain", pair.plain())):
         decode(of)  # compiles, and touches the device once
         runs = [decode(of) for _ in range(repeats)]
@@ -46,6 +40,7 @@ def measured_speed(
         answers[name] = [g for batches in runs[0] for g in batches]
     drafted = answers["with_drafter"]
     steps = sum(g.steps for g in drafted)
+    both = zip(drafted, answers["plain"], strict=True)
     return {
         "how": "measured: jflash.generate on real prompts, prefill and compilation apart",
         "prompts": count,
@@ -57,9 +52,7 @@ def measured_speed(
         "tokens_per_second": rates["with_drafter"],
         "plain_tokens_per_second": rates["plain"],
         "speed_up": rates["with_drafter"] / rates["plain"],
-        "same_text_as_plain": sum(
-            a.token_ids == b.token_ids for a, b in zip(drafted, answers["plain"], strict=True)
-        ),
+        "same_text_as_plain": sum(a.token_ids == b.token_ids for a, b in both),
     }
 
 

@@ -51,7 +51,7 @@ def collect(cases: list[dict[str, Any]], reference: dict[str, Any] | None) -> di
     """The JSON of a run: what all cases share once, then the cases, then the reference."""
     result = {name: cases[0][name] for name in SHARED}
     result["cases"] = [{k: v for k, v in c.items() if k not in SHARED} for c in cases]
-    return result if reference is None else result | {"reference": reference}
+    return result | ({} if reference is None else {"reference": reference})
 
 
 def device_line(case: dict[str, Any]) -> str:
@@ -64,16 +64,16 @@ def device_line(case: dict[str, Any]) -> str:
 
 def case_text(case: dict[str, Any]) -> str:
     """One case as a table with its memory, compile and speed lines."""
+    backends = ", ".join(f"{name.removesuffix('_backend')}: {case[name]}" for name in BACKENDS)
     lines = [
         f"{case['shape'] or case['weights']}, {case['dtype']}, batch {case['batch']}, block "
-        f"{case['block_size']}, context {case['context']:.0f} of {case['capacity']}; "
-        + ", ".join(f"{name.removesuffix('_backend')}: {case[name]}" for name in BACKENDS),
+        f"{case['block_size']}, context {case['context']:.0f} of {case['capacity']}; {backends}",
         f"  {'':<10} {'ms':>8} {'GB':>8} {'TFLOP':>8} {'floor ms':>9} {'of floor':>9}",
     ]
-    parts = [(label, case[name]) for name, label in PARTS.items() if name in case]
-    own = case["block_size"]
-    widths = [(f"width {r['block_size']}", r) for r in case["widths"] if r["block_size"] != own]
-    for label, part in (*parts, *widths):
+    timed = [(label, case[name]) for name, label in PARTS.items() if name in case]
+    widths = [(row["block_size"], row) for row in case["widths"]]
+    narrow = [(f"width {width}", row) for width, row in widths if width != case["block_size"]]
+    for label, part in timed + narrow:
         lines.append(
             f"  {label:<10} {part['ms']:8.3f} {part['bytes'] / 1e9:8.3f} "
             f"{part['operations'] / 1e12:8.4f} {part['floor_ms']:9.3f} "
@@ -83,22 +83,20 @@ def case_text(case: dict[str, Any]) -> str:
         draft = case["draft"]
         lines.append(
             f"  draft takes {draft['share_of_step']:.1%} of the step "
-            f"(alone, without the context K/V, {draft['alone_ms']:.3f} ms)"
+            f"(by itself, without the context K/V, {draft['alone_ms']:.3f} ms)"
         )
     if "beside" in case:
         other = case["beside"]
-        lines.append(
-            f"  beside {other['shape']}, {other['step']['ms']:.3f} ms a step: "
-            f"{other['times_as_long']:.3f} × as long"
-        )
+        ms, ratio = other["step"]["ms"], other["times_as_long"]
+        lines.append(f"  beside {other['shape']}, {ms:.3f} ms a step: {ratio:.3f} × as long")
     read = [
-        f"{label} {part['experts_read']:.1f}" for label, part in parts if "experts_read" in part
+        f"{label} {part['experts_read']:.1f}" for label, part in timed if "experts_read" in part
     ]
     if read:
         lines.append(f"  experts read, the mean of the layers: {', '.join(read)}")
+    lines.append("  " + _memory_line(case["memory"]))
     compiled = case["compile_seconds"]
     warm = f", with a warm cache {compiled['warm_cache']:.1f} s" if "warm_cache" in compiled else ""
-    lines.append("  " + _memory_line(case["memory"]))
     lines.append(f"  compiled from nothing in {compiled['from_nothing']:.1f} s{warm}")
     lines.append("  " + _speed_line(case))
     return "\n".join(lines)
@@ -124,16 +122,14 @@ def reference_text(reference: dict[str, Any]) -> str:
 
 
 def _memory_line(memory: dict[str, Any]) -> str:
-    text = f"weights {memory['weights_bytes'] / GIB:.2f} GiB, "
-    text += f"caches {memory['caches_bytes'] / GIB:.2f} GiB"
-    if memory["temporaries_bytes"] is not None:
-        text += f", temporaries {memory['temporaries_bytes'] / GIB:.3f} GiB"
-    if "peak_over_weights_and_caches" in memory:
-        return (
-            f"{text}; peak {memory['peak_bytes'] / GIB:.2f} GiB, "
-            f"{memory['peak_over_weights_and_caches']:+.1%} over weights and caches"
-        )
-    return f"{text}; no peak was read"
+    m = {name: value / GIB for name, value in memory.items() if value is not None}
+    text = f"weights {m['weights_bytes']:.2f} GiB, caches {m['caches_bytes']:.2f} GiB"
+    if "temporaries_bytes" in m:
+        text += f", temporaries {m['temporaries_bytes']:.3f} GiB"
+    if "peak_over_weights_and_caches" not in memory:
+        return f"{text}; no peak was read"
+    over = f"{memory['peak_over_weights_and_caches']:+.1%} over weights and caches"
+    return f"{text}; peak {m['peak_bytes']:.2f} GiB, {over}"
 
 
 def _speed_line(case: dict[str, Any]) -> str:

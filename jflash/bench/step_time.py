@@ -21,7 +21,7 @@ from jflash.speculative import Models, Params, State, block_positions, draft
 
 
 class Window(NamedTuple):
-    """Which steps are timed: `steps` of them from committed length `start`, `repeats` times."""
+    """The timed steps: `steps` of them from committed length `start`, `repeats` times."""
 
     start: int
     steps: int
@@ -47,13 +47,8 @@ def window_around(context: int, capacity: int, width: int, steps: int, repeats: 
 def busy_state(models: Models, shape: Shape, window: Window) -> State:
     """Sequences in the middle of a text: random tokens, caches full of random numbers, no stops."""
     state = new_state(models, shape)
-    tokens = jax.random.randint(
-        jax.random.key(1),
-        state.sequences.tokens.shape,
-        0,
-        models.target.config.vocab_size,
-        jnp.int32,
-    )
+    size, vocab_size = state.sequences.tokens.shape, models.target.config.vocab_size
+    tokens = jax.random.randint(jax.random.key(1), size, 0, vocab_size, jnp.int32)
     caches, tree = jax.tree.flatten((state.target_cache, state.drafter_cache))
     keys = jax.random.split(jax.random.key(2), len(caches))
     caches = [_fill(cache, key) for cache, key in zip(caches, keys, strict=True)]
@@ -104,22 +99,20 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
 def time_run(
     compiled: Any, params: Params, state: State, window: Window
 ) -> tuple[list[float], State]:
-    """Seconds a step of each repeat, and the state again (the one given is donated).
+    """Seconds a step of each repeat, and the state again (the given one is donated).
 
-    One call of the executable runs all steps of a repeat; the first repeat is thrown away.
+    One call of the executable runs all steps of a repeat.
     """
-    steps = jnp.int32(window.steps)
-    none = jnp.zeros(state.sequences.done.shape, bool)
-    seconds = []
-    for _ in range(window.repeats + 1):
-        state = jax.block_until_ready(rewound(state, window))
-        begin = time.perf_counter()
+    steps, none = jnp.int32(window.steps), jnp.zeros(state.sequences.done.shape, bool)
+
+    def call(state: State) -> tuple[State, Array]:
         state, report = compiled(params, state, steps, none)
-        jax.block_until_ready(report)
-        seconds.append((time.perf_counter() - begin) / window.steps)
-        ran = jax.device_get(report.steps)
+        return state, report.steps
+
+    seconds, state, counts = _timed(call, state, window)
+    for ran in jax.device_get(counts):
         assert (ran == window.steps).all(), f"{ran} steps ran, not {window.steps}"
-    return seconds[1:], state
+    return seconds, state
 
 
 def time_draft(
@@ -138,11 +131,20 @@ def time_draft(
         return lax.fori_loop(0, steps, body, (state, jnp.int32(0)))
 
     jitted: Callable = jax.jit(loop, donate_argnums=1)
-    seconds = []
+    steps = jnp.int32(window.steps)
+    seconds, state, _ = _timed(lambda state: jitted(params, state, steps), state, window)
+    return seconds, state
+
+
+def _timed(
+    call: Callable[[State], tuple[State, Array]], state: State, window: Window
+) -> tuple[list[float], State, list[Array]]:
+    """Seconds a step of each repeat of `call`, the state, and the results; the first warms up."""
+    seconds, results = [], []
     for _ in range(window.repeats + 1):
         state = jax.block_until_ready(rewound(state, window))
         begin = time.perf_counter()
-        state, total = jitted(params, state, jnp.int32(window.steps))
-        jax.block_until_ready(total)
+        state, result = call(state)
+        results.append(jax.block_until_ready(result))
         seconds.append((time.perf_counter() - begin) / window.steps)
-    return seconds[1:], state
+    return seconds[1:], state, results

@@ -1,8 +1,8 @@
 """Times the authors' PyTorch code (dflash 0.1.0) on a pair in Hugging Face layout.
 
-A program of its own, for a Python that need not have JAX: run by path, it imports nothing of
-jflash. `python -P torch_reference.py check` says whether it can run here;
-`python -P torch_reference.py time TASK.json RESULT.json` times. A task: target and drafter
+A separate program for a Python that need not have JAX: run by path, it imports nothing of jflash.
+`python -P torch_reference.py check` tests whether it can run here;
+`python -P torch_reference.py time TASK.json RESULT.json` times. A task holds target and drafter
 (folders), dtype, prompts (lists of ids), max_new_tokens, stop_token_ids (or null), repeats.
 """
 
@@ -17,23 +17,22 @@ from typing import Any
 BAD_INPUT = 2
 WARM_UP_TOKENS = 24
 
-if __name__ == "__main__":  # whoever only imports every module of the package lacks these
+if __name__ == "__main__":  # an import of all of the package's modules works without these
     try:
         import dflash.model  # pyright: ignore[reportMissingImports]
         import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        print(
-            f"the reference cannot run in {sys.executable}: {error}. Install torch, then "
-            "pip install 'transformers>=5.15,<6' and pip install --no-deps dflash==0.1.0, "
-            "or name another interpreter with --reference-python",
-            file=sys.stderr,
+        install = "pip install 'transformers>=5.15,<6' and pip install --no-deps dflash==0.1.0"
+        why = (
+            f"the reference cannot run in {sys.executable}: {error}. Install torch, then {install}"
         )
+        print(f"{why}, or name another interpreter with --reference-python", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
 
 def load(task: dict[str, Any]) -> tuple:
-    """The pair as dflash's own benchmark loads it."""
+    """The pair, loaded as by dflash's benchmark."""
     how = {"attn_implementation": "sdpa", "dtype": getattr(torch, task["dtype"])}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = (AutoModelForCausalLM, dflash.model.DFlashDraftModel)
@@ -47,7 +46,7 @@ def load(task: dict[str, Any]) -> tuple:
 def timed(task: dict[str, Any], target, drafter, device: str, block_size: int) -> dict[str, Any]:
     """Decodes all prompts `repeats` times; block size 1 is plain decoding.
 
-    Milliseconds of a step and of a token, prefill apart, each the median of the repeats.
+    Milliseconds of a step and of a token, without the prefill; each is the median of the repeats.
     """
     prompts = [torch.tensor([ids], device=device) for ids in task["prompts"]]
 

@@ -28,6 +28,7 @@ from jflash.cli.command import BAD_INPUT
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
+from jflash.cli.results import json_line
 from jflash.decoding import Decoding
 from jflash.files import keep_newest
 from jflash.generate import check_request
@@ -48,21 +49,15 @@ def make_task(args: argparse.Namespace) -> Task:
     capacity = args.capacity or -(-2 * args.context // 256) * 256
     check_sizes(args, target, drafter, capacity)
     prompts, stops = ((), ()) if args.shape else encoded_prompts(args)
+    same = ("shape", "context", "widths", "only_step", "dtype", "steps", "repeats")
     return Task(
-        shape=args.shape,
+        **{name: getattr(args, name) for name in (*same, "max_new_tokens")},
         target=None if args.shape else str(args.target),
         drafter=None if args.shape else str(args.drafter),
         batch=min(args.batch),
-        context=args.context,
         capacity=capacity,
-        widths=args.widths,
-        only_step=args.only_step,
-        dtype=args.dtype,
         backends=chosen_backends(args),
-        steps=args.steps,
-        repeats=args.repeats,
         prompts=prompts,
-        max_new_tokens=args.max_new_tokens,
         stop_token_ids=stops,
     )
 
@@ -88,15 +83,14 @@ def pair_configs(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
     """Prompts and stop tokens as ids, texts through the target's chat template."""
-    how = argparse.Namespace(
-        prompts=args.prompts, system=None, reasoning="off", no_chat_template=False
-    )
-    prompts = read_prompts(how) if args.prompts else [Prompt(text, None) for text in PROMPTS]
-    wanted = any(prompt.text is not None for prompt in prompts)
+    template = {"system": None, "reasoning": "off", "no_chat_template": False}
+    options = argparse.Namespace(prompts=args.prompts, **template)
+    prompts = read_prompts(options) if args.prompts else [Prompt(text, None) for text in PROMPTS]
+    needed = any(prompt.text is not None for prompt in prompts)
     target = open_checkpoint(args.target)
-    tokenizer = target.tokenizer() if wanted or target.has_tokenizer() else None
+    tokenizer = target.tokenizer() if needed or target.has_tokenizer() else None
     stops = target.stop_ids(tokenizer)
-    ids = [encode(prompt, tokenizer, how) for prompt in prompts]
+    ids = [encode(prompt, tokenizer, options) for prompt in prompts]
     models = pair_models(target, args.drafter)
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
     for one in ids:
@@ -105,22 +99,29 @@ def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def start(stage: str, task: Task, folder: Path) -> dict[str, Any]:
-    """Runs a stage in a fresh process, which speaks on stderr; SystemExit if it refuses."""
-    files = (folder / "task.json", folder / "result.json")
-    files[0].write_text(json.dumps(asdict(task)), encoding="utf-8")
+    """Runs a stage in a fresh process, which prints to stderr; SystemExit if it refuses."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same jflash, installed or not
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, "-P", "-m", "jflash.cli.main", "benchmark"]
-    call([*command, "--stage", stage, *map(str, files)], environment)
+    command = [sys.executable, "-P", "-m", "jflash.cli.main", "benchmark", "--stage", stage]
+    return exchange(command, asdict(task), folder, environment)
+
+
+def exchange(
+    command: list[str], task: dict[str, Any], folder: Path, environment: dict[str, str] | None
+) -> dict[str, Any]:
+    """Runs `command TASK RESULT`, two JSON files in `folder`; the result."""
+    files = (folder / "task.json", folder / "result.json")
+    files[0].write_text(json.dumps(task), encoding="utf-8")
+    call([*command, *map(str, files)], environment)
     return json.loads(files[1].read_text(encoding="utf-8"))
 
 
 def call(command: list[str], environment: dict[str, str] | None = None) -> None:
-    """A child that has printed its own line of refusal ends this process in the same way."""
+    """Runs a child; if it has printed a refusal, this process ends with the same exit code."""
     sys.stdout.flush()
     code = subprocess.run(command, env=environment, stdout=sys.stderr).returncode
     if code == BAD_INPUT:
@@ -158,18 +159,12 @@ def measure_reference(args: argparse.Namespace, task: Task, case: dict[str, Any]
         if task.shape is not None:
             reference = start("save", task, folder)
         else:
-            reference = {
-                "target": task.target,
-                "drafter": task.drafter,
-                "prompts": task.prompts,
-                "max_new_tokens": task.max_new_tokens,
-                "stop_token_ids": task.stop_token_ids or None,
-            }
-        files = (folder / "reference.json", folder / "reference_result.json")
+            names = ("target", "drafter", "prompts", "max_new_tokens")
+            reference = {name: getattr(task, name) for name in names}
+            reference["stop_token_ids"] = task.stop_token_ids or None
         reference |= {"dtype": case["dtype"], "repeats": min(3, task.repeats)}
-        files[0].write_text(json.dumps(reference), encoding="utf-8")
-        call([args.reference_python, "-P", str(REFERENCE), "time", *map(str, files)])
-        result = json.loads(files[1].read_text(encoding="utf-8"))
+        command = [args.reference_python, "-P", str(REFERENCE), "time"]
+        result = exchange(command, reference, folder, None)
     add_ratios(result, case)
     return result
 
@@ -185,23 +180,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 def results(args: argparse.Namespace, task: Task) -> Iterator[str]:
-    """Prints a case as soon as it is measured; after each, all of them as a line of JSON.
-
-    Which says how many cases are still to come, unless it is the last.
-    """
+    """Prints each case, and yields all cases so far as one JSON line after it."""
     cases, reference = [], None
     batches = sorted(set(args.batch))
     for batch in batches:
-        own = replace(task, batch=batch)
-        case = measure(own, not args.no_memory)
+        task = replace(task, batch=batch)
+        case = measure(task, not args.no_memory)
         if args.beside:
-            add_beside(case, measure(replace(own, shape=args.beside, only_step=True), False))
+            add_beside(case, measure(replace(task, shape=args.beside, only_step=True), False))
         add_speed(case, args.acceptance)
         print(*([] if cases else [device_line(case)]), case_text(case), sep="\n", flush=True)
         cases.append(case)
         if args.against and batch == 1:
-            reference = measure_reference(args, own, case)
+            reference = measure_reference(args, task, case)
             print(reference_text(reference), flush=True)
-        missing = len(batches) - len(cases)
-        result = collect(cases, reference) | ({"missing_cases": missing} if missing else {})
-        yield json.dumps(result, allow_nan=False)
+        yield json_line(collect(cases, reference), missing=len(batches) - len(cases))

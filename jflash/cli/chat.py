@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.cli.command import first_interrupt, gpu_notice
-from jflash.cli.generate import configured, that_draw, use_colour
+from jflash.cli.command import first_interrupt, note_idle_gpu
+from jflash.cli.generate import configured, use_colour, with_sampling
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import sampling
-from jflash.cli.prompts import checked_text
-from jflash.cli.results import number, tokens_per_second
+from jflash.cli.prompts import checked_text, template_options
+from jflash.cli.results import tokens_per_second
 from jflash.decoding import Decoding
+from jflash.evals.report import number
 from jflash.generate import Chunk, Generation, Pair, check_request, stream
 from jflash.io import encode_prompt, load_weights
 from jflash.io.text import decode
@@ -29,22 +30,12 @@ SHORTEST = 64  # tokens of a first prompt that must fit the device's memory
 
 
 class Talk(NamedTuple):
-    """A loaded pair, and how it is asked."""
+    """A loaded pair, and the options of its answers."""
 
     pair: Pair
     tokenizer: Any
-    encode: Callable[[str, list[tuple[str, str]]], list[int]]
+    encode: Callable[..., list[int]]  # of a line, and of the `history` before it
     decoding: Decoding
-    dtype: str
-
-
-class Answer(NamedTuple):
-    """What came of a turn; the generation is None if Ctrl-C stopped it."""
-
-    text: str
-    sizes: list[int]  # tokens of the prefill and of each step
-    seconds: float  # since the first of them
-    generation: Generation | None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -65,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _load(options: argparse.Namespace) -> Talk:
-    """ValueError for what cannot talk, before a weight is read."""
+    """Loads the pair; ValueError, before a weight is read, for one that cannot talk."""
     files = configured(options, batch=1)
     tokenizer = files.target.tokenizer()
     decoding = Decoding(
@@ -74,23 +65,14 @@ def _load(options: argparse.Namespace) -> Talk:
         sampling=sampling(options),
         seed=options.seed,
     )
-    files = that_draw(files, [decoding], options.draft_rule)
-    encode = functools.partial(
-        _encode, tokenizer, system=options.system, reasoning=options.reasoning == "on",
-        chat_template=not options.no_chat_template,
-    )  # fmt: skip
-    check_request(files.models, encode("Hello", []), decoding)
-    notice = gpu_notice()
-    if notice:
-        print(notice, file=sys.stderr)
+    files = with_sampling(files, [decoding], options.draft_rule)
+    encode = functools.partial(encode_prompt, tokenizer, **template_options(options))
+    check_request(files.models, encode("Hello"), decoding)
+    note_idle_gpu()
     check_decoding(files.models, 1, SHORTEST, options.max_new_tokens)
     pair = load_weights(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
-    return Talk(pair, tokenizer, encode, decoding, files.dtype)
-
-
-def _encode(tokenizer: Any, text: str, history: list[tuple[str, str]], **how: Any) -> list[int]:
-    return encode_prompt(tokenizer, text, history=history, **how)
+    return Talk(pair, tokenizer, encode, decoding)
 
 
 def _lines(live: bool) -> Iterator[str]:
@@ -116,11 +98,11 @@ def _lines(live: bool) -> Iterator[str]:
 def _turn(talk: Talk, line: str, history: list[tuple[str, str]], live: bool) -> None:
     """Asks, shows and remembers; a line on stderr for what does not fit."""
     try:
-        ids = talk.encode(checked_text(line), history)
+        ids = talk.encode(checked_text(line), history=history)
         check_request(talk.pair.models, ids, talk.decoding)
         new = talk.decoding.max_new_tokens
         check_decoding(talk.pair.models, 1, len(ids), new)
-        answer = _answer(talk, ids)
+        text, statistics = _answer(talk, ids)
     except ValueError as error:
         print(f"{' '.join(str(error).split())} (/reset begins anew)", file=sys.stderr)
         return
@@ -129,13 +111,13 @@ def _turn(talk: Talk, line: str, history: list[tuple[str, str]], live: bool) -> 
             raise
         print("\nstopped", file=sys.stderr)
         return
-    print(_statistics(answer), file=sys.stderr)
-    history.append((line, answer.text))
+    print(statistics, file=sys.stderr)
+    history.append((line, text))
 
 
-def _answer(talk: Talk, ids: list[int]) -> Answer:
-    """Streams to stdout until the answer ends or Ctrl-C is pressed."""
-    sizes: list[int] = []
+def _answer(talk: Talk, ids: list[int]) -> tuple[str, str]:
+    """Streams to stdout until the answer ends or Ctrl-C is pressed; its text and statistics."""
+    sizes: list[int] = []  # tokens of the prefill and of each step
     begin, last = 0.0, None
     colour = use_colour()
     with first_interrupt("") as stopped:
@@ -155,18 +137,14 @@ def _answer(talk: Talk, ids: list[int]) -> Answer:
             shown.append(piece)
             print(paint(piece, step, colour) if colour else piece, end="", flush=True)
     print(flush=True)
-    return Answer("".join(shown), sizes, time.perf_counter() - begin, last)
+    return "".join(shown), _statistics(sizes, time.perf_counter() - begin, last)
 
 
-def _statistics(answer: Answer) -> str:
-    """τ and tokens a second in a line; of a stopped answer as far as it came."""
-    steps, tokens = len(answer.sizes) - 1, sum(answer.sizes[1:])
-    speed = tokens / answer.seconds if steps else None
-    if answer.generation is not None:
-        speed = tokens_per_second([answer.generation])
-    parts = [
-        f"{sum(answer.sizes)} tokens",
-        f"τ {number(tokens / steps if steps else None)}",
-        f"{number(speed)} tokens/s",
-    ]
-    return " · ".join(parts + ["stopped"] * (answer.generation is None))
+def _statistics(sizes: list[int], seconds: float, generation: Generation | None) -> str:
+    """τ and tokens a second in a line; a stopped answer has no generation, and counts so far."""
+    steps, tokens = len(sizes) - 1, sum(sizes[1:])
+    speed = tokens / seconds if steps else None
+    if generation is not None:
+        speed = tokens_per_second([generation])
+    text = f"{sum(sizes)} tokens · τ {number(tokens / steps if steps else None)} · "
+    return f"{text}{number(speed)} tokens/s" + (" · stopped" if generation is None else "")

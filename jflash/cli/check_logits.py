@@ -43,7 +43,7 @@ def targets(args: argparse.Namespace) -> list[Models]:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """A program a line, and beside the first width the differences between the widths."""
+    """Prints a line a program, and from the second width on the differences to the first."""
     print(
         f"batch {result['batch']}, width {result['width']}, {result['rows']} rows, "
         f"{result['experts_reached']:.0f} experts a layer"
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     models, begin = targets(args), time.perf_counter()
     config = models[0].target.config
     [params] = random_weights([config], experts_scale=SCALE)
-    # Norms come before every layer: a larger embedding leaves the scale of all that follows them.
+    # A norm begins every layer, so a larger embedding leaves the scale of what follows it.
     ratio = args.embedding_scale / SCALE
     params |= {"embedding": params["embedding"] * jnp.bfloat16(ratio)}
     results = []

@@ -29,7 +29,7 @@ DIFFERS = 1
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was found, as one JSON object; `failures` is empty if all is well."""
+    """The whole result as one JSON object; `failures` is empty if all is well."""
     dtype = args.dtype or default_dtype()
     found = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
     failed: list[str] = []
@@ -61,26 +61,18 @@ def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any
 
 def check_oracle(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """All drafters against the oracle of one executable, for every pair and batch size."""
-    begin = time.perf_counter()
-    backends = chosen_backends(args)
+    begin, seed, largest = time.perf_counter(), args.seed, args.batches[-1]
+    # Tokens in proportion to the batch: all batch sizes run about as many steps.
+    shares = sum(PAIRS[name] for name in args.pairs) * sum(args.batches)
     results, seen, fault = [], set(), None
     for name in args.pairs:
-        case = load_case(name, dtype, args.seed, backends, args.batches[-1], args.layers)
+        case = load_case(name, dtype, seed, chosen_backends(args), largest, args.layers)
         replays = replays_needed(args.tokens, case.models.block_size, args.min_count)
         for batch in args.batches:
-            # In proportion to the batch: all batch sizes run about as many steps.
-            shares = sum(PAIRS[other] for other in args.pairs) * sum(args.batches)
             tokens = -(-args.tokens * PAIRS[name] * batch // shares)
-            plan = Plan(
-                tokens=tokens,
-                replays=replays,
-                seed=args.seed,
-                dtype=dtype,
-                width_1=batch == args.batches[-1],
-            )
-            with tqdm(
-                total=tokens, desc=f"{name}, batch {batch}", unit="tok", mininterval=5
-            ) as bar:
+            title, narrow = f"{name}, batch {batch}", batch == largest
+            plan = Plan(tokens=tokens, replays=replays, seed=seed, dtype=dtype, width_1=narrow)
+            with tqdm(total=tokens, desc=title, unit="tok", mininterval=5) as bar:
                 result, distinct = check_batch(case, batch, plan, bar.update)
             results.append(result)
             seen |= distinct
@@ -88,7 +80,7 @@ def check_oracle(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
             if result["first_difference"]:
                 print(difference_text(result["first_difference"]), flush=True)
         if fault is None:  # once is enough, by the first pair
-            fault = planted_fault(case, args.seed, dtype)
+            fault = planted_fault(case, seed, dtype)
             print(fault_line(fault), flush=True)
             for half in ("without", "with"):
                 if fault[half]["first_difference"]:
@@ -115,13 +107,9 @@ def total_histogram(results: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def differences_of(result: dict[str, Any]) -> int:
-    """Everything that differed in one check: tokens, rows of logits, rows of K/V."""
-    return sum(
-        count
-        for mode in result["modes"].values()
-        for kind, count in mode.items()
-        if kind.startswith("differing")
-    )
+    """All differences of one check: tokens, rows of logits, rows of K/V."""
+    modes = [mode.items() for mode in result["modes"].values()]
+    return sum(count for mode in modes for kind, count in mode if kind.startswith("differing"))
 
 
 def width_1_summaries(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,28 +128,19 @@ def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
     if found["differences"]:
         wrong.append(f"not lossless: {found['differences']} differences from the oracles")
     fault = found["planted_fault"]
-    if fault["without"]["differences"]:
-        wrong.append(
-            f"not lossless at capacity {fault['capacity']}: "
-            f"{fault['without']['differences']} differences from the oracle"
-        )
-    if not fault["with"]["differences"]:
+    without, caught = (fault[half]["differences"] for half in ("without", "with"))
+    if without:
+        where = f"not lossless at capacity {fault['capacity']}"
+        wrong.append(f"{where}: {without} differences from the oracle")
+    if not caught:
         wrong.append("the planted fault was not caught: this check would not see a real one either")
-    short = {
-        length: count
-        for length, count in enumerate(found["replay_histogram"], start=1)
-        if count < args.min_count
-    }
+    counts = enumerate(found["replay_histogram"], start=1)
+    short = ", ".join(f"{length} ({count})" for length, count in counts if count < args.min_count)
     if short:
-        wrong.append(
-            f"acceptance lengths seen less than {args.min_count} times: "
-            + ", ".join(f"{length} ({count})" for length, count in short.items())
-        )
-    if found["distinct_tokens"] < args.min_distinct:
-        wrong.append(
-            f"the outputs have {found['distinct_tokens']} distinct tokens, "
-            f"less than {args.min_distinct}"
-        )
+        wrong.append(f"acceptance lengths seen less than {args.min_count} times: {short}")
+    distinct = found["distinct_tokens"]
+    if distinct < args.min_distinct:
+        wrong.append(f"the outputs have {distinct} distinct tokens, less than {args.min_distinct}")
     return wrong
 
 
@@ -192,9 +171,7 @@ def width_1_line(summary: dict[str, Any]) -> str:
     )
     if not s["sequences_that_differ"]:
         return line
-    before, wide, narrow = (
-        s[key] for key in ("equal_tokens_before", "nats_at_width_w", "nats_at_width_1")
-    )
+    before, wide, narrow = s["equal_tokens_before"], s["nats_at_width_w"], s["nats_at_width_1"]
     return (
         f"{line}; {s['first_differences_per_1000_tokens']:.2f} first differences in 1000 tokens, "
         f"after {before['least']} … {before['most']} (median {before['median']:g}); "
@@ -204,7 +181,7 @@ def width_1_line(summary: dict[str, Any]) -> str:
 
 
 def print_verdict(found: dict[str, Any]) -> None:
-    """Where it ran, and what it comes to."""
+    """Prints where the check ran, and its verdict."""
     versions = found["versions"]
     print(
         f"{found['device']}, jax {versions['jax']}, driver {versions['driver'] or 'none'}, "
@@ -222,7 +199,7 @@ def print_verdict(found: dict[str, Any]) -> None:
 
 
 def print_oracle(found: dict[str, Any]) -> None:
-    """The table, and what else was seen."""
+    """Prints the table of all modes, and the counts."""
     print(
         f"\n{'pair':<10} {'batch':>5} {'mode':<22} {'runs':>4} {'tokens':>8} {'logits rows':>11} "
         f"{'K/V rows':>9} {'τ':>6} {'differing: tokens':>18} {'logits':>7} {'K/V':>7}"

@@ -24,7 +24,7 @@ SHOWN = 3  # offences of a gate
 
 
 def programs(args: argparse.Namespace) -> dict[str, StepProgram]:
-    """What is compiled, by name: plain decoding and the pair's step at every batch size."""
+    """The programs to compile, by name: plain decoding and the pair's step at every batch size."""
     shape = model_shape(args.shape)
     found = {}
     for kind, models in (("plain", plain_models(shape)), ("step", pair_models(shape))):
@@ -56,12 +56,10 @@ def print_results(name: str, results: list[Result], seconds: float) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if jax.default_backend() != "gpu":
-        raise ValueError(
-            "this compiles for the NVIDIA GPU of this machine, and JAX sees none: "
-            "tests/proof/test_gates.py compiles for an H200 anywhere"
-        )
+        why = "this compiles for the NVIDIA GPU of this machine, and JAX sees none"
+        raise ValueError(f"{why}: tests/proof/test_gates.py compiles for an H200 anywhere")
     todo = programs(args)
-    leave_compilation_cache()  # the assembler says nothing of a program that is not compiled
+    leave_compilation_cache()  # the assembler reports only on a program that it compiles
     report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}
     models = next(iter(todo.values())).models
     report |= named(models.kernels) | {"programs": {}, "failed": 0}

@@ -32,12 +32,9 @@ class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ValueErrors like any other bad input."""
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
         super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            prog, None, description, epilog, formatter_class=layout, allow_abbrev=False
         )
         self.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
 
@@ -46,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is wanted: that takes longer than to print help."""
+    """Looks the version up only when it is needed: that takes longer than to print help."""
 
     def __call__(self, *_: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version
@@ -66,8 +63,8 @@ def run_command(
 ) -> int:
     """Parses, checks, runs and returns the exit code: the one place where errors become a line.
 
-    Adds the options that decide about JAX, and applies them before `body` touches a device.
-    `check` refuses options before anything slow is imported.
+    It adds the options about JAX and applies them before `body` touches a device. `check` refuses
+    options before anything slow is imported.
     """
     _quiet_libraries()
     _platform_options(parser)
@@ -105,7 +102,7 @@ def _not_installed(module: str) -> ValueError:
 
 
 def refused(prog: str, error: Exception) -> int:
-    """Prints what was wrong as one line; the exit code of bad input."""
+    """Prints what was wrong as one line, and returns the exit code of bad input."""
     print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
     return BAD_INPUT
 
@@ -114,9 +111,9 @@ def refused(prog: str, error: Exception) -> int:
 def first_interrupt(
     note: str = "\nstopping as soon as all is saved; Ctrl-C again stops at once\n",
 ) -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether Ctrl-C was pressed, which prints `note`.
+    """Yields a function that tells whether Ctrl-C was pressed; the first press prints `note`.
 
-    A second Ctrl-C interrupts as ever.
+    A second Ctrl-C interrupts as usual.
     """
     pressed = False
 
@@ -124,7 +121,7 @@ def first_interrupt(
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Not by print: what was interrupted may be in the middle of one.
+        # Not print: the interrupted code may be in the middle of one.
         os.write(2, note.encode())
 
     before = signal.signal(signal.SIGINT, press)
@@ -134,44 +131,34 @@ def first_interrupt(
         signal.signal(signal.SIGINT, before)
 
 
-def gpu_notice() -> str | None:
-    """A line for somebody whose GPU lies idle because JAX was installed without it."""
+def note_idle_gpu() -> None:
+    """Prints a line on stderr if a GPU lies idle because JAX was installed without it."""
     import jax
 
     if not _gpu_present() or jax.default_backend() != "cpu":
-        return None
+        return
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return "an NVIDIA GPU is present, but JAX_PLATFORMS=cpu keeps JAX on the CPU"
-    return (
-        "an NVIDIA GPU is present, but JAX sees only the CPU: install its CUDA build with "
-        "pip install -e '.[cuda12]' (or '.[cuda13]' for a CUDA 13 driver)"
-    )
+        why = "JAX_PLATFORMS=cpu keeps JAX on the CPU"
+    else:
+        why = (
+            "JAX sees only the CPU: install its CUDA build with "
+            "pip install -e '.[cuda12]' (or '.[cuda13]' for a CUDA 13 driver)"
+        )
+    print(f"an NVIDIA GPU is present, but {why}", file=sys.stderr)
 
 
 def _gpu_present() -> bool:
-    found = shutil.which("nvidia-smi") or any(Path(trace).exists() for trace in GPU_TRACES)
-    return bool(found)
+    return bool(shutil.which("nvidia-smi")) or any(Path(trace).exists() for trace in GPU_TRACES)
 
 
 def _platform_options(parser: Parser) -> None:
-    group = parser.add_argument_group("JAX (what the environment sets is kept)")
-    group.add_argument(
-        "--no-compilation-cache",
-        action="store_true",
-        help=f"compile anew; else programs are kept in {_cache_name()}",
-    )
-    group.add_argument(
-        "--no-cuda-graphs", action="store_true", help="launch GPU kernels one by one: slower"
-    )
-    group.add_argument(
-        "--memory-fraction",
-        type=float,
-        metavar="F",
-        help="of a GPU's memory that JAX may take, default 0.75",
-    )
-    group.add_argument(
-        "--no-preallocation", action="store_true", help="take GPU memory as needed, not at once"
-    )
+    add = parser.add_argument_group("JAX (what the environment sets is kept)").add_argument
+    cache = f"compile anew; else programs are kept in {_cache_name()}"
+    add("--no-compilation-cache", action="store_true", help=cache)
+    add("--no-cuda-graphs", action="store_true", help="launch GPU kernels one by one: slower")
+    part = "of a GPU's memory that JAX may take, default 0.75"
+    add("--memory-fraction", type=float, metavar="F", help=part)
+    add("--no-preallocation", action="store_true", help="take GPU memory as needed, not at once")
 
 
 def _cache_name() -> str:
@@ -193,9 +180,9 @@ def _configure(options: argparse.Namespace) -> None:
 
 
 def _quiet_libraries() -> None:
-    """What libraries say unasked would be a second line beside ours."""
+    """Silences what libraries would print as a second line beside ours."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    # gpu_notice says it better; and without a GPU a CUDA plugin that cannot start is no news.
+    # note_idle_gpu says it better; without a GPU a CUDA plugin that cannot start is no news.
     silent = logging.ERROR if _gpu_present() else logging.CRITICAL
     logging.getLogger("jax._src.xla_bridge").setLevel(silent)
     # When a write fails, Orbax's other tasks and threads fail too, after the error that it raises.

@@ -7,13 +7,12 @@ from jflash.io import convert_checkpoint
 
 
 def run(options: argparse.Namespace) -> None:
-    # When a disc is full, tensorstore still calls back into an event loop that Orbax has closed;
-    # Python would print that as an ignored exception below the one line that matters.
+    # On a full disk tensorstore still calls back into an event loop that Orbax has closed, and
+    # Python would print an ignored exception below the one line that matters.
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        convert_checkpoint(
-            options.source, options.destination, options.dtype, overwrite=options.overwrite
-        )
+        o = options
+        convert_checkpoint(o.source, o.destination, o.dtype, overwrite=o.overwrite)
     finally:
         sys.unraisablehook = before
     print(f"wrote {options.destination}")

@@ -1,16 +1,16 @@
-"""evaluate: a data set through the engine, to a folder of answers and what they amount to."""
+"""evaluate: a data set through the engine, to a folder of answers, their summary and plots."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jflash.cli.command import gpu_notice, require
-from jflash.cli.generate import configured, that_draw
+from jflash.cli.command import note_idle_gpu, require
+from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import drafter_name, sampling
+from jflash.cli.prompts import template_options
 from jflash.decoding import Decoding
 from jflash.device import describe_device, device_name
 from jflash.engine import STEPS_PER_CALL
@@ -32,33 +32,27 @@ from jflash.evals.evaluation import (
     longest_capacity,
     with_results,
 )
-from jflash.evals.folder import (
-    check_settings,
-    finished_answers,
-    open_folder,
-    read_answers,
-)
+from jflash.evals.folder import check_settings, finished_answers, open_folder, read_answers
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import differences, summarise
 from jflash.files import write_text
-from jflash.io import (
-    PairFiles,
-    encode_prompt,
-    load_weights,
-)
+from jflash.io import PairFiles, encode_prompt, load_weights
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
 from jflash.programs import Shape
 
 DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
+# Options that decide about the answers and their times.
+SETTINGS = (
+    *("batch", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "oracle"),
+    *("steps_per_call", "prompt_style", "few_shot", "system", "reasoning", "no_chat_template"),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a command will do, checked before a weight is read."""
+class Run(NamedTuple):
+    """A run of the command, checked before a weight is read."""
 
-    dataset: str
     files: PairFiles
     evaluation: Evaluation
     settings: dict[str, Any]
@@ -69,14 +63,12 @@ def run(options: argparse.Namespace) -> None:
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.steps_per_call is None:
         options.steps_per_call = STEPS_PER_CALL
-    todo = _prepare(options, name)
+    todo = _prepare(options)
     folder = options.output or Path(f"evaluation-{name}")
     if not options.overwrite:
         check_settings(folder, todo.settings)
     others = finished_answers(options.same_as, todo.settings) if options.same_as else []
-    notice = gpu_notice()
-    if notice:
-        print(notice, file=sys.stderr)
+    note_idle_gpu()
     _check_device(todo)
     with open_folder(folder, todo.settings, options.overwrite):
         _announce(folder, options.baseline)
@@ -91,38 +83,37 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit(DIFFERENT)
 
 
-def _problems(options: argparse.Namespace, name: str) -> list[Problem]:
-    examples = []
-    if options.few_shot:
-        examples = load_examples(name, options.few_shot, options.few_shot_data)
-    reference = options.reference_order
+def _problems(o: argparse.Namespace) -> list[Problem]:
+    examples = load_examples(o.dataset, o.few_shot, o.few_shot_data) if o.few_shot else []
+    shuffle, limit = o.shuffle, o.limit
+    if o.reference_order:
+        shuffle, limit = REFERENCE_SHUFFLE, REFERENCE_COUNT
     return load_problems(
-        name,
-        options.data,
-        style=options.prompt_style,
-        examples=examples,
-        shuffle=REFERENCE_SHUFFLE if reference else options.shuffle,
-        limit=REFERENCE_COUNT if reference else options.limit,
+        o.dataset, o.data, style=o.prompt_style, examples=examples, shuffle=shuffle, limit=limit
     )
 
 
-def _prepare(options: argparse.Namespace, name: str) -> Run:
+def _prepare(options: argparse.Namespace) -> Run:
     """Data, configs and tokenizer; ValueError for what the models cannot serve."""
-    way = sampling(options)
-    problems = _problems(options, name)
+    draws = sampling(options)
+    problems = _problems(options)
     files = configured(options, options.batch)
     tokenizer = files.target.tokenizer()
     decoding = Decoding(
-        sampling=way,
+        sampling=draws,
         max_new_tokens=options.max_new_tokens,
         stop_token_ids=files.target.stop_ids(tokenizer),
         seed=options.seed,
         oracle=options.oracle,
     )
-    files = that_draw(files, [decoding], options.draft_rule)
+    files = with_sampling(files, [decoding], options.draft_rule)
+
+    def encode(turns: Sequence[tuple[str, str]], text: str) -> list[int]:
+        return encode_prompt(tokenizer, text, history=turns, **template_options(options))
+
     evaluation = Evaluation(
         problems=problems,
-        encode=_encoder(options, tokenizer),
+        encode=encode,
         tokenizer=tokenizer,
         decoding=decoding,
         batch_size=options.batch,
@@ -130,40 +121,15 @@ def _prepare(options: argparse.Namespace, name: str) -> Run:
         ends=(NEXT_EXAMPLE,) if options.no_chat_template else (),
     )
     check_fits(evaluation, files.models)
-    return Run(
-        dataset=name,
-        files=files,
-        evaluation=evaluation,
-        settings=_settings(options, name, files, evaluation),
-    )
-
-
-def _encoder(
-    options: argparse.Namespace, tokenizer: Any
-) -> Callable[[Sequence[tuple[str, str]], str], list[int]]:
-    def encode(turns: Sequence[tuple[str, str]], text: str) -> list[int]:
-        return encode_prompt(
-            tokenizer,
-            text,
-            system=options.system,
-            reasoning=options.reasoning == "on",
-            chat_template=not options.no_chat_template,
-            history=turns,
-        )
-
-    return encode
+    return Run(files, evaluation, _settings(options, files, evaluation))
 
 
 def _settings(
-    options: argparse.Namespace, name: str, files: PairFiles, evaluation: Evaluation
+    options: argparse.Namespace, files: PairFiles, evaluation: Evaluation
 ) -> dict[str, Any]:
-    """What decides about the answers and their times; runs of other settings do not mix."""
-    same = (
-        *("batch", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "oracle"),
-        *("steps_per_call", "prompt_style", "few_shot", "system", "reasoning", "no_chat_template"),
-    )
+    """The identity of a run: the runs of other settings do not mix with it."""
     return {
-        "dataset": name,
+        "dataset": options.dataset,
         "target": options.target,
         "target_digest": checkpoint_digest(files.target.path),
         "drafter": drafter_name(options),
@@ -174,14 +140,14 @@ def _settings(
         "device": device_name(),
         "attention_backend": files.models.kernels.attention,
         "draft_rule": files.models.draft_rule,
-        **{option: getattr(options, option) for option in same},
+        **{option: getattr(options, option) for option in SETTINGS},
         "problems": len(evaluation.problems),
         "prompts": digest(evaluation),
     }
 
 
 def _drafter_digest(files: PairFiles) -> str | None:
-    """None without a drafter; of drawn weights the name says the seed."""
+    """None without a drafter; the name of random weights holds their seed."""
     if files.drafter is None:
         return None
     return checkpoint_digest(files.drafter.path, weights=files.drafter_seed is None)
@@ -206,16 +172,16 @@ def _evaluate(
     run: Run, folder: Path, options: argparse.Namespace, others: list[dict[str, Any]]
 ) -> dict[str, Any]:
     pair = load_weights(run.files, progress=sys.stderr.isatty())
-    width = pair.models.block_size
-    answers = answer_all(pair, run.evaluation, folder / "answers.jsonl")
+    width, evaluation = pair.models.block_size, run.evaluation
+    answers = answer_all(pair, evaluation, folder / "answers.jsonl")
     baseline = None
     if options.baseline:
         baseline = answer_all(
-            pair.plain(), run.evaluation, folder / "baseline.jsonl", turns_of=answers,
+            pair.plain(), evaluation, folder / "baseline.jsonl", turns_of=answers,
             room_for_width=width, name="plain decoding",
         )  # fmt: skip
     if options.execute:
-        results = execute_all(run.dataset, run.evaluation, answers, folder / "executed.jsonl")
+        results = execute_all(options.dataset, evaluation, answers, folder / "executed.jsonl")
         answers = with_results(answers, results)
     summary = {
         "settings": run.settings,
@@ -223,11 +189,10 @@ def _evaluate(
         **summarise(answers, width, baseline, batch_size=options.batch),
     }
     if others:
-        summary["same_as"] = {
-            "folder": str(options.same_as),
-            "answers": len(answers),
-            **differences(answers, others, "other_token"),
-        }
-    write_text(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    write_plots(folder, summary, f"{run.dataset}, {Path(options.target).name}, block {width}")
+        compared = differences(answers, others, "other_token")
+        of = {"folder": str(options.same_as), "answers": len(answers)}
+        summary["same_as"] = of | compared
+    text = json.dumps(summary, indent=1, allow_nan=False)
+    write_text(folder / "summary.json", text + "\n")
+    write_plots(folder, summary, f"{options.dataset}, {Path(options.target).name}, block {width}")
     return summary

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import json
 import os
 import sys
 import time
@@ -13,38 +12,32 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from jflash.cli.command import gpu_notice
+from jflash.cli.command import note_idle_gpu
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.prompts import Prompt, encode, read_prompts
-from jflash.cli.results import Setup, batch_statistics, describe, record, statistics
+from jflash.cli.results import Setup, batch_statistics, describe, json_line, record, statistics
 from jflash.decoding import Decoding
 from jflash.files import whole_file
-from jflash.generate import (
-    Generation,
-    Pair,
-    check_request,
-    generate,
-    models_for,
-    stream,
-)
-from jflash.io import (
-    PairFiles,
-    configure_pair,
-    load_weights,
-)
+from jflash.generate import Generation, Pair, check_request, generate, models_for, stream
+from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
 from jflash.row_choice import with_rows
 
 
 class Job(NamedTuple):
-    """A request that fits its models, known before a weight is read."""
+    """Requests that fit their models, known before a weight is read."""
 
     files: PairFiles
     tokenizer: Any  # None if the target has none: ids in, ids out
     prompts: list[list[int]]
     decodings: list[Decoding]  # each prompt's
+
+    def text(self, generation: Generation, stops: list[str]) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return before_stop(decode(self.tokenizer, generation.token_ids), stops)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -57,9 +50,9 @@ def run(options: argparse.Namespace) -> None:
     _check_device(options, job, 1)
     pair, setup = _load(options, job.files)
     if options.json:
-        [generation] = generate(pair, job.prompts, job.decodings)
-        own = job.decodings[0].sampling
-        print(_as_json(record(generation, _text(job, generation, options.stop), setup, own)))
+        [result] = generate(pair, job.prompts, job.decodings)
+        [decoding] = job.decodings
+        print(json_line(record(result, job.text(result, options.stop), setup, decoding.sampling)))
     else:
         _live(options, job, pair, setup)
 
@@ -67,20 +60,19 @@ def run(options: argparse.Namespace) -> None:
 def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     """Configs and tokenizer, the prompts as ids; ValueError for what the models cannot serve."""
     files = configured(options, min(options.batch_size, len(prompts)))
-    wanted = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
-    tokenizer = files.target.tokenizer() if wanted or files.target.has_tokenizer() else None
-    own_stops = [] if options.ignore_eos else files.target.stop_ids(tokenizer)
-    stops = list(dict.fromkeys([*own_stops, *options.stop_token_ids]))
+    needed = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
+    tokenizer = files.target.tokenizer() if needed or files.target.has_tokenizer() else None
+    stops = [] if options.ignore_eos else files.target.stop_ids(tokenizer)
     decoding = Decoding(
         max_new_tokens=options.max_new_tokens,
-        stop_token_ids=tuple(stops),
+        stop_token_ids=tuple(dict.fromkeys([*stops, *options.stop_token_ids])),
         seed=options.seed,
         oracle=options.oracle,
         stop_when=stop_at_text(tokenizer, options.stop) if options.stop else None,
     )
     decodings = [replace(decoding, sampling=prompt.sampling) for prompt in prompts]
     # All batches of a run share one program, or a greedy prompt would meet two.
-    files = that_draw(files, decodings, options.draft_rule)
+    files = with_sampling(files, decodings, options.draft_rule)
     ids = []
     for prompt in prompts:
         try:
@@ -101,17 +93,15 @@ def configured(options: argparse.Namespace, batch: int) -> PairFiles:
     return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 
 
-def that_draw(files: PairFiles, decodings: Sequence[Decoding], rule: str | None) -> PairFiles:
-    """The pair compiled so that it can serve these requests; None: its draft rule as it is."""
+def with_sampling(files: PairFiles, decodings: Sequence[Decoding], rule: str | None) -> PairFiles:
+    """The pair compiled so that it can serve these requests; None leaves its draft rule."""
     models = models_for(files.models, decodings)
     return replace(files, models=models if rule is None else replace(models, draft_rule=rule))
 
 
 def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:
-    """The cache slots a sequence gets; ValueError if so many take more memory than there is."""
-    notice = gpu_notice()
-    if notice:
-        print(notice, file=sys.stderr)
+    """The cache slots of a sequence; ValueError if the batch takes more memory than there is."""
+    note_idle_gpu()
     longest = max(map(len, job.prompts))
     return check_decoding(job.files.models, batch, longest, options.max_new_tokens)
 
@@ -137,7 +127,10 @@ def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> No
             last = chunk.generation
             yield chunk
 
-    for step, piece in enumerate(texts(chunks(), _decoder(job), options.stop)):
+    as_text = _ids_as_text
+    if job.tokenizer is not None:
+        as_text = functools.partial(decode, job.tokenizer)
+    for step, piece in enumerate(texts(chunks(), as_text, options.stop)):
         print(paint(piece, step, colour) if options.show_steps else piece, end="", flush=True)
     print(flush=True)
     assert first is not None and last is not None
@@ -154,18 +147,18 @@ def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[s
     batches = []
     with tqdm(total=len(prompts), desc="decoding", unit="prompt", file=sys.stderr) as bar:
         for begin in range(0, len(prompts), size):
-            batch = job.prompts[begin : begin + size]
-            decodings = job.decodings[begin : begin + size]
-            missing = size - len(batch)  # decodes no longer than the real one
+            part = slice(begin, begin + size)
+            ids, decodings = job.prompts[part], job.decodings[part]
+            missing = size - len(ids)  # copies of the last prompt, which decode no longer than it
             results = generate(
-                pair, batch + [batch[-1]] * missing, decodings + [decodings[-1]] * missing,
+                pair, ids + ids[-1:] * missing, decodings + decodings[-1:] * missing,
                 first_index=begin, capacity=capacity,
-            )[: len(batch)]  # fmt: skip
+            )[: len(ids)]  # fmt: skip
             batches.append(results)
-            for prompt, result in zip(prompts[begin : begin + size], results, strict=True):
-                own = record(result, _text(job, result, options.stop), setup, prompt.sampling)
-                write(_as_json((prompt.extra or {}) | own))
-            bar.update(len(batch))
+            for prompt, result in zip(prompts[part], results, strict=True):
+                line = record(result, job.text(result, options.stop), setup, prompt.sampling)
+                write(json_line((prompt.extra or {}) | line))
+            bar.update(len(ids))
     print(batch_statistics(batches, setup), file=sys.stderr)
 
 
@@ -175,17 +168,5 @@ def use_colour() -> bool:
     return sys.stdout.isatty() and not plain
 
 
-def _decoder(job: Job) -> Callable[[list[int]], str]:
-    if job.tokenizer is None:
-        return lambda ids: "".join(f"{i} " for i in ids)
-    return functools.partial(decode, job.tokenizer)
-
-
-def _text(job: Job, generation: Generation, stops: list[str]) -> str | None:
-    if job.tokenizer is None:
-        return None
-    return before_stop(decode(job.tokenizer, generation.token_ids), stops)
-
-
-def _as_json(value: dict[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False)
+def _ids_as_text(ids: list[int]) -> str:
+    return "".join(f"{i} " for i in ids)

@@ -1,4 +1,4 @@
-"""Text as it arrives: whole characters only, nothing of a stop text, each step's part apart."""
+"""Text as it arrives, step by step: whole characters only, and nothing of a stop text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,9 +12,9 @@ RESET = "\033[0m"
 def texts(
     chunks: Iterable[Chunk], decode: Callable[[list[int]], str], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What each chunk adds to the text, empty if only half a character or what may become a stop.
+    """The text that each chunk adds; empty for half a character or the possible start of a stop.
 
-    Joined it is the decoded whole, cut before the first stop.
+    The parts join to the decoded whole, cut before the first stop.
     """
     text = Incremental(decode, stops)
     for chunk in chunks:
@@ -22,7 +22,7 @@ def texts(
 
 
 def paint(piece: str, step: int, colour: bool) -> str:
-    """A step's text in one of two colours, or in brackets; step 0 is the prefill, which is none."""
+    """A step's text in one of two colours, or in brackets; step 0, the prefill, is plain."""
     if step == 0:
         return piece
     if not colour:

@@ -1,12 +1,13 @@
 """`jflash COMMAND …`, and the scripts, each of which is one command under its older name.
 
-A command is two modules of one name: jflash.cli.options.NAME has its options and what they may be,
-and is imported to print help or to refuse; jflash.cli.NAME does the work, and imports JAX.
+A command is two modules of one name. jflash.cli.options.NAME declares and checks its options, and
+help and refusals import nothing else; jflash.cli.NAME does the work, and imports JAX.
 """
 
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from jflash.cli.command import Parser, refused, run_command
 
@@ -21,17 +22,17 @@ COMMANDS = {
     "make-prompts": "collect prompts to train a drafter on",
     "train": "train a drafter for a target",
     "benchmark": "step times of a pair",
-    "bench-kernels": "times of kernels on their own",
+    "bench-kernels": "times of kernels by themselves",
     "bench-rows": "tokens a second by the rows that a step verifies",
     "check-lossless": "compare speculative decoding with plain decoding, bit for bit",
     "check-logits": "compare the logits of a pass with float32's",
     "check-program": "compile the step for this GPU and look at it",
 }
-BODIES = {"eval-gsm8k": "evaluate"}  # of a command whose work is another's
+BODIES = {"eval-gsm8k": "evaluate"}  # a command that shares the work of another
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console command: the first argument names the command, the rest is its own."""
+    """The console command: the first argument names the command, the others are its arguments."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return run(argv[0], argv[1:], f"jflash {argv[0]}")
@@ -44,28 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs one command and returns its exit code; argv None: the process's own."""
-    options = importlib.import_module(f"jflash.cli.options.{_module(name)}")
+    """Runs one command and returns its exit code; argv None means the process's arguments."""
+    options = _module(f"options.{name}")
     parser = options.make_parser(prog) if prog else options.make_parser()
-
-    def body(args) -> None:
-        importlib.import_module(f"jflash.cli.{_module(BODIES.get(name, name))}").run(args)
-
-    return run_command(parser, body, argv, options.check)
+    return run_command(
+        parser, lambda args: _module(BODIES.get(name, name)).run(args), argv, options.check
+    )
 
 
-def _module(name: str) -> str:
-    return name.replace("-", "_")
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"jflash.cli.{name.replace('-', '_')}")
 
 
 def _parser() -> Parser:
     width = max(map(len, COMMANDS)) + 2
     listed = "\n".join(f"  {name:<{width}}{what}" for name, what in COMMANDS.items())
-    parser = Parser(
-        "jflash",
-        "DFlash speculative decoding in JAX.",
-        epilog=f"commands:\n{listed}\n\nOptions of one: jflash COMMAND --help",
-    )
+    epilog = f"commands:\n{listed}\n\nOptions of one: jflash COMMAND --help"
+    parser = Parser("jflash", "DFlash speculative decoding in JAX.", epilog)
     parser.add_argument("command", metavar="COMMAND", choices=tuple(COMMANDS))
     return parser
 

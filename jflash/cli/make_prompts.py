@@ -30,31 +30,27 @@ from jflash.training.self_written import write_prompts
 
 
 def from_files(args: argparse.Namespace) -> list[Prompt]:
-    found = gsm8k_prompts(args.gsm8k_train, args.variants, args.seed) if args.gsm8k_train else []
-    for file in args.self_instruct:
-        found += self_instruct_prompts(file)
-    if args.svamp:
-        found += svamp_prompts(args.svamp)
-    for file in args.questions:
-        found += question_prompts(file)
-    return found
+    prompts = gsm8k_prompts(args.gsm8k_train, args.variants, args.seed) if args.gsm8k_train else []
+    for read, files in (
+        (self_instruct_prompts, args.self_instruct),
+        (svamp_prompts, filter(None, [args.svamp])),
+        (question_prompts, args.questions),
+    ):
+        prompts += [prompt for file in files for prompt in read(file)]
+    return prompts
 
 
 def self_written(args: argparse.Namespace) -> list[Prompt]:
-    """What the target writes; its turns stay beside the output, so that a killed run goes on."""
+    """The target's user turns; they stay beside the output, so that a killed run goes on."""
     checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
     target, params = load_target(checkpoint, progress=True)
     tokenizer = checkpoint.tokenizer()
     models = with_backends(Models(target), target.config.dtype, jax.devices()[0])
-    decoding = Decoding(
-        max_new_tokens=args.max_new_tokens,
-        stop_token_ids=checkpoint.stop_ids(tokenizer),
-        sampling=sampling,
-        seed=args.seed,
-    )
+    new, stops = args.max_new_tokens, checkpoint.stop_ids(tokenizer)
+    decoding = Decoding(max_new_tokens=new, stop_token_ids=stops, sampling=sampling, seed=args.seed)
     systems = args.system or [None]
     written_by = (args.written_by, checkpoint_digest(checkpoint.path))
-    made_with = repr((written_by, systems, asdict(sampling), args.seed, args.max_new_tokens))
+    made_with = repr((written_by, systems, asdict(sampling), args.seed, new))
     digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     return write_prompts(
@@ -66,16 +62,16 @@ def self_written(args: argparse.Namespace) -> list[Prompt]:
 
 def run(args: argparse.Namespace) -> None:
     tests = questions_of_tests(args.exclude_test)
-    found = from_files(args)
+    collection = from_files(args)
     if args.written_by:
         written = self_written(args)
         print(f"{len(written)} of {args.count} user turns are worth asking")
-        found += written
-    if not found:
+        collection += written
+    if not collection:
         raise ValueError("no source gave a prompt: nothing to write")
-    prompts, asked = collected(found, tests)
+    prompts, excluded = collected(collection, tests)
     if not prompts:
-        raise ValueError(f"all {len(found)} prompts are test questions: nothing is left")
+        raise ValueError(f"all {len(collection)} prompts are test questions: nothing is left")
     random.Random(args.seed).shuffle(prompts)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(args.output) as part, part.open("w", encoding="utf-8") as out:
@@ -83,4 +79,4 @@ def run(args: argparse.Namespace) -> None:
             out.write(json.dumps({"prompt": text, "source": source}, ensure_ascii=False) + "\n")
     counts = ", ".join(f"{n} {source}" for source, n in Counter(p.source for p in prompts).items())
     print(f"{args.output}: {len(prompts)} prompts ({counts})")
-    print(f"{asked} left out as questions of {len(args.exclude_test)} test set(s)")
+    print(f"{excluded} left out as questions of {len(args.exclude_test)} test set(s)")

@@ -1,8 +1,9 @@
-"""What a run says of itself: the JSON object of one generation, and lines of statistics."""
+"""The report of a run: the JSON object of one generation, and lines of statistics."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,41 +21,32 @@ RESULT_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(NamedTuple):
     """What all generations of a run share."""
 
-    target: str
-    drafter: str
-    block_size: int
-    dtype: str
-    device: str
-    attention_backend: str
-    draft_rule: str
-    seed: int
+    shared: dict[str, Any]  # entries of every generation's object
     load_seconds: float
 
 
 def describe(pair: Pair, target: str, drafter: str, seed: int, load_seconds: float) -> Setup:
     """The setup of a loaded pair; `target` and `drafter` as the user named them."""
-    return Setup(
-        target=target,
-        drafter=drafter,
-        block_size=pair.models.block_size,
-        dtype=pair.models.dtype,
-        device=jax.devices()[0].device_kind,
-        attention_backend=pair.models.kernels.attention,
-        draft_rule=pair.models.draft_rule,
-        seed=seed,
-        load_seconds=load_seconds,
-    )
+    shared = {
+        "target": target,
+        "drafter": drafter,
+        "block_size": pair.models.block_size,
+        "dtype": pair.models.dtype,
+        "device": jax.devices()[0].device_kind,
+        "attention_backend": pair.models.kernels.attention,
+        "seed": seed,
+        "draft_rule": pair.models.draft_rule,
+    }
+    return Setup(shared, load_seconds)
 
 
 def record(
     generation: Generation, text: str | None, setup: Setup, sampling: Sampling
 ) -> dict[str, Any]:
     """The JSON object of one generation: RESULT_KEYS, no NaN; text is None without a tokenizer."""
-    seconds = generation.seconds
     result = {
         "text": text,
         "token_ids": generation.token_ids,
@@ -64,25 +56,18 @@ def record(
         "acceptance_lengths": generation.acceptance_lengths,
         "mean_acceptance_length": generation.mean_acceptance_length,
         "finish_reason": generation.finish_reason,
-        "seconds": {
-            "load": setup.load_seconds,
-            "compile": seconds.compile,
-            "prefill": seconds.prefill,
-            "decode": seconds.decode,
-        },
+        "seconds": {"load": setup.load_seconds} | asdict(generation.seconds),
         "tokens_per_second": tokens_per_second([generation]),
-        "target": setup.target,
-        "drafter": setup.drafter,
-        "block_size": setup.block_size,
-        "dtype": setup.dtype,
-        "device": setup.device,
-        "attention_backend": setup.attention_backend,
+        **setup.shared,
         "sampling": asdict(sampling),
-        "seed": setup.seed,
-        "draft_rule": setup.draft_rule,
     }
     assert result.keys() == RESULT_KEYS
     return result
+
+
+def json_line(result: dict[str, Any], missing: int = 0) -> str:
+    """A result as one line without NaN; `missing` cases are still to come, and it names them."""
+    return json.dumps(result | ({"missing_cases": missing} if missing else {}), allow_nan=False)
 
 
 def tokens_per_second(batch: Sequence[Generation]) -> float | None:
@@ -92,17 +77,14 @@ def tokens_per_second(batch: Sequence[Generation]) -> float | None:
 
 
 def statistics(generation: Generation, setup: Setup, first_token_seconds: float) -> str:
-    """One generation in a line; what was spent on loading and compiling is shown apart."""
-    return " · ".join(
-        [
-            f"{len(generation.token_ids)} tokens",
-            f"{generation.steps} steps",
-            f"τ {number(generation.mean_acceptance_length)}",
-            f"{number(tokens_per_second([generation]))} tokens/s",
-            f"first token after {first_token_seconds:.3f} s "
-            f"(beside load {setup.load_seconds:.1f} s, compile {generation.seconds.compile:.1f} s)",
-            _where(setup),
-        ]
+    """One generation in a line, with the seconds of loading and compiling by themselves."""
+    return (
+        f"{len(generation.token_ids)} tokens · {generation.steps} steps · "
+        f"τ {number(generation.mean_acceptance_length)} · "
+        f"{number(tokens_per_second([generation]))} tokens/s · "
+        f"first token after {first_token_seconds:.3f} s "
+        f"(beside load {setup.load_seconds:.1f} s, compile {generation.seconds.compile:.1f} s) · "
+        f"{_where(setup)}"
     )
 
 
@@ -114,23 +96,18 @@ def batch_statistics(batches: Sequence[Sequence[Generation]], setup: Setup) -> s
     steps = sum(generation.steps for generation in everything)
     means = [g.mean_acceptance_length for g in everything if g.mean_acceptance_length is not None]
     decode = sum(batch[0].seconds.decode for batch in batches)
-    return " · ".join(
-        [
-            f"{len(everything)} prompts",
-            f"{tokens} tokens",
-            f"{steps} steps",
-            f"τ {number(accepted / steps if steps else None)} over all steps, "
-            f"{number(sum(means) / len(means) if means else None)} as the mean of prompts",
-            f"{number(accepted / decode if steps else None)} tokens/s",
-            f"load {setup.load_seconds:.1f} s, "
-            f"compile {sum(batch[0].seconds.compile for batch in batches):.1f} s",
-            _where(setup),
-        ]
+    return (
+        f"{len(everything)} prompts · {tokens} tokens · {steps} steps · "
+        f"τ {number(accepted / steps if steps else None)} over all steps, "
+        f"{number(sum(means) / len(means) if means else None)} as the mean of prompts · "
+        f"{number(accepted / decode if steps else None)} tokens/s · "
+        f"load {setup.load_seconds:.1f} s, "
+        f"compile {sum(batch[0].seconds.compile for batch in batches):.1f} s · {_where(setup)}"
     )
 
 
 def _where(setup: Setup) -> str:
+    s = setup.shared
     return (
-        f"{setup.device}, {setup.dtype}, attention {setup.attention_backend}, "
-        f"block {setup.block_size}"
+        f"{s['device']}, {s['dtype']}, attention {s['attention_backend']}, block {s['block_size']}"
     )

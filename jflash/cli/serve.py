@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from jflash.cli.command import gpu_notice, require
-from jflash.cli.generate import configured, that_draw
+from jflash.cli.command import note_idle_gpu, require
+from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import sampling
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.io import PairFiles, load_weights
@@ -74,12 +74,10 @@ def _service(options: argparse.Namespace):
     from jflash.server.service import Service
 
     files = configured(options, batch=options.max_batch)
-    files = that_draw(files, [Decoding()], options.draft_rule)
+    files = with_sampling(files, [Decoding()], options.draft_rule)
     tokenizer = files.target.tokenizer()
     stop_ids = files.target.stop_ids(tokenizer)
-    notice = gpu_notice()
-    if notice:
-        print(notice, file=sys.stderr)
+    note_idle_gpu()
     context = _context(options, files)
     check_decoding(files.models, options.max_batch, context - 1, 1)
     pair = load_weights(files, progress=sys.stderr.isatty())

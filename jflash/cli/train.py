@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jflash.acceptance import is_looping
 from jflash.backends import with_backends
 from jflash.cli.command import INTERRUPTED, first_interrupt
 from jflash.cli.options.train import (
+    SECOND,
     answer_samplings,
     drafter_form,
     train_config,
@@ -59,7 +61,7 @@ MEASURED_TOKENS = 32  # of each answer in a dry run
 
 
 class Prepared(NamedTuple):
-    """What a training begins with, all of it checked."""
+    """The checked inputs of a training."""
 
     target: Target
     params: Any
@@ -76,45 +78,32 @@ class Prepared(NamedTuple):
 
 
 def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
+    """The config of --init-from's drafter, or of a new one in the form of the options."""
     form = drafter_form(args)
     if args.init_from is not None:
         source = open_checkpoint(args.init_from)
         drafter = pair_models(args.target, source).drafter
         assert drafter is not None
         if source.path.resolve() == args.output.resolve():
-            raise ValueError(
-                f"{source.path} would be replaced by its own training: another --output"
-            )
+            why = f"{source.path} would be replaced by its own training: another --output"
+            raise ValueError(why)
         source.check(drafter.config)
         return drafter.config
-    mask = form.mask_token_id
-    if mask is None:
+    if form["mask_token_id"] is None:
         mask = default_mask_token_id(tokenizer, target.config.vocab_size)
         name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
         print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
-    config = drafter_config_for(
-        target.config,
-        num_layers=form.num_layers,
-        block_size=form.block_size,
-        mask_token_id=mask,
-        target_layer_ids=form.target_layer_ids,
-        intermediate_size=form.intermediate_size,
-    )
-    if form.drafter == "dflash":
-        return config
-    return second_version(
-        config,
-        conv_kernel_size=form.conv_kernel_size,
-        conv_group_size=form.conv_group_size,
-        selector_rank=form.selector_rank,
-        selector_top_k=form.selector_top_k,
-    )
+        form["mask_token_id"] = mask
+    version = form.pop("drafter")
+    second = {name: form.pop(name) for name in SECOND}
+    config = drafter_config_for(target.config, **form)
+    return config if version == "dflash" else second_version(config, **second)
 
 
 def answered(args: argparse.Namespace, prepared: Prepared, work: Path) -> list[Conversation] | None:
-    """The conversations to learn, answers made now or by an earlier call for the same data.
+    """The conversations to learn, with answers of this call or of an earlier one for the same data.
 
-    None while other processes have answers to make.
+    It returns None while other processes have answers to make.
     """
     records, stops, samplings = prepared.records, prepared.stops, answer_samplings(args)
     seed = args.seed if any(s.temperature for s in samplings) else 0
@@ -124,33 +113,35 @@ def answered(args: argparse.Namespace, prepared: Prepared, work: Path) -> list[C
     file = work / f"answers-{digest}.npz"
     if file.exists():
         return load_conversations(file)
-    asked = [r.prompt_ids for r in records if not r.answer_ids]
+    prompts = [r.prompt_ids for r in records if not r.answer_ids]
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops, seed=seed)
-    answers = [] if not asked else answer_into(
-        work, f"answers-{digest}", prepared.pair, asked,
-        [replace(decoding, sampling=sampling) for sampling in samplings],
-        batch_size=args.answer_batch, share=args.answer_part,
-    )  # fmt: skip
+    decodings = [replace(decoding, sampling=sampling) for sampling in samplings]
+    answers: list[list[int]] | None = []
+    if prompts:
+        answers = answer_into(
+            work, f"answers-{digest}", prepared.pair, prompts, decodings,
+            batch_size=args.answer_batch, share=args.answer_part,
+        )  # fmt: skip
     if answers is None:
         return None
-    per = len(samplings)
-    made = iter([answers[i : i + per] for i in range(0, len(answers), per)])
-    found = [
+    made = iter(answers)
+    conversations = [
         Conversation(r.prompt_ids, answer)
         for r in records
-        for answer in ([r.answer_ids] if r.answer_ids else next(made))
+        for answer in ([r.answer_ids] if r.answer_ids else islice(made, len(samplings)))
     ]
-    save_conversations(file, found)
-    return found
+    save_conversations(file, conversations)
+    return conversations
 
 
-def without_loops(found: list[Conversation], keep: bool) -> list[Conversation]:
-    """Answers that repeat themselves are easy to foresee: they would teach loops."""
-    ended = found if keep else [c for c in found if not is_looping(c.answer_ids)]
+def without_loops(conversations: list[Conversation], keep: bool) -> list[Conversation]:
+    """Leaves out answers that repeat themselves: they are easy to foresee, and teach loops."""
+    count = len(conversations)
+    ended = conversations if keep else [c for c in conversations if not is_looping(c.answer_ids)]
     if not ended:
-        raise ValueError(f"all {len(found)} answers repeat themselves: --keep-looping learns them")
-    if len(ended) < len(found):
-        print(f"{len(found) - len(ended)} of {len(found)} answers repeat themselves: left out")
+        raise ValueError(f"all {count} answers repeat themselves: --keep-looping learns them")
+    if len(ended) < count:
+        print(f"{count - len(ended)} of {count} answers repeat themselves: left out")
     return ended
 
 
@@ -181,25 +172,23 @@ def dry_run(args: argparse.Namespace, training: TrainConfig, prepared: Prepared)
 
 
 def evaluation_for(
-    args: argparse.Namespace, prepared: Prepared, found: list[Conversation]
+    args: argparse.Namespace, prepared: Prepared, learnt: list[Conversation]
 ) -> tuple[list[Conversation], Evaluation | None]:
-    """What is left to learn, and the look at what is not: the held out, or else some of `found`."""
+    """The conversations to learn, and the evaluation on prompts held out or taken from them."""
     held = prepared.held
-    if not args.eval_every:
-        return found, None
-    if not held:
-        different = len({tuple(c.prompt_ids) for c in found})
+    if args.eval_every and not held:
+        different = len({tuple(c.prompt_ids) for c in learnt})
         count = min(64, different // 20) if args.held_out is None else args.held_out
-        found, held = split_held_out(found, count, args.seed)
-    if not held:
-        return found, None
+        learnt, held = split_held_out(learnt, count, args.seed)
+    if not args.eval_every or not held:
+        return learnt, None
     print(f"τ on {len(held)} prompts every {args.eval_every} steps")
     evaluation = held_out_evaluation(
         prepared.target, prepared.params, prepared.config, [h.prompt_ids for h in held],
         every=args.eval_every, batch_size=args.eval_batch,
         decoding=Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=prepared.stops),
     )  # fmt: skip
-    return found, evaluation
+    return learnt, evaluation
 
 
 def run(args: argparse.Namespace) -> None:
@@ -222,7 +211,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
     records = read_prompts(args, tokenizer, target, stops)
     held = read_held_out(args, tokenizer, target)
     if args.eval_every and args.held_out and not held:
-        split_held_out(records, args.held_out, args.seed)  # too many: said before answers are made
+        split_held_out(records, args.held_out, args.seed)  # refuses too many, before the answers
     dtype = default_dtype()
     models = with_backends(Models(target), dtype, jax.devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
@@ -289,7 +278,7 @@ def out_of_time(minutes: float | None, begin: float) -> bool:
 
 def report(output: Path, history: list[dict[str, Any]]) -> None:
     last = history[-1]
-    told = f"loss {last['loss']:.3f}, acceptance length {last['acceptance_length']:.2f} in training"
+    text = f"loss {last['loss']:.3f}, acceptance length {last['acceptance_length']:.2f} in training"
     if "tau" in last:
-        told += f"; τ {last['tau']:.2f} on prompts that it did not learn"
-    print(f"{output}: {told}")
+        text += f"; τ {last['tau']:.2f} on prompts that it did not learn"
+    print(f"{output}: {text}")

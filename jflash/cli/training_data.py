@@ -1,4 +1,4 @@
-"""The prompts that train_drafter.py learns and looks at, read and checked before anything runs."""
+"""The prompts that train_drafter.py learns and evaluates, read and checked before anything runs."""
 
 import argparse
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def prompt_encoder(args: argparse.Namespace, tokenizer: Any) -> Callable[[str], 
 def read_prompts(
     args: argparse.Namespace, tokenizer: Any, target: Target, stops: list[int]
 ) -> list[Conversation]:
-    """The data's conversations that fit, answers only if the data's are kept."""
+    """The data's conversations that fit, without answers unless --keep-answers."""
 
     def encode_answer(text: str) -> list[int]:
         if tokenizer is None:
@@ -36,24 +36,24 @@ def read_prompts(
     records = read_records(args.data, prompt_encoder(args, tokenizer), encode_answer, vocab_size)
     if not args.keep_answers:
         records = [Conversation(r.prompt_ids, []) for r in records]
-    return those_that_fit(args.data, records, min(args.row_length, prompt_room(args, target)))
+    return without_too_long(args.data, records, min(args.row_length, prompt_room(args, target)))
 
 
 def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> list[Conversation]:
     """The prompts of --eval-prompts that fit, if it names any."""
     if not args.eval_prompts:
         return []
-    encode, vocab_size = prompt_encoder(args, tokenizer), target.config.vocab_size
-    records = read_records(args.eval_prompts, encode, lambda text: [], vocab_size)
-    return those_that_fit(args.eval_prompts, records, prompt_room(args, target))
+    encode = prompt_encoder(args, tokenizer)
+    records = read_records(args.eval_prompts, encode, lambda _: [], target.config.vocab_size)
+    return without_too_long(args.eval_prompts, records, prompt_room(args, target))
 
 
 def prompt_room(args: argparse.Namespace, target: Target) -> int:
-    """The target's positions without an answer's, but for its first."""
+    """The longest prompt that leaves the target's positions for an answer."""
     return target.config.max_position_embeddings - args.max_new_tokens + 1
 
 
-def those_that_fit(file: Path, records: list[Conversation], longest: int) -> list[Conversation]:
+def without_too_long(file: Path, records: list[Conversation], longest: int) -> list[Conversation]:
     try:
         records, dropped = without_long(records, longest)
     except ValueError as error:

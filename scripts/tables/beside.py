@@ -6,22 +6,25 @@ numbers and jflash's of that run stand together and are never mixed with those o
 
 from typing import Any
 
-from tables.cells import Result, ms, pairs_of, table
+from tables.cells import Result, ms, pairs_of, table, with_key
 from tables.losslessness import checks_of, compared_tokens
+
+WHO = ("jflash", "vllm")
 
 
 def summary(results: list[Result]) -> str:
     """README's table: steps and a real pair beside other code, and what was compared."""
-    rows: list[list[str]] = []
+    rows: list[list[Any]] = []
     used: list[dict[str, Any]] = []
-    for case in vllm_cases(results):
-        other, steps, pair = vllm_name(case), case["beside_vllm"]["steps"], pair_of(case)
+    for case in with_key(results, "beside_vllm"):
+        other = f"vLLM {case['versions']['vllm']}"
+        steps, pair = case["beside_vllm"]["steps"], case["beside_vllm"]["pair"]
         for label, part in (("plain", "plain"), ("DFlash", "step")):
             batches = list(steps["ms"][part]["jflash"])
             rows.append([
                 f"{label} step, {steps['shape']}, context {steps['context']}, "
                 f"batch {' / '.join(batches)}",
-                *(joined(steps["ms"][part][who], batches, ".2f") + " ms" for who in WHO),
+                *(joined(steps["ms"][part][who], batches) + " ms" for who in WHO),
                 other,
             ])  # fmt: skip
         speeds = pair["tokens_per_second"]
@@ -58,7 +61,7 @@ def summary(results: list[Result]) -> str:
 
 def vllm(results: list[Result]) -> str:
     """Steps of jflash and of vLLM by batch: milliseconds, their ratio, the floor."""
-    rows, cases = [], vllm_cases(results)
+    rows, cases = [], with_key(results, "beside_vllm")
     for case in cases:
         steps = case["beside_vllm"]["steps"]
         for label, part in (("plain", "plain"), ("DFlash", "step")):
@@ -82,35 +85,18 @@ def reference(results: list[Result]) -> str:
         versions = f"dflash {theirs['versions']['dflash']}, torch {theirs['versions']['torch']}"
         for label, part, a in (("plain", "plain", "plain"), ("DFlash step", "dflash", "step")):
             milliseconds = theirs[part]["ms_per_step"]
-            rows.append(
-                [f"{case['shape']}, {label}", f"{milliseconds:.1f}", ms(case[a]),
-                 f"{ratio[a]:.1f} ×", versions]
-            )  # fmt: skip
+            step, theirs_ms = f"{case['shape']}, {label}", f"{milliseconds:.1f}"
+            rows.append([step, theirs_ms, ms(case[a]), f"{ratio[a]:.1f} ×", versions])
         cases.append(case)
     return table(["batch 1, ms", "PyTorch", "jflash", "ratio", "versions"], rows, cases)
 
 
-WHO = ("jflash", "vllm")
-
-
-def vllm_cases(results: list[Result]) -> list[dict[str, Any]]:
-    return [r.content | {"file": r.name} for r in results if "beside_vllm" in r.content]
-
-
-def vllm_name(case: dict[str, Any]) -> str:
-    return f"vLLM {case['versions']['vllm']}"
-
-
-def pair_of(case: dict[str, Any]) -> dict[str, Any]:
-    return case["beside_vllm"]["pair"]
-
-
-def joined(times: dict[str, float], batches: list[str], form: str) -> str:
-    return " / ".join(f"{times[batch]:{form}}" for batch in batches)
+def joined(times: dict[str, float], batches: list[str]) -> str:
+    return " / ".join(f"{times[batch]:.2f}" for batch in batches)
 
 
 def referenced(results: list[Result]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What the PyTorch code took, and the case at batch 1 that it stands beside."""
+    """The PyTorch code's times, and jflash's case at batch 1 on the same weights."""
     return [
         (r.content["reference"], c)
         for r, c in pairs_of(results)

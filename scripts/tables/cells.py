@@ -1,4 +1,4 @@
-"""What README's tables are made with: results of benchmarks/, their cases, Markdown."""
+"""The parts of the tables: results of benchmarks/, their cases, Markdown."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,18 +7,23 @@ NEAR = 0.03  # by which a timed context may miss the round number
 
 
 class Result(NamedTuple):
-    """What a file of benchmarks/ holds."""
+    """A file of benchmarks/."""
 
     name: str
     content: dict[str, Any]
 
 
 def pairs_of(results: list[Result]) -> Iterable[tuple[Result, dict[str, Any]]]:
-    """Every case with its file and what its file says of the device."""
+    """Every case with its file and the entries that the file's cases share."""
     for result in results:
         shared = {k: v for k, v in result.content.items() if k not in ("cases", "reference")}
         for case in result.content.get("cases", []):
             yield result, shared | case | {"file": result.name}
+
+
+def with_key(results: list[Result], *keys: str) -> list[dict[str, Any]]:
+    """The contents that have all of these keys, each with its file's name."""
+    return [r.content | {"file": r.name} for r in results if r.content.keys() >= {*keys}]
 
 
 def all_cases(results: list[Result]) -> list[dict[str, Any]]:
@@ -53,12 +58,12 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def table(head: list[str], rows: list[list[str]], cases: list[dict[str, Any]]) -> str:
+def table(head: list[str], rows: list[list[Any]], cases: list[dict[str, Any]]) -> str:
     """Markdown, and a line on where and when the cases were measured."""
     if not rows:
         return "Not measured yet."
     lines = [head, ["---"] * len(head), *(row + [""] * (len(head) - len(row)) for row in rows)]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
     where: dict[str, set[str]] = {}
     for c in cases:
         measured = f"{c['device']}, jax {c['versions']['jax']}, {c['date']}"

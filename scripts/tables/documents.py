@@ -1,7 +1,7 @@
 """Tables of README, benchmarks/*.md and the model cards, made from the files in benchmarks/.
 
 Text stands between `<!-- table: NAME -->` and `<!-- end table -->`; nothing else is touched.
-Measures nothing. A case that two files hold is an error: which of them should be shown?
+A case that two files hold is an error, because the table could show only one of them.
 """
 
 import json

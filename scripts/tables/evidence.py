@@ -1,11 +1,11 @@
-"""Tables of what was shown: data sets decoded, drafters trained, families of targets."""
+"""Tables of evidence: data sets decoded, drafters trained, families of targets."""
 
 import shlex
 from typing import Any
 
-from tables.cells import Result, table
+from tables.cells import Result, table, with_key
 
-TINY_PROMPTS = {  # what evaluate_tiny_pair.py asks
+TINY_PROMPTS = {  # of evaluate_tiny_pair.py
     "eval": "{} problems of known templates, new numbers",
     "held_out": "{} problems of held-out templates",
     "gsm8k": "first {} GSM8K test questions",
@@ -15,18 +15,14 @@ CELLS = ("target", "drafter v1", "window", "DFlash 2", "parity tested", "run on 
 
 def evaluations(results: list[Result]) -> str:
     """Data sets decoded by a real pair: acceptance, speed, and whose tokens they are."""
-    cases = [
-        r.content["environment"] | r.content | {"file": r.name}
-        for r in results
-        if "acceptance" in r.content
-    ]
+    cases = evaluated(results)
     rows = []
     for case in sorted(cases, key=evaluation_order):
         s, plain, same = case["settings"], case.get("baseline"), case.get("same_as")
         ended, rest = case["acceptance"]["ended"], case["acceptance"]["limit_or_looping"]
         ratios = (plain["speed_up"], plain["speed_up_with_prefill"]) if plain else ()
         rows.append([
-            s["dataset"], evaluation_way(s), f"{s['batch']}",
+            s["dataset"], evaluation_way(s), s["batch"],
             f"{ended['tau_pooled']:.2f} ({ended['prompts']})",
             f"{rest['tau_pooled']:.2f} ({rest['prompts']})",
             f"{case['speed']['tokens_per_second']:,.0f}",
@@ -38,6 +34,11 @@ def evaluations(results: list[Result]) -> str:
         *("tokens/s", "speed-up / with prefill", "same tokens as the trained drafter"),
     ]
     return table(head, rows, cases)
+
+
+def evaluated(results: list[Result], *keys: str) -> list[dict[str, Any]]:
+    """The summaries of data sets that have these keys."""
+    return [case["environment"] | case for case in with_key(results, "acceptance", *keys)]
 
 
 def evaluation_way(settings: dict[str, Any]) -> str:
@@ -59,9 +60,9 @@ def evaluation_order(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def trainings(results: list[Result]) -> str:
     """Drafters trained for one target, by their options of train_drafter.py: τ of each."""
-    found = [r for r in results if "trainings" in r.content]
+    cases = with_key(results, "trainings")
     rows = []
-    for row in (row for r in found for row in r.content["trainings"]):
+    for row in (row for case in cases for row in case["trainings"]):
         words = iter(shlex.split(row["options"]))
         o = dict(zip(words, words, strict=True))
         recipe = [o.pop("--loss", "ce"), o.pop("--position-weights", "decay")]
@@ -72,22 +73,21 @@ def trainings(results: list[Result]) -> str:
         last = row["held_out"][-1]
         of = f", {row['prompts']} prompt" if "prompts" in row else ""
         rows.append([
-            ", ".join(recipe), size, f"{row['answers']:,}{of}", steps, rate, f"{row['gpus']}",
+            ", ".join(recipe), size, f"{row['answers']:,}{of}", steps, rate, row["gpus"],
             f"{last['tau']:.2f} / {last['tau_ended']:.2f}",
             *(tau_of(row["evaluations"].get(name)) for name in ("gsm8k_temperature_1", "mt_bench")),
         ])  # fmt: skip
     head = [
-        *("loss, weights of places", "layers × MLP", "answers", "steps × rows × blocks"),
+        *("loss, weights of positions", "layers × MLP", "answers", "steps × rows × blocks"),
         *("learning rate", "GPUs", "held-out τ, all / ended", "GSM8K, temperature 1", "MT-Bench"),
     ]
-    return table(head, rows, [r.content | {"file": r.name} for r in found])
+    return table(head, rows, cases)
 
 
 def tau_of(evaluation: dict[str, Any] | None) -> str:
     """τ of the answers that ended, and their number."""
-    if evaluation is None:
-        return ""
-    return f"{evaluation['ended']['tau']:.2f} ({evaluation['ended']['answers']})"
+    ended = evaluation and evaluation["ended"]
+    return f"{ended['tau']:.2f} ({ended['answers']})" if ended else ""
 
 
 def tiny_pair(results: list[Result]) -> str:
@@ -99,15 +99,13 @@ def tiny_pair(results: list[Result]) -> str:
             if name not in case:
                 continue
             of, ended, rest = case[name], case[name]["ended"], case[name]["limit_or_looping"]
-            kinds = of["endings"]
-            count = sum(kinds.values())
-            steps = of.get("correct_by_steps", {})
+            kinds, steps = of["endings"], of.get("correct_by_steps", {})
             rows.append([
-                what.format(count), _where(case),
+                what.format(sum(kinds.values())), _where(case),
                 f"{100 * of['correct']:.1f} %" if steps else "",
                 " / ".join(f"{100 * part:.0f}" for _, part in sorted(steps.items())),
                 " / ".join(_tau(ended[mean]) for mean in ("tau_pooled", "tau_mean_of_means")),
-                " / ".join(f"{kinds[kind]}" for kind in ("ended", "limit", "looping")),
+                " / ".join(str(kinds[kind]) for kind in ("ended", "limit", "looping")),
                 _tau(rest["tau_pooled"]),
             ])  # fmt: skip
     head = [
@@ -134,8 +132,7 @@ def tiny_pair_speed(results: list[Result]) -> str:
 
 
 def _tiny_pairs(results: list[Result]) -> list[dict[str, Any]]:
-    found = [r for r in results if TINY_PROMPTS.keys() & {"eval", "held_out"} <= r.content.keys()]
-    return [r.content | {"file": r.name} for r in found]
+    return with_key(results, "eval", "held_out")
 
 
 def _tau(value: float | None) -> str:
@@ -148,10 +145,7 @@ def _where(case: dict[str, Any]) -> str:
 
 
 def families(results: list[Result]) -> str:
-    """What is supported of each family of targets: ✓ where families.json names a test or result."""
-    rows = [
-        [row["family"], *("✓" if row[name] else "–" for name in CELLS)]
-        for r in results
-        for row in r.content.get("families", [])
-    ]
+    """The support of each family of targets: ✓ where families.json names a test or result."""
+    listed = [row for case in with_key(results, "families") for row in case["families"]]
+    rows = [[row["family"], *("✓" if row[name] else "–" for name in CELLS)] for row in listed]
     return table(["family", *CELLS], rows, [])

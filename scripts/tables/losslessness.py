@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from tables.cells import Result, table
+from tables.cells import Result, table, with_key
+from tables.evidence import evaluated
 
 
 def lossless(results: list[Result]) -> str:
-    """What check_lossless.py counted, a run a line: all modes compared with the oracle's texts."""
+    """The counts of check_lossless.py, a run a line: all modes compared with the oracle's texts."""
     cases = checks_of(results)
     rows = []
     for case in cases:
@@ -16,7 +17,7 @@ def lossless(results: list[Result]) -> str:
         caught = fault["with"]["differences"] and not fault["without"]["differences"]
         rows.append([
             ", ".join(pairs), ", ".join(map(str, batches)), f"{case['tokens']:,}",
-            f"{compared_tokens([case]):,}", f"{case['differences']}",
+            f"{compared_tokens([case]):,}", case["differences"],
             f"{min(case['replay_histogram']):,}", "caught" if caught else "NOT CAUGHT",
             f"{case['seconds'] / 60:.1f}",
         ])  # fmt: skip
@@ -28,11 +29,11 @@ def lossless(results: list[Result]) -> str:
 
 
 def width_1(results: list[Result]) -> str:
-    """How often the pair's width and width 1 part, and by how many nats at the first token."""
+    """How often the texts of the pair's width and of width 1 part, and by how many nats."""
     cases = [case for case in checks_of(results) if any(case["width_1"])]
     rows = [
         [
-            w["pair"], f"{w['batch']}", f"{w['sequences_that_differ']} of {w['sequences']}",
+            w["pair"], w["batch"], f"{w['sequences_that_differ']} of {w['sequences']}",
             f"{w['first_differences_per_1000_tokens']:.1f}",
             " / ".join(f"{w['equal_tokens_before'][k]:g}" for k in ("median", "most")),
             *(
@@ -52,10 +53,8 @@ def width_1(results: list[Result]) -> str:
 
 
 def right_logits(results: list[Result]) -> str:
-    """What check_logits.py measured: the distance from float32 of our pass, XLA's and a fault's."""
-    cases: list[dict[str, Any]] = [
-        r.content | {"file": r.name} for r in results if "right_logits" in r.content
-    ]
+    """The distances of check_logits.py from float32: of our pass, of XLA's and of a fault's."""
+    cases = with_key(results, "right_logits")
     rows = [
         [
             f"{case['shape']}, {case['layers']} layers, embedding {case['embedding_scale']:g}",
@@ -84,34 +83,20 @@ def right_logits(results: list[Result]) -> str:
 
 def plain_text(results: list[Result]) -> str:
     """Greedy answers of a real pair that equal plain decoding's to the last token."""
-    cases = [
-        r.content["environment"] | r.content | {"file": r.name}
-        for r in results
-        if "acceptance" in r.content and "baseline" in r.content
-    ]
-    rows = [
-        [
-            case["settings"]["dataset"], f"{case['settings']['batch']}",
-            f"{case['baseline']['identical_outputs']} of {case['baseline']['answers']}",
-        ]
-        for case in cases
-    ]  # fmt: skip
+    rows, cases = [], evaluated(results, "baseline")
+    for case in cases:
+        settings, plain = case["settings"], case["baseline"]
+        equal = f"{plain['identical_outputs']} of {plain['answers']}"
+        rows.append([settings["dataset"], settings["batch"], equal])
     return table(["data set", "batch", "answers equal to plain decoding's"], rows, cases)
 
 
 def checks_of(results: list[Result]) -> list[dict[str, Any]]:
     """The runs of check_lossless.py, the longest first."""
-    cases: list[dict[str, Any]] = [
-        r.content | {"file": r.name} for r in results if "planted_fault" in r.content
-    ]
-    return sorted(cases, key=lambda case: -case["tokens"])
+    return sorted(with_key(results, "planted_fault"), key=lambda case: -case["tokens"])
 
 
 def compared_tokens(cases: list[dict[str, Any]]) -> int:
     """Tokens that drafters and replays gave and that were compared with the oracle's."""
-    return sum(
-        mode["tokens"]
-        for case in cases
-        for check in case["checks"]
-        for mode in check["modes"].values()
-    )
+    checks = [check for case in cases for check in case["checks"]]
+    return sum(mode["tokens"] for check in checks for mode in check["modes"].values())

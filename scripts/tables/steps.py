@@ -16,6 +16,7 @@ from tables.cells import (
     share,
     table,
     the_one,
+    with_key,
 )
 
 GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
@@ -33,17 +34,17 @@ TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
 def goals(results: list[Result]) -> str:
     """The goals of the step at Qwen3-8B's shapes on one H200, and what was measured."""
     whole = full_cases(results)
-    steps_alone = [c for c in all_cases(results) if c not in whole and len(c["widths"]) == 1]
+    steps_only = [c for c in all_cases(results) if c not in whole and len(c["widths"]) == 1]
     rows, used = [], []
     for what, goal, batch, context, part in GOALS:
         fits = [
             [c for c in cases if c["shape"] == GOAL_SHAPE and c["batch"] == batch
              and at_context(c, context) and part in c]
-            for cases in (whole, steps_alone)
+            for cases in (whole, steps_only)
         ]  # fmt: skip
         case = the_one(fits[0] or fits[1])
         if case is None:
-            rows.append([what, f"≤ {goal} ms", "not measured", "", ""])
+            rows.append([what, f"≤ {goal} ms", "not measured"])
             continue
         used += [] if case in used else [case]
         p = case[part]
@@ -80,7 +81,7 @@ def steps(results: list[Result]) -> str:
     cases = sorted(full_cases(results), key=lambda c: (c["shape"] or "", c["context"], c["batch"]))
     rows = [
         [
-            c["shape"] or c["weights"], f"{c['batch']}", f"{c['context']:.0f} of {c['capacity']}",
+            c["shape"] or c["weights"], c["batch"], f"{c['context']:.0f} of {c['capacity']}",
             *(ms(c[part]) for part in ("plain", "verify", "draft", "step")),
             f"{c['step']['floor_ms']:.2f}", share(c["step"]),
         ]
@@ -93,10 +94,10 @@ def steps(results: list[Result]) -> str:
 def spent(results: list[Result]) -> str:
     """A verify of Qwen3-8B's beside its products and its attention, timed kernel by kernel."""
     layers = SHAPES[GOAL_SHAPE].target.num_layers
-    alone = {
-        (row["backend"], row["shape"]): (row["us"] / 1e3, r.content | {"file": r.name})
-        for r in results
-        for row in r.content.get("rows", [])
+    kernel = {
+        (row["backend"], row["shape"]): (row["us"] / 1e3, case)
+        for case in with_key(results, "rows")
+        for row in case["rows"]
         if "us" in row
     }
     rows, used = [], []
@@ -106,22 +107,26 @@ def spent(results: list[Result]) -> str:
         often = {f"{GOAL_SHAPE}-{name}-m{m}": layers for name in PRODUCTS}
         often[f"{GOAL_SHAPE}-head-m{m}"] = 1
         keys = [*(("tuned", shape) for shape in often), attention]
-        if case["shape"] != GOAL_SHAPE or not at_context(case, 1024) or not alone.keys() >= {*keys}:
+        if (
+            case["shape"] != GOAL_SHAPE
+            or not at_context(case, 1024)
+            or not kernel.keys() >= {*keys}
+        ):
             continue
         rates = Rates(*(case["floors"][name] for name in Rates._fields))
-        products = sum(n * alone["tuned", shape][0] for shape, n in often.items())
+        products = sum(n * kernel["tuned", shape][0] for shape, n in often.items())
         floor = 1e3 * sum(n * floor_seconds(product(shape), rates) for shape, n in often.items())
         rows.append([
-            f"{case['batch']}", ms(case["verify"]), f"{products:.2f} ms", f"{floor:.2f} ms",
-            percent(floor / products), f"{layers * alone[attention][0]:.2f} ms",
+            case["batch"], ms(case["verify"]), f"{products:.2f} ms", f"{floor:.2f} ms",
+            percent(floor / products), f"{layers * kernel[attention][0]:.2f} ms",
         ])  # fmt: skip
-        used += [case, *(alone[key][1] for key in keys)]
+        used += [case, *(kernel[key][1] for key in keys)]
     head = ["batch", "verify", "its products", "their floor", "share", "its attention"]
     return table(head, rows, used)
 
 
 def product(name: str) -> Work:
-    """What a product of bfloat16 reads of weights and computes."""
+    """The weight bytes and operations of a product in bfloat16."""
     shape = MATMUL[name]
     weights = float(shape.K * shape.N)
     return Work(2 * weights, 2 * shape.M * weights, 0.0, 0.0)
@@ -156,7 +161,7 @@ def in_turns(results: list[Result]) -> str:
     cases = [c for c in all_cases(results) if "beside" in c]
     rows = [
         [
-            c["shape"], f"{c['batch']}", ms(c["step"]), c["beside"]["shape"],
+            c["shape"], c["batch"], ms(c["step"]), c["beside"]["shape"],
             ms(c["beside"]["step"]), f"{c['beside']['times_as_long']:.3f} ×",
         ]
         for c in cases
@@ -166,9 +171,8 @@ def in_turns(results: list[Result]) -> str:
 
 def kernels(results: list[Result]) -> str:
     """Kernels by shape: microseconds of each backend; bandwidth and error of the first, ours."""
-    found = [r for r in results if "rows" in r.content]
-    found.sort(key=lambda result: -len(result.content["rows"]))  # the widest run has the columns
-    cases: list[dict[str, Any]] = [r.content | {"file": r.name} for r in found]
+    cases = with_key(results, "rows")
+    cases.sort(key=lambda case: -len(case["rows"]))  # the widest run has the columns
     timed = [row for case in cases for row in case["rows"] if "us" in row]
     backends = list(dict.fromkeys(row["backend"] for row in timed))
     by_shape: dict[tuple[str, str], dict[str, Any]] = {}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jflash.bench import kernel_cases
-from jflash.bench.kernel_cases import OPS, Op, make_attention_case
+from jflash.bench.kernel_cases import Op, make_attention_case, make_case
 from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_per_call, table
 from jflash.cli import bench_kernels, main
 from jflash.cli.options.bench_kernels import check, make_parser
@@ -41,7 +41,7 @@ def tiny_case(shape: BlockShape = TINY, wrong: bool = False) -> Case:
         interpret=True,
     )  # fmt: skip
     calls = {"triton": lambda q, numbers, k, v: attend(q, k, v, *numbers)}
-    return make_attention_case("tiny", shape, "float32", "triton", calls)
+    return make_attention_case(("block_attention", "tiny", "float32", "triton"), shape, calls)
 
 
 def test_a_case_becomes_a_row_and_a_line(few_copies):
@@ -96,12 +96,12 @@ def test_time_is_per_call():
 
 def test_what_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    flash = OPS["block_attention"].case("qwen3-b1-2k", "bfloat16", "flash-attn3")
+    flash = make_case("block_attention", "qwen3-b1-2k", "bfloat16", "flash-attn3")
     rows = [measure(flash, **QUICK)]
     if jax.default_backend() == "cpu":
-        kernel = OPS["block_attention"].case("qwen3-b1-2k", "bfloat16", "triton")
+        kernel = make_case("block_attention", "qwen3-b1-2k", "bfloat16", "triton")
         assert isinstance(kernel, Missing) and "this is a cpu device" in kernel.why
-        gemm = OPS["matmul"].case("qwen3-8b-qkv-m16", "bfloat16", "mosaic_gpu")
+        gemm = make_case("matmul", "qwen3-8b-qkv-m16", "bfloat16", "mosaic_gpu")
         assert isinstance(gemm, Missing) and "9.x" in gemm.why
         rows += [measure(kernel, **QUICK), measure(gemm, **QUICK)]
     text = table(rows)
@@ -120,7 +120,7 @@ def test_a_case_that_fails_is_a_row(few_copies):
 @pytest.mark.parametrize("op,N", [("matmul", 32), ("gate_up", 64), ("head_argmax", 40)])
 def test_matrix_products_have_cases(op, N, monkeypatch, few_copies):
     monkeypatch.setitem(MATMUL, "tiny", MatmulShape(op, 3, 64, N))
-    case = OPS["matmul"].case("tiny", "float32", "xla")
+    case = make_case("matmul", "tiny", "float32", "xla")
     assert isinstance(case, Case)
     out = {"matmul": 3 * 32, "gate_up": 3 * 32, "head_argmax": 0}[op]
     assert case.bytes == 4 * (3 * 64 + 64 * N + out)
@@ -132,7 +132,7 @@ def test_matrix_products_have_cases(op, N, monkeypatch, few_copies):
 def test_grouped_products_have_cases(op, columns, monkeypatch, few_copies):
     """Only experts that have rows are counted as read."""
     monkeypatch.setitem(GROUPED_MATMUL, "tiny", GroupedShape(op, 3, 2, 40, 64, 32))
-    case = OPS["grouped_matmul"].case("tiny", "float32", "xla")
+    case = make_case("grouped_matmul", "tiny", "float32", "xla")
     assert isinstance(case, Case)
     (sizes,) = case.numbers
     used = int((sizes > 0).sum())
@@ -140,26 +140,29 @@ def test_grouped_products_have_cases(op, columns, monkeypatch, few_copies):
     assert case.bytes == 4 * (6 * 64 + used * 64 * 32 + 6 * columns)
     assert measure(case, **QUICK)["error"] <= 1e-5
     if jax.default_backend() == "cpu":
-        kernel = OPS["grouped_matmul"].case("tiny", "bfloat16", "triton")
+        kernel = make_case("grouped_matmul", "tiny", "bfloat16", "triton")
         assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
 
 
 def test_the_products_of_a_layer_have_cases(monkeypatch, few_copies):
     monkeypatch.setitem(LAYER, "tiny", LayerShape(3, 64, 32, 96, 128))
-    case = OPS["layer"].case("tiny", "float32", "xla")
+    case = make_case("layer", "tiny", "float32", "xla")
     assert isinstance(case, Case)
     weights = 64 * 96 + 32 * 64 + 64 * 256 + 128 * 64
     assert case.bytes == 4 * (weights + 3 * (96 + 32 + 5 * 64 + 2 * 128))
     assert measure(case, **QUICK)["error"] <= 1e-5
     if jax.default_backend() == "cpu":
-        kernel = OPS["layer"].case("tiny", "bfloat16", "canonical")
+        kernel = make_case("layer", "tiny", "bfloat16", "canonical")
         assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
 
 
 def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_path, few_copies):
-    tiny = Op({"tiny": TINY}, ("triton", "flash-attn3"), lambda name, dtype, backend: (
-        tiny_case() if backend == "triton" else Missing("tiny", name, dtype, backend, "not here")
-    ))  # fmt: skip
+    def make(where, _):
+        if where[3] != "triton":
+            raise ValueError("not here")
+        return tiny_case()
+
+    tiny = Op({"tiny": TINY}, ("triton", "flash-attn3"), make)
     monkeypatch.setitem(kernel_cases.OPS, "tiny", tiny)
     monkeypatch.setattr(
         bench_kernels, "measure_rates", lambda dtype: {"bytes_per_second": 1e9, "array_bytes": 5}

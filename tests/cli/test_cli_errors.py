@@ -122,8 +122,8 @@ def test_options(refused, argv, named):
 
 
 LINES = [
-    ("{", "not valid JSON"),
-    ("[1]", "expected an object"),
+    ("{", "is not JSON"),
+    ("[1]", "is not a JSON object"),
     ('{"text": "a"}', '"prompt" or "prompt_ids"'),
     ('{"prompt": "a", "prompt_ids": [1]}', '"prompt" or "prompt_ids"'),
     ('{"prompt": ""}', "is empty"),
@@ -144,7 +144,7 @@ def test_a_broken_line_is_named_by_its_number(pair, refused, tmp_path, line, nam
     source.write_text('{"prompt": "fine"}\n\n' + line + "\n")
     (pair.drafter / "model.safetensors").unlink()  # never reached
     argv = ["--prompts", str(source), "--output", str(tmp_path / "out.jsonl")]
-    refused(decode(pair, *argv, prompt=None), "in.jsonl line 3: ", named)
+    refused(decode(pair, *argv, prompt=None), "in.jsonl:3", named)
 
 
 def test_prompts_without_a_prompt(pair, refused, tmp_path):

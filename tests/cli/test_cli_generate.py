@@ -236,8 +236,8 @@ def test_dtype_and_block_size_reach_the_pair(random):
     argv = [*models(random), "--dtype", "bfloat16", "--block-size", "3"]
     options = make_parser().parse_args(argv)
     pair, setup = cli._load(options, cli._prepare(options, []).files)
-    assert pair.params.drafter["fc"]["kernel"].dtype == setup.dtype == "bfloat16"
-    assert pair.models.block_size == setup.block_size == 3
+    assert pair.params.drafter["fc"]["kernel"].dtype == setup.shared["dtype"] == "bfloat16"
+    assert pair.models.block_size == setup.shared["block_size"] == 3
 
 
 def test_a_seed_decides_what_is_drawn(run_json, random):

@@ -69,7 +69,7 @@ def test_a_line_that_cannot_be_drawn_is_named(weightless, refused, tmp_path, lin
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": "a"} | line))
     argv = ["--prompts", str(source), "--output", str(tmp_path / "out.jsonl")]
-    refused(decode(weightless, *argv, prompt=None), "in.jsonl line 2: " + named)
+    refused(decode(weightless, *argv, prompt=None), "in.jsonl:2: " + named)
 
 
 def run(pair: Folders, *argv: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from jflash.cli.command import Parser
 from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
@@ -14,12 +15,12 @@ A line of --data holds "prompt" (text, put through the target's chat template) o
 with --keep-answers also "answer" (text) or "answer_ids" (stop token included). The same command
 goes on where it was stopped or killed; OUTPUT-work/training holds the curves.
 """
-# A new drafter's form without options.
+# A new drafter's form without options; version 2 takes the second part as well.
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 FORM = {
-    "drafter": "dflash", "num_layers": 5, "intermediate_size": None, "block_size": 16,
-    "target_layer_ids": None, "mask_token_id": None, "conv_kernel_size": 2, "conv_group_size": 16,
-    "selector_rank": 256, "selector_top_k": 16,
-}  # fmt: skip
+    **{"drafter": "dflash", "num_layers": 5, "intermediate_size": None, "block_size": 16},
+    **{"target_layer_ids": None, "mask_token_id": None, **SECOND},
+}
 
 
 def make_parser(prog: str = "train_drafter.py") -> Parser:
@@ -112,13 +113,13 @@ def share(text: str) -> Share:
     return Share(index, of)
 
 
-def drafter_form(args: argparse.Namespace) -> argparse.Namespace:
+def drafter_form(args: argparse.Namespace) -> dict[str, Any]:
     """The options of a new drafter with their defaults; ValueError for one with --init-from."""
     given = {name: getattr(args, name) for name in FORM if getattr(args, name) is not None}
     if args.init_from is not None and given:
         name = option_name(next(iter(given)))
         raise ValueError(f"{name}: the drafter of --init-from is as it is; leave this out")
-    return argparse.Namespace(**FORM | given)
+    return FORM | given
 
 
 def check(args: argparse.Namespace) -> None:
