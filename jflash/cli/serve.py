@@ -18,9 +18,12 @@ from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import sampling
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.io import PairFiles, load_weights
-from jflash.memory import check_decoding
+from jflash.memory import at, check_memory, device_memory, largest_that_fit, memory_budget
+from jflash.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
+from jflash.speculative import Models
+from pallas_kernels.block_attention import PAGE
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event of jax.monitoring
 FAILED = 1  # exit code of a server whose device failed
@@ -79,16 +82,18 @@ def _service(options: argparse.Namespace):
     stop_ids = files.target.stop_ids(tokenizer)
     note_idle_gpu()
     context = _context(options, files)
-    check_decoding(files.models, options.max_batch, context - 1, 1)
+    pages = options.pages or pages_that_fit(files.models, options.max_batch, context)
     pair = load_weights(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     name = options.served_model_name or _name(options.target)
     slots = f"{options.max_batch} requests at once of at most {context} tokens"
-    print(f"{name}: {slots}; compiles", file=sys.stderr, flush=True)
+    memory = f"{pages} pages, {pages * PAGE} tokens in all"
+    print(f"{name}: {slots}; {memory}; compiles", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     engine = Engine(
-        pair, max_batch=options.max_batch, max_context=context, max_queue=options.max_queue
-    )
+        pair, max_batch=options.max_batch, max_context=context, pages=pages,
+        max_queue=options.max_queue,
+    )  # fmt: skip
     _warm_up(engine, tuple(stop_ids))
     print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return Service(
@@ -135,6 +140,21 @@ def _context(options: argparse.Namespace, files: PairFiles) -> int:
     if options.max_context == 1:
         raise ValueError("--max-context 1 has no room for a prompt and a new token")
     return options.max_context or most
+
+
+def pages_that_fit(models: Models, batch: int, context: int) -> int:
+    """Pages for `batch` requests of `context` tokens, or as many as the device's memory holds.
+
+    ValueError if they would not hold even one such request.
+    """
+    columns, limit = -(-context // PAGE), device_memory()
+    shape = at(models, Shape.of(batch, 0), batch, context)
+    if limit is None or memory_budget(models, shape).total <= limit:
+        return batch * columns
+    fitting = largest_that_fit(models, shape, context, limit).context or 0
+    if batch * fitting // PAGE < columns:
+        check_memory(models, shape, context, limit)
+    return batch * fitting // PAGE
 
 
 def _template(tokenizer: Any) -> str:

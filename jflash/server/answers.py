@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +64,12 @@ async def steps(
 
     ApiError for a request that the time limit or the engine ended. The caller releases the handles.
     """
+    if len(handles) == 1:  # nothing to bring together
+        async with aclosing(_one(service, 0, handles[0], stops)) as only:
+            async for step in only:
+                usage.add(step.event, step.first)
+                yield step
+        return
     came = asyncio.Queue[Step | Exception]()
 
     async def read(answer: int, handle: Handle) -> None:
@@ -90,7 +97,7 @@ async def steps(
 
 async def _one(
     service: Service, answer: int, handle: Handle, stops: Sequence[str]
-) -> AsyncIterator[Step]:
+) -> AsyncGenerator[Step]:
     text = Incremental(lambda ids: decode(service.tokenizer, ids), stops)
     metrics, prompt_tokens = service.metrics, len(handle.request.prompt_ids)
     begin = last = time.perf_counter()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jflash.serving.engine import Stats
@@ -89,12 +89,22 @@ class _Now(Collector):
     def __init__(self, model: str, stats: Callable[[], Stats]) -> None:
         self._model, self._stats = model, stats
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         for name, text, value in (
             ("num_requests_running", "Requests in slots.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of pages that requests hold.", _held(stats)),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        preempted = CounterMetricFamily(
+            "vllm:num_preemptions", "Requests that gave their pages back.", labels=["model_name"]
+        )
+        preempted.add_metric([self._model], stats.preempted)
+        yield preempted
+
+
+def _held(stats: Stats) -> float:
+    return 1 - stats.pages_available / stats.pages

@@ -35,6 +35,7 @@ class Asked(Struct, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # the smallest runs first
     speculation: bool | None = None  # ours: false accepts no draft, one token a step
     # Refused unless they change nothing; see NEUTRAL.
     min_tokens: Natural | None = None
@@ -48,7 +49,6 @@ class Asked(Struct, kw_only=True):
     guided_grammar: Any = None
     structured_outputs: Any = None
     prompt_logprobs: Any = None
-    priority: int | None = None
 
 
 class Completion(Asked, kw_only=True):
@@ -179,7 +179,6 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "prompt_logprobs": ((False,), NO_LOGPROBS),
     "logprobs": ((False,), NO_LOGPROBS),
     "top_logprobs": ((0,), NO_LOGPROBS),
-    "priority": ((0,), "requests are served in the order of their arrival"),
     "min_tokens": ((0,), "this server has no minimum length"),
     "best_of": ((1,), "give n, and choose among the answers"),
     "suffix": (("",), "the model only continues a text"),

@@ -50,6 +50,7 @@ def test_every_module_and_the_pair_are_in_the_wheel(installed):
             modules
         )
     assert (installed / "jflash/proof/questions.jsonl").exists()
+    assert (installed / "jflash/server/page.html").exists()
     assert contents(installed / "jflash/data/tiny-math") == contents(EMBEDDED_PAIR)
     tops = {file.name for file in installed.iterdir() if file.suffix != ".dist-info"}
     assert tops == {"jflash", "pallas_kernels"}

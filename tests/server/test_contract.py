@@ -123,7 +123,9 @@ def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
     )
     assert streamed == {0: 1, 1: 1}
     cold = dict(model=model, messages=MESSAGES, temperature=0, top_p=0.9)
-    answer = client.chat.completions.create(**cold, extra_body={"top_k": 20, "min_p": 0.1})
+    answer = client.chat.completions.create(
+        **cold, extra_body={"top_k": 20, "min_p": 0.1, "priority": -3}
+    )
     assert answer.choices[0].message.content == ANSWER
 
 
@@ -175,6 +177,7 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"stop_token_ids": [4096]}, "stop_token_ids", "invalid_value"),
         (CHAT, {"stop_token_ids": list(range(99))}, "stop_token_ids", "invalid_value"),
         (CHAT, {"n": 1000}, "n", "invalid_value"),
+        (CHAT, {"priority": 2**31}, "priority", "invalid_type"),
         (CHAT, {"model": "gpt"}, "model", "model_not_found"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", None),
         (CHAT, {"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),

@@ -170,6 +170,7 @@ def test_nothing_is_stuck_or_was_compiled_after_all_that(server):
     """What the tests above left: no slot is taken, and no request made a program compile."""
     idle(server)
     assert server.metric("compilations_total") == 0
+    assert server.metric("kv_cache_usage_perc") == 0
 
 
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(server):

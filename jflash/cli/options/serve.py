@@ -13,6 +13,8 @@ only unless --host says otherwise. SIGTERM ends it after the requests that run, 
 --shutdown-timeout. It exits with 1 if the device fails or hangs.
 """
 KEY = "requests must bring it; may be given several times; also from JFLASH_API_KEY"
+PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
+or as many as fit"""
 DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from it"
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
@@ -46,6 +48,7 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--max-context", type=int, metavar="N", help=CONTEXT)
     add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
+    add("--pages", type=int, metavar="N", help=PAGES)
     add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
     # The target's draws at any schedule: a seed repeats its text whatever else runs.
     add("--draft-rule", choices=DRAFT_RULES, default="greedy", help=DRAFTS)
@@ -63,7 +66,7 @@ def _default_options(group: argparse._ArgumentGroup) -> None:
 def check(options: argparse.Namespace) -> None:
     """ValueError for values and combinations that no server could have."""
     o = options
-    at_least_1(o, "max_context", "max_batch", "max_queue", "max_body")
+    at_least_1(o, "max_context", "max_batch", "pages", "max_queue", "max_body")
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
