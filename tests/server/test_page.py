@@ -18,18 +18,23 @@ ANSWER = "Each player gets 168 / 8 = 21 crayons.\n#### 21"
 
 
 @pytest.fixture(scope="module")
-def page(server):
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=os.environ["JFLASH_CHROMIUM"])
-        page = browser.new_page(viewport={"width": 1000, "height": 700})
-        complaints = list[str]()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(server.url)
-        yield page
-        # Chromium itself says so of the error that a test asks for.
-        assert all("status of 400" in text for text in complaints), complaints
+        yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(browser, server):
+    page = browser.new_page(viewport={"width": 1000, "height": 700})
+    complaints = list[str]()
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(server.url)
+    yield page
+    # Chromium itself says so of the error that a test asks for.
+    assert all("status of 400" in text for text in complaints), complaints
 
 
 def picture(page, name: str) -> None:
@@ -93,20 +98,17 @@ def test_an_error_is_shown(page):
     picture(page, "error")
 
 
-def test_a_key_is_asked_for(tmp_path):
+def test_a_key_is_asked_for(browser, tmp_path):
     """Beside that, that a server with a key lets nobody else in."""
     small = ("--max-batch", "1", "--max-context", "64")
     server = started(tmp_path / "log", *small, JFLASH_API_KEY="k")
     try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=os.environ["JFLASH_CHROMIUM"])
-            page = browser.new_page()
-            page.goto(server.url)
-            expect(page.locator("#model")).to_have_text("a key is needed")
-            page.fill("#key", "k")
-            page.locator("#key").blur()
-            expect(page.locator("#model")).to_have_text("tiny-math/target")
-            browser.close()
+        page = browser.new_page()
+        page.goto(server.url)
+        expect(page.locator("#model")).to_have_text("a key is needed")
+        page.fill("#key", "k")
+        page.locator("#key").blur()
+        expect(page.locator("#model")).to_have_text("tiny-math/target")
     finally:
         server.process.kill()
         server.process.wait()
