@@ -13,7 +13,14 @@ from typing import Any
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, MoeSpec
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.speculative import Models
-from pallas_kernels import block_attention, grouped_matmul, heads_to_cache, matmul, rms_norm
+from pallas_kernels import (
+    block_attention,
+    gated_delta,
+    grouped_matmul,
+    heads_to_cache,
+    matmul,
+    rms_norm,
+)
 from pallas_kernels.choice import best, check
 
 OPS = {
@@ -22,6 +29,7 @@ OPS = {
     "heads": heads_to_cache,
     "experts": grouped_matmul,
     "norm": rms_norm,
+    "delta": gated_delta,
 }
 
 
@@ -62,6 +70,7 @@ def _sizes(models: Models) -> dict[str, list]:
             sizes["attention"].append(block_attention.Sizes(width, groups, head_dim, dtype))
             sizes["heads"].append(heads_to_cache.Sizes(head_dim))
     target = models.target.config
+    sizes["delta"] = [gated_delta.Sizes(x.key_dim, x.value_dim) for x in set(target.deltas)]
     sizes["experts"] = [
         grouped_matmul.Sizes(target.hidden_size, moe.intermediate_size, dtype)
         for moe in set(target.experts)
@@ -74,11 +83,14 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     width = config.hidden_size
     yield width, config.vocab_size
     for layer in config.layers:
-        heads = layer.mixer.num_heads * layer.mixer.head_dim
-        yield width, heads + layer.mixer.kv_width
-        yield heads, width
+        mixer = layer.mixer
+        yield width, mixer.inputs_width
+        yield mixer.out_width, width
         if isinstance(layer.mlp, MoeSpec):
             yield width, layer.mlp.num_experts
+            if layer.mlp.shared_size is not None:
+                yield width, layer.mlp.shared_size
+                yield layer.mlp.shared_size, width
         else:
             yield width, layer.mlp.intermediate_size
             yield layer.mlp.intermediate_size, width

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from jflash.config import AttentionSpec
+from jflash.config import AttentionSpec, DeltaSpec
 from pallas_kernels.block_attention import PAGE
+from pallas_kernels.gated_delta import CHUNK, Memory, Rows
 
 RING_BLOCK = 64  # slots that Mosaic's attention kernel reads at a time: it takes whole ones only
 
@@ -146,7 +147,36 @@ class PagedCache(NamedTuple):
         return self._replace(k=one(self.k, k), v=one(self.v, v))
 
 
+class DeltaCache(NamedTuple):
+    """A delta net's recurrent state, and the newest rows of its convolution.
+
+    Both are taken back by a smaller start of the next block: `memory` keeps the rows that may be,
+    and position p of `raw` lies at place p % R, with R ≥ CHUNK + taps - 1.
+    """
+
+    memory: Memory
+    raw: Float[Array, "B R D"]
+
+    def committed(self, count: Int[Array, " B"]) -> "DeltaCache":
+        return self
+
+    def cleared(self, slot: Int[Array, ""]) -> "DeltaCache":
+        state, base, rows = self.memory
+        return self._replace(memory=Memory(state.at[slot].set(0), base.at[slot].set(0), rows))
+
+
 Cache = LayerCache | RingCache | PagedCache
+
+
+def empty_delta(spec: DeltaSpec, batch: int, dtype: DTypeLike) -> DeltaCache:
+    """A delta net's state of zeros: float32, but for the rows of the convolution."""
+    keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_value_heads, spec.value_dim)
+    rows = Rows(
+        *(jnp.zeros((batch, 2 * CHUNK, *x)) for x in (keys, values, values[:1], values[:1]))
+    )
+    state = jnp.zeros((batch, values[0], spec.key_dim, spec.value_dim))
+    raw = jnp.zeros((batch, CHUNK + spec.taps - 1, spec.mixed_width), dtype)
+    return DeltaCache(Memory(state, jnp.zeros(batch, jnp.int32), rows), raw)
 
 
 def ring_slots(window: int, rows: int, capacity: int) -> int:

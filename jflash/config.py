@@ -48,10 +48,15 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: base frequency and how long contexts scale it."""
+    """Rotary position embedding: base frequency, how long contexts scale it, and what turns.
+
+    `rotary_dim`: how many of a head's dims turn, all of them if None. Heads lie so that those that
+    turn are the first rotary_dim / 2 of each half.
+    """
 
     theta: float
     scaling: Llama3Scaling | LinearScaling | YarnScaling | None
+    rotary_dim: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,8 @@ class AttentionSpec:
 
     `window`: keys fewer than that many positions away, on both sides unless `causal`. `causal`: no
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
-    softcap); `sinks`: each head's softmax has one more, learned logit without a value.
+    softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
+    the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
     """
 
     num_heads: int
@@ -72,6 +78,7 @@ class AttentionSpec:
     causal: bool = True
     softcap: float | None = None
     sinks: bool = False
+    gated: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -98,6 +105,53 @@ class AttentionSpec:
         """Columns of a layer's keys and values together."""
         return 2 * self.num_kv_heads * self.head_dim
 
+    @property
+    def out_width(self) -> int:
+        """Columns of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def inputs_width(self) -> int:
+        """Columns of the fused projection: queries, keys, values, and the gate if there is one."""
+        return (1 + self.gated) * self.num_heads * self.head_dim + self.kv_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSpec:
+    """One layer's gated delta net in place of attention: a state a value head, and a convolution.
+
+    Value heads share key heads in runs; `taps` is the length of the convolution.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        _at_least_1(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.num_key_heads}"
+            )
+
+    @property
+    def mixed_width(self) -> int:
+        """Columns that are convolved: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.out_width
+
+    @property
+    def out_width(self) -> int:
+        """Columns of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def inputs_width(self) -> int:
+        """Columns of the fused projection: what is convolved, the gate z, and b and a of a head."""
+        return self.mixed_width + self.out_width + 2 * self.num_value_heads
+
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
@@ -112,12 +166,16 @@ class DenseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Experts in place of an MLP; `intermediate_size` is that of one expert."""
+    """Experts in place of an MLP; `intermediate_size` is that of one expert.
+
+    `shared_size`: that of an expert which every token goes to, times σ of a logit of its own.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     renormalise: bool  # the weights of a token's experts add up to 1
+    shared_size: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -131,7 +189,7 @@ class MoeSpec:
 class LayerConfig:
     """One layer: what mixes tokens, and what follows it; each after a norm, with a residual."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | DeltaSpec
     mlp: DenseSpec | MoeSpec
 
     def attending(self, **changes: Any) -> "LayerConfig":
@@ -159,11 +217,19 @@ class DecoderConfig:
 
     @property
     def mixers(self) -> tuple[AttentionSpec, ...]:
-        return tuple(layer.mixer for layer in self.layers)
+        """The attention of the layers that attend."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def deltas(self) -> tuple[DeltaSpec, ...]:
+        """The delta nets of the layers that have one."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, DeltaSpec))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None of one that sees the whole context."""
+        """The window of each layer that attends, None of one that sees the whole context."""
         return tuple(mixer.window for mixer in self.mixers)
 
     @property
@@ -226,9 +292,15 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A decoder: Qwen3, Qwen3-MoE, Qwen2/2.5, Llama 3.x and Mistral differ only in their layers."""
+    """A decoder: families differ in their layers.
+
+    `norm_shift`: what files leave out of the norms' weights; these stay float32 with it.
+    `unread_ids`: tokens that stand for what is no text, and are refused in a prompt.
+    """
 
     tie_embeddings: bool
+    norm_shift: float = 0.0
+    unread_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

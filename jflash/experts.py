@@ -16,13 +16,14 @@ from jaxtyping import Array, Float, Int
 from jflash.config import MoeSpec
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
+from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
     grouped_gate_up,
     grouped_matmul,
     probabilities,
     weighted_sum,
 )
-from pallas_kernels.matmul import added, matmul
+from pallas_kernels.matmul import added, gate_up, matmul, sigmoid_times
 
 ROUTING = "routing"  # of Flax's collections
 
@@ -37,7 +38,10 @@ class Kernel(nn.Module):
 
 
 class Experts(nn.Module):
-    """Parameters: router [D, E], gate_up [E, D, 2F] (the gate's columns first), down [E, F, D]."""
+    """Parameters: router [D, E], gate_up [E, D, 2F] (the gate's columns first), down [E, F, D].
+
+    With a shared expert its own gate_up and down, and shared_gate [D, 1].
+    """
 
     hidden_size: int
     config: MoeSpec
@@ -48,6 +52,10 @@ class Experts(nn.Module):
         down = Leaf((c.intermediate_size, width), ("mlp", "embed"))
         self.gate_up = Kernel(gate_up_leaf(width, c.intermediate_size).of_experts(c.num_experts))
         self.down = Kernel(down.of_experts(c.num_experts))
+        if c.shared_size is not None:
+            self.shared_gate = Kernel(Leaf((width, 1), ("embed", "gate")))
+            self.shared_gate_up = Kernel(gate_up_leaf(width, c.shared_size))
+            self.shared_down = Kernel(Leaf((c.shared_size, width), ("mlp", "embed")))
 
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Kernels
@@ -67,8 +75,19 @@ class Experts(nn.Module):
         outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
         # Back to the tokens' own order: where each row was sorted to.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
-        out = weighted_sum(outputs, weights, backend=backend).astype(x.dtype).reshape(x.shape)
+        out = weighted_sum(outputs, weights, backend=backend).astype(x.dtype)
+        if self.config.shared_size is not None:
+            out = added(out, self._shared(flat, kernels.matmul), backend=kernels.matmul)
+        out = out.reshape(x.shape)
         return out if residual is None else added(residual, out, backend=kernels.matmul)
+
+    def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
+        """The expert that every token goes to, times its gate, a column summed in one order."""
+        inner = gate_up(x, self.shared_gate_up.kernel, backend=backend)
+        out = matmul(inner, self.shared_down.kernel, backend=backend)
+        column = self.shared_gate.kernel[:, 0].astype(jnp.float32)
+        gate = row_sum(rounded(x.astype(jnp.float32) * column)).astype(x.dtype)
+        return sigmoid_times(gate, out, backend=backend)
 
 
 def route(

@@ -98,6 +98,9 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
     outside = [int(t) for t in (*prompt, *decoding.stop_token_ids) if not 0 <= t < vocabulary]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
+    unread = [int(t) for t in prompt if t in models.target.config.unread_ids]
+    if unread:
+        raise ValueError(f"token id {unread[0]} stands for an image or a video: text alone is read")
     if not isinstance(max_new_tokens, Integral):
         raise ValueError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
     if max_new_tokens < 1:

@@ -13,6 +13,7 @@ ONE_ARITHMETIC = {
     "heads": ("cpu", "triton"),
     "experts": ("cpu", "canonical"),
     "norm": ("cpu", "canonical"),
+    "delta": ("cpu",),
 }
 
 
@@ -24,6 +25,7 @@ class Kernels(NamedTuple):
     heads: str = "xla"  # heads_to_cache
     experts: str = "xla"  # grouped_matmul, of a mixture of experts
     norm: str = "xla"  # rms_norm
+    delta: str = "xla"  # gated_delta, of a hybrid
 
     @property
     def chunk(self) -> "Kernels":

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from jflash.cache import Cache, PagedCache, empty_cache, one_sequence, write_chunk, write_context
+from jflash.cache import (
+    Cache,
+    LayerState,
+    PagedCache,
+    empty_cache,
+    one_sequence,
+    write_chunk,
+    write_context,
+)
 from jflash.config import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.experts import Experts
 from jflash.kernels import XLA, Kernels
@@ -21,7 +29,14 @@ from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.rope import rope_angles
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
-from pallas_kernels.matmul import added, gate_up, matmul, partial_products, silu_times
+from pallas_kernels.matmul import (
+    added,
+    gate_up,
+    matmul,
+    partial_products,
+    sigmoid_times,
+    silu_times,
+)
 from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
 from pallas_kernels.matmul import head_logits as head_logits
 from pallas_kernels.rms_norm import rms_norm
@@ -44,6 +59,12 @@ class Projected(NamedTuple):
         return heads_op.split_heads(
             *self[:5], heads=self.heads, dtype=dtype or self.x.dtype, backend=backend
         )
+
+    def gate(self, dtype: DTypeLike) -> Float[Array, "B T _"]:
+        """The columns after the heads."""
+        N, K, H = self.heads[:3]
+        pieces = self.x[:, :, : self.cos.shape[1], self.heads.first + (N + 2 * K) * H :]
+        return pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0).astype(dtype)
 
     def write[C: Cache](
         self, cache: C, slots: Int[Array, "B T"], backend: str
@@ -168,14 +189,19 @@ def check_trains(spec: AttentionSpec) -> None:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) in float32, back to x's dtype, then times scale: transformers' order."""
+    """x / rms(x) in float32, to the scale's dtype, then times scale: transformers' order.
+
+    `dtype`: the scale's own, where it is not the model's.
+    """
 
     features: int
     eps: float
     axis: str = "embed"
+    dtype: str = ""
 
     def setup(self) -> None:
-        self.scale = declare(self, "scale", Leaf((self.features,), (self.axis,)))
+        leaf = Leaf((self.features,), (self.axis,), dtype=self.dtype)
+        self.scale = declare(self, "scale", leaf)
 
     def __call__(self, x: Float[Array, "*lead D"], backend: str = "xla") -> Float[Array, "*lead D"]:
         return rms_norm(x, self.scale, self.eps, backend=backend)
@@ -222,22 +248,23 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention by its spec; q, k and v are one kernel."""
+    """Grouped-query attention by its spec; q, k, v and the gate are one kernel."""
 
     spec: AttentionSpec
     hidden_size: int
     eps: float
+    norm_dtype: str = ""
 
     def setup(self) -> None:
         s, width = self.spec, self.hidden_size
         N, K, H = s.num_heads, s.num_kv_heads, s.head_dim
-        columns = SideBySide((N * H, K * H, K * H))
-        fused = Leaf((width, K, (s.groups + 2) * H), ("embed", "kv_heads", "qkv"), columns)
-        self.qkv = Projection(fused, s.qkv_bias)
+        columns = SideBySide((N * H, K * H, K * H, *[N * H] * s.gated))
+        shape = (width, K, s.inputs_width // K)
+        self.qkv = Projection(Leaf(shape, ("embed", "kv_heads", "qkv"), columns), s.qkv_bias)
         self.out = Projection(Leaf((N * H, width), ("heads", "embed")), s.out_bias)
         if s.qk_norm:
-            self.q_norm = RMSNorm(H, self.eps, "head_dim")
-            self.k_norm = RMSNorm(H, self.eps, "head_dim")
+            self.q_norm = RMSNorm(H, self.eps, "head_dim", self.norm_dtype)
+            self.k_norm = RMSNorm(H, self.eps, "head_dim", self.norm_dtype)
         if s.sinks:
             self.sinks = declare(self, "sinks", Leaf((N,), ("heads",)))
 
@@ -253,7 +280,8 @@ class Attention(nn.Module):
     def context_kernel(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
         """The columns of keys and values of the fused kernel, and of its bias."""
         first = self.spec.num_heads * self.spec.head_dim
-        return self.qkv.kernel[:, first:], self.qkv.bias[first:] if self.qkv.use_bias else None
+        own = slice(first, first + self.spec.kv_width)
+        return self.qkv.kernel[:, own], self.qkv.bias[own] if self.qkv.use_bias else None
 
     def __call__(self, x, positions, cache, over: Pass, residual):
         s = self.spec
@@ -262,7 +290,10 @@ class Attention(nn.Module):
         angles = rope_angles(positions, s.rope, s.head_dim)
         projected = Projected(self.qkv.pieces(x, over.kernels.matmul), *scales, *angles, heads)
         out, cache = over.attend(s, projected, cache, self.sinks if s.sinks else None)
-        return self.out(out.reshape(*out.shape[:2], -1), over.kernels.matmul, residual), cache
+        out = out.reshape(*out.shape[:2], -1)
+        if s.gated:
+            out = sigmoid_times(projected.gate(out.dtype), out, backend=over.kernels.matmul)
+        return self.out(out, over.kernels.matmul, residual), cache
 
 
 class MLP(nn.Module):
@@ -293,16 +324,24 @@ class DecoderLayer(nn.Module):
     config: LayerConfig
     hidden_size: int
     eps: float
+    norm_dtype: str  # "": the model's
 
     def setup(self) -> None:
         c, width = self.config, self.hidden_size
-        self.input_norm = RMSNorm(width, self.eps)
-        self.attention = Attention(c.mixer, width, self.eps)
-        self.post_norm = RMSNorm(width, self.eps)
+        self.input_norm = RMSNorm(width, self.eps, dtype=self.norm_dtype)
+        self.attention = self.make_mixer()
+        self.post_norm = RMSNorm(width, self.eps, dtype=self.norm_dtype)
         self.mlp = Experts(width, c.mlp) if isinstance(c.mlp, MoeSpec) else MLP(c.mlp, width)
 
-    def empty_state(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> Cache:
+    @nn.nowrap
+    def make_mixer(self) -> nn.Module:
+        """What mixes tokens."""
+        assert isinstance(self.config.mixer, AttentionSpec)
+        return Attention(self.config.mixer, self.hidden_size, self.eps, self.norm_dtype)
+
+    def empty_state(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> LayerState:
         """What the layer keeps of `batch` sequences; see jflash.cache's LayerState."""
+        assert isinstance(self.config.mixer, AttentionSpec)
         return empty_cache(self.config.mixer, batch, capacity, rows, dtype)
 
     def keys_values(self, x, positions, first):

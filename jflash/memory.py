@@ -20,6 +20,7 @@ from jflash.generate import PREFILL_CHUNK
 from jflash.models.params import abstract_params, decoding_params
 from jflash.programs import Shape, capacity_for, new_state
 from jflash.speculative import Models
+from pallas_kernels.gated_delta import CHUNK
 
 FLOAT32 = 4  # bytes
 WORKSPACE = 64 * 2**20  # of matrix products and of what is rounded up
@@ -164,6 +165,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     if models.kernels.attention == "xla" and shape.batch > 1:
         attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
     experts = _expert_bytes(models, rows, models.dtype)
+    experts += _delta_bytes(models, shape.batch, models.block_size)
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
 
 
@@ -205,6 +207,7 @@ def _prefill_bytes(models: Models, shape: Shape) -> int:
     )
     logits = models.target.config.vocab_size * FLOAT32
     experts = _expert_bytes(models, shape.chunk, models.dtype)
+    experts += _delta_bytes(models, 1, shape.chunk)
     return shape.chunk * _row_bytes(models) + experts + attention + 2 * logits
 
 
@@ -228,12 +231,29 @@ def _one_layers_experts(models: Models, moe: MoeSpec, tokens: int, dtype: str) -
     return count
 
 
+def _delta_bytes(models: Models, batch: int, tokens: int) -> int:
+    """One delta net: its rows laid out by chunks, twice, and the states that a scan carries."""
+    rows = batch * (tokens + 3 * CHUNK)
+    return max(
+        (
+            FLOAT32 * s.num_value_heads * (
+                rows * 4 * (s.key_dim + s.value_dim) + 4 * batch * s.key_dim * s.value_dim
+            )
+            for s in set(models.target.config.deltas)
+        ),
+        default=0,
+    )  # fmt: skip
+
+
 def _row_bytes(models: Models) -> int:
     """Activations of a token in float32: a layer's own, a few residuals, and the features."""
     widths = [
         3 * c.intermediate_size + 2 * (mixer.num_heads * mixer.head_dim + mixer.kv_width)
         for c in models.configs
         for mixer in set(c.mixers)
+    ]
+    widths += [
+        3 * c.intermediate_size + 2 * s.inputs_width for c in models.configs for s in c.deltas
     ]
     features = max(4, 2 * len(models.taps)) * models.target.config.hidden_size
     context = 0

@@ -4,6 +4,7 @@ This file knows no checkpoint: `jflash.io` reads the numbers. Axes: B batch, T t
 """
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,10 @@ from jflash.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Inverse frequencies [H/2] in float32, scaled as the config says."""
+    """Inverse frequencies [H/2] in float32, scaled as the config says; 0 where nothing turns."""
+    if rope.rotary_dim is not None and rope.rotary_dim < head_dim:
+        turning = rope_frequencies(replace(rope, rotary_dim=None), rope.rotary_dim)
+        return np.pad(turning, (0, (head_dim - rope.rotary_dim) // 2))
     inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     inverse = inverse.astype(np.float32)
     match rope.scaling:
@@ -69,5 +73,7 @@ def rope_angles(
     angle = positions[:, :, None] * rope_frequencies(rope, head_dim)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.attention_factor != 1:
-        return cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
+        turning = np.arange(head_dim // 2) < (rope.rotary_dim or head_dim) // 2
+        factor = np.where(turning, np.float32(rope.scaling.attention_factor), np.float32(1))
+        return cos * factor, sin * factor
     return cos, sin

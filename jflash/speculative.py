@@ -36,6 +36,7 @@ from jflash.sampling import (
     temperature_only,
     verify_drafts,
 )
+from pallas_kernels.gated_delta import CHUNK
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,21 @@ class Models:
                 f"block size {self.block_size} must be within {smallest} … {largest} "
                 "(a drafter may run narrower than it was trained, never wider)"
             )
+        if self.target.config.deltas and self.block_size > CHUNK:
+            raise ValueError(
+                f"block size {self.block_size} is above {CHUNK}, the most that a target with "
+                "recurrent layers takes"
+            )
         if self.draft_rule not in DRAFT_RULES:
             raise ValueError(f"draft rule {self.draft_rule!r}: {' or '.join(DRAFT_RULES)}")
         if self.rows is not None:
             self._check_rows()
 
     def _check_rows(self) -> None:
+        if self.target.config.deltas:
+            raise ValueError(
+                f"{self.rows} rows to verify: a target with recurrent layers takes all"
+            )
         if self.drafter is None:
             raise ValueError(f"{self.rows} rows to verify: without a drafter there are no drafts")
         if not self.one_arithmetic:
@@ -93,8 +103,9 @@ class Models:
     @property
     def one_arithmetic(self) -> bool:
         """Whether a token's bits are the same at every width, batch, capacity and chunk."""
-        used = set(Kernels._fields) - (set() if self.target.config.experts else {"experts"})
-        return used <= self.kernels.one_arithmetic
+        c = self.target.config
+        absent = {op for op, there in (("experts", c.experts), ("delta", c.deltas)) if not there}
+        return set(Kernels._fields) - absent <= self.kernels.one_arithmetic
 
     @property
     def draws_drafts(self) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash.config import (
+    DeltaSpec,
     Drafter2Config,
     DrafterConfig,
     MoeSpec,
@@ -75,6 +76,7 @@ def verify_work(
     return add(
         _products([*_matrices(leaves), head], rows),
         _attention(target, batch, width, context),
+        *[_state(delta, batch, width) for delta in target.deltas],
         *_experts(target, leaves, rows, experts_read),
     )
 
@@ -150,6 +152,12 @@ def _attention(c: TargetConfig | DrafterConfig, batch: int, width: int, context:
         entries += rows * mixer.kv_width
         operations += rows * width * 4.0 * mixer.num_heads * mixer.head_dim
     return _entries(c, entries, operations)
+
+
+def _state(delta: DeltaSpec, batch: int, width: int) -> Work:
+    """A delta net's float32 state, read and written, and its sums of every row."""
+    entries = batch * delta.num_value_heads * delta.key_dim * delta.value_dim
+    return Work(0.0, 0.0, 2.0 * 4 * entries, 6.0 * entries * width)
 
 
 def _products(leaves: Sequence[Leaf], rows: int) -> Work:

@@ -6,12 +6,16 @@ Knows pieces and leaves, neither formats of files nor names of tensors.
 import contextlib
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from jflash.io.arrange import Arrangement
 from jflash.io.read_ahead import Piece, read_ahead
+
+NOTHING: Mapping[str, Arrangement] = MappingProxyType({})
 
 
 def fill_leaves(
@@ -20,11 +24,14 @@ def fill_leaves(
     experts: Mapping[str, int],
     dtype: str | None,
     progress: bool,
+    *,
+    arranged: Mapping[str, Arrangement] = NOTHING,
 ) -> dict:
     """Parameters of the pieces that make up each leaf, read ahead; `name` is for the progress bar.
 
     Kernels are stored [out, in], those of `experts` (how many, by leaf) one expert after the other.
-    `dtype` None keeps what the pieces give. Beside the leaves the device holds one a second time at
+    `arranged` names the leaves whose numbers differ from their tensors'. `dtype` None keeps what
+    the pieces give. Beside the leaves the device holds one a second time at
     most, the host some pieces of a file.
     """
     turning = _device_turns()
@@ -51,10 +58,14 @@ def fill_leaves(
                 piece, rows = next(arrivals)
                 bar.update(piece.nbytes)
                 parts.append(rows)
+            other = arranged.get(leaf)
+            own = other.dtype(dtype) if other else dtype
             if leaf in experts:
-                leaves[leaf] = jax.block_until_ready(_join_experts(parts, experts[leaf], dtype))
+                leaves[leaf] = jax.block_until_ready(_join_experts(parts, experts[leaf], own))
             else:
-                leaves[leaf] = _assemble(parts, _is_kernel(leaf), turning, dtype)
+                leaves[leaf] = _assemble(parts, _is_kernel(leaf), turning, own)
+            if other:
+                leaves[leaf] = other.of(leaves[leaf])
     return _nest({leaf: leaves[leaf] for leaf in plan})
 
 

@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.io.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from jflash.io.families import (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
 from jflash.io.hf_values import said
 
-FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral)
+FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next)
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 
 
@@ -47,8 +56,20 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     for family in FAMILIES:
         if name == family.ARCHITECTURE:
             return family.target(raw)
+        if name == getattr(family, "SEEING", None):
+            return family.target(text_config(raw))
     hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The part of a model that sees which reads text, with what the whole says for it."""
+    whole = said(raw, ("text_config", "tie_word_embeddings", "quantization_config"))
+    if "text_config" not in whole:
+        raise ValueError(f"config.json of {architecture(raw)} lacks text_config")
+    kept = ("quantization_config", "image_token_id", "video_token_id")
+    tied = {"tie_word_embeddings": whole.get("tie_word_embeddings", False)}
+    return whole["text_config"] | tied | {key: whole[key] for key in kept if key in whole}
 
 
 def drafter_config(raw: dict[str, Any]) -> DrafterConfig:

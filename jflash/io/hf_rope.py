@@ -14,8 +14,16 @@ DEFAULT_ROPE_THETA = 10000.0
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def rope_config(raw: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """The RoPE of a config.json; ValueError for what is not supported or makes no sense."""
+def rope_config(
+    raw: dict[str, Any],
+    max_position_embeddings: int,
+    head_dim: int = 0,
+    share: float | None = None,
+) -> RopeConfig:
+    """The RoPE of a config.json; ValueError for what is not supported or makes no sense.
+
+    `share`: how much of a head turns in this family unless config.json says it; None: all.
+    """
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     nested = [name for name, value in given.items() if isinstance(value, dict)]
     if nested:
@@ -26,22 +34,42 @@ def rope_config(raw: dict[str, Any], max_position_embeddings: int) -> RopeConfig
     theta = given.get("rope_theta") or raw.get("rope_theta")
     theta = _number({"rope_theta": theta}, "rope_theta", DEFAULT_ROPE_THETA)
     kind = given.get("rope_type") or given.get("type") or "default"
-    if any(place.get("partial_rotary_factor") not in (None, 1) for place in (given, raw)):
-        raise ValueError("partial_rotary_factor: partial rotary embedding is not supported")
+    rotary_dim = _rotary_dim(given, raw, head_dim, share)
     if kind not in KINDS:
         raise ValueError(f"rope_type {kind!r} is not supported, only {', '.join(KINDS)}")
     if theta <= 1:
         raise ValueError(f"rope_theta must be above 1, got {theta}")
     if kind == "default":
-        return RopeConfig(theta=theta, scaling=None)
+        return RopeConfig(theta=theta, scaling=None, rotary_dim=rotary_dim)
     if kind == "linear":
-        return RopeConfig(theta=theta, scaling=LinearScaling(factor=_number(given, "factor")))
+        linear = LinearScaling(factor=_number(given, "factor"))
+        return RopeConfig(theta=theta, scaling=linear, rotary_dim=rotary_dim)
     said(given, ["truncate"])
     read = _llama3 if kind == "llama3" else _yarn
     # Some families keep it beside the RoPE parameters: that one counts.
     name = "original_max_position_embeddings"
     given = given | ({name: raw[name]} if raw.get(name) is not None else {})
-    return RopeConfig(theta=theta, scaling=read(given, max_position_embeddings))
+    scaling = read(given, max_position_embeddings)
+    return RopeConfig(theta=theta, scaling=scaling, rotary_dim=rotary_dim)
+
+
+def _rotary_dim(
+    given: dict[str, Any], raw: dict[str, Any], head_dim: int, share: float | None
+) -> int | None:
+    """How many dims of a head turn; None for all. The RoPE parameters come before the top level."""
+    name = "partial_rotary_factor"
+    places = [place[name] for place in (given, raw) if place.get(name) is not None]
+    if share is None:
+        if any(value != 1 for value in places):
+            raise ValueError(f"{name}: partial rotary embedding is not supported")
+        return None
+    factor = places[0] if places else share
+    dims = int(head_dim * factor) if is_number(factor) else 0
+    if not 2 <= dims <= head_dim or dims % 2:
+        raise ValueError(
+            f"{name} {factor!r} must leave an even part of the {head_dim} dims turning"
+        )
+    return None if dims == head_dim else dims
 
 
 def _llama3(given: dict[str, Any], max_position_embeddings: int) -> Llama3Scaling:

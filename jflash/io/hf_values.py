@@ -41,16 +41,21 @@ TEXTS = Kind("a list of names", lambda v: type(v) is list and all(map(TEXT.holds
 IDS = Kind("a whole number or a list of them", lambda v: WHOLE.holds(v) or WHOLES.holds(v))
 _KEYS = {
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads"
-    " max_position_embeddings moe_intermediate_size decoder_sparse_step",
-    _PARTS: "num_hidden_layers num_target_layers head_dim num_experts_per_tok",
+    " max_position_embeddings moe_intermediate_size decoder_sparse_step full_attention_interval"
+    " shared_expert_intermediate_size",
+    _PARTS: "num_hidden_layers num_target_layers head_dim num_experts_per_tok"
+    " linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
+    " linear_conv_kernel_dim",
     _FEW: "num_experts num_local_experts block_size conv_kernel_size",
-    _COUNT: "conv_group_size selector_rank selector_top_k max_window_layers",
+    _COUNT: "conv_group_size selector_rank selector_top_k max_window_layers image_token_id"
+    " video_token_id",
     WHOLE: "mask_token_id",
     NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
-    POSITIVE: "rms_norm_eps",
+    POSITIVE: "rms_norm_eps partial_rotary_factor",
     SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
     " is_causal truncate",
-    _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling weight_map",
+    _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling text_config"
+    " weight_map",
     IDS: "eos_token_id",
     WHOLES: "target_layer_ids mlp_only_layers",
     TEXTS: "architectures layer_types",

@@ -11,15 +11,19 @@ from typing import NamedTuple
 
 import jax
 
-from jflash.config import DrafterConfig, TargetConfig
+from jflash.config import DeltaSpec, DrafterConfig, TargetConfig
 from jflash.io.families import dflash, trunk
+from jflash.io.families.qwen3_5 import DELTA
+from jflash.io.families.qwen3_5_moe import SHARED
 from jflash.io.families.qwen3_moe import EXPERTS, STACKED
+from jflash.io.families.qwen3_next import INPUTS
 from jflash.leaves import Leaf
 from jflash.models.params import abstract_params
 
 _LAYER, _TARGET, _DRAFTER = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET, dflash.MODEL
-# Present in some files and of no use: RoPE tables, and the head of a model that ties it.
-_DROPPED = re.compile(r".*rotary_emb\.inv_freq")
+# Present in some files and of no use: RoPE tables, the tower that sees, layers that predict several
+# tokens, and the head of a model that ties it.
+_DROPPED = re.compile(r".*rotary_emb\.inv_freq|(model\.)?visual\..*|mtp\..*")
 
 
 class Source(NamedTuple):
@@ -30,19 +34,21 @@ class Source(NamedTuple):
 
 
 def leaf_sources(
-    config: TargetConfig | DrafterConfig, stacked: bool = False
+    config: TargetConfig | DrafterConfig, stacked: bool = False, by_key_head: bool = False
 ) -> dict[str, tuple[Source, ...]]:
     """For every leaf, by its path, the tensors that fill it and their shapes in the file.
 
-    `stacked`: the file holds one tensor for all experts of a layer.
+    `stacked`: the file holds one tensor for all experts of a layer. `by_key_head`: it holds a delta
+    net's inputs so.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
     paths = {"/".join(entry.key for entry in path): leaf for path, leaf in leaves}
-    return {path: _sources(config, path, leaf, stacked) for path, leaf in paths.items()}
+    forms = (stacked, by_key_head)
+    return {path: _sources(config, path, leaf, *forms) for path, leaf in paths.items()}
 
 
 def _sources(
-    config: TargetConfig | DrafterConfig, path: str, leaf: Leaf, stacked: bool
+    config: TargetConfig | DrafterConfig, path: str, leaf: Leaf, stacked: bool, by_key_head: bool
 ) -> tuple[Source, ...]:
     names = _names(config, path)
     *lead, last = leaf.stored
@@ -50,12 +56,38 @@ def _sources(
         return _expert_sources(path, leaf, names, stacked)
     first, *rest = (last, *lead) if path.endswith("/kernel") else leaf.stored
     rows = leaf.format.columns if leaf.format else (first,)
+    if by_key_head and path.endswith("attention/inputs/kernel"):
+        names, rows = _named_alike(names[0], INPUTS), (sum(rows[:2]), sum(rows[2:]))
+    elif len(rows) > len(names):  # a gate beside the queries is part of their tensor
+        rows = (rows[0] + rows[-1], *rows[1:-1])
     return tuple(Source(name, (n, *rest)) for name, n in zip(names, rows, strict=True))
 
 
 def is_stacked(names: Iterable[str]) -> bool:
     """Whether a file that has tensors of these names holds one for all experts of a layer."""
     return any(name.endswith(tuple(STACKED.values())) for name in names)
+
+
+def is_by_key_head(names: Iterable[str]) -> bool:
+    """Whether a file that has tensors of these names holds a delta net's inputs by key head."""
+    return any(name.endswith(INPUTS[0]) for name in names)
+
+
+def _named_alike(name: str, others: Iterable[str]) -> list[str]:
+    """Other tensors of the layer that has a tensor of this name."""
+    prefix = name[: name.index("linear_attn.")]
+    return [prefix + other for other in others]
+
+
+def canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
+    """A tensor's name as the tables have it.
+
+    Some re-exported drafters prefix every tensor with `model.`, and models that see have a tower
+    for text.
+    """
+    if isinstance(config, DrafterConfig):
+        return name.removeprefix("model.")
+    return re.sub(r"^model\.language_model\.", "model.", name)
 
 
 def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
@@ -70,7 +102,9 @@ def _names(config: TargetConfig | DrafterConfig, leaf: str) -> list[str]:
     if match:
         prefix = f"{'model.' if target else ''}layers.{match[1]}."
         sparse = int(match[1]) in config.sparse_layers
-        table = _LAYER | EXPERTS if sparse else _LAYER
+        table = _LAYER | EXPERTS | SHARED if sparse else _LAYER
+        if isinstance(config.layers[int(match[1])].mixer, DeltaSpec):
+            table = table | DELTA
         return [prefix + name for name in table[match[2]]]
     return (_TARGET if target else _DRAFTER)[leaf]
 

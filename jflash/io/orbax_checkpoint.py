@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.arrange import float32_leaves
 from jflash.io.checksums import check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import named, one_line
@@ -62,7 +63,9 @@ def _fill(
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(
-            leaf.stored, dtype or stored[_name(path)].dtype, sharding=device
+            leaf.stored,
+            _own_dtype(config, path, dtype) or stored[_name(path)].dtype,
+            sharding=device,
         ),
         abstract_params(config),
     )
@@ -76,6 +79,10 @@ def _fill(
             params |= _restore(checkpointer, _path(folder), part)
             bar.update(_bytes(part))
     return params
+
+
+def _own_dtype(config: TargetConfig | DrafterConfig, path: tuple, dtype: str | None) -> str | None:
+    return "float32" if _name(path) in float32_leaves(config) else dtype
 
 
 def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:

@@ -14,12 +14,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import one_line
 from jflash.io.hf_config import read_json
 from jflash.io.hf_values import shown
-from jflash.io.names import is_dropped, is_stacked, leaf_sources
+from jflash.io.names import (
+    canonical,
+    is_by_key_head,
+    is_dropped,
+    is_stacked,
+    leaf_sources,
+)
 from jflash.io.problems import check_problems
 from jflash.io.read_ahead import Piece, find_tensors, split_rows
 
@@ -67,8 +74,9 @@ class Safetensors(Folder):
         """
         owners = collections.defaultdict(list)
         for tensor in self.tensors:
-            owners[_canonical(config, tensor.name)].append(tensor)
-        sources = leaf_sources(config, is_stacked(owners))
+            owners[canonical(config, tensor.name)].append(tensor)
+        by_key_head = is_by_key_head(owners)
+        sources = leaf_sources(config, is_stacked(owners), by_key_head)
         check_problems(self.path, _problems(config, sources, owners))
         places = {file: find_tensors(file) for file in {t.file for t in self.tensors}}
         plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
@@ -76,7 +84,9 @@ class Safetensors(Folder):
             for part in parts:
                 tensor = owners[part.name][0]
                 plan[leaf] += split_rows(places[tensor.file][tensor.name])
-        return functools.partial(fill_leaves, plan, self.path.name, _experts_of(config))
+        arranged = arrangements(config, by_key_head)
+        name, experts = self.path.name, _experts_of(config)
+        return functools.partial(fill_leaves, plan, name, experts, arranged=arranged)
 
 
 def save_safetensors(
@@ -97,11 +107,6 @@ def save_safetensors(
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
-    """Some re-exported drafters prefix every tensor with `model.`."""
-    return name.removeprefix("model.") if isinstance(config, DrafterConfig) else name
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The decoder target: Qwen2 to 3, Qwen3-MoE, Llama 3.x and Mistral differ by their config only.
+"""The decoder target: families differ by their config only, which says what each layer is.
 
 Knows nothing of drafting but its taps: outputs of chosen layers, which are a drafter's features.
 """
@@ -8,7 +8,8 @@ from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.cache import LayerState
-from jflash.config import TargetConfig
+from jflash.config import DeltaSpec, TargetConfig
+from jflash.delta import DeltaLayer
 from jflash.layers import DecoderLayer, Pass, RMSNorm, head_argmax, head_logits
 from jflash.leaves import Leaf, declare
 
@@ -25,15 +26,20 @@ class Target(nn.Module):
         table = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"))
         self.embedding = declare(self, "embedding", table)
         self.layers = [self.make_layer(i) for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=self.norm_dtype)
         if not c.tie_embeddings:
             self.head = declare(self, "head", table)
 
+    @property
+    def norm_dtype(self) -> str:
+        """That of the norms' weights: of 1 + w bfloat16 would lose bits of w."""
+        return "float32" if self.config.norm_shift else ""
+
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:
-        return DecoderLayer(
-            self.config.layers[i], self.config.hidden_size, self.config.rms_norm_eps
-        )
+        c = self.config
+        kind = DeltaLayer if isinstance(c.layers[i].mixer, DeltaSpec) else DecoderLayer
+        return kind(c.layers[i], c.hidden_size, c.rms_norm_eps, self.norm_dtype)
 
     @nn.nowrap
     def empty_states(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> tuple:

@@ -73,7 +73,7 @@ class Drafter(nn.Module):
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:
         return DecoderLayer(
-            self.config.layers[i], self.config.hidden_size, self.config.rms_norm_eps
+            self.config.layers[i], self.config.hidden_size, self.config.rms_norm_eps, ""
         )
 
     @nn.nowrap

@@ -125,7 +125,7 @@ class Drafter2(Drafter):
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:
         c = self.config
-        return ConvolvedLayer(c.layers[i], c.hidden_size, c.rms_norm_eps, c)
+        return ConvolvedLayer(c.layers[i], c.hidden_size, c.rms_norm_eps, "", c)
 
     def propose(
         self,

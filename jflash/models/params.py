@@ -18,6 +18,7 @@ from jflash.models.dflash import context_leaves
 from jflash.models.dflash2 import drafter_of
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
+FORGETS = -2.0  # of a recurrent state's decay: it lasts for some dozens of tokens
 
 
 @functools.cache
@@ -62,7 +63,9 @@ def random_weights(
     made: dict[int, Array] = {}
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
         leaf = leaves[i]
-        if len(leaf.stored) == 1:
+        if leaf.axes == ("value_heads",):
+            made[i] = jnp.full(leaf.stored, FORGETS, leaf.dtype)
+        elif len(leaf.stored) == 1:
             made[i] = jnp.ones(leaf.stored, leaf.dtype)
         else:
             scale = experts_scale if leaf.axes == ("experts", "mlp", "embed") else SCALE

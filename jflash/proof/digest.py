@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from jflash.cache import LayerCache
+from jflash.cache import LayerCache, RingCache
 from jflash.proof.lossless import Run, Task, checksums
 
 
@@ -22,7 +22,7 @@ class Digest(NamedTuple):
     prompt_tokens: int
     tokens: np.ndarray  # [n]
     logits: np.ndarray  # [n, 2] of the row that chose each token; 0 up to the prefill's first one
-    keys_values: np.ndarray  # [n - 1, L, 2]
+    keys_values: np.ndarray  # [n - 1, L, 2] of the layers that attend
 
 
 class Apart(NamedTuple):
@@ -48,7 +48,7 @@ class Apart(NamedTuple):
 
 
 @jax.jit
-def _cache_checksums(caches: tuple[LayerCache, ...]) -> UInt32[Array, "B S L 2"]:
+def _cache_checksums(caches: tuple[LayerCache | RingCache, ...]) -> UInt32[Array, "B S L 2"]:
     def rows(x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1)
 
@@ -58,11 +58,12 @@ def _cache_checksums(caches: tuple[LayerCache, ...]) -> UInt32[Array, "B S L 2"]
 
 def digests(run: Run, task: Task) -> list[Digest]:
     """Every sequence of a run. ValueError for a target with rings, whose old rows are gone."""
-    caches = run.state.target_cache
+    # A recurrent state has no rows: the layers that attend, and the logits, are told by them.
+    caches = [c for c in run.state.target_cache if isinstance(c, LayerCache | RingCache)]
     if any(cache.wraps for cache in caches):
         raise ValueError("a ring has overwritten its old rows: no digest of them can be made")
     tokens, ends = np.asarray(run.state.sequences.tokens), np.asarray(run.state.sequences.length)
-    logits, kv = np.asarray(run.evidence.checksums), np.asarray(_cache_checksums(caches))
+    logits, kv = np.asarray(run.evidence.checksums), np.asarray(_cache_checksums(tuple(caches)))
     return [
         Digest(len(prompt), tokens[b, :n], logits[b, :n], kv[b, : n - 1])
         for b, (prompt, n) in enumerate(zip(task.prompts, ends.tolist(), strict=True))

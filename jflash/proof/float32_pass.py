@@ -35,7 +35,9 @@ def float32_pass(
     """The logits of tokens `first` … of a text whose tokens go to `experts`."""
     x, given, short = _wide(params["embedding"][tokens]), iter(experts), []
     for i in range(config.num_layers):
-        layer, spec, moe = params[f"layers_{i}"], config.mixers[i], config.layers[i].mlp
+        layer, spec, moe = params[f"layers_{i}"], config.layers[i].mixer, config.layers[i].mlp
+        if not isinstance(spec, AttentionSpec):
+            raise ValueError("the float32 pass has no recurrent layers: transformers judges these")
         normed = _norm(x, layer["input_norm"], config.rms_norm_eps)
         x += _attention(spec, layer["attention"], normed, config.rms_norm_eps)
         normed = _norm(x, layer["post_norm"], config.rms_norm_eps)
@@ -51,8 +53,9 @@ def float32_pass(
 
 
 def _attention(spec: AttentionSpec, params: Any, x: Array, eps: float) -> Array:
-    """Causal attention of a text to itself, without windows, sinks and soft caps."""
-    assert spec.causal and spec.window is None and spec.softcap is None and not spec.sinks
+    """Causal attention of a text to itself, without windows, sinks, soft caps and gates."""
+    assert spec.causal and spec.window is None and spec.softcap is None
+    assert not spec.sinks and not spec.gated
     T, N, K, H = len(x), spec.num_heads, spec.num_kv_heads, spec.head_dim
     cos, sin = (angle[0] for angle in rope_angles(jnp.arange(T)[None], spec.rope, H))
     heads = _project(x, params["qkv"]).reshape(T, N + 2 * K, H)

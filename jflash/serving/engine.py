@@ -81,6 +81,8 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
+        if pair.models.target.config.deltas:
+            raise ValueError("a target with recurrent layers is not served in pages: generate it")
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")

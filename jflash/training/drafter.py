@@ -1,7 +1,7 @@
 """A drafter for any supported target: its configuration, its data, its training."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ def drafter_config_for(
         num_kv_heads=mixer.num_kv_heads,
         head_dim=mixer.head_dim,
         rms_norm_eps=target.rms_norm_eps,
-        rope=mixer.rope,
+        rope=replace(mixer.rope, rotary_dim=None) if mixer.rope else None,
         max_position_embeddings=target.max_position_embeddings,
         # A drafter is of Qwen3's shape whatever its target: norms on q and k, no biases.
         qk_norm=True,

@@ -91,7 +91,7 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
             rms = lax.rsqrt(mean + eps)[:, None]
             # Rounded where RMSNorm rounds: after the division, and after the scale.
             low, high = (
-                (scale_ref[pl.ds(i * half, half)][None, :] * (x * rms).astype(dtype))
+                (scale_ref[pl.ds(i * half, half)][None, :] * (x * rms).astype(scale_ref.dtype))
                 .astype(dtype)
                 .astype(jnp.float32)
                 for i, x in enumerate((low, high))

@@ -105,6 +105,13 @@ def added(
     return canonical.plus(x, y) if _backend(backend) is canonical else x + y
 
 
+def sigmoid_times(
+    gate: Float[Array, "*lead _"], x: Float[Array, "*lead F"], *, backend: str
+) -> Float[Array, "*lead F"]:
+    """sigmoid(gate) * x in float32, rounded to x's dtype; by "cpu" or else by XLA."""
+    return (cpu if _backend(backend) is cpu else xla).sigmoid_times(gate, x)
+
+
 def head_argmax(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
 ) -> Int[Array, " M"]:

@@ -32,6 +32,13 @@ def silu_times(
     return jax.nn.silu(rounded(gate)) * up
 
 
+def sigmoid_times(
+    gate: Float[Array, "*lead _"], x: Float[Array, "*lead F"]
+) -> Float[Array, "*lead F"]:
+    open_ = jax.nn.sigmoid(rounded(gate.astype(jnp.float32)))
+    return rounded((open_ * x.astype(jnp.float32)).astype(x.dtype))
+
+
 def head_logits(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Float[Array, "M V"]:
     def product(rows):
         return jnp.einsum(

@@ -28,3 +28,9 @@ def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array,
 
 def head_logits(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Float[Array, "M V"]:
     return jnp.einsum("MK,VK->MV", x, head, precision="highest", preferred_element_type=jnp.float32)
+
+
+def sigmoid_times(
+    gate: Float[Array, "*lead _"], x: Float[Array, "*lead F"]
+) -> Float[Array, "*lead F"]:
+    return (jax.nn.sigmoid(gate.astype(jnp.float32)) * x.astype(jnp.float32)).astype(x.dtype)

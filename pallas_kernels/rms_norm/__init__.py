@@ -1,8 +1,10 @@
-"""RMSNorm: x / rms(x) over the last axis in float32, rounded to x's dtype, times scale.
+"""RMSNorm: x / rms(x) over the last axis in float32, rounded to scale's dtype, times scale.
 
-That is transformers' order. "cpu" and "canonical" promise that a row's bits depend on that row
-alone, whatever the other axes are and whatever the norm is compiled beside. "xla" and "reference"
-(one and the same: short jnp) promise it inside one program. "canonical" is for Hopper and bfloat16.
+The result has x's dtype. That is transformers' order, where a scale of float32 is one whose product
+is rounded once (Qwen3.5, whose scales are 1 + w). "cpu" and "canonical" promise that a row's bits
+depend on that row alone, whatever the other axes are and whatever the norm is compiled beside.
+"xla" and "reference" (one and the same: short jnp) promise it inside one program. "canonical" is
+for Hopper and x of bfloat16.
 """
 
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 def rms_norm(x, scale, eps, *, interpret=False):
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
-    if not x.dtype == scale.dtype == jnp.bfloat16:
+    if x.dtype != jnp.bfloat16 or scale.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"the canonical norm takes bfloat16, not x {x.dtype} and scale {scale.dtype}: use 'xla'"
         )

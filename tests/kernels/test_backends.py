@@ -55,7 +55,7 @@ def test_sizes_that_no_kernel_takes_go_to_xla():
     assert with_backends(models, "bfloat16", HOPPER).kernels.attention == "xla"
 
 
-ATTENTION, MATMUL, HEADS, EXPERTS, NORM = BACKENDS
+ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA = BACKENDS
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,15 @@ def test_experts_have_a_backend_of_their_own():
     assert (chosen.matmul, chosen.experts) == ("tuned", "xla")  # its router has 8 columns
 
 
+def test_a_hybrid_has_an_operation_more():
+    with pytest.raises(ValueError, match=r"delta backend 'cpu' is for CPUs.* use 'xla'"):
+        with_backends(of_shape("tiny-hybrid"), "bfloat16", HOPPER, **{DELTA: "cpu"})
+    hybrid = with_backends(of_shape("tiny-hybrid"), "float32", CPU)
+    assert hybrid.one_arithmetic and hybrid.kernels.delta == "cpu"
+    xla = hybrid.kernels._replace(delta="xla")
+    assert not replace(hybrid, kernels=xla).one_arithmetic and xla.chunk == xla
+
+
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (HOPPER, "bfloat16")])
 def test_what_promises_one_arithmetic(device, dtype):
     """All operations that the pair has: with experts or without."""
@@ -144,7 +153,7 @@ def test_a_weight_that_the_canonical_products_lack():
 def test_a_backend_on_request():
     own = with_backends(qwen3(), "bfloat16", HOPPER)
     asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla", EXPERTS: "reference"}
-    asked[NORM] = "reference"
+    asked |= {NORM: "reference", DELTA: "reference"}
     chosen = with_backends(qwen3(), "bfloat16", HOPPER, **asked)
     assert chosen == replace(own, kernels=Kernels(*asked.values()))
     assert named(chosen.kernels) == asked

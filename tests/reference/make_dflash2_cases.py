@@ -22,7 +22,9 @@ import dflash.model
 import torch
 from dflash.model import DFlash2DraftModel, dflash_generate, extract_context_feature
 from reference_cases import plain_run
-from reference_pairs import FAMILIES, Experts, halved, round_weights
+from reference_hybrid import exact_rollback
+from reference_hybrid import randomise as randomise_hybrid
+from reference_pairs import FAMILIES, HYBRIDS, WITH_EXPERTS, Experts, halved, round_weights
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config
@@ -52,7 +54,7 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
         tie_word_embeddings=draw.random() < 0.3, max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        **(experts.config() if family == "qwen3_moe" else {}),
+        **(experts.config() if family in WITH_EXPERTS else {}),
     )  # fmt: skip
     model = model_class(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -64,6 +66,8 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
             parameter.normal_(0, 3.0 / hidden**0.5)
         else:
             parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
+    if family in HYBRIDS:
+        randomise_hybrid(model)
     round_weights(model)
     return model
 
@@ -220,10 +224,11 @@ def twin(model):
 
 def generate(target, drafter, case: dict) -> tuple[list[int], list[int]]:
     prompt = case["prompt_ids"]
-    result = dflash_generate(
-        drafter, target, torch.tensor([prompt]), case["max_new_tokens"], case["stop_token_ids"],
-        temperature=0, block_size=case["block_size"], return_stats=True,
-    )  # fmt: skip
+    with exact_rollback(target):
+        result = dflash_generate(
+            drafter, target, torch.tensor([prompt]), case["max_new_tokens"], case["stop_token_ids"],
+            temperature=0, block_size=case["block_size"], return_stats=True,
+        )  # fmt: skip
     return result.output_ids[0, len(prompt) :].tolist(), result.acceptance_lengths
 
 
@@ -261,7 +266,7 @@ def make_pair(seed: int, index: int, folder: Path) -> dict | None:
     torch.manual_seed(seed)
     random.seed(seed)
     draw = random.Random(seed)
-    target = random_target(family, index % 8 < 4, draw)
+    target = random_target(family, index % 16 < 8, draw)
     drafter = untrained_drafter(target, index % 3 != 0, draw)
     texts = greedy_texts(target, draw)
     train(drafter, target, texts)
@@ -274,7 +279,7 @@ def make_pair(seed: int, index: int, folder: Path) -> dict | None:
     noisy = tensors(twin(target), twin(read), texts[0].tolist()[:PROMPT])
     same = all(torch.equal(recorded[x], noisy[x]) for x in ("best", "prompt_ids"))
     same &= torch.equal(recorded["candidates"].sort().values, noisy["candidates"].sort().values)
-    narrow = index % 8 == 0  # each width is one more to compile
+    narrow = index % 7 == 0  # each width is one more to compile
     cases = make_cases(target, read, texts, narrow, draw)
     if not same or len(cases) < CASES:
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import dflash.model
 import torch
 from dflash.model import dflash_generate
+from reference_hybrid import exact_rollback
 from reference_pairs import Pair, embedding_scale
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -69,10 +70,11 @@ def reference_run(pair: Pair, prompt: list[int], new: int, stops: list | None, b
     hook = pair.target.register_forward_hook(lambda *a: verified.append(a[-1].logits[0]))
     pair.drafter.compute_logits = watch_draft
     try:
-        result = dflash_generate(
-            pair.drafter, pair.target, torch.tensor([prompt]), new, stops,
-            temperature=0, block_size=block, return_stats=True,
-        )  # fmt: skip
+        with exact_rollback(pair.target):
+            result = dflash_generate(
+                pair.drafter, pair.target, torch.tensor([prompt]), new, stops,
+                temperature=0, block_size=block, return_stats=True,
+            )  # fmt: skip
     finally:
         hook.remove()
         del pair.drafter.compute_logits

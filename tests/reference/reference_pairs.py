@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from dflash.model import DFlashDraftModel
+from reference_hybrid import hybrid, randomise
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -26,10 +27,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 MAX_POSITIONS = 1024
@@ -39,7 +46,18 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (partial(MistralConfig, sliding_window=None), MistralForCausalLM),
+    "qwen3_5": (hybrid(Qwen3_5TextConfig), Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (
+        hybrid(Qwen3_5MoeTextConfig, shared_expert_intermediate_size=24),
+        Qwen3_5MoeForCausalLM,
+    ),
+    "qwen3_next": (
+        hybrid(Qwen3NextConfig, shared_expert_intermediate_size=24),
+        Qwen3NextForCausalLM,
+    ),
 }
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
 
 
 class Unusable(Exception):
@@ -115,6 +133,19 @@ SMALL_SHAPES = [
         "mistral", 40, 3, (4, 2, 16), 56, False, 16, (0, 1, 2), 2, (4, 2, 16), 64, "top", False,
         small_files=True,
     ),
+    # Hybrids: blocks of which many cross a border of the delta net's chunks.
+    Shape(
+        "qwen3_5", 32, 3, (4, 2, 16), 48, False, 11, (0, 2), 2, (2, 1, 16), 40, "inner", False,
+        small_files=True, learnable=0.4,
+    ),
+    Shape(
+        "qwen3_5_moe", 40, 2, (2, 1, 16), 48, False, 5, (0, 1), 2, (2, 1, 16), 40, "top", False,
+        experts=Experts(6, 2, 16, True, 1, (), False), small_files=True, learnable=0.5,
+    ),
+    Shape(
+        "qwen3_next", 40, 2, (2, 2, 16), 48, False, 4, (0, 1), 2, (2, 1, 16), 40, "inner", False,
+        experts=Experts(6, 2, 16, False, 1, (1,), False), small_files=True, learnable=0.5,
+    ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
 # by decree.
@@ -147,7 +178,7 @@ FULL_SHAPES = [
         "qwen3_moe", 32, 4, (2, 2, 16), 48, False, 8, (1, 3), 2, (2, 1, 24), 64, "top", True,
         experts=Experts(6, 2, 32, False, 2, (), True),
     ),
-    *SMALL_SHAPES[-2:],
+    *SMALL_SHAPES[3:],
 ]  # fmt: skip
 
 
@@ -233,6 +264,8 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
         elif "norm" not in name:
             parameter.normal_(0, gain / math.sqrt(parameter.shape[-1]))
     _randomise_norms(model)
+    if shape.family in HYBRIDS:
+        randomise(model)
     return model
 
 

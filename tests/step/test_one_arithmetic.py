@@ -23,6 +23,7 @@ from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, dec
 from jflash.speculative import Models, Params
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
+    HYBRID,
     drafter_config,
     one_arithmetic,
     prompts,
@@ -89,6 +90,7 @@ BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": False
 KINDS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
+    "hybrid, shared expert": {"moe": replace(MOE, shared_size=20), "sparse": (0, 1), **HYBRID},
     "biases, experts": {"moe": MOE, "sparse": (0, 2), "tie_embeddings": True, **BIASES},
 }
 

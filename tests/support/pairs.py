@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.config import DrafterConfig, RopeConfig, TargetConfig
+from jflash.config import DeltaSpec, DrafterConfig, RopeConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Projected
@@ -34,12 +34,22 @@ TRUNK = {
     "out_bias": False,
     "mlp_bias": False,
 }
+DELTA = DeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=12, taps=4)
+HYBRID = {
+    "deltas": (0, 2),
+    "gated": True,
+    "norm_shift": 1.0,
+    "rope": RopeConfig(theta=1e4, scaling=None, rotary_dim=8),
+}
 
 
 def target_config(**changes) -> TargetConfig:
-    """`moe` stands in `sparse` layers, in all by default."""
+    """`moe` stands in `sparse` layers, in all by default; a delta net in the layers `deltas`."""
     moe, sparse = changes.pop("moe", None), changes.pop("sparse", None)
+    deltas = changes.pop("deltas", ())
     config = TargetConfig.alike(**(TRUNK | {"tie_embeddings": False} | changes))
+    mixed = [replace(x, mixer=DELTA) if i in deltas else x for i, x in enumerate(config.layers)]
+    config = replace(config, layers=tuple(mixed))
     return config if moe is None else config.with_experts(moe, sparse or range(config.num_layers))
 
 
@@ -61,11 +71,16 @@ def drafter_config(**changes) -> DrafterConfig:
 
 
 def random_params(config, seed: int, scale: float = 0.2) -> dict:
-    """Large enough weights that greedy text is varied; norms around 1."""
+    """Large enough weights that greedy text is varied; norms around 1.
+
+    A delta net's state lasts for some tokens: one that forgets at once hides every fault.
+    """
     leaves, tree = jax.tree.flatten(abstract_params(config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     random = [
-        jax.random.uniform(key, leaf.stored, minval=0.5, maxval=1.5)
+        jax.random.uniform(key, leaf.stored, minval=-2.0, maxval=0.5)
+        if leaf.axes == ("value_heads",)
+        else jax.random.uniform(key, leaf.stored, minval=0.5, maxval=1.5)
         if len(leaf.stored) == 1
         else scale * jax.random.normal(key, leaf.stored)
         for key, leaf in zip(keys, leaves, strict=True)

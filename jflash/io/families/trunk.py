@@ -62,6 +62,8 @@ def read_trunk(
         raise ValueError(f"hidden_act {shown(value['hidden_act'])} is not supported, only 'silu'")
     heads = value["num_attention_heads"]
     head_dim = value["head_dim"] or value["hidden_size"] // heads
+    share = defaults.get("partial_rotary_factor")
+    rope = rope_config(raw, value["max_position_embeddings"], head_dim, share)
     return dict(
         vocab_size=value["vocab_size"],
         hidden_size=value["hidden_size"],
@@ -71,6 +73,6 @@ def read_trunk(
         num_kv_heads=value["num_key_value_heads"] or heads,
         head_dim=head_dim,
         rms_norm_eps=float(value["rms_norm_eps"]),
-        rope=rope_config(raw, value["max_position_embeddings"]),
+        rope=rope,
         max_position_embeddings=value["max_position_embeddings"],
     ), value

@@ -1,0 +1,118 @@
+"""Where a leaf's numbers differ from its tensors: their order, what is added, what stays float32.
+
+A file's fused rows may lie by heads where a leaf has them by kind; dims of a head that turn are
+moved, so that each turns with the one half a head further (scores do not change when queries and
+keys are moved alike); norms of 1 + w get their 1. Knows configs and leaves, no files.
+"""
+
+import functools
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jflash.config import AttentionSpec, DeltaSpec, DrafterConfig, TargetConfig
+from jflash.models.params import abstract_params
+
+
+class Arrangement(NamedTuple):
+    """Column i of a leaf is row `order[i]` of its tensors, plus `shift`."""
+
+    order: Int[np.ndarray, " C"] | None
+    shift: float
+    float32: bool  # whatever dtype the model has
+
+    def dtype(self, dtype: str | None) -> str | None:
+        return "float32" if self.float32 else dtype
+
+    def of(self, leaf: Array) -> Array:
+        """The leaf of what its tensors gave."""
+        if self.order is not None:
+            leaf = jnp.take(leaf, jnp.asarray(self.order), axis=-1)
+        if self.float32:
+            leaf = leaf.astype(jnp.float32) + self.shift
+        return jax.block_until_ready(leaf)
+
+
+def arrangements(config: TargetConfig | DrafterConfig, by_key_head: bool) -> dict[str, Arrangement]:
+    """Of the leaves that are not as their tensors are, by path.
+
+    `by_key_head`: the file's delta nets are stored so.
+    """
+    kept = float32_leaves(config)
+    found = {}
+    for path in leaf_paths(config):
+        match = re.fullmatch(r"layers_(\d+)/(.+)", path)
+        mixer = config.layers[int(match[1])].mixer if match else None
+        own, order = (match[2] if match else path), None
+        if isinstance(mixer, AttentionSpec):
+            order = _attention(mixer, own)
+        elif isinstance(mixer, DeltaSpec) and own == "attention/inputs/kernel" and by_key_head:
+            order = _by_kind(mixer)
+        shifted = path in kept and path.endswith("/scale")
+        shift = config.norm_shift if shifted and isinstance(config, TargetConfig) else 0.0
+        if order is not None or path in kept:
+            found[path] = Arrangement(order, shift, path in kept)
+    return found
+
+
+@functools.cache
+def float32_leaves(config: TargetConfig | DrafterConfig) -> frozenset[str]:
+    """The paths of leaves that stay float32 in a model of any dtype."""
+    narrow = abstract_params(replace(config, dtype="bfloat16"))
+    paths = zip(leaf_paths(config), jax.tree.leaves(narrow), strict=True)
+    return frozenset(path for path, leaf in paths if leaf.dtype == "float32")
+
+
+def leaf_paths(config: TargetConfig | DrafterConfig) -> list[str]:
+    leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
+    return ["/".join(entry.key for entry in path) for path, _ in leaves]
+
+
+def _attention(mixer: AttentionSpec, leaf: str) -> Int[np.ndarray, " C"] | None:
+    turned = _turned(mixer)
+    if turned is None and not mixer.gated:
+        return None
+    H, N, K = mixer.head_dim, mixer.num_heads, mixer.num_kv_heads
+    dims = np.arange(H) if turned is None else turned
+    if leaf in ("attention/q_norm/scale", "attention/k_norm/scale"):
+        return turned
+    if leaf not in ("attention/qkv/kernel", "attention/qkv/bias"):
+        return None
+    step = (1 + mixer.gated) * H  # a head's rows of q_proj: its queries, then its gate
+    heads, first = np.arange(N)[:, None] * step, N * step
+    parts = [heads + dims, first + np.arange(K)[:, None] * H + dims]
+    parts.append(first + K * H + np.arange(K * H))
+    if mixer.gated:
+        parts.append(heads + H + np.arange(H))
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
+def _turned(mixer: AttentionSpec) -> Int[np.ndarray, " H"] | None:
+    """Which dim of a head in the file lies at each place; None if all turn or none does."""
+    rotary = mixer.rope.rotary_dim if mixer.rope else None
+    H = mixer.head_dim
+    if rotary is None or rotary == H:
+        return None
+    half = rotary // 2
+    dims = np.full(H, -1)
+    dims[:half], dims[H // 2 : H // 2 + half] = np.arange(half), np.arange(half, rotary)
+    dims[dims < 0] = np.arange(rotary, H)
+    return dims
+
+
+def _by_kind(mixer: DeltaSpec) -> Int[np.ndarray, " C"]:
+    """Rows by key head (q, k, v, z; then b, a) to q, k, v, z, b, a of all heads."""
+    Hk, Hv, dk, dv = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
+    r = Hv // Hk
+    sizes = (dk, dk, r * dv, r * dv)
+    head = np.arange(Hk)[:, None] * sum(sizes)
+    firsts = np.cumsum([0, *sizes[:-1]])
+    kinds = [head + f + np.arange(n) for f, n in zip(firsts, sizes, strict=True)]
+    pair, ba = np.arange(Hk)[:, None] * 2 * r, Hk * sum(sizes)
+    kinds += [ba + pair + np.arange(r), ba + pair + r + np.arange(r)]
+    return np.concatenate([kind.reshape(-1) for kind in kinds])

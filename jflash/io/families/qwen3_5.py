@@ -1,0 +1,81 @@
+"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to one gated attention, norms of 1 + w."""
+
+from dataclasses import replace
+from typing import Any
+
+from jflash.config import DeltaSpec, TargetConfig
+from jflash.io.families.trunk import COMMON, read_trunk
+from jflash.io.hf_values import said, shown
+
+ARCHITECTURE, MODEL_TYPE = "Qwen3_5ForCausalLM", "qwen3_5"
+SEEING = "Qwen3_5ForConditionalGeneration"  # the same text tower in a model that sees
+HYBRID: dict[str, Any] = (
+    COMMON
+    | {"head_dim": 256, "max_position_embeddings": 32768, "attention_bias": False}
+    | {"partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+)
+DEFAULTS: dict[str, Any] = (
+    HYBRID
+    | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
+    | {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4}
+)
+LAYER_TYPES = ("linear_attention", "full_attention")
+_SEEN = ("image_token_id", "video_token_id")
+# In place of attention's leaves, of the layers that have a delta net.
+DELTA = {
+    "attention/inputs/kernel": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
+    "attention/conv": ["linear_attn.conv1d.weight"],
+    "attention/a_log": ["linear_attn.A_log"],
+    "attention/dt_bias": ["linear_attn.dt_bias"],
+    "attention/norm/scale": ["linear_attn.norm.weight"],
+    "attention/out/kernel": ["linear_attn.out_proj.weight"],
+}
+
+
+def target(raw: dict[str, Any]) -> TargetConfig:
+    """The config of a dense Qwen3.5."""
+    return read(raw, DEFAULTS)
+
+
+def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
+    """The config of a hybrid, whatever stands in place of its MLPs."""
+    trunk, value = read_trunk(raw, defaults)
+    bias, own = value["attention_bias"], said(raw, _SEEN)
+    config = TargetConfig.alike(
+        **trunk,
+        tie_embeddings=value["tie_word_embeddings"],
+        qk_norm=True,
+        gated=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        norm_shift=1.0,
+        unread_ids=tuple(own[key] for key in _SEEN if key in own),
+    )
+    delta = DeltaSpec(
+        num_key_heads=value["linear_num_key_heads"],
+        num_value_heads=value["linear_num_value_heads"],
+        key_dim=value["linear_key_head_dim"],
+        value_dim=value["linear_value_head_dim"],
+        taps=value["linear_conv_kernel_dim"],
+    )
+    types = _layer_types(value, config.num_layers)
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, mixer=delta) if kind == "linear_attention" else layer
+            for layer, kind in zip(config.layers, types, strict=True)
+        ),
+    )
+
+
+def _layer_types(value: dict[str, Any], count: int) -> list[str]:
+    """What each layer mixes tokens with; every so many attend if config.json does not say."""
+    every = value["full_attention_interval"]
+    types = value.get("layer_types", [LAYER_TYPES[(i + 1) % every == 0] for i in range(count)])
+    if len(types) != count or not set(types) <= set(LAYER_TYPES):
+        raise ValueError(
+            f"layer_types must be {count} of {' or '.join(LAYER_TYPES)}, got {shown(types)}"
+        )
+    return types

@@ -1,0 +1,126 @@
+"""The gated delta rule: a state a head that forgets, corrects itself, and can be rolled back.
+
+For one token and one value head, of key head h // r, r = Hv / Hk, with the state S [dk, dv]:
+    S = e^g S;  d = beta (v - k S);  S = S + k d;  out = q S        S is 0 before position 0
+all in float32. Axes: B batch, T rows, C CHUNK positions, Hk and Hv heads, dk and dv their widths,
+U taps of the convolution, D its channels.
+
+A state cannot be cut at a length, so rows that may be taken back are kept beside it. `Memory` has
+the state before position `base`, a multiple of CHUNK, and the rows since, position p at place
+p % (2 · CHUNK). A call lays these and its own rows on the grid of absolute positions, runs whole
+chunks over them, and keeps the state at the last border before what may still be taken back. Taking
+back is a smaller `start` at the next call.
+
+- gated_delta: rows at positions start … start + T - 1 of each sequence, of which the first `real`
+  are tokens and the others padding, and the first `kept` will never be taken back. If `kept` is
+  less than `real`, `real` is at most CHUNK. base ≤ start < base + 2 · CHUNK.
+- inputs: what it reads, of the projection: a causal convolution with SiLU, queries and keys of
+  length 1 (queries times dk^-½ too), g = -exp(A_log) · softplus(a + dt_bias), beta = σ(b).
+- recurrent: the rule over whole sequences from nothing, several in a row, for training.
+- gated_norm: rms(out) · scale · silu(z) over dv.
+
+Every row's bits are those of one body over its chunk: within a chunk its place is absolute, and
+rows after it add exact zeros. With "cpu" a row's outputs, and the state kept, depend on the tokens
+up to it alone: not on T, B, what was taken back, or whether a prompt or a step brought it. With
+"xla" they do so inside one program. "reference" is the rule, token by token.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.gated_delta import cpu, reference, xla
+from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
+from pallas_kernels.gated_delta.grid import Memory as Memory
+from pallas_kernels.gated_delta.grid import Rows as Rows
+from pallas_kernels.gated_delta.grid import commit, lay_out, outputs
+
+BACKENDS = {"cpu": cpu, "xla": xla, "reference": reference}
+
+
+class Sizes(NamedTuple):
+    """What a backend must be able to take."""
+
+    key_dim: int
+    value_dim: int
+
+
+class Heads(NamedTuple):
+    """How the convolved columns are cut: queries, keys, values. Static."""
+
+    key_heads: int
+    key_dim: int
+
+
+def gated_delta(
+    q: Float[Array, "B T Hk dk"],
+    rows: Rows,
+    memory: Memory,
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+    kept: Int[Array, " B"],
+    *,
+    backend: str,
+) -> tuple[Float[Array, "B T Hv dv"], Memory]:
+    """See the module's contract. `backend` is one of BACKENDS; any other name is a ValueError."""
+    module = _backend(backend)
+    border = (start + kept) // CHUNK * CHUNK
+    chunks = lay_out(q, rows, memory, start, real)
+    out, state = module.scan(memory.state, *chunks, (border - memory.base) // CHUNK)
+    return outputs(out, start - memory.base, q.shape[1]), commit(
+        memory, state, border, rows, start, real
+    )
+
+
+def inputs(
+    raw: Float[Array, "B _ D"],
+    b: Float[Array, "B T Hv"],
+    a: Float[Array, "B T Hv"],
+    weights: Float[Array, "D U"],
+    a_log: Float[Array, " Hv"],
+    dt_bias: Float[Array, " Hv"],
+    *,
+    heads: Heads,
+    backend: str,
+) -> tuple[Float[Array, "B T Hk dk"], Rows]:
+    """Queries, and what the state is changed by; `raw` begins U - 1 rows before the first row."""
+    arithmetic = _backend(backend)
+    mixed = arithmetic.convolve(raw, weights).astype(jnp.float32)
+    width = heads.key_heads * heads.key_dim
+    q, k, v = jnp.split(mixed, [width, 2 * width], axis=-1)
+    q, k = (x.reshape(*b.shape[:2], heads.key_heads, -1) for x in (q, k))
+    g, beta = arithmetic.gates(*(x.astype(jnp.float32) for x in (a, b, a_log, dt_bias)))
+    rows = Rows(arithmetic.unit(k), v.reshape(*b.shape, -1), g, beta)
+    return arithmetic.unit(q) * heads.key_dim**-0.5, rows
+
+
+def recurrent(
+    q: Float[Array, "B T Hk dk"], rows: Rows, fresh: Bool[Array, "B T"]
+) -> Float[Array, "B T Hv dv"]:
+    """Whole sequences in rows, by the reference; the state is 0 before each `fresh` token."""
+    return reference.recurrent(q, rows, fresh)
+
+
+def gated_norm(
+    out: Float[Array, "B T Hv dv"],
+    z: Float[Array, "B T Hv dv"],
+    scale: Float[Array, " dv"],
+    eps: float,
+    *,
+    backend: str,
+) -> Float[Array, "B T Hv dv"]:
+    """rms(out) · scale · silu(z) in z's dtype; `out` is rounded to it before."""
+    return _backend(backend).gated_norm(out, z, scale, eps)
+
+
+def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
+    """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    return device_refusal("cpu", device) if backend == "cpu" else None
+
+
+def _backend(name: str):
+    if name not in BACKENDS:
+        raise ValueError(no_backend("gated delta", name, BACKENDS))
+    return BACKENDS[name]

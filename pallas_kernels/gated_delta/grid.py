@@ -1,0 +1,87 @@
+"""Rows on the grid of absolute positions, and what is kept of them: the same for every backend."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+CHUNK = 16  # positions; its multiples are the borders at which states are kept
+
+
+class Rows(NamedTuple):
+    """What tokens do to the state, in float32."""
+
+    k: Float[Array, "B T Hk dk"]
+    v: Float[Array, "B T Hv dv"]
+    g: Float[Array, "B T Hv"]
+    beta: Float[Array, "B T Hv"]
+
+
+class Memory(NamedTuple):
+    """The state before position `base`, and the rows since: position p at place p % (2 · CHUNK)."""
+
+    state: Float[Array, "B Hv dk dv"]
+    base: Int[Array, " B"]
+    rows: Rows
+
+
+def lay_out(
+    q: Float[Array, "B T Hk dk"],
+    rows: Rows,
+    memory: Memory,
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+) -> tuple[Float[Array, "B N C Hk dk"], Rows]:
+    """Queries and rows of all positions from `base` on, in whole chunks; zeros past the last row.
+
+    Enough chunks for any start: base + 2 · CHUNK - 1 rows may lie before the first.
+    """
+    T = q.shape[1]
+    chunks = -(-(2 * CHUNK - 1 + T) // CHUNK)
+    place = jnp.arange(chunks * CHUNK)
+    position = memory.base[:, None] + place
+    ahead = position - start[:, None]  # of the call's rows
+    old, new = ahead < 0, (ahead >= 0) & (ahead < real[:, None])
+    at = jnp.where(old, position % (2 * CHUNK), 2 * CHUNK + jnp.clip(ahead, 0, T - 1))
+
+    def laid(before, own, seen):
+        both = own if before is None else jnp.concatenate([before, own], axis=1)
+        index = at if before is not None else jnp.clip(ahead, 0, T - 1)
+        tail = (1,) * (own.ndim - 2)
+        found = jnp.take_along_axis(both, index.reshape(*index.shape, *tail), axis=1)
+        found = jnp.where(seen.reshape(*seen.shape, *tail), found, 0)
+        return found.reshape(len(found), chunks, CHUNK, *own.shape[2:])
+
+    every = jax.tree.map(lambda before, own: laid(before, own, old | new), memory.rows, rows)
+    return laid(None, q, new), every
+
+
+def outputs(
+    out: Float[Array, "B N C Hv dv"], ahead: Int[Array, " B"], count: int
+) -> Float[Array, "B T Hv dv"]:
+    """The `count` rows that begin `ahead` positions after the base."""
+    flat = out.reshape(len(out), -1, *out.shape[3:])
+    index = ahead[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(flat, index[:, :, None, None], axis=1)
+
+
+def commit(
+    memory: Memory,
+    state: Float[Array, "B Hv dk dv"],
+    border: Int[Array, " B"],
+    rows: Rows,
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+) -> Memory:
+    """The memory that begins at `border`, with those of the call's rows that lie after it."""
+    row = jnp.arange(rows.k.shape[1])
+    position = start[:, None] + row
+    stays = (row < real[:, None]) & (position >= border[:, None])
+    place = jnp.where(stays, position % (2 * CHUNK), 2 * CHUNK + row)
+    sequence = jnp.arange(len(border))[:, None]
+
+    def put(ring, own):
+        return ring.at[sequence, place].set(own, mode="drop", unique_indices=True)
+
+    return Memory(state, border, jax.tree.map(put, memory.rows, rows))

@@ -1,0 +1,177 @@
+"""The gated delta rule: every backend against the rule token by token, and the law on a CPU.
+
+The law: a row's output, and the state that is kept, hang on the tokens up to it alone. A form whose
+chunks begin at the block's anchor must be caught.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_delta as op
+from pallas_kernels.gated_delta import CHUNK, Memory, Rows
+from tests.support.attention_checks import ON_GPU
+
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
+HK, DK, HV, DV = 2, 8, 4, 12
+TOKENS = 75  # four borders, and part of a chunk
+
+
+class Text(NamedTuple):
+    """Queries and rows of whole texts [B, T, …]."""
+
+    q: jax.Array
+    rows: Rows
+
+    def at(self, index) -> "Text":
+        return jax.tree.map(lambda x: np.asarray(x)[index], self)
+
+
+def text(seed: int, batch: int = 1, tokens: int = TOKENS) -> Text:
+    keys = jax.random.split(jax.random.key(seed), 5)
+
+    def unit(key):
+        x = jax.random.normal(key, (batch, tokens, HK, DK))
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    values = jax.random.normal(keys[2], (batch, tokens, HV, DV))
+    # A state that forgets at once would hide every fault.
+    g = -0.4 * jax.random.uniform(keys[3], (batch, tokens, HV))
+    beta = jax.random.uniform(keys[4], (batch, tokens, HV))
+    return Text(unit(keys[0]) * DK**-0.5, Rows(unit(keys[1]), values, g, beta))
+
+
+def empty(batch: int) -> Memory:
+    sizes = (HK, DK), (HV, DV), (HV,), (HV,)
+    rows = Rows(*(jnp.full((batch, 2 * CHUNK, *size), 9.0) for size in sizes))  # never read
+    return Memory(jnp.zeros((batch, HV, DK, DV)), jnp.zeros(batch, jnp.int32), rows)
+
+
+@functools.cache
+def call(backend: str):
+    return jax.jit(functools.partial(op.gated_delta, backend=backend))
+
+
+def as_prompt(backend: str, own: Text, chunk: int, length: int):
+    """Outputs and memory of a prompt that comes in chunks, the last one padded with junk."""
+    outs, memory = [], empty(1)
+    junk = ((0, 0), (0, chunk))
+    padded = jax.tree.map(
+        lambda x: np.pad(x[:, :length], junk + ((0, 0),) * (x.ndim - 2), constant_values=5), own
+    )
+    for offset in range(0, length, chunk):
+        part = padded.at((slice(None), slice(offset, offset + chunk)))
+        real = jnp.full(1, min(chunk, length - offset))
+        out, memory = call(backend)(*part, memory, jnp.full(1, offset), real, real)
+        outs.append(out)
+    return np.concatenate(outs, axis=1)[:, :length], memory
+
+
+def by_steps(backend: str, own: Text, width: int, seed: int, step=None):
+    """Outputs of blocks of which random numbers of rows are taken back, and the memory after.
+
+    `step(memory, block, starts, taken)` gives both for one block.
+    """
+    batch = len(own.q)
+    rng, junk = np.random.default_rng(seed), text(seed + 100, batch, width)
+    starts, memory = np.zeros(batch, int), empty(batch)
+    out = np.full((batch, TOKENS, HV, DV), np.nan, np.float32)
+    while starts.min() < TOKENS:
+        taken = np.minimum(rng.integers(1, width + 1, batch), TOKENS - starts)
+        index = np.minimum(starts[:, None] + np.arange(width), TOKENS - 1)
+        right = np.arange(width) < taken[:, None]
+        block = jax.tree.map(functools.partial(_mixed, index, right), own, junk)
+        found, memory = (step or on_the_grid(backend))(memory, block, starts, taken)
+        for b in range(batch):
+            out[b, starts[b] : starts[b] + taken[b]] = found[b, : taken[b]]
+        starts = starts + taken
+    return out, memory
+
+
+def _mixed(index, right, own, junk):
+    """The text's rows where they are right, junk elsewhere."""
+    mine = np.asarray(own)[np.arange(len(own))[:, None], index]
+    return np.where(right.reshape(*right.shape, *[1] * (mine.ndim - 2)), mine, junk)
+
+
+def on_the_grid(backend: str):
+    def step(memory, block, starts, taken):
+        zeros = jnp.zeros(len(starts), jnp.int32)
+        return call(backend)(*block, memory, jnp.asarray(starts), zeros + block.q.shape[1], zeros)
+
+    return step
+
+
+def at_the_anchor(memory, block, starts, taken):
+    """The fault: a chunk begins at the block's first row, and the state lies there too."""
+
+    def chunk(kept):
+        def one(x):
+            rest = [(0, 0)] * (x.ndim - 2)
+            return np.pad(x[:, :kept], [(0, 0), (0, CHUNK - kept), *rest])[:, None]
+
+        return jax.tree.map(one, block)
+
+    scan = _cpu_scan()
+    out, _ = scan(memory.state, *chunk(block.q.shape[1]), jnp.ones(1, jnp.int32))
+    _, state = scan(memory.state, *chunk(int(taken[0])), jnp.ones(1, jnp.int32))
+    return out[:, 0], memory._replace(state=state)
+
+
+def token_by_token(own: Text) -> np.ndarray:
+    return jax.jit(op.recurrent)(*own, np.arange(TOKENS)[None].repeat(len(own.q), 0) == 0)
+
+
+def test_chunks_are_the_rule_token_by_token():
+    """Outputs and states of blocks taken back in part; by a CPU's form: below."""
+    own = text(0, batch=3)
+    want = token_by_token(own)
+    assert np.abs(want).max() > 0.5
+    out, memory = by_steps("xla", own, 8, seed=1)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    _, last = as_prompt("reference", own.at((slice(2, 3),)), 32, int(memory.base[2]))
+    np.testing.assert_allclose(memory.state[2], last.state[0], atol=1e-5)
+
+
+@functools.cache
+def _cpu_scan():
+    return jax.jit(op.cpu.scan)
+
+
+@pytest.mark.skipif(ON_GPU, reason="this is a CPU's operation")
+def test_bits_depend_on_the_tokens_alone():
+    """Widths, batches, prompts and chunks of them: the same outputs, and states at borders."""
+    own = text(3, batch=3)
+    runs = [by_steps("cpu", own, width, seed) for width, seed in ((1, 4), (16, 6))]
+    np.testing.assert_allclose(runs[0][0], token_by_token(own), atol=1e-5)
+    for b, chunk in enumerate((128, 7, 7)):
+        prompt, whole = as_prompt("cpu", own.at((slice(b, b + 1),)), chunk, TOKENS)
+        for out, memory in runs:
+            np.testing.assert_array_equal(out[b], prompt[0])
+            _, same = as_prompt("cpu", own.at((slice(b, b + 1),)), 128, int(memory.base[b]))
+            np.testing.assert_array_equal(memory.state[b], same.state[0])
+        assert int(whole.base[0]) == TOKENS // CHUNK * CHUNK
+
+
+@pytest.mark.skipif(ON_GPU, reason="this is a CPU's operation")
+def test_chunks_that_begin_at_the_anchor_are_caught():
+    own = text(3)
+    prompt, _ = as_prompt("cpu", own, 128, TOKENS)
+    out, _ = by_steps("cpu", own, 8, 5, at_the_anchor)
+    np.testing.assert_allclose(out, prompt, atol=1e-5)  # right, and of other bits
+    assert np.any(out != prompt)
+
+
+@pytest.mark.parametrize("length", [1, 3, 15, 16, 17])
+def test_short_prompts(length):
+    """Shorter than the convolution's taps and than a chunk, a border more or less."""
+    own = text(7)
+    want, last = as_prompt("reference", own, 32, length)
+    got, memory = as_prompt("xla", own, 32, length)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert int(memory.base[0]) == int(last.base[0]) == length // CHUNK * CHUNK
+    np.testing.assert_allclose(memory.state, last.state, atol=1e-5)

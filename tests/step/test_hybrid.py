@@ -1,0 +1,120 @@
+"""Targets with gated delta nets: a state that is rolled back exactly, on a CPU bit for bit.
+
+Widths, batches, capacities and chunks are in test_one_arithmetic; here are the state itself, slots
+that are refilled, short prompts, and what is refused.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.cache import DeltaCache
+from jflash.decoding import Decoding
+from jflash.engine import Job, serve
+from jflash.generate import Pair, check_request, generate
+from jflash.models.decoder import Target
+from jflash.programs import Shape, compile_programs, make_request, new_state
+from jflash.serving.engine import Engine
+from jflash.speculative import Models
+from pallas_kernels import gated_delta
+from tests.support.attention_checks import ON_GPU
+from tests.support.pairs import (
+    HYBRID,
+    drafter_config,
+    one_arithmetic,
+    prompts,
+    random_pair,
+    random_params,
+    replay_pair,
+    target_config,
+    unit_head,
+)
+
+COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
+pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
+NEW = 40
+
+
+def hybrid_pair() -> Pair:
+    pair, config = random_pair(), target_config(**HYBRID)
+    models = replace(pair.models, target=Target(config))
+    params = pair.params._replace(target=random_params(config, 0))
+    return one_arithmetic(unit_head(Pair(models, params)))
+
+
+def knowing(pair: Pair, prompt: list[int], text: list[int]) -> Pair:
+    """With a drafter that knows the text but for every seventh token."""
+    wrong = [t if i % 7 else (t + 1) % 67 for i, t in enumerate([*prompt, *text])]
+    return one_arithmetic(replay_pair(pair, wrong))
+
+
+def final_states(pair: Pair, prompt: list[int], new: int):
+    """The text, and the states of the delta nets before the border at or before its last token."""
+    shape = Shape(2, 256, 64, 16)
+    programs = compile_programs(pair.models, pair.params, shape)
+    state = new_state(pair.models, shape)
+    decoding = Decoding(max_new_tokens=new)
+    request = make_request(shape, prompt, decoding, pair.models.max_accept, jax.random.key(0))
+    state = programs.prefill(pair.params, state, jnp.int32(1), request)
+    state, report = programs.run(pair.params, state, jnp.int32(1000), jnp.asarray([True, False]))
+    length = int(report.length[1])
+    caches = [cache for cache in state.target_cache if isinstance(cache, DeltaCache)]
+    return report.tokens[1, :length].tolist(), [_settled(c, length - 1) for c in caches]
+
+
+def _settled(cache: DeltaCache, start: int) -> np.ndarray:
+    """Sequence 1's state before the border at or before `start`, by a call that adds nothing."""
+    memory = jax.tree.map(lambda x: x[1:], cache.memory)
+    none = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape[2:])), memory.rows)
+    zero = jnp.zeros(1, jnp.int32)
+    _, memory = jax.jit(gated_delta.gated_delta, static_argnames="backend")(
+        none.k, none, memory, zero + start, zero, zero, backend="cpu"
+    )
+    assert int(memory.base[0]) == start // gated_delta.CHUNK * gated_delta.CHUNK
+    return np.asarray(memory.state[0])
+
+
+def test_a_generated_texts_state_is_that_of_the_same_text_as_a_prompt():
+    """By plain steps, by blocks of which parts are taken back, and by the chunks of a prompt."""
+    pair, [prompt] = hybrid_pair(), prompts(1, seed=4, low=21, high=22)
+    text, want = final_states(pair.plain(), prompt, NEW)
+    assert len(set(text[len(prompt) :])) > 5 and all(np.abs(x).max() > 0.1 for x in want)
+    replayed = knowing(pair, prompt, text[len(prompt) :])
+    same, blocks = final_states(replayed, prompt, NEW)
+    longer, as_prompt = final_states(pair.plain(), text, 1)
+    assert same == text == longer[:-1]
+    for other in (blocks, as_prompt):
+        for mine, theirs in zip(other, want, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_refilled_slots_and_short_prompts_give_plain_decodings_text():
+    """Prompts of 1 to 3 tokens are shorter than the convolution; slots are used again."""
+    pair = hybrid_pair()
+    asked = [p for low in (1, 2, 3, 33) for p in prompts(1, seed=low, low=low, high=low + 1)]
+    decoding = Decoding(max_new_tokens=NEW)
+    plain = [generate(pair.plain(), [p], decoding, prefill_chunk=32)[0].token_ids for p in asked]
+    replayed = knowing(pair, asked[0], plain[0])
+    jobs = [Job(i, prompt, decoding) for i, prompt in enumerate(asked)]
+    found = {job.index: g for job, g in serve(replayed, jobs, batch_size=2, prefill_chunk=32)}
+    assert [found[i].token_ids for i in range(len(asked))] == plain
+    lengths = found[0].acceptance_lengths[:-1]
+    assert max(lengths) > min(lengths)
+
+
+def test_what_a_hybrid_cannot_do_is_refused():
+    config = target_config(**HYBRID, unread_ids=(65,))
+    with pytest.raises(ValueError, match="block size 17 is above 16"):
+        Models(Target(config), None, 17)
+    pair = random_pair()
+    with pytest.raises(ValueError, match="recurrent layers takes all"):
+        replace(pair.models, target=Target(config), rows=4)
+    with pytest.raises(ValueError, match="token id 65 stands for an image"):
+        check_request(Models(Target(config)), [1, 65], Decoding())
+    with pytest.raises(ValueError, match="not served in pages"):
+        Engine(hybrid_pair())
+    wide = drafter_config(block_size=20)
+    assert Models(Target(config), type(pair.models.drafter)(wide), 16).block_size == 16
