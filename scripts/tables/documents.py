@@ -12,7 +12,7 @@ from pathlib import Path
 from tables.beside import reference, summary, vllm
 from tables.cells import Result
 from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, trainings
-from tables.losslessness import lossless, plain_text, right_logits, width_1
+from tables.losslessness import law, lossless, plain_text, right_logits, width_1
 from tables.steps import goals, in_turns, kernels, spent, steps, widths
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
@@ -21,7 +21,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     for table in (
         *(summary, families),  # README
         *(goals, steps, spent, in_turns, vllm, reference, widths, kernels),  # benchmarks/README
-        *(lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
+        *(law, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards
     )
 }

@@ -28,6 +28,32 @@ def lossless(results: list[Result]) -> str:
     return table(head, rows, cases)
 
 
+def law(results: list[Result]) -> str:
+    """What check_lossless.py counted against plain decoding at width 1 and batch 1."""
+    cases = [r.content | {"file": r.name} for r in results if "law" in r.content]
+    cases = [case for case in cases if case["device"] != "cpu"]
+    rows = []
+    pairs = [(run.get("layers"), pair) for run in cases for pair in run["law"]]
+    for cut, one in pairs:
+        layers = f", {cut} layers" if cut else ""
+        sums = {
+            kind: sum(each[f"compared_{kind}"] for each in one["compared"])
+            for kind in ("tokens", "logits_rows", "kv_rows")
+        }
+        caught = sum(fault["caught"] for fault in one["faults"])
+        rows.append([
+            one["pair"] + layers, f"{one['tokens']:,}", f"{len(one['compared'])}",
+            " / ".join(f"{count:,}" for count in sums.values()), f"{one['differences']}",
+            f"{caught} of {len(one['faults'])}", f"{one['seconds'] / 60:.1f}",
+        ])  # fmt: skip
+    head = [
+        *("pair", "tokens of plain decoding", "other ways to decode them"),
+        *("compared: tokens / rows of logits / of K and V", "differences", "faults caught"),
+        "minutes",
+    ]
+    return table(head, rows, cases)
+
+
 def width_1(results: list[Result]) -> str:
     """How often the texts of the pair's width and of width 1 part, and by how many nats."""
     cases = [case for case in checks_of(results) if any(case["width_1"])]
