@@ -30,8 +30,11 @@ def lossless(results: list[Result]) -> str:
 
 def law(results: list[Result]) -> str:
     """What check_lossless.py counted against plain decoding at width 1 and batch 1."""
-    cases = [r.content | {"file": r.name} for r in results if "law" in r.content]
-    cases = [case for case in cases if case["device"] != "cpu"]
+    cases: list[dict[str, Any]] = [
+        r.content | {"file": r.name}
+        for r in results
+        if "law" in r.content and r.content["device"] != "cpu"
+    ]
     rows = []
     pairs = [(run.get("layers"), pair) for run in cases for pair in run["law"]]
     for cut, one in pairs:
