@@ -4,7 +4,8 @@ import argparse
 import json
 
 from jflash.cli.command import require
-from jflash.cli.options.pair import drafter_name
+from jflash.cli.options.pair import DEFAULT_TARGET
+from jflash.cli.options.values import option_name
 from jflash.device import describe_device
 from jflash.files import keep_newest
 
@@ -16,14 +17,13 @@ def run(options: argparse.Namespace) -> None:
     from jflash.proof.soak import soak
 
     o = options
-    served = [
-        *("--target", o.target, "--drafter", drafter_name(o)),
-        *("--attention-backend", o.attention_backend, "--verify-rows", str(o.verify_rows)),
-        *("--max-batch", str(o.max_batch), "--max-context", str(o.max_context)),
-        *("--max-queue", str(2 * o.clients)),
-    ]
-    for name, value in (("--dtype", o.dtype), ("--block-size", o.block_size)):
-        served += [] if value is None else [name, str(value)]
+    served = ["--verify-rows", str(o.verify_rows), "--max-queue", str(2 * o.clients)]
+    names = ("target", "drafter", "dtype", "block_size", "attention_backend")
+    for name in (*names, "max_batch", "max_context"):
+        value = getattr(o, name)
+        # The embedded pair is the server's default too: a result names no folder of a machine.
+        if value is not None and value != DEFAULT_TARGET:
+            served += [option_name(name), str(value)]
     result = soak(served, o.minutes, o.clients, o.seed)
     for problem in result.problems[:20]:
         print(problem)
