@@ -1,4 +1,4 @@
-"""Attention of a speculative block against a cache: the contract, the backends, what they take.
+"""Attention of a speculative block to a cache: the contract, the backends and their limits.
 
 Axes: B batch, T query tokens, S cache slots, N query heads, K KV heads, G = N / K, H head dim.
 The block's own keys and values already lie in the cache, at slots lengths[b] … lengths[b] + T - 1;
@@ -21,18 +21,18 @@ meaning. READ_TABLES read through the table; for the others the pages are first 
 
 A slot that no query of the block can see (at or above lengths + widths, or at or below
 lengths - window) may hold anything, NaN included, without effect; the others must be finite. Rows
-i >= widths[b] are padding: finite, of no meaning. A row that sees nothing is 0.
+i >= widths[b] are padding: finite, without meaning. A row that sees nothing is 0.
 
 Query head n reads KV head n // G. A score is q·k * scale; softcap makes it
 softcap * tanh(score / softcap); sinks[n] is one more logit in head n's softmax, with no value.
 Scores, softmax and sums are float32, the result has q's dtype.
 
-By "canonical" a row's bits depend on what it sees alone: not on B, T, S, the row's place in the
+By "canonical" a row's bits depend only on what it sees: not on B, T, S, the row's place in the
 block, its neighbours or who computes which piece. Positions are cut at multiples of 256; a piece is
 walked in ascending blocks of 64 by one online softmax, and pieces are merged in ascending order by
 one formula (`pieces`). What a row does not see is left out exactly. It is for Hopper and bfloat16,
 and takes a prompt's chunk, up to 512 tokens, as a block. "mosaic_gpu" and "triton"
-cut by B, S and the heads; with "cpu" too a row's bits depend on its query and what it sees alone.
+cut by B, S and the heads; with "cpu" too a row's bits depend only on its query and what it sees.
 On an H200 (jax 0.11.2, 2026-11-22) 63 runs of B 1 and 8, T 1, 5, 16, 128 and 512, two capacities,
 walked and split, causal, with a window and with a soft cap, gave 0 differing bits.
 """
@@ -55,7 +55,7 @@ BACKENDS = {
     "xla": xla,
     "reference": reference,
 }
-# What the two kernels take, the better one first; xla and reference take any sizes and types.
+# The limits of the two kernels, the better one first; xla and reference take any sizes and types.
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
 PAGE = 64  # positions
 READ_TABLES = ("cpu", "canonical", "mosaic_gpu")  # of the others the pages are gathered
@@ -68,7 +68,7 @@ KERNEL_DTYPES = {
 
 
 class Sizes(NamedTuple):
-    """What a backend must be able to take: T, G, H and the dtype of q and the cache."""
+    """The sizes that a backend must support: T, G, H and the dtype of q and the cache."""
 
     width: int
     groups: int
@@ -94,8 +94,8 @@ def block_attention(
 ) -> Float[Array, "B T N H"]:
     """See the module's contract.
 
-    A backend that is not one of BACKENDS or lacks these sizes is a ValueError. The device is not
-    looked at, since a program may be compiled for another: `refusal` does that, once.
+    ValueError for a backend that is not one of BACKENDS or lacks these sizes. Only `refusal` looks
+    at the device, once, because a program may be compiled for another device.
     """
     T, N, H = q.shape[1:]
     sizes = Sizes(T, N // k.shape[2], H, k.dtype)

@@ -1,15 +1,15 @@
 """Block attention in the canonical form: the same bits for every batch, width, capacity and chunk.
 
-The Mosaic GPU kernel with pieces of 256 absolute positions. Where sequences, heads and row tiles
-fill half the multiprocessors a CTA walks all pieces of its rows; where they do not every piece has
-a CTA of its own and a second kernel merges them, in the same order by the same formula (`pieces`).
+It is the Mosaic GPU kernel with pieces of 256 absolute positions. If sequences, heads and row tiles
+fill half the multiprocessors, a CTA walks all pieces of its rows; if not, every piece has another
+CTA and a second kernel merges them, in the same order by the same formula (`pieces`).
 On an H200 (jax 0.11.2, benchmarks/h200-canonical-attention.json), 16 rows at context 1024 of 2048,
 µs beside the cut that suits batch and capacity best: batch 1 10.5 and 9.4, batch 8 23.8 and 22.9,
-batch 32 49.5 and 48.8. What long texts pay: batch 1 at 32,000 tokens 66.9 and 47.8, since 126
+batch 32 49.5 and 48.8. Long texts pay more: batch 1 at 32,000 tokens 66.9 and 47.8, because 126
 pieces are written and read again. In pieces of 128 batch 32 would take twice as long by a second
 kernel, in pieces of 512 batch 1 15.0.
-Blocks of more than 32 tokens are a prompt's chunks. Of a ring, pieces are cut by slot: the form
-does not hold for them, and only drafters have them.
+Blocks of more than 32 tokens are a prompt's chunks. In a ring, pieces are cut by slot: the form
+does not hold for rings, which only drafters have.
 """
 
 from jaxtyping import Array, Float, Int
@@ -48,7 +48,7 @@ def block_attention(
 
 
 def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
-    """Who takes which piece, which changes no bit. A wide head's two sums do not fit registers."""
+    """The CTAs of the pieces, which change no bit. A wide head's two sums do not fit registers."""
     row_tiles = -(-T // (ROWS // (N // K)))
     walks = H <= 128 and B * K * row_tiles >= WALKERS
     stages = {64: 4, 128: 2, 256: 1}[H]

@@ -2,9 +2,9 @@
 
 A program reads all chunks of its row at once and sums them in a tree that only the number of
 chunks decides. A chunk that no row of the tile saw was never written: it is not read, and adds
-exactly 0. In Pallas-Triton also behind the Mosaic GPU kernel: on an H200, at batch 1 and 2048
-slots, it took 2.3 to 2.7 µs there and 2.4 µs behind the Triton kernel, and a Mosaic kernel that
-read chunk by chunk 4.9.
+exactly 0. Pallas-Triton also combines after the Mosaic GPU kernel: on an H200, at batch 1 and 2048
+slots, it took 2.3 to 2.7 µs there and 2.4 µs after the Triton kernel, and a Mosaic kernel that
+read chunk by chunk took 4.9.
 """
 
 import functools

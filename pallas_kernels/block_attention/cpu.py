@@ -1,9 +1,9 @@
-"""Block attention on a CPU, by pieces of absolute positions: a row's bits are one at all B, T, S.
+"""Block attention on a CPU, by pieces of absolute positions: the same bits at all B, T and S.
 
 Keys are read in pieces of PIECE positions that begin at multiples of it, ascending, wherever their
-slots lie; queries TILE rows at a time. So XLA's products have one shape, and a row's result is the
-same sums in the same order in every program. A piece of which a row sees nothing leaves the row's
-sums as they are; those that no row of a tile sees are not read.
+slots lie, and queries TILE rows at a time. So XLA's products have one shape, and a row's result is
+the same sums in the same order in every program. A piece of which a row sees nothing leaves the
+row's sums as they are; pieces that no row of a tile sees are not read.
 """
 
 import functools
@@ -21,7 +21,7 @@ TILE = 16
 
 
 class Sums(NamedTuple):
-    """Of the pieces so far: Σ weight · value and Σ weight, each weight relative to exp(top)."""
+    """Σ weight · value and Σ weight of the pieces so far, each weight relative to exp(top)."""
 
     total: Float[Array, "B K R H"]
     weight: Float[Array, "B K R"]
@@ -73,7 +73,7 @@ def block_attention(
             seen = jnp.repeat(visible, N // K, axis=1)[:, None]
             return _add(sums, rows, keys, values, seen, scale, softcap)
 
-        # No row has seen anything: a top that is no number of its own.
+        # No row has seen anything yet, so its top is below every score.
         shape = rows.shape[:-1]
         nothing = Sums(jnp.zeros((*shape, H)), jnp.zeros(shape), jnp.full(shape, -jnp.inf))
         sums = lax.fori_loop(begin // PIECE, -(-end // PIECE), add, nothing)
@@ -96,7 +96,7 @@ def _rows(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K R H"]:
 
 
 def _reader(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], ring: bool) -> Callable:
-    """Keys and values [B, PIECE, K, H] of a piece; of positions that lie nowhere, any others."""
+    """Keys and values [B, PIECE, K, H] of a piece; any others for positions without a slot."""
     S = k.shape[1]
     if ring and S % PIECE:
 

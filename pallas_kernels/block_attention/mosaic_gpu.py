@@ -7,10 +7,10 @@ chunks. A cache of one chunk needs no second kernel.
 
 A row's bits depend on what the row sees and on nothing else. Chunks and blocks begin at fixed
 slots, whatever the length. A slot that a row cannot see gets weight 0 and never moves the row's
-maximum. A chunk or block that no row of the CTA sees is skipped, one that only other rows see adds
-exactly 0. Chunks are combined in ascending order, without atomics.
+maximum. A chunk or block that no row of the CTA sees is skipped, and one that only other rows see
+adds exactly 0. Chunks are combined in ascending order, without atomics.
 
-bfloat16 only: wgmma would round float32 to tf32. It knows nothing of devices: see __init__.
+It takes only bfloat16, because wgmma would round float32 to tf32. It knows no device: see __init__.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Tiles:
 def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
     """Tiles for sizes known at compile time.
 
-    Not of T: so a block of any width is cut alike. A full cache makes about two CTAs a
+    T is not among them, so a block of any width is cut alike. A full cache makes about two CTAs a
     multiprocessor; one more chunk costs 64·H floats written and read again, so chunks are 128 at
     least (a whole step of an 8B pair at batch 1 and 2048 slots on an H200: 5.55 ms, with chunks of
     64 5.59; at batch 8 chunks of 512 took 6.99, of 256 7.07, of 128 7.20).
@@ -132,7 +132,7 @@ def block_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """What is known when a kernel is compiled."""
+    """The constants of a compiled kernel."""
 
     B: int
     T: int
@@ -164,7 +164,7 @@ class _Task:
 
     @property
     def columns(self) -> int:
-        """Of the result, a CTA: more do not fit its registers. A wide head takes two CTAs."""
+        """Columns of the result in a CTA's registers; a wide head takes two CTAs."""
         return min(self.H, 128)
 
     @property
@@ -199,7 +199,7 @@ class _Task:
             first, last = jnp.where(around, 0, first), jnp.where(around, self.S, last)
         return first, last
 
-    def behind(self, place, first):
+    def after(self, place, first):
         """How many slots of a ring `place` comes after `first`; both may be positions."""
         steps = lax.rem(place, self.S) - lax.rem(first, self.S)
         return steps + jnp.where(steps < 0, self.S, 0)
@@ -210,7 +210,7 @@ class _Task:
 def _attend(q, k, v, lengths, widths, sinks, task: _Task, interpret, table=None):
     B, T, K, G, H = task.B, task.T, task.K, task.G, task.H
     n, queries = task.row_tiles, task.queries
-    # Whoever makes q takes this over: XLA fuses it there.
+    # XLA fuses this into the operation that makes q.
     rows = jnp.pad(q, ((0, 0), (0, n * queries - T), (0, 0), (0, 0)))
     rows = rows.reshape(B, n, queries, K, G, H).transpose(0, 3, 1, 2, 4, 5)
     rows = rows.reshape(B, K, n, queries * G, H)
@@ -325,7 +325,7 @@ def _scratch(task: _Task):
         operand(ROWS, task.H),
         operand(tiles.stages, tiles.block, task.H),
         operand(tiles.stages, tiles.block, task.columns),
-        # The weights pass through shared memory: ptxas before 13.3 is said to miscompile a
+        # The weights pass through shared memory: ptxas before 13.3 is reported to miscompile a
         # pipelined wgmma whose left operand is in registers.
         operand(ROWS, tiles.block),
         plgpu.Barrier(),
@@ -395,9 +395,9 @@ def _walk(
         )
         column = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=LAYOUT)
         if task.ring:
-            behind = column - _across(row_begin - i * block, column)
-            behind += jnp.where(behind < 0, task.S, 0)
-            visible = behind < _across(row_last - row_first, column)
+            after = column - _across(row_begin - i * block, column)
+            after += jnp.where(after < 0, task.S, 0)
+            visible = after < _across(row_last - row_first, column)
         else:
             visible = column < _across(row_last - i * block, column)
             if task.window is not None:
@@ -413,8 +413,8 @@ def _walk(
         # 0 * NaN is NaN, and slots that no row sees may hold one. At most two blocks have any.
         if task.ring:
             dead = task.S - (last - first)
-            outside = task.behind(i * block, last) < dead
-            outside |= (task.behind(last, i * block) < block) & (dead > 0)
+            outside = task.after(i * block, last) < dead
+            outside |= (task.after(last, i * block) < block) & (dead > 0)
             pl.when(outside)(lambda: _clear_ring(task, v_s.at[slot], i * block, first, last))
         else:
             outside = (i + 1) * block > last
@@ -456,7 +456,7 @@ def _logits(task: _Task, products):
     """Scores in units of log 2, for exp2."""
     if task.softcap is None:
         return products * (task.scale * LOG2E)
-    # The device's own tanh is good to 11 bits only: too few once multiplied by the cap.
+    # The device's tanh has only 11 good bits, which is too few once multiplied by the cap.
     twice = jnp.exp2(products * (2 * task.scale * LOG2E / task.softcap))
     return task.softcap * LOG2E - (2 * task.softcap * LOG2E) / (twice + 1)
 
@@ -472,7 +472,7 @@ def _clear_ring(task: _Task, v_s, begin, first, last):
     """Zeroes rows of v_s, a ring's slots from begin, whose position is not in [first, last)."""
     row = plgpu.broadcasted_iota(jnp.int32, v_s.shape, 0, layout=LAYOUT)
     values = plgpu.load(v_s, layout=LAYOUT)
-    seen = task.behind(row + begin, first) < last - first
+    seen = task.after(row + begin, first) < last - first
     v_s[...] = jnp.where(seen, values, jnp.zeros_like(values))
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 PIECE = 256
 # No score is ever below this. Finite, so that a row which has seen nothing yet does not make NaN.
 LOWEST = -1e30
-# Of scales that lie further apart the lower counts for nothing, and compilers differ in whether
-# they keep what is too small to be normal.
+# If scales lie further apart, the lower one is ignored: compilers differ in whether they keep
+# numbers that are too small to be normal.
 FURTHEST = -100.0
 
 

@@ -7,9 +7,9 @@ needs a newer triton than many have, and neither has an interpreter. On Hopper `
 first; for sm80 and sm89 this kernel was compiled, not timed.
 
 The KV axis is split at absolute positions: chunk c is slots [c·C, (c + 1)·C), C a function of the
-static sizes alone, read in sub-blocks that also begin at fixed positions. So a row's bits depend
-on the keys that it sees and on nothing else: what it does not see adds exact zeros. Chunks that
-no row sees are skipped and never read back. Partial results are added by a second small kernel,
+static sizes, read in sub-blocks that also begin at fixed positions. So a row's bits depend only on
+the keys that it sees: the other keys add exact zeros. Chunks that no row sees are skipped and never
+read back. Partial results are added by a second small kernel,
 `combine`; where one chunk is enough the first writes the result.
 Rows of a tile are (t, g), whole query tokens t of one KV head and its group's heads g.
 """
@@ -188,7 +188,7 @@ def _chunk_kernel(
         def step(i, carry):
             total, top, weight = carry
             slot = i * slots + jnp.arange(slots)
-            # What no row sees may be NaN: it is not read, and counts as zeros.
+            # Slots that no row sees may hold NaN: they are not read, and count as zeros.
             alive, position, last = (slot >= first) & (slot < end), slot, end
             if maths.ring:
                 position, last = _position(slot, length + T, S), length + width
@@ -230,7 +230,7 @@ def _chunk_kernel(
         result = _finish(total, top, weight, sink)
         plt.store(out_ref.at[at], result.astype(out_ref.dtype), mask=real_wide)
     else:
-        # As `combine` asks it: a chunk that no row sees is not written.
+        # As `combine` expects: a chunk that no row sees is not written.
         @pl.when((begin < end) & (begin + tiling.chunk > first))
         def _():
             for ref, value in zip(rest, attend(), strict=True):

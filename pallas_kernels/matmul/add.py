@@ -1,7 +1,7 @@
 """Adds the pieces of a product, and a residual, in Pallas-Triton: entry by entry, ascending.
 
-A kernel, not jnp: XLA would keep a sum unrounded where it meets the next one, and compute a layer's
-residual anew from the pieces of all layers before it.
+This is a kernel because XLA would leave a sum unrounded before the next one, and would compute a
+layer's residual again from the pieces of all layers before it.
 """
 
 import functools

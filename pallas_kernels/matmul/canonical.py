@@ -1,9 +1,9 @@
-"""The GEMMs in the canonical form, the same bits at every number of rows: which kernel, which tile.
+"""The GEMMs in the canonical form, with a kernel and a tile for every number of rows.
 
-Up to 64 rows go to Pallas-Triton, whose tiles hold 16 rows and whose pieces of K are programs of
-their own. More go to the Mosaic GPU kernel: one CTA takes the pieces in turn, or, where its tiles
-would leave multiprocessors idle, each piece has CTAs of its own. All add in one order, so what
-is chosen here is speed alone; `pieces.pieces` is what decides the bits.
+Up to 64 rows go to Pallas-Triton, with tiles of 16 rows and a program for each piece of K. More go
+to the Mosaic GPU kernel: one CTA takes the pieces in turn, or each piece has other CTAs if the
+tiles would leave multiprocessors idle. All add in one order, so the choices here change only the
+speed, and `pieces.pieces` decides the bits.
 """
 
 import functools
@@ -82,7 +82,7 @@ def head_logits(
 def silu_times(
     gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"]
 ) -> Float[Array, "*lead F"]:
-    """For halves that a bias was added to: by XLA, entry by entry, at every number of rows."""
+    """gate_up's second half after biases were added: by XLA, entry by entry."""
     wide = (half.astype(jnp.float32) for half in (gate, up))
     return rounded(few_rows.silu_times(*wide)).astype(gate.dtype)
 
@@ -100,7 +100,7 @@ def rounded(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
 
 
 def refusal(K: int, columns: int) -> str | None:
-    """Why no kernel takes a weight that sums over K; columns are those of one half of gate_up's."""
+    """Why no kernel takes a weight that sums over K; gate_up's `columns` are those of one half."""
     if K % 64 or columns % 32:
         return f"takes K in 64s and columns in 32s, not {K} and {columns}"
     return None

@@ -1,11 +1,11 @@
 """The canonical products for few rows, in Pallas-Triton: tiles of 16 rows, a tensor core's least.
 
-One program a column tile and piece of K. Of several pieces each program writes float32 sums, which
-`canonical` adds in ascending order; a product of one piece rounds, and adds its residual or gates,
-where it stands. Rows past M are loaded as zeros and not written. Knows no shape's number of pieces.
+There is one program a column tile and piece of K. With several pieces each writes float32 sums,
+which `canonical` adds in ascending order; a product of one piece rounds, and adds its residual or
+gates, in place. Rows past M are loaded as zeros and not written. The caller gives the number of pieces.
 
-Pallas-Triton is deprecated, but it is the one of jax 0.11.2 that goes into CUDA graphs, compiles
-without a GPU and has an interpreter.
+Pallas-Triton is deprecated, but nothing else in jax 0.11.2 goes into CUDA graphs, compiles without
+a GPU and has an interpreter.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def product(
 ) -> Float[Array, "..."]:
     """The sums of all pieces [P, M, N] in float32; of one piece the result in x's dtype.
 
-    Which is [M, N], or with `gated` [M, N / 2]. ValueError: the tile does not divide the shape.
+    The result is [M, N], or with `gated` [M, N / 2]. ValueError if the tile divides no such shape.
     """
     (M, K), N = x.shape, w.shape[1]
     columns = N // 2 if gated else N

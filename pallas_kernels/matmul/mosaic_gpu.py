@@ -1,4 +1,4 @@
-"""The GEMMs as one Mosaic GPU kernel (Hopper: TMA, wgmma); knows of shapes only their tuning.
+"""The GEMMs as one Mosaic GPU kernel (Hopper: TMA, wgmma); a tuning is all it knows of a shape.
 
 A CTA is one producer warpgroup, which streams tiles of x and w through a ring of shared memory, and
 one consumer warpgroup for each 64 rows. CTAs are persistent: each takes every C-th column tile of
@@ -51,7 +51,7 @@ def matmul(
 def partial_products(
     x: Float[Array, "M K"], w: Float[Array, "K N"], *, tuning: Tuning, interpret: bool = False
 ) -> Float[Array, "S M N"]:
-    """The float32 sums of a split over K, which somebody else adds."""
+    """The float32 sums of a split over K, which the caller adds."""
     assert tuning.split_k > 1, f"{tuning} has one piece"
     return _partial_products(x, w, tuning, interpret)
 
