@@ -2,7 +2,7 @@
 
 There is one program a column tile and piece of K. With several pieces each writes float32 sums,
 which `canonical` adds in ascending order; a product of one piece rounds, and adds its residual or
-gates, in place. Rows past M are loaded as zeros and not written. The caller gives the number of pieces.
+gates, in place. Rows past M are loaded as zeros and not written.
 
 Pallas-Triton is deprecated, but nothing else in jax 0.11.2 goes into CUDA graphs, compiles without
 a GPU and has an interpreter.
@@ -50,7 +50,7 @@ def product(
 ) -> Float[Array, "..."]:
     """The sums of all pieces [P, M, N] in float32; of one piece the result in x's dtype.
 
-    The result is [M, N], or with `gated` [M, N / 2]. ValueError if the tile divides no such shape.
+    The result is [M, N], or with `gated` [M, N / 2]. ValueError if the tile does not divide it.
     """
     (M, K), N = x.shape, w.shape[1]
     columns = N // 2 if gated else N
