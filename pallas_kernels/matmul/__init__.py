@@ -13,15 +13,15 @@ float32; results have x's dtype.
 - head_argmax: the head lies as [V, K]. Per row the id of the largest float32 logit, the lowest of
   equal ones. The logits are never written.
 - head_logits: those logits, in float32, by "cpu", "canonical" or else by XLA.
-- added: x + y rounded to x's dtype, for a bias or a residual.
-A row's bits depend only on that row and w: not on its index, on M's other rows, or on timing. By
+- added: what a bias or a residual is added by, x + y rounded to x's dtype.
+A row's bits depend on that row and w alone: not on its index, on M's other rows, or on timing. By
 "canonical" and "cpu" they do not depend on M either (by the others they may). The float32 sums
 themselves differ by backend.
 
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
 of the whole weight's shape alone (`pieces.pieces`). Each piece is summed in ascending steps of 16
 into one float32 accumulator of the tensor cores, the pieces are added in float32 in ascending
-order, and the result is rounded once. Any kernel, tile, ring, cluster and CTA may do it.
+order, and the result is rounded once. Which kernel, tile, ring, cluster or CTA does it is free.
 Measured on an H200 (jax 0.11.2, 2026-11-22): 331 runs of 1 to 512 rows over products of Qwen3-8B,
 Qwen3-4B, Llama-3.1-8B and SmolLM2 and P from 1 to 8, by mma (Triton, 16 and 32 rows) and wgmma
 (Triton, 64 rows; Mosaic GPU, pieces walked and split), gave 0 differing bits; XLA's products
@@ -54,9 +54,9 @@ BACKENDS = {
 
 
 class Sizes(NamedTuple):
-    """The sizes that a backend must support: a weight's sum over K, and its columns.
+    """What a backend must be able to take: a weight that sums over K, and its columns.
 
-    For gate_up these are the columns of one half.
+    Of gate_up those of one half.
     """
 
     dtype: Any
@@ -140,7 +140,7 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
 
 
 def _whole(name: str):
-    """The backend, or XLA if the backend lacks a form of the op."""
+    """The backend, or XLA's for those that have not all of an op's forms."""
     module = _backend(name)
     return module if module in (cpu, canonical) else xla
 
