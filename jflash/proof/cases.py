@@ -1,7 +1,4 @@
-"""The pairs that the lossless check decodes, their prompts, and the fault that it must catch.
-
-The fault is a target that only this file can make: no backend has its name.
-"""
+"""The pairs that the lossless check decodes, with their prompts and shapes."""
 
 import functools
 from collections.abc import Callable
@@ -10,9 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
@@ -27,8 +22,6 @@ from jflash.io import (
     random_drafter,
     stop_token_ids,
 )
-from jflash.kernels import Kernels
-from jflash.layers import Block
 from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
@@ -40,7 +33,7 @@ from jflash.speculative import Models, Params
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 LONGEST_PROMPT, MOST_NEW_TOKENS = 128, 512
-FAULT_CAPACITY, SPLITS = 4096, 4
+FAULT_CAPACITY = 4096
 
 
 class Case(NamedTuple):
@@ -150,75 +143,3 @@ def case_shape(case: Case, batch: int) -> Shape:
 def fault_shape() -> Shape:
     """A shape for two long contexts."""
     return Shape.of(2, FAULT_CAPACITY)
-
-
-class SplitByLength(NamedTuple):
-    """Block attention that splits the keys of a sequence, whatever its length, into SPLITS parts.
-
-    It is right up to rounding, and many decoding kernels work so. A token's bits then depend on
-    where the block that verified it began.
-    """
-
-    block: Block
-
-    @property
-    def kernels(self) -> Kernels:
-        return self.block.kernels
-
-    def attend(self, spec, projected, cache, sinks=None):
-        lengths, widths, kernels = self.block.lengths, self.block.widths, self.block.kernels
-        slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
-        q, cache = projected.write(cache, slots, kernels.heads)
-        return attend_by_length(q, cache.k, cache.v, lengths, widths), cache
-
-
-def attend_by_length(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    lengths: Int[Array, " B"],
-    widths: Int[Array, " B"],
-    part: Int[Array, "#B S"] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Causal block attention by parts of the keys, a softmax for each, then combined.
-
-    `part` is the part of each slot. The default is the fault: SPLITS even parts of the live slots.
-    """
-    B, T, N, H = q.shape
-    S, K = k.shape[1:3]
-    in_block = jnp.arange(S)[None, :] - lengths[:, None]
-    used = in_block < widths[:, None]
-    visible = used[:, None, :] & (in_block[:, None, :] <= jnp.arange(T)[None, :, None])
-    if part is None:
-        part = jnp.arange(S)[None, :] // -(-(lengths + widths) // SPLITS)[:, None]
-    how = {"precision": "highest", "preferred_element_type": jnp.float32}
-    einsum = functools.partial(jnp.einsum, **how)
-    scores = einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k)
-    live = jnp.where(used[:, :, None, None], v, 0)
-    tops, totals, outs = [], [], []
-    for i in range(SPLITS):
-        in_part = (visible & (part == i)[:, None, :])[:, None, None]
-        masked = jnp.where(in_part, scores * H**-0.5, -jnp.inf)
-        top = jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), -1e30)  # finite in empty parts
-        weights = jnp.exp(masked - top)
-        tops.append(top)
-        totals.append(jnp.sum(weights, axis=-1, keepdims=True))
-        outs.append(einsum("BKGTS,BSKH->BKGTH", weights.astype(v.dtype), live))
-    largest = jnp.max(jnp.stack(tops), axis=0)
-    scales = [jnp.exp(top - largest) for top in tops]
-    out = sum(o * s for o, s in zip(outs, scales, strict=True))
-    out /= sum(t * s for t, s in zip(totals, scales, strict=True))
-    return jnp.einsum("BKGTH->BTKGH", out).reshape(B, T, N, H).astype(q.dtype)
-
-
-class FaultyTarget(Target):
-    """The target with SplitByLength in its verify passes; its parameters are a Target's."""
-
-    def __call__(self, tokens, positions, caches, over, *rest):
-        if isinstance(over, Block):
-            over = SplitByLength(over)
-        return super().__call__(tokens, positions, caches, over, *rest)
-
-
-def with_fault(models: Models) -> Models:
-    return replace(models, target=FaultyTarget(models.target.config))

@@ -18,14 +18,13 @@ from jaxtyping import Array
 from jflash.decoding import Decoding
 from jflash.proof.cases import (
     FAULT_CAPACITY,
-    SPLITS,
     Case,
     case_shape,
     fault_shape,
     random_prompts,
-    with_fault,
 )
 from jflash.proof.differences import Comparison, differences, first_difference
+from jflash.proof.faults import SPLIT_BY_LENGTH, SPLITS, planted
 from jflash.proof.lossless import (
     CORRUPTION,
     Executable,
@@ -199,7 +198,7 @@ def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
     }
     sound = compile_executable(case.models, case.params, shape)
     start = prefilled(sound, Mode("oracle", case.params), task)
-    models = with_fault(case.models)
+    models = planted(case.models, SPLIT_BY_LENGTH)
     faulty = sound._replace(models=models, run=compile_run(models, case.params, start, shape))
     task = task._replace(start=start)  # no prompt is faulty: prefill has another attention
     for name, executable in (("without", sound), ("with", faulty)):

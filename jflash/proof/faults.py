@@ -1,25 +1,27 @@
-"""Faults that break the law and nothing else: each is right up to rounding, and must be caught.
+"""Faults that the checks of losslessness must catch: each is right up to rounding.
 
-A fault is a target that only this file can make; no option leads to it. Prompts are not faulty: a
-chunk's pass is the sound one, so that decoding alone has to show the fault. At width 1 and batch 1
-the first three are the sound target; the fourth is another arithmetic there, and no single one.
+A fault is a target that only this file can make; no option leads to it. Its parameters are a
+Target's. Prompts are not faulty: a chunk's pass is the sound one, so that decoding has to show the
+fault. At width 1 and batch 1 the first three of FAULTS are the sound target; the fourth is another
+arithmetic there, and no single one. SPLIT_BY_LENGTH is the oracle's.
 Axes: B batch, T block width, S capacity.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array, Float, Int
 
 from jflash.kernels import Kernels
 from jflash.layers import Block, Projection, RMSNorm
 from jflash.models.decoder import Target
-from jflash.proof.cases import attend_by_length
 from jflash.speculative import Models
 
-FEW_ROWS, PARTS = 16, 4
+FEW_ROWS, SPLITS = 16, 4
 PIECES = 8  # of K, where no form has more than four
 
 
@@ -76,25 +78,74 @@ def _xlas_product(call, args, kwargs, context):
     return _product(x, module.kernel, 1, rest[1] if len(rest) > 1 else None)
 
 
-class _AttendByBatch(NamedTuple):
-    """Attention in PARTS parts where there are several sequences."""
+def by_length(lengths: Int[Array, " B"], widths: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
+    """SPLITS even parts of each sequence's live slots.
+
+    Many decoding kernels work so. A token's bits then depend on where the block that verified it
+    began.
+    """
+    return jnp.arange(slots)[None] // -(-(lengths + widths) // SPLITS)[:, None]
+
+
+def by_batch(
+    lengths: Int[Array, " B"], widths: Int[Array, " B"], slots: int
+) -> Int[Array, "1 S"] | None:
+    """SPLITS parts of all slots if there are several sequences."""
+    return None if len(lengths) == 1 else jnp.arange(slots)[None] // (slots // SPLITS)
+
+
+class AttendInParts(NamedTuple):
+    """Block attention by the parts of the slots, or the sound one if `parts` gives none."""
 
     block: Block
+    parts: Callable[..., Array | None]
 
     @property
     def kernels(self) -> Kernels:
         return self.block.kernels
 
     def attend(self, spec, projected, cache, sinks=None):
-        if len(projected.cos) == 1:
+        lengths, widths = self.block.lengths, self.block.widths
+        part = self.parts(lengths, widths, cache.k.shape[1])
+        if part is None:
             return self.block.attend(spec, projected, cache, sinks)
-        slots = self.block.lengths[:, None] + jnp.arange(projected.cos.shape[1])
-        q, cache = projected.write(cache, slots, self.block.kernels.heads)
-        size = cache.k.shape[1] // PARTS
-        part = jnp.arange(cache.k.shape[1])[None] // size
-        return attend_by_length(
-            q, cache.k, cache.v, self.block.lengths, self.block.widths, part
-        ), cache
+        slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
+        q, cache = projected.write(cache, slots, self.kernels.heads)
+        return attend_in_parts(q, cache.k, cache.v, lengths, widths, part), cache
+
+
+def attend_in_parts(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    lengths: Int[Array, " B"],
+    widths: Int[Array, " B"],
+    part: Int[Array, "#B S"],
+) -> Float[Array, "B T N H"]:
+    """Causal block attention by parts of the keys, a softmax for each, then combined."""
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    in_block = jnp.arange(S)[None, :] - lengths[:, None]
+    used = in_block < widths[:, None]
+    visible = used[:, None, :] & (in_block[:, None, :] <= jnp.arange(T)[None, :, None])
+    how = {"precision": "highest", "preferred_element_type": jnp.float32}
+    einsum = functools.partial(jnp.einsum, **how)
+    scores = einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k)
+    live = jnp.where(used[:, :, None, None], v, 0)
+    tops, totals, outs = [], [], []
+    for i in range(SPLITS):
+        in_part = (visible & (part == i)[:, None, :])[:, None, None]
+        masked = jnp.where(in_part, scores * H**-0.5, -jnp.inf)
+        top = jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), -1e30)  # finite in empty parts
+        weights = jnp.exp(masked - top)
+        tops.append(top)
+        totals.append(jnp.sum(weights, axis=-1, keepdims=True))
+        outs.append(einsum("BKGTS,BSKH->BKGTH", weights.astype(v.dtype), live))
+    largest = jnp.max(jnp.stack(tops), axis=0)
+    scales = [jnp.exp(top - largest) for top in tops]
+    out = sum(o * s for o, s in zip(outs, scales, strict=True))
+    out /= sum(t * s for t, s in zip(totals, scales, strict=True))
+    return jnp.einsum("BKGTH->BTKGH", out).reshape(B, T, N, H).astype(q.dtype)
 
 
 def _faulty(intercept: Callable[..., Any]) -> type[Target]:
@@ -113,16 +164,22 @@ def _faulty(intercept: Callable[..., Any]) -> type[Target]:
     return Faulty
 
 
-class _FaultyAttention(Target):
-    def __call__(self, tokens, positions, caches, over, *rest):
-        if isinstance(over, Block):
-            over = _AttendByBatch(over)
-        return super().__call__(tokens, positions, caches, over, *rest)
+def _faulty_attention(parts: Callable[..., Array | None]) -> type[Target]:
+    class Faulty(Target):
+        def __call__(self, tokens, positions, caches, over, *rest):
+            if isinstance(over, Block):
+                over = AttendInParts(over, parts)
+            return super().__call__(tokens, positions, caches, over, *rest)
+
+    return Faulty
 
 
+SPLIT_BY_LENGTH = Fault(
+    "attention's pieces depend on the length", _faulty_attention(by_length), False
+)
 FAULTS = (
     Fault("a split over K that depends on the rows", _faulty(_split_by_rows), True),
-    Fault("attention's pieces depend on the batch", _FaultyAttention, True),
+    Fault("attention's pieces depend on the batch", _faulty_attention(by_batch), True),
     Fault("a norm summed in another order", _faulty(_norm_by_rows), True),
     Fault("XLA's product for one operation", _faulty(_xlas_product), False),
 )

@@ -1,8 +1,8 @@
 """The law: plain decoding at width 1 and batch 1 against every other way to decode the same texts.
 
 A way is a program (width, batch, capacity, chunk, with the drafter or without) and the modes that
-it runs in. Knows nothing of the command line. What breaks the law is counted, never explained
-away: on a device whose operations do not promise it the counts say what differs.
+it runs in. This file does not know the command line. It counts every breach of the law, also on a
+device whose operations do not promise it.
 """
 
 import time
@@ -139,18 +139,14 @@ class Bench(NamedTuple):
 
 
 def decoded(
-    bench: Bench,
-    executable: Executable,
-    mode: str,
-    prompts: Sequence[list[int]],
-    texts: Sequence[Digest],
-    seed: int,
-) -> list[Digest]:
+    bench: Bench, executable: Executable, mode: str, prompts: Sequence[list[int]],
+    texts: Sequence[Digest], seed: int,
+) -> list[Digest]:  # fmt: skip
     """The prompts by one mode, a batch at a time; a batch that is not full repeats its last one."""
-    batch, found = executable.shape.batch, []
+    batch, made = executable.shape.batch, []
     for i in range(0, len(prompts), batch):
-        own = list(prompts[i : i + batch])
-        filled = own + own[-1:] * (batch - len(own))
+        some = list(prompts[i : i + batch])
+        filled = some + some[-1:] * (batch - len(some))
         text = None
         if mode == "replay":
             rows = np.zeros((batch, executable.shape.capacity), np.int32)
@@ -160,8 +156,8 @@ def decoded(
             text = corrupted(jnp.asarray(rows), jax.random.key(seed + i), vocabulary)
         task = bench.task(filled)
         run = decode(executable, Mode(mode, bench.params(mode), text=text), task)
-        found += digests(run, task)[: len(own)]
-    return found
+        made += digests(run, task)[: len(some)]
+    return made
 
 
 class Compared(NamedTuple):
@@ -194,7 +190,7 @@ FAULTY_TEXTS = 2
 def check_law(
     case: Case, form: Form, seed: int, dtype: str, progress: Callable[[dict[str, Any]], Any]
 ) -> dict[str, Any]:
-    """Everything that was compared for one pair, and which planted faults were caught."""
+    """All comparisons of one pair, and the planted faults that were caught."""
     begin = time.perf_counter()
     form = fitting(form, case.models.block_size)
     if not case.models.one_arithmetic:  # then rows cannot be chosen
@@ -209,9 +205,9 @@ def check_law(
         for mode in way.modes:
             # Until all texts are known, those that are: the anchors; at batch 1 no more than them.
             count = len(prompts) if way.batch > 1 else anchors
-            own = decoded(bench, executable, mode, prompts[:count], texts, seed)
-            found.append(compared(way.named(mode), texts[:count], own[: len(texts)]))
-            texts += own[len(texts) :]
+            made = decoded(bench, executable, mode, prompts[:count], texts, seed)
+            found.append(compared(way.named(mode), texts[:count], made[: len(texts)]))
+            texts += made[len(texts) :]
             progress(found[-1].result)
     found.append(halves(bench, alone, texts[:anchors]))
     progress(found[-1].result)
@@ -241,12 +237,12 @@ def fitting(form: Form, width: int) -> Form:
 
 
 def _anchors(form: Form, bench: Bench) -> int:
-    """How many texts the reference itself decodes."""
+    """How many texts the reference decodes."""
     return min(form.batch, max(1, -(-form.anchored // bench.new_tokens)))
 
 
 def halves(bench: Bench, alone: Executable, texts: Sequence[Digest]) -> Compared:
-    """Texts again, with their first halves given as prompts: chunks in place of steps."""
+    """The texts with their first halves as prompts: chunks in place of steps."""
     long = [text for text in texts if len(text.tokens) > text.prompt_tokens + 2]
     middle = [(text.prompt_tokens + len(text.tokens)) // 2 for text in long]
     found = []
@@ -287,12 +283,9 @@ def with_faults(bench: Bench, alone: Executable, wide: Executable) -> list[Plant
 
 
 def caught(
-    bench: Bench,
-    fault: Fault,
-    faulty: Planted,
-    texts: Sequence[Digest],
+    bench: Bench, fault: Fault, faulty: Planted, texts: Sequence[Digest],
     prompts: Sequence[list[int]],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """One planted fault in a block of several sequences, against width 1 and batch 1 with it."""
     prompts, want = prompts[:FAULTY_TEXTS], texts[:FAULTY_TEXTS]
     if faulty.alone is not None:

@@ -1,4 +1,4 @@
-"""What the law's check says: a line for each comparison and fault, and why it is not passed."""
+"""The law's check in words: a line for each comparison and fault, and why it is not passed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 
 def law_lines(law: dict[str, Any]) -> Iterator[str]:
     """A pair's table."""
-    said = "promise" if law["promised"] else "do not promise"
+    verb = "promise" if law["promised"] else "do not promise"
     backends = ", ".join(f"{op} {backend}" for op, backend in law["backends"].items())
     yield (
         f"{law['pair']}: {law['tokens']} tokens of {law['texts']} texts, {law['anchored_tokens']} "
-        f"of them by width 1 and batch 1, in {law['seconds']:.0f} s; its operations {said} one "
+        f"of them by width 1 and batch 1, in {law['seconds']:.0f} s; its operations {verb} one "
         f"arithmetic ({backends})"
     )
     yield from map(comparison_line, law["compared"])

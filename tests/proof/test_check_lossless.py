@@ -130,7 +130,7 @@ def test_a_fault_that_nobody_sees_fails(case, capsys, monkeypatch):
     for module in (lossless_cases, lossless_check):  # the command above runs the real one
         monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
     monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
-    monkeypatch.setattr(lossless_check, "with_fault", lambda models: models)
+    monkeypatch.setattr(lossless_check, "planted", lambda models, _: models)
     code, out, _ = run_command(capsys, *SMALL)
     assert code == 1
     assert "FAILED: the planted fault was not caught" in out

@@ -11,7 +11,7 @@ import pytest
 from jflash.decoding import Decoding
 from jflash.generate import generate
 from jflash.proof import width_1 as lossless_width_1
-from jflash.proof.cases import attend_by_length, case_shape
+from jflash.proof.cases import case_shape
 from jflash.proof.differences import (
     compare,
     compared_things,
@@ -19,6 +19,7 @@ from jflash.proof.differences import (
     differences,
     first_difference,
 )
+from jflash.proof.faults import attend_in_parts, by_length
 from jflash.proof.lossless import (
     CORRUPTION,
     Mode,
@@ -164,7 +165,7 @@ def test_the_fault_is_right_up_to_rounding():
     want = block_attention(
         q, k, v, lengths, widths, causal=True, scale=16**-0.5, backend="reference"
     )
-    got = attend_by_length(q, k, v, lengths, widths)
+    got = attend_in_parts(q, k, v, lengths, widths, by_length(lengths, widths, 64))
     for b, width in enumerate(widths.tolist()):
         np.testing.assert_allclose(got[b, :width], want[b, :width], atol=2e-6)
 
