@@ -63,7 +63,7 @@ def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
     (law,) = found["law"]
     assert (law["pair"], law["promised"], law["differences"]) == ("tiny-math", True, 0)
     assert law["tokens"] >= 360
-    assert len(law["compared"]) == 6  # the halves among them
+    assert len(law["compared"]) == 7  # the halves among them
     for each in law["compared"]:
         assert each["compared_logits_rows"] > 100 and each["compared_kv_rows"] > 400
     assert [fault["caught"] for fault in law["faults"]] == [True] * 4
