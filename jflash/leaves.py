@@ -5,6 +5,7 @@ Axes are logical: a shard of a leaf is a slice along one of them, also of a fuse
 numbers of a fused leaf lie is its format's business, and only this file knows it.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,16 @@ class SideBySide(NamedTuple):
     [K, (G + 2)·H] lies as N·H columns of queries, K·H of keys and K·H of values.
     """
 
-    columns: tuple[int, ...]  # of each part, a tensor of its own in a file
+    columns: tuple[int, ...]  # of each part
+
+    def join(self, parts: Sequence[Any], axis: int = -1) -> Any:
+        """The array of its parts: the one place that says in what order they lie."""
+        return jnp.concatenate(parts, axis=axis)
+
+    def split(self, x: Any) -> list[Any]:
+        """The parts of an array, along its last axis."""
+        edges = itertools.pairwise([0, *itertools.accumulate(self.columns)])
+        return [x[..., first:last] for first, last in edges]
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,11 @@ class Leaf:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def experts(self) -> int:
+        """How many experts have such a matrix each; 0 for a leaf of all tokens."""
+        return self.shape[0] if self.axes[0] == "experts" else 0
 
     @property
     def nbytes(self) -> int:

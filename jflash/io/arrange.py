@@ -1,13 +1,11 @@
-"""Where a leaf's numbers differ from its tensors: their order, what is added, what stays float32.
+"""Where a leaf's numbers differ from its tensors: their order, and what is added.
 
 A file's fused rows may lie by heads where a leaf has them by kind; dims of a head that turn are
 moved, so that each turns with the one half a head further (scores do not change when queries and
 keys are moved alike); norms of 1 + w get their 1. Knows configs and leaves, no files.
 """
 
-import functools
 import re
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -16,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jflash.config import AttentionSpec, DeltaSpec, DrafterConfig, TargetConfig
-from jflash.models.params import abstract_params
+from jflash.models.params import leaf_paths
 
 
 class Arrangement(NamedTuple):
@@ -24,18 +22,12 @@ class Arrangement(NamedTuple):
 
     order: Int[np.ndarray, " C"] | None
     shift: float
-    float32: bool  # whatever dtype the model has
-
-    def dtype(self, dtype: str | None) -> str | None:
-        return "float32" if self.float32 else dtype
 
     def of(self, leaf: Array) -> Array:
         """The leaf of what its tensors gave."""
         if self.order is not None:
             leaf = jnp.take(leaf, jnp.asarray(self.order), axis=-1)
-        if self.float32:
-            leaf = leaf.astype(jnp.float32) + self.shift
-        return jax.block_until_ready(leaf)
+        return jax.block_until_ready(leaf + self.shift if self.shift else leaf)
 
 
 def arrangements(config: TargetConfig | DrafterConfig, by_key_head: bool) -> dict[str, Arrangement]:
@@ -43,9 +35,8 @@ def arrangements(config: TargetConfig | DrafterConfig, by_key_head: bool) -> dic
 
     `by_key_head`: the file's delta nets are stored so.
     """
-    kept = float32_leaves(config)
     found = {}
-    for path in leaf_paths(config):
+    for path, leaf in leaf_paths(config).items():
         match = re.fullmatch(r"layers_(\d+)/(.+)", path)
         mixer = config.layers[int(match[1])].mixer if match else None
         own, order = (match[2] if match else path), None
@@ -53,24 +44,11 @@ def arrangements(config: TargetConfig | DrafterConfig, by_key_head: bool) -> dic
             order = _attention(mixer, own)
         elif isinstance(mixer, DeltaSpec) and own == "attention/inputs/kernel" and by_key_head:
             order = _by_kind(mixer)
-        shifted = path in kept and path.endswith("/scale")
+        shifted = leaf.dtype and path.endswith("/scale")
         shift = config.norm_shift if shifted and isinstance(config, TargetConfig) else 0.0
-        if order is not None or path in kept:
-            found[path] = Arrangement(order, shift, path in kept)
+        if order is not None or shift:
+            found[path] = Arrangement(order, shift)
     return found
-
-
-@functools.cache
-def float32_leaves(config: TargetConfig | DrafterConfig) -> frozenset[str]:
-    """The paths of leaves that stay float32 in a model of any dtype."""
-    narrow = abstract_params(replace(config, dtype="bfloat16"))
-    paths = zip(leaf_paths(config), jax.tree.leaves(narrow), strict=True)
-    return frozenset(path for path, leaf in paths if leaf.dtype == "float32")
-
-
-def leaf_paths(config: TargetConfig | DrafterConfig) -> list[str]:
-    leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
-    return ["/".join(entry.key for entry in path) for path, _ in leaves]
 
 
 def _attention(mixer: AttentionSpec, leaf: str) -> Int[np.ndarray, " C"] | None:

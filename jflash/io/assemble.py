@@ -5,8 +5,10 @@ Knows pieces and leaves, neither formats of files nor names of tensors.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,15 @@ from tqdm import tqdm
 
 from jflash.io.arrange import Arrangement
 from jflash.io.read_ahead import Piece, read_ahead
+from jflash.leaves import Leaf, SideBySide
 
 NOTHING: Mapping[str, Arrangement] = MappingProxyType({})
 
 
 def fill_leaves(
     plan: dict[str, list[Piece]],
+    leaves: Mapping[str, Leaf],
     name: str,
-    experts: Mapping[str, int],
     dtype: str | None,
     progress: bool,
     *,
@@ -29,7 +32,7 @@ def fill_leaves(
 ) -> dict:
     """Parameters of the pieces that make up each leaf, read ahead; `name` is for the progress bar.
 
-    Kernels are stored [out, in], those of `experts` (how many, by leaf) one expert after the other.
+    Kernels are stored [out, in], those of experts one expert after the other.
     `arranged` names the leaves whose numbers differ from their tensors'. `dtype` None keeps what
     the pieces give. Beside the leaves the device holds one a second time at
     most, the host some pieces of a file.
@@ -37,7 +40,7 @@ def fill_leaves(
     turning = _device_turns()
     plan = {
         leaf: [
-            piece._replace(transposed=_is_kernel(leaf) and not turning and leaf not in experts)
+            piece._replace(transposed=_is_kernel(leaf) and not turning and not leaves[leaf].experts)
             for piece in pieces
         ]
         for leaf, pieces in plan.items()
@@ -50,23 +53,25 @@ def fill_leaves(
         total=sum(piece.nbytes for piece in pieces), desc=f"loading {name}", unit="B",
         unit_scale=True, disable=not progress,
     )  # fmt: skip
-    leaves = {}
+    made = {}
     with contextlib.closing(read_ahead(pieces, dtype or "float32")) as arrivals, bar:
         for leaf in order:
-            parts = []
+            parts, own = [], leaves[leaf]
             for _ in plan[leaf]:
                 piece, rows = next(arrivals)
                 bar.update(piece.nbytes)
                 parts.append(rows)
-            other = arranged.get(leaf)
-            own = other.dtype(dtype) if other else dtype
-            if leaf in experts:
-                leaves[leaf] = jax.block_until_ready(_join_experts(parts, experts[leaf], own))
+            if own.experts:
+                made[leaf] = _join_experts(parts, own.experts, own.format, own.dtype or dtype)
             else:
-                leaves[leaf] = _assemble(parts, _is_kernel(leaf), turning, own)
-            if other:
-                leaves[leaf] = other.of(leaves[leaf])
-    return _nest({leaf: leaves[leaf] for leaf in plan})
+                names = itertools.groupby(piece.name for piece in plan[leaf])
+                tensors = tuple(len(list(pieces)) for _, pieces in names)
+                form = _Form(own.format, tensors, _is_kernel(leaf), turning)
+                made[leaf] = _assemble(parts, form, own.dtype or dtype)
+            made[leaf].block_until_ready()  # and the parts are gone
+            if leaf in arranged:
+                made[leaf] = arranged[leaf].of(made[leaf])
+    return nest({leaf: made[leaf] for leaf in plan})
 
 
 def _is_kernel(leaf: str) -> bool:
@@ -81,29 +86,48 @@ def _device_turns() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def _assemble(parts: list[jax.Array], kernel: bool, turning: bool, dtype: str | None) -> jax.Array:
-    """A leaf of its parts, which nobody needs afterwards; waits for it, so that they are gone."""
+class _Form(NamedTuple):
+    """How pieces make a leaf: how many of them each tensor has, and whether they are transposed."""
+
+    format: SideBySide | None
+    tensors: tuple[int, ...]
+    kernel: bool
+    turning: bool
+
+
+def _assemble(parts: list[jax.Array], form: _Form, dtype: str | None) -> jax.Array:
+    """A leaf of its pieces, which nobody needs afterwards."""
     dtype = dtype or str(jnp.result_type(*parts))
-    if len(parts) == 1 and parts[0].dtype == dtype and not (kernel and turning):
+    if len(parts) == 1 and parts[0].dtype == dtype and not (form.kernel and form.turning):
         return parts[0]
-    return jax.block_until_ready(_join(parts, kernel, turning, dtype))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _join(parts: list[jax.Array], kernel: bool, turning: bool, dtype: str) -> jax.Array:
-    joined = jnp.concatenate(parts, axis=1 if kernel and not turning else 0)
-    return (joined.T if kernel and turning else joined).astype(dtype)
+    return _join(parts, form, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _join_experts(parts: list[jax.Array], experts: int, dtype: str | None) -> jax.Array:
+def _join(parts: list[jax.Array], form: _Form, dtype: str) -> jax.Array:
+    axis, pieces = int(form.kernel and not form.turning), iter(parts)
+    tensors = [
+        jnp.concatenate(list(itertools.islice(pieces, count)), axis=axis) for count in form.tensors
+    ]
+    joined = form.format.join(tensors, axis) if form.format else tensors[0]
+    return (joined.T if form.kernel and form.turning else joined).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _join_experts(
+    parts: list[jax.Array], experts: int, format: SideBySide | None, dtype: str | None
+) -> jax.Array:
     """[E, in, out] of rows [.., in] or [.., out, in] that lie expert after expert."""
     rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
     stack = rows.reshape(experts, -1, rows.shape[-1]).swapaxes(1, 2)
+    if format:
+        edges = list(itertools.accumulate(format.columns))[:-1]
+        stack = format.join(jnp.split(stack, edges, axis=2))
     return stack.astype(dtype or stack.dtype)
 
 
-def _nest(leaves: dict[str, jax.Array]) -> dict:
+def nest(leaves: dict[str, Any]) -> dict:
+    """The tree whose leaves have these paths."""
     tree: dict = {}
     for path, leaf in leaves.items():
         *parents, last = path.split("/")

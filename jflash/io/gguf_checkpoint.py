@@ -28,6 +28,7 @@ from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
 from jflash.io.names import Source, leaf_sources
 from jflash.io.problems import check_problems
 from jflash.io.read_ahead import Piece, split_rows
+from jflash.models.params import leaf_paths
 
 _Kind = GGMLQuantizationType
 PLAIN = {_Kind.F32: np.float32, _Kind.F16: np.float16, _Kind.BF16: jnp.bfloat16}
@@ -85,7 +86,7 @@ class Gguf:
         for leaf, parts in sources.items():
             for part in parts:
                 plan[leaf] += _pieces(self.file, names[part.name], turned)
-        return functools.partial(fill_leaves, plan, self.path.name, {})
+        return functools.partial(fill_leaves, plan, leaf_paths(config), self.path.name)
 
 
 def open_gguf(path: Path) -> Gguf:

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax
-
 from jflash.config import DeltaSpec, DrafterConfig, TargetConfig
 from jflash.io.families import dflash, trunk
 from jflash.io.families.qwen3_5 import DELTA
@@ -18,7 +16,7 @@ from jflash.io.families.qwen3_5_moe import SHARED
 from jflash.io.families.qwen3_moe import EXPERTS, STACKED
 from jflash.io.families.qwen3_next import INPUTS
 from jflash.leaves import Leaf
-from jflash.models.params import abstract_params
+from jflash.models.params import leaf_paths
 
 _LAYER, _TARGET, _DRAFTER = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET, dflash.MODEL
 # Present in some files and of no use: RoPE tables, the tower that sees, layers that predict several
@@ -41,10 +39,8 @@ def leaf_sources(
     `stacked`: the file holds one tensor for all experts of a layer. `by_key_head`: it holds a delta
     net's inputs so.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
-    paths = {"/".join(entry.key for entry in path): leaf for path, leaf in leaves}
     forms = (stacked, by_key_head)
-    return {path: _sources(config, path, leaf, *forms) for path, leaf in paths.items()}
+    return {path: _sources(config, path, leaf, *forms) for path, leaf in leaf_paths(config).items()}
 
 
 def _sources(
@@ -52,7 +48,7 @@ def _sources(
 ) -> tuple[Source, ...]:
     names = _names(config, path)
     *lead, last = leaf.stored
-    if "experts" in leaf.axes[:1]:
+    if leaf.experts:
         return _expert_sources(path, leaf, names, stacked)
     first, *rest = (last, *lead) if path.endswith("/kernel") else leaf.stored
     rows = leaf.format.columns if leaf.format else (first,)

@@ -13,13 +13,13 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.io.arrange import float32_leaves
+from jflash.io.assemble import nest
 from jflash.io.checksums import check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
 from jflash.io.problems import check_problems
-from jflash.models.params import abstract_params
+from jflash.models.params import leaf_paths
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
 METADATA = "_METADATA"  # Orbax's file in it
@@ -61,13 +61,13 @@ def _fill(
 ) -> dict:
     """Parameters as device arrays."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.ShapeDtypeStruct(
-            leaf.stored,
-            _own_dtype(config, path, dtype) or stored[_name(path)].dtype,
-            sharding=device,
-        ),
-        abstract_params(config),
+    wanted = nest(
+        {
+            path: jax.ShapeDtypeStruct(
+                leaf.stored, leaf.dtype or dtype or stored[path].dtype, sharding=device
+            )
+            for path, leaf in leaf_paths(config).items()
+        }
     )
     bar = tqdm(
         total=_bytes(wanted), desc=f"loading {folder.name}", unit="B", unit_scale=True,
@@ -79,10 +79,6 @@ def _fill(
             params |= _restore(checkpointer, _path(folder), part)
             bar.update(_bytes(part))
     return params
-
-
-def _own_dtype(config: TargetConfig | DrafterConfig, path: tuple, dtype: str | None) -> str | None:
-    return "float32" if _name(path) in float32_leaves(config) else dtype
 
 
 def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:
@@ -123,7 +119,7 @@ def _stored(folder: Path, config: TargetConfig | DrafterConfig) -> dict[str, Any
         if metadata is None:
             raise ValueError("it has no metadata")
         stored = _flat(metadata.tree)
-    expected = _flat(abstract_params(config))
+    expected = leaf_paths(config)
     problems = [f"missing: {name}" for name in expected if name not in stored]
     problems += [f"unknown: {name}" for name in stored if name not in expected]
     problems += [
@@ -158,9 +154,6 @@ def _path(folder: Path) -> Path:
     return (folder / PARAMS).absolute()
 
 
-def _name(path: tuple) -> str:
-    return "/".join(str(getattr(entry, "key", entry)) for entry in path)
-
-
 def _flat(tree: Any) -> dict[str, Any]:
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(str(getattr(key, "key", key)) for key in path): x for path, x in leaves}

@@ -29,9 +29,9 @@ from jflash.io.names import (
 )
 from jflash.io.problems import check_problems
 from jflash.io.read_ahead import Piece, find_tensors, split_rows
+from jflash.models.params import leaf_paths
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-_STACKS = ("gate_up", "down")  # an expert's matrices, [E, in, out] in a leaf
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 
 
@@ -85,28 +85,31 @@ class Safetensors(Folder):
                 tensor = owners[part.name][0]
                 plan[leaf] += split_rows(places[tensor.file][tensor.name])
         arranged = arrangements(config, by_key_head)
-        name, experts = self.path.name, _experts_of(config)
-        return functools.partial(fill_leaves, plan, name, experts, arranged=arranged)
+        leaves, name = leaf_paths(config), self.path.name
+        return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
 
 
 def save_safetensors(
-    path: Path, config: TargetConfig | DrafterConfig, params: Any, dtype: str
+    file: Path, config: TargetConfig | DrafterConfig, params: Any, dtype: str
 ) -> None:
     """Writes parameters as one safetensors file in Hugging Face's names and layout."""
     tensors = {}
-    for leaf, parts in leaf_sources(config).items():
+    leaves = leaf_paths(config)
+    for path, parts in leaf_sources(config).items():
         value: Any = params
-        for key in leaf.split("/"):
+        for key in path.split("/"):
             value = value[key]
-        value = np.asarray(value).astype(jnp.dtype(dtype))
-        if leaf.endswith("/kernel"):  # [in, out], or [E, in, out] with an expert after the other
+        value, format = np.asarray(value).astype(jnp.dtype(dtype)), leaves[path].format
+        if format:
+            value = np.concatenate(format.split(value), axis=-1)
+        if path.endswith("/kernel"):  # [in, out], or [E, in, out] with an expert after the other
             rows = value.swapaxes(-1, -2).reshape(-1, value.shape[-2])
         else:
             rows = value
         edges = np.cumsum([part.shape[0] for part in parts])[:-1]
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _files(folder: Path) -> list[Path]:
@@ -178,10 +181,3 @@ def _problems(config: TargetConfig | DrafterConfig, sources: dict, owners: dict)
         if dtype not in FLOATS:
             problems.append(f"unsupported dtype: {name} is {dtype}")
     return problems
-
-
-def _experts_of(config: TargetConfig | DrafterConfig) -> dict[str, int]:
-    """How many experts a leaf holds, by its path; leaves of one matrix are left out."""
-    names = [f"layers_{i}/mlp/{x}/kernel" for i in config.sparse_layers for x in _STACKS]
-    counts = [moe.num_experts for moe in config.experts for _ in _STACKS]
-    return dict(zip(names, counts, strict=True))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.leaves import declared
+from jflash.leaves import Leaf, declared
 from jflash.models.decoder import Target
 from jflash.models.dflash import context_leaves
 from jflash.models.dflash2 import drafter_of
@@ -24,8 +24,18 @@ FORGETS = -2.0  # of a recurrent state's decay: it lasts for some dozens of toke
 @functools.cache
 def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
     """The leaves of a model, by the names of its modules. Not to be changed."""
-    model = Target(config) if isinstance(config, TargetConfig) else drafter_of(config)
-    return _of_dtype(declared(model), config.dtype)
+    return _of_dtype(_declared(config), config.dtype)
+
+
+@functools.cache
+def leaf_paths(config: TargetConfig | DrafterConfig) -> dict[str, Leaf]:
+    """Every leaf by its path, as it was declared: where it has a dtype, no loading changes that."""
+    leaves = jax.tree_util.tree_flatten_with_path(_declared(config))[0]
+    return {"/".join(entry.key for entry in path): leaf for path, leaf in leaves}
+
+
+def _declared(config: TargetConfig | DrafterConfig) -> dict:
+    return declared(Target(config) if isinstance(config, TargetConfig) else drafter_of(config))
 
 
 def decoding_params(config: TargetConfig | DrafterConfig) -> dict:

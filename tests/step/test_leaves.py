@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jflash.bench.shapes import model_shape
+from jflash.config import MoeSpec
+from jflash.io import load_target, save_checkpoint
 from jflash.leaves import Leaf, SideBySide
 from jflash.models.decoder import Target
 from jflash.models.dflash import with_context_kernel
@@ -40,6 +43,33 @@ def test_fused_leaves_are_sliced_along_their_logical_axes():
     assert (qkv.axes, gate_up.axes) == (AXES["qkv"], AXES["gate_up"])
     for leaf in (qkv, gate_up):
         assert jnp.prod(jnp.array(leaf.stored)) == leaf.size
+
+
+MOE = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=24, renormalise=True)
+
+
+@pytest.mark.parametrize("experts", [{}, {"moe": MOE, "sparse": (0,)}], ids=["dense", "experts"])
+def test_only_the_format_knows_where_parts_lie(experts, tmp_path, monkeypatch):
+    """Turned round, files are read into the other order, and written as they were."""
+    config = target_config(**experts)
+    params = random_params(config, 0)
+    save_checkpoint(tmp_path / "one", config, params, "float32")
+
+    def join(self, parts, axis=-1):
+        return jnp.concatenate(parts[::-1], axis)
+
+    def split(self, x):
+        return jnp.split(x, np.cumsum(self.columns[::-1])[:-1], -1)[::-1]
+
+    monkeypatch.setattr(SideBySide, "join", join)
+    monkeypatch.setattr(SideBySide, "split", split)
+    turned = load_target(tmp_path / "one", "float32")[1]
+    gate, up = jnp.split(params["layers_0"]["mlp"]["gate_up"]["kernel"], 2, axis=-1)
+    got = turned["layers_0"]["mlp"]["gate_up"]["kernel"]
+    np.testing.assert_array_equal(got, jnp.concatenate([up, gate], axis=-1))
+    save_checkpoint(tmp_path / "two", config, turned, "float32")
+    files = [tmp_path / name / "model.safetensors" for name in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_an_array_of_another_shape_is_refused():
