@@ -31,7 +31,7 @@ from jflash.programs import Programs, Shape, compile_programs, new_state
 from jflash.rows import BINS, Survey
 from jflash.speculative import Models, Params
 
-WIDTHS = (1, 2, 4, 6, 8, 12)  # rows a sequence, and the whole block
+WIDTHS = (1, 2, 4, 8)  # rows a sequence, and the whole block: each is a program to compile
 SMALLEST_BATCH = 8  # below it a row costs next to nothing, and AUTO means all
 FIRST, STEPS = 2, 16  # steps of a call: before anything is known, and then
 KEPT = 0.8  # of what was known, after each call that drafted
@@ -47,6 +47,7 @@ def with_rows(models: Models, rows: int | str, batch: int) -> Models:
     """
     if rows == AUTO:
         free = models.drafter is not None and models.one_arithmetic
+        free = free and not models.target.config.deltas
         return replace(models, rows=AUTO) if free and batch >= SMALLEST_BATCH else models
     if int(rows) < batch:
         raise ValueError(

@@ -10,9 +10,9 @@ import pytest
 
 from jflash import row_choice
 from jflash.generate import generate
-from jflash.kernels import AUTO
+from jflash.kernels import AUTO, XLA
 from jflash.programs import Shape
-from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts
+from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts, with_rows
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
@@ -121,6 +121,10 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
     assert isinstance(chosen, ChosenRows) and set(chosen.ms) == {2, 4, 16}
     assert all(0 < ms < 1000 for ms in chosen.ms.values()), chosen.ms
     assert row_counts(2, 8) == (2, 4, 16)
+    assert with_rows(pair.models, AUTO, 8).rows == AUTO
+    for other in (pair.models.plain(), replace(pair.models, kernels=XLA)):  # nothing to choose
+        assert with_rows(other, AUTO, 8) == other
+    assert with_rows(pair.models, AUTO, 2) == pair.models
     with pytest.raises(ValueError, match="3 rows to verify for 4 sequences: each needs one"):
         programs_for(replace(pair.models, rows=3), pair.params, shape._replace(batch=4))
 
