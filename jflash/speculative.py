@@ -36,6 +36,7 @@ from jflash.sampling import (
     temperature_only,
     verify_drafts,
 )
+from jflash.shaping import Shaping, logprobs, shaped
 from pallas_kernels.gated_delta import CHUNK
 
 
@@ -157,6 +158,8 @@ class Sequences(NamedTuple):
     filters: Filters
     steps: Int[Array, "*B"]
     acceptance_lengths: Int[Array, "*B S"]  # tokens committed by each step
+    shaping: Shaping | None = None  # for all requests or for none
+    logprobs: Float[Array, "*B S"] | None = None  # of each token, as the target's logits are
 
 
 class State(NamedTuple):
@@ -269,6 +272,10 @@ def verify(
     # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
     key, filters = rows.own((s.key, s.filters))
+    raw = logits
+    if s.shaping is not None:
+        assert models.sampled and isinstance(rows, Whole), "shaped logits are of whole blocks"
+        logits = shaped(raw, s.shaping, s.tokens, s.length, proposal.tokens, s.stops)
     if proposal.q is not None:
         p = rows.unpack(probabilities(logits, filters))
         choices, accepted = verify_drafts(
@@ -287,7 +294,7 @@ def verify(
         survival = survivals(proposal.confidence)
         survey = state.survey.seen(survival, room, rows.widths, accepted, s.done)
         state = state._replace(survey=survey)
-    return Verdict(rows.unpack(logits), choices, accepted, features, rows), state
+    return Verdict(rows.unpack(raw), choices, accepted, features, rows), state
 
 
 def commit(models: Models, params: Params, state: State, verdict: Verdict) -> State:
@@ -303,9 +310,12 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
     # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
     kept = row < count[:, None]
     sequence = jnp.arange(count.shape[0])[:, None]
-    tokens = s.tokens.at[sequence, jnp.where(kept, positions + 1, capacity + row)].set(
-        verdict.choices, mode="drop", unique_indices=True
-    )
+    places = sequence, jnp.where(kept, positions + 1, capacity + row)
+    tokens = s.tokens.at[places].set(verdict.choices, mode="drop", unique_indices=True)
+    probable = s.logprobs
+    if probable is not None:
+        new = logprobs(verdict.logits, verdict.choices)
+        probable = probable.at[places].set(new, mode="drop", unique_indices=True)
     drafter_cache = state.drafter_cache
     if models.drafter is not None:
         rows = verdict.rows
@@ -330,6 +340,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
         done=s.done | stopped | (length >= s.limit),
         steps=s.steps + ~s.done,
         acceptance_lengths=lengths,
+        logprobs=probable,
     )
     return State(sequences, target_cache, drafter_cache, state.survey)
 

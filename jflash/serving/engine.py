@@ -14,7 +14,7 @@ from jflash.generate import Pair, check_request
 from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.handle import Handle
 from jflash.serving.loop import Job, Loop
-from jflash.serving.programs import Layout
+from jflash.serving.programs import BIASED, Layout
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from pallas_kernels.block_attention import PAGE
 
@@ -114,6 +114,12 @@ class Engine:
                 f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
                 f"{self._layout.pages} pages of {PAGE} tokens: give fewer"
             )
+        vocabulary = self.pair.models.target.config.vocab_size
+        outside = [token for token in request.logit_bias if not 0 <= token < vocabulary]
+        if outside:
+            raise ValueError(f"logit_bias of token {outside[0]}: there are {vocabulary} tokens")
+        if len(request.logit_bias) > BIASED:
+            raise ValueError(f"{len(request.logit_bias)} logit_bias tokens: at most {BIASED} fit")
         room = self._layout.shape.stop_slots
         if len(request.stop_ids) > room:
             raise ValueError(f"{len(request.stop_ids)} stop_ids: at most {room} fit")

@@ -118,4 +118,7 @@ def result_of(request: Request, events: list[Event]) -> Result:
         acceptance_lengths=counts[1:],
         finish_reason=reason,
         cached_tokens=events[-1].cached_tokens,
+        logprobs=[x for event in events for x in event.logprobs or ()]
+        if request.logprobs
+        else None,
     )

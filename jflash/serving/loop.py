@@ -20,6 +20,7 @@ from jflash.serving.programs import (
     Layout,
     Programs,
     Row,
+    Taken,
     choosing,
     compile_programs,
     empty_state,
@@ -200,7 +201,9 @@ class Loop:
 
     def _found(self, job: Job, end: int) -> list[int]:
         """Pages of its text that are there; the last token is always computed."""
-        job.names = chain(job.tokens[: end - end % PAGE], self._salt, job.names)
+        job.names = chain(
+            job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
+        )
         return self.pages.find(job.names[: (end - 1) // PAGE])
 
     def _admit(self, job: Job) -> None:
@@ -261,7 +264,7 @@ class Loop:
             live[job.slot] = True
             job.unread += 1
         table = np.where(live[:, None], self._tables, self.layout.pages).astype(np.int32)
-        draws = any(job.request.sampling.temperature for job in jobs)
+        draws = any(job.request.needs_logits for job in jobs)
         rows = max(self.programs.greedy)
         if self.rows is not None and not draws:
             rows = self.rows.pick()[0]
@@ -284,42 +287,43 @@ class Loop:
         for read in reads:
             array = np.asarray(read.array)
             if read.first is not None and read.first.reason is None:
-                token, done = array.tolist()
-                self._gain(read.first, [[token]], bool(done), on_event)
+                token, done, _ = array.tolist()
+                probable = array[2:].view(np.float32).tolist()
+                self._gain(read.first, Taken([[token]], [probable], bool(done)), on_event)
             for job in read.jobs:
                 if job.reason is None:
                     assert job.slot is not None, "who leaves a slot has read all of its calls"
                     job.unread -= 1
-                    steps, done = taken(array[job.slot], self.models.block_size, self.layout.steps)
-                    self._gain(job, steps, done, on_event)
+                    given = taken(array[job.slot], self.models.block_size, self.layout.steps)
+                    self._gain(job, given, on_event)
 
     def _gain(
         self,
         job: Job,
-        steps: list[list[int]],
-        done: bool,
+        given: Taken,
         on_event: Callable[[Job, Event], None],
     ) -> None:
         """The tokens of some steps; the last of them may end the text."""
         counts = self.counts
-        for i, ids in enumerate(steps):
+        for i, ids in enumerate(given.steps):
             drafted = accepted = 0
             if job.begun and job.request.speculate:
                 drafted = min(self.models.max_accept, job.limit - len(job.tokens))
                 accepted = len(ids) - 1
             job.tokens += ids
             reason: FinishReason | None = None
-            if done and i == len(steps) - 1:
+            if given.done and i == len(given.steps) - 1:
                 reason = "stop" if ids[-1] in job.request.stop_ids else "length"
             counts = counts._replace(
                 new_tokens=counts.new_tokens + len(ids),
                 drafted=counts.drafted + drafted,
                 accepted=counts.accepted + accepted,
             )
-            on_event(job, Event(tuple(ids), drafted, accepted, job.cached or 0, reason))
+            probable = tuple(given.logprobs[i]) if job.request.logprobs else None
+            on_event(job, Event(tuple(ids), drafted, accepted, job.cached or 0, reason, probable))
             job.reason = reason
         self.counts = counts
-        job.gained |= bool(steps)
+        job.gained |= bool(given.steps)
         self._name(job, len(job.tokens) - 1)
         if job.reason:
             self._leave(job)
@@ -327,7 +331,11 @@ class Loop:
     def _name(self, job: Job, computed: int) -> None:
         """Lets others find the pages all of whose tokens are computed."""
         whole = min(computed // PAGE, len(job.pages))
-        job.names = chain(job.tokens[: max(whole, len(job.names)) * PAGE], self._salt, job.names)
+        job.names = chain(
+            job.tokens[: max(whole, len(job.names)) * PAGE],
+            self._salt + job.request.cache_salt.encode(),
+            job.names,
+        )
         for i in range(job.named, whole):
             self.pages.name(job.pages[i], job.names[i])
         job.named = max(job.named, whole)

@@ -25,11 +25,13 @@ from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import Filters, choose, cut_at_stop
 from jflash.serving.request import Request
+from jflash.shaping import Shaping, logprobs, shaped, unshaped
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
 from pallas_kernels.block_attention import PAGE
 
 CACHES = ("target_cache", "drafter_cache")  # of a State
-HEAD = 10  # numbers of a row before its stop ids and tokens
+BIASED = 320  # tokens that a request may give a bias; OpenAI's limit is 300
+HEAD = 15  # numbers of a row before its stop ids and tokens
 
 
 class Layout(NamedTuple):
@@ -48,10 +50,11 @@ class Programs(NamedTuple):
     """Executables of one layout. `state` is donated, and its paged layers have no table.
 
     admit(state, row) -> state
-    chunk(params, state, table, control) -> (state, [token, done])
+    chunk(params, state, table, control) -> (state, [token, done, logprob])
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
-    `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all.
+    `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all, and
+    serves requests of every kind.
     """
 
     admit: Any
@@ -92,7 +95,10 @@ def empty_state(models: Models, layout: Layout) -> State:
         () if model is None else tuple(map(paged, model.empty_states(*sizes))) for model in both
     )
     survey = None if models.rows is None else empty_survey()
-    return State(empty_sequences(shape), target, drafter, survey)
+    sequences = empty_sequences(shape)._replace(
+        shaping=unshaped(shape.batch, BIASED), logprobs=jnp.zeros((shape.batch, shape.capacity))
+    )
+    return State(sequences, target, drafter, survey)
 
 
 def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
@@ -110,33 +116,49 @@ def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
     request, sampling = row.request, row.request.sampling
     limit = len(request.prompt_ids) + request.max_tokens
     accept = max_accept if request.speculate else 0
-    out = np.zeros(HEAD + layout.shape.stop_slots + layout.shape.capacity, np.int32)
+    out = np.zeros(row_size(layout.shape), np.int32)
     out[:5] = row.slot, len(row.tokens), limit, accept, min(sampling.top_k, 2**31 - 1)
     out[5:7] = np.array([row.seed, request.index], np.uint32).view(np.int32)
     floats = [sampling.temperature, sampling.top_p, sampling.min_p]
-    out[7:10] = np.array(floats, np.float32).view(np.int32)
+    floats += [request.repetition_penalty, request.frequency_penalty, request.presence_penalty]
+    out[7:13] = np.array(floats, np.float32).view(np.int32)
+    out[13:15] = len(request.prompt_ids), len(request.prompt_ids) + request.min_tokens
     stops = out[HEAD : HEAD + layout.shape.stop_slots]
     stops[:] = -1
     stops[: len(request.stop_ids)] = request.stop_ids
     first = HEAD + layout.shape.stop_slots
     out[first : first + len(row.tokens)] = row.tokens
+    ids, bias = np.full(BIASED, -1, np.int32), np.zeros(BIASED, np.float32)
+    ids[: len(request.logit_bias)] = list(request.logit_bias)
+    bias[: len(request.logit_bias)] = list(request.logit_bias.values())
+    out[-2 * BIASED :] = np.concatenate([ids, bias.view(np.int32)])
     return out
+
+
+def row_size(shape: Shape) -> int:
+    """Numbers of a packed row."""
+    return HEAD + shape.stop_slots + shape.capacity + 2 * BIASED
 
 
 def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
     """The row in its slot, which idles until its last chunk has run."""
     slot, length, limit, accept, top_k = row[:5]
     seed, index = lax.bitcast_convert_type(row[5:7], jnp.uint32)
-    temperature, top_p, min_p = lax.bitcast_convert_type(row[7:10], jnp.float32)
+    floats = lax.bitcast_convert_type(row[7:13], jnp.float32)
+    temperature, top_p, min_p, repetition, frequency, presence = floats
+    ids, bias = jnp.split(row[-2 * BIASED :], 2)
+    bias = lax.bitcast_convert_type(bias, jnp.float32)
     new = jax.tree.map(lambda x: x[0], empty_sequences(shape._replace(batch=1)))
     new = new._replace(
-        tokens=row[HEAD + shape.stop_slots :],
+        tokens=row[HEAD + shape.stop_slots : -2 * BIASED],
         length=length,
         limit=limit,
         stops=row[HEAD : HEAD + shape.stop_slots],
         max_accept=accept,
         key=jax.random.fold_in(jax.random.key(seed), index),
         filters=Filters(temperature, top_k, top_p, min_p),
+        shaping=Shaping(ids, bias, repetition, frequency, presence, row[13], row[14]),
+        logprobs=jnp.zeros(shape.capacity),
     )
     caches = {name: tuple(x.cleared(slot) for x in getattr(state, name)) for name in CACHES}
     return state._replace(sequences=put(state.sequences, slot, new), **caches)
@@ -149,12 +171,12 @@ def chunk(
     state: State,
     table: Int[Array, "1 _"],
     control: Int[Array, "5"],
-) -> tuple[State, Int[Array, "2"]]:
+) -> tuple[State, Int[Array, "3"]]:
     """Tokens offset … of the slot, of which those below `end` count: keys, values and context.
 
     `control` is slot, offset, end, last, commits. After the last chunk the slot steps. If that one
-    commits, the token after `end` is chosen first, and [token, done] is it; else the slot goes on
-    with its newest token, which it had before.
+    commits, the token after `end` is chosen first, and [token, done, the bits of its logprob] is
+    it; else the slot goes on with its newest token, which it had before.
     """
     slot, offset, end, last, commits = control
     s = state.sequences
@@ -179,11 +201,14 @@ def chunk(
     def committed() -> Sequences:
         newest = lax.dynamic_slice_in_dim(hidden, end - 1 - offset, 1, 1)
         logits = apply(models.target, params.target, newest, kernels.matmul, method="logits")
-        filters = jax.tree.map(lambda x: x[None], row.filters)
-        first = choose(logits, end[None, None], row.key[None], filters)
+        one = jax.tree.map(lambda x: x[None], row)
+        none = jnp.zeros((1, 0), jnp.int32)
+        own = shaped(logits, one.shaping, one.tokens, end[None], none, one.stops)
+        first = choose(own, end[None, None], one.key, one.filters)
         _, stopped = cut_at_stop(first, jnp.ones(1, jnp.int32), row.stops[None])
         return row._replace(
             tokens=row.tokens.at[end].set(first[0, 0]),
+            logprobs=row.logprobs.at[end].set(logprobs(logits, first)[0, 0]),
             length=end + 1,
             done=stopped[0] | (end + 1 >= row.limit),
         )
@@ -193,7 +218,8 @@ def chunk(
         sequences=put(s, slot, row), target_cache=target_cache, drafter_cache=drafter_cache
     )
     state = with_table(state, None)
-    return state, jnp.stack([row.tokens[end], row.done.astype(jnp.int32)])
+    probable = lax.bitcast_convert_type(row.logprobs[end], jnp.int32)
+    return state, jnp.stack([row.tokens[end], row.done.astype(jnp.int32), probable])
 
 
 def run(
@@ -206,10 +232,14 @@ def run(
 ) -> tuple[State, Report]:
     """`steps` steps of the slots that are `live`; the others keep what they have.
 
-    The report has, of each slot, the tokens of each step it took, W · steps of them, then how many
-    each step committed, how many steps it took, and whether it is done.
+    The report has, of each slot, the tokens of each step it took, W · steps of them, the bits of
+    their logprobs, then how many each step committed, how many steps it took, and whether it is
+    done. Models that draw nothing change no logits and give no logprobs.
     """
     s, width = state.sequences, models.block_size
+    kept = {name: getattr(s, name) for name in ("shaping", "logprobs")}
+    if not models.sampled:
+        state = state.with_sequences(shaping=None, logprobs=None)
     begin, taken, done = s.length, s.steps, s.done
     state = with_table(state.with_sequences(done=done | ~live), table)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
@@ -219,9 +249,15 @@ def run(
         index = first[:, None] + jnp.arange(count)
         return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
 
-    state = with_table(state.with_sequences(done=jnp.where(live, s.done, done)), None)
+    state = state.with_sequences(done=jnp.where(live, s.done, done))
+    if not models.sampled:
+        state = state.with_sequences(**kept)
+    state = with_table(state, None)
+    assert state.sequences.logprobs is not None, "the engine's slots have them"
+    probable = lax.bitcast_convert_type(state.sequences.logprobs, jnp.int32)
     ends = jnp.stack([s.steps - taken, s.done.astype(jnp.int32)], axis=1)
-    numbers = [cut(s.tokens, begin, width * steps), cut(s.acceptance_lengths, taken, steps), ends]
+    numbers = [cut(x, begin, width * steps) for x in (s.tokens, probable)]
+    numbers += [cut(s.acceptance_lengths, taken, steps), ends]
     return state, Report(jnp.concatenate(numbers, axis=1), state.survey)
 
 
@@ -229,14 +265,19 @@ class Taken(NamedTuple):
     """A slot's part of a report: the tokens of each step, and whether the text has ended."""
 
     steps: list[list[int]]
+    logprobs: list[list[float]]
     done: bool
 
 
 def taken(report: Int[np.ndarray, " _"], width: int, steps: int) -> Taken:
     """What `run` says of one slot."""
     count, done = report[-2:]
-    ends = np.cumsum(report[width * steps :][:count]).tolist()
-    return Taken([report[a:b].tolist() for a, b in zip([0, *ends], ends, strict=False)], bool(done))
+    tokens, bits = report[: width * steps], report[width * steps : 2 * width * steps]
+    probable = np.ascontiguousarray(bits).view(np.float32)
+    ends = np.cumsum(report[2 * width * steps :][:count]).tolist()
+    cuts = list(zip([0, *ends], ends, strict=False))
+    given, numbers = ([x[a:b].tolist() for a, b in cuts] for x in (tokens, probable))
+    return Taken(given, numbers, bool(done))
 
 
 def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:
@@ -268,7 +309,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         int(count): steps(replace(models, sampled=False, rows=models.rows and int(count)))
         for count in counts
     }
-    row = ints(HEAD + shape.stop_slots + shape.capacity)
+    row = ints(row_size(shape))
     one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
     return Programs(
         jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
