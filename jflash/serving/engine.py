@@ -7,8 +7,13 @@ or was cached, where the law of one arithmetic holds. Knows token ids only.
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from jflash.generate import Pair, check_request
 from jflash.programs import PREFILL_CHUNK, Shape
@@ -93,7 +98,8 @@ class Engine:
         self._loop = Loop(pair.models, pair.params, self._layout, pair.models.dtype.encode())
         self._changed = threading.Condition()
         self._inbox = list[Job]()
-        self._arrived = 0
+        self._actions = deque[tuple[Callable[[], Any], Future]]()
+        self._arrived = self._version = 0
         self._ended: dict[FinishReason, int] = {}
         self._closing = False
         self._error: BaseException | None = None
@@ -166,6 +172,40 @@ class Engine:
                 **self._loop.counts._asdict(),
             )
 
+    def update_weights(self, *, target: Any = None, drafter: Any = None) -> int:
+        """Puts new values in place of a model's parameters; the number of the new version.
+
+        Those who run finish with the old ones first, those who wait begin with the new ones, and
+        no prefix of the old ones is found again. Nothing is compiled. ValueError for parameters
+        that are not of the same tree, shapes and dtypes.
+        """
+        new = {"target": target, "drafter": drafter}
+        new = {name: params for name, params in new.items() if params is not None}
+        for name, params in new.items():
+            kinds = [
+                jax.tree.map(jax.typeof, tree)
+                for tree in (getattr(self._loop.params, name), params)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"the new parameters of the {name} are not of the old ones' shapes"
+                )
+
+        def update() -> int:
+            self._loop.new_weights(self._loop.params._replace(**new))
+            self._version += 1
+            return self._version
+
+        return self._between(update)
+
+    def sleep(self) -> None:
+        """Frees the pages' memory once those who run have finished; until `wake` the rest waits."""
+        self._between(self._loop.sleep)
+
+    def wake(self) -> None:
+        """Pages again, empty ones, after a `sleep`."""
+        self._between(self._loop.wake)
+
     def close(self) -> None:
         """Cancels what is left and ends the thread; again, nothing."""
         with self._changed:
@@ -178,6 +218,18 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _between[T](self, action: Callable[[], T]) -> T:
+        """What the engine's thread does as soon as no request runs."""
+        done = Future[T]()
+        with self._changed:
+            if self._error is not None:
+                raise Failed("the engine has failed") from self._error
+            if self._closing:
+                raise RuntimeError("the engine is closed")
+            self._actions.append((action, done))
+            self._changed.notify()
+        return done.result()
 
     def _waiting(self) -> int:
         return len(self._inbox) + len(self._loop.waiting)
@@ -195,6 +247,9 @@ class Engine:
             with self._changed:
                 self._error = error
                 left, self._inbox = [*self._loop.drop(), *self._inbox], []
+                actions, self._actions = self._actions, deque()
+            for _, done in actions:
+                done.set_exception(error)
             for job in left:
                 failure = Failed("the engine has failed")
                 failure.__cause__ = error
@@ -204,14 +259,22 @@ class Engine:
         """One round, or a wait for something to do; False once closed and empty."""
         loop = self._loop
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._closing or not loop.idle)
+            self._changed.wait_for(
+                lambda: self._inbox or self._closing or self._actions or not loop.idle
+            )
             loop.waiting += self._inbox
             self._inbox = []
             if self._closing:
                 for job in (*loop.waiting, *loop.running):
                     job.cancelled = True
+            loop.held = bool(self._actions)
+        if loop.quiet and self._actions:
+            with self._changed:
+                action, done = self._actions.popleft()
+            done.set_result(action())
+            return True
         if loop.idle:
-            return False
+            return not self._closing
         loop.round(self._on_event)
         return True
 

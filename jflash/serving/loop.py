@@ -100,7 +100,9 @@ class Loop:
         self.programs: Programs = compile_programs(models, params, layout)
         auto = models.rows == AUTO
         self.rows = choosing(models, params, layout, self.programs) if auto else None
-        self.state = jax.jit(lambda: empty_state(models, layout))()
+        self._empty = jax.jit(lambda: empty_state(models, layout))
+        self.state = self._empty()
+        self.held = self.asleep = False  # held: no new text begins
         self.pages = Pages(layout.pages)
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
@@ -114,8 +116,34 @@ class Loop:
         return [job for job in self.slots if job is not None]
 
     @property
+    def quiet(self) -> bool:
+        """Whether no text is under way; requests that have no token yet may wait."""
+        return not (self.running or self._rounds or any(job.begun for job in self.waiting))
+
+    def new_weights(self, params: Params) -> None:
+        """Other parameters of the same shapes, while it is quiet."""
+        assert self.quiet, "a text is of one version"
+        self.params = params
+        self.pages.forget_all()
+
+    def sleep(self) -> None:
+        """Gives the state's memory back, while it is quiet."""
+        assert self.quiet, "pages in use"
+        self.pages.forget_all()
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """An empty state again."""
+        if self.asleep:
+            self.state = self._empty()
+        self.asleep = False
+
+    @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running or self._rounds)
+        able = [job for job in self.waiting if job.cancelled or not self.asleep]
+        return not (able or self.running or self._rounds)
 
     def round(self, on_event: Callable[[Job, Event], None]) -> None:
         """Plans and dispatches a round, then reads the one before it."""
@@ -164,7 +192,9 @@ class Loop:
     def _plan(self) -> Plan:
         chunk = self.layout.shape.chunk
         waiting = []
-        for job in sorted(self.waiting, key=lambda job: job.order)[:LOOKED_AT]:
+        still = self.held or self.asleep
+        coming = [job for job in self.waiting if job.begun or not still]
+        for job in sorted(coming, key=lambda job: job.order)[:LOOKED_AT]:
             end = self._end_of(job)
             found = self._found(job, end)
             fresh = self._needs(job, 1) - self.pages.held(found)

@@ -93,3 +93,29 @@ def test_refusals(pair, engine):
     for handle in handles:
         handle.cancel()
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
+
+
+def test_new_weights_are_a_new_engine(pair):
+    """Tokens, logprobs and acceptance lengths, though the prompt was there before."""
+    other = one_arithmetic(random_pair(seed=5, drafter_seed=6)).params
+    how: dict[str, Any] = dict(max_batch=2, max_context=240, max_queue=3, prefill_chunk=64)
+    request = Request(prompt_ids=prompts(1, low=140, high=141)[0], max_tokens=40, logprobs=True)
+    with Engine(pair, **how) as engine:
+        before = engine.generate([request])[0]
+        running = engine.submit(request)
+        next(iter(running))
+        assert engine.update_weights(target=other.target, drafter=other.drafter) == 1
+        assert running.result().token_ids == before.token_ids  # of one version
+        got = engine.generate([request])[0]
+        engine.sleep()
+        waits = engine.submit(request)
+        engine.wake()
+        assert waits.result() == got
+        engine.sleep()
+        lost = engine.submit(request)
+        with pytest.raises(ValueError, match="of the drafter are not"):
+            engine.update_weights(drafter=other.target)
+    assert lost.result().finish_reason == "cancelled"
+    with Engine(replace(pair, params=other), **how) as fresh:
+        want = fresh.generate([request])[0]
+    assert got == want and got.token_ids != before.token_ids
