@@ -259,3 +259,11 @@ def test_the_page_asks_nobody_outside(server):
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "//" not in answer.text.replace("  // ", "").replace("{  // ", "")
+
+
+def test_a_prompt_that_came_before_is_counted_as_cached_and_has_its_text(client, model):
+    ids = [*range(3, 203)]
+    one, two = [client.completions.create(model=model, prompt=ids) for _ in range(2)]
+    assert one.usage.prompt_tokens_details.cached_tokens == 0
+    assert 128 <= two.usage.prompt_tokens_details.cached_tokens < 200
+    assert two.choices[0].text == one.choices[0].text
