@@ -1,4 +1,4 @@
-"""Evaluates a pair made by make_tiny_pair.py: right results, τ, endings, and speed if asked.
+"""Evaluates a pair made by make_tiny_pair.py: right results, τ, endings, and optionally speed.
 
 python scripts/evaluate_tiny_pair.py --target tiny-math/target --drafter tiny-math/drafter
 """
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     add("--target", type=Path, required=True)
     add("--drafter", type=Path, required=True)
     add("--dtype", choices=("float32", "bfloat16"), help="default: what suits the device")
-    add("--block-size", type=int, help="at most the drafter's own, which is the default")
+    add("--block-size", type=int, help="at most the drafter's, which is the default")
     add("--problems", type=int, default=500, help="of each split")
     add("--batch", type=int, default=100)
     add("--max-new-tokens", type=int, default=320)
@@ -80,8 +80,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if questions:
         results["gsm8k"] = evaluate_questions(pair, tokenizer, questions, limits)
     if args.compare_width_1:
-        asked = list(problems("eval", EVAL_SEED, args.timed_prompts))
-        results["width_1"] = compare_with_width_1(pair, tokenizer, asked, limits)
+        timed = list(problems("eval", EVAL_SEED, args.timed_prompts))
+        results["width_1"] = compare_with_width_1(pair, tokenizer, timed, limits)
     return results
 
 
@@ -90,8 +90,8 @@ def check_room(
 ) -> None:
     """ValueError, before a weight is read, if a batch takes more memory than the device has."""
     count = max(args.problems, args.timed_prompts)
-    own = [p.question for split in SPLITS for p in problems(split, EVAL_SEED, count)]
-    longest = max(map(len, chat_prompts(tokenizer, [*own, *questions])))
+    made_up = [p.question for split in SPLITS for p in problems(split, EVAL_SEED, count)]
+    longest = max(map(len, chat_prompts(tokenizer, [*made_up, *questions])))
     check_decoding(files.models, args.batch, longest, args.max_new_tokens)
 
 

@@ -19,7 +19,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder for target/ and drafter/")
     add("--work", type=Path, help="folder for everything else (default: OUTPUT-work)")
-    add("--stage", choices=STAGES, help="this stage alone (default: all that are missing)")
+    add("--stage", choices=STAGES, help="only this stage (default: all that are missing)")
     add("--smoke", action="store_true", help="tiny sizes and few steps: does it run?")
     add("--minutes", type=float, help="stop training after as long, to be resumed by the next call")
     add("--gsm8k-train", type=Path, help="GSM8K's train.jsonl, to learn from as well")

@@ -157,7 +157,7 @@ def matmul_case(where: Where, shape: MatmulShape) -> Case:
 
 
 def grouped_case(where: Where, shape: GroupedShape) -> Case:
-    """Grouped products. Every token draws its own experts; only experts with rows are read."""
+    """Grouped products. Every token draws experts; only experts with rows are read."""
     _, _, dtype, backend = where
     op, M, k, E, K, N = shape
     plain = op == "grouped_matmul"

@@ -60,27 +60,27 @@ def measured(
     chosen = programs_for(named["auto"].models, pair.params, shape)
     times = {str(rows): ms for rows, ms in getattr(chosen, "ms", {}).items()}
     yield {"batch": batch, "compile_seconds": compiled, "capacity": capacity, "step_ms": times}
-    for name, asked in prompts.items():
-        jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(asked)]
+    for name, several in prompts.items():
+        jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(several)]
         texts = {}
         for way, own in reversed(named.items()):
             best = None
             for _ in range(rounds):
                 begin = time.perf_counter()
-                found = list(serve(own, jobs, batch_size=batch, capacity=capacity))
+                answers = list(serve(own, jobs, batch_size=batch, capacity=capacity))
                 wall = time.perf_counter() - begin
-                decode = sum(answer.seconds.decode for _, answer in found)
+                decode = sum(answer.seconds.decode for _, answer in answers)
                 if best is None or decode < best[0]:
                     best = decode, wall
             assert best is not None, "at least one round"
-            texts[way] = {job.index: answer.token_ids for job, answer in found}
-            steps = sum(answer.steps for _, answer in found)
-            tokens = sum(sum(answer.acceptance_lengths) for _, answer in found)
+            texts[way] = {job.index: answer.token_ids for job, answer in answers}
+            steps = sum(answer.steps for _, answer in answers)
+            tokens = sum(sum(answer.acceptance_lengths) for _, answer in answers)
             yield {
                 "batch": batch,
                 "prompts": name,
                 "way": way,
-                "answers": len(found),
+                "answers": len(answers),
                 "tokens": tokens,
                 "decode_seconds": best[0],
                 "tokens_per_second": tokens / best[0],

@@ -1,1 +1,1 @@
-"""The commands behind scripts/: parse, print and read the clock; everything else is below."""
+"""The commands of `jflash` and scripts/: they parse, print and read the clock."""

@@ -1,12 +1,12 @@
 """bench-rows: tokens a second by the rows that a step verifies."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
 from jflash.bench.row_speed import measured
+from jflash.cli.results import json_line
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> None:
     def lines() -> Iterator[str]:
         for batch in args.batch:
             count = batch * args.answers
-            asked = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
-            for row in measured(pair, asked, batch, decoding, args.widths, args.rounds):
+            repeated = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
+            for row in measured(pair, repeated, batch, decoding, args.widths, args.rounds):
                 print(row_text(row), flush=True)
                 result["rows"].append(row)
-                yield json.dumps(result, allow_nan=False)
+                yield json_line(result)
 
     print(keep_newest(args.json, lines()))
 

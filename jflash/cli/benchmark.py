@@ -1,4 +1,4 @@
-"""benchmark: step times of a pair, every batch size in processes of its own, one after another."""
+"""benchmark: step times of a pair, every batch size in separate processes, one after another."""
 
 import argparse
 import json

@@ -32,14 +32,14 @@ def targets(args: argparse.Namespace) -> list[Models]:
     if jax.default_backend() == "cpu" and not args.shape.startswith("tiny"):
         raise ValueError(f"--shape {args.shape} takes hours on a CPU: use --shape tiny-moe here")
     config = cut(shape, min(args.layers, shape.target.num_layers), 1).target
-    found = []
+    both = []
     for width in (1, shape.drafter.block_size):
         models = Models(Target(config), None, width)
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
         decoding = Shape.of(args.batch[-1], CAPACITY, chunk=CHUNK)
         check_memory(models, decoding, PROMPT + ROWS, device_memory())
-        found.append(models)
-    return found
+        both.append(models)
+    return both
 
 
 def print_result(result: dict[str, Any]) -> None:

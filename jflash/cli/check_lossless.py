@@ -31,15 +31,15 @@ DIFFERS = 1
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result as one JSON object; `failures` is empty if all is well."""
     dtype = args.dtype or default_dtype()
-    found = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
+    report = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
     failed: list[str] = []
     if "law" in args.checks:
-        found["law"] = [check_pair(name, args, dtype) for name in args.pairs]
-        failed += [line for law in found["law"] for line in law_failures(law)]
+        report["law"] = [check_pair(name, args, dtype) for name in args.pairs]
+        failed += [line for law in report["law"] for line in law_failures(law)]
     if "oracle" in args.checks:
-        found |= check_oracle(args, dtype)
-        failed += failures(found, args)
-    return found | {"failures": failed}
+        report |= check_oracle(args, dtype)
+        failed += failures(report, args)
+    return report | {"failures": failed}
 
 
 def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
@@ -122,23 +122,23 @@ def width_1_summaries(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     ]
 
 
-def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
+def failures(report: dict[str, Any], args: argparse.Namespace) -> list[str]:
     """Why the check is not passed, a line each."""
     wrong = []
-    if found["differences"]:
-        wrong.append(f"not lossless: {found['differences']} differences from the oracles")
-    fault = found["planted_fault"]
+    if report["differences"]:
+        wrong.append(f"not lossless: {report['differences']} differences from the oracles")
+    fault = report["planted_fault"]
     without, caught = (fault[half]["differences"] for half in ("without", "with"))
     if without:
         where = f"not lossless at capacity {fault['capacity']}"
         wrong.append(f"{where}: {without} differences from the oracle")
     if not caught:
         wrong.append("the planted fault was not caught: this check would not see a real one either")
-    counts = enumerate(found["replay_histogram"], start=1)
+    counts = enumerate(report["replay_histogram"], start=1)
     short = ", ".join(f"{length} ({count})" for length, count in counts if count < args.min_count)
     if short:
         wrong.append(f"acceptance lengths seen less than {args.min_count} times: {short}")
-    distinct = found["distinct_tokens"]
+    distinct = report["distinct_tokens"]
     if distinct < args.min_distinct:
         wrong.append(f"the outputs have {distinct} distinct tokens, less than {args.min_distinct}")
     return wrong
@@ -180,31 +180,31 @@ def width_1_line(summary: dict[str, Any]) -> str:
     )
 
 
-def print_verdict(found: dict[str, Any]) -> None:
+def print_verdict(report: dict[str, Any]) -> None:
     """Prints where the check ran, and its verdict."""
-    versions = found["versions"]
+    versions = report["versions"]
     print(
-        f"{found['device']}, jax {versions['jax']}, driver {versions['driver'] or 'none'}, "
-        f"{found['dtype']}, seed {found['seed']}, {found['date']}"
+        f"{report['device']}, jax {versions['jax']}, driver {versions['driver'] or 'none'}, "
+        f"{report['dtype']}, seed {report['seed']}, {report['date']}"
     )
-    for line in found["failures"]:
+    for line in report["failures"]:
         print(f"FAILED: {line}")
-    if found["failures"]:
+    if report["failures"]:
         return
-    if "law" in found:
-        tokens = sum(law["tokens"] for law in found["law"])
+    if "law" in report:
+        tokens = sum(law["tokens"] for law in report["law"])
         print(f"LOSSLESS: {tokens} tokens, all the bits of plain decoding at width 1 and batch 1")
-    if "checks" in found:
-        print(f"LOSSLESS: {found['tokens']} tokens of the oracles, every mode the same bits")
+    if "checks" in report:
+        print(f"LOSSLESS: {report['tokens']} tokens of the oracles, every mode the same bits")
 
 
-def print_oracle(found: dict[str, Any]) -> None:
+def print_oracle(report: dict[str, Any]) -> None:
     """Prints the table of all modes, and the counts."""
     print(
         f"\n{'pair':<10} {'batch':>5} {'mode':<22} {'runs':>4} {'tokens':>8} {'logits rows':>11} "
         f"{'K/V rows':>9} {'τ':>6} {'differing: tokens':>18} {'logits':>7} {'K/V':>7}"
     )
-    for result in found["checks"]:
+    for result in report["checks"]:
         for name, mode in result["modes"].items():
             kv = mode["differing_target_kv_rows"] + mode["differing_context_kv_rows"]
             print(
@@ -215,15 +215,15 @@ def print_oracle(found: dict[str, Any]) -> None:
             )
     print("K/V rows: positions, each compared in every layer of the target, and of the drafter "
           "where it is the oracle's")  # fmt: skip
-    print(f"replayed steps that committed 1, 2, … tokens: {found['replay_histogram']}")
-    print(f"distinct tokens in the outputs: {found['distinct_tokens']}")
-    not_top = sum(result["tokens_not_top"] for result in found["checks"])
+    print(f"replayed steps that committed 1, 2, … tokens: {report['replay_histogram']}")
+    print(f"distinct tokens in the outputs: {report['distinct_tokens']}")
+    not_top = sum(result["tokens_not_top"] for result in report["checks"])
     print(f"tokens of the oracles that are not the largest of their logits: {not_top}")
-    print(fault_line(found["planted_fault"]))
-    for summary in found["width_1"]:
+    print(fault_line(report["planted_fault"]))
+    for summary in report["width_1"]:
         print(width_1_line(summary))
-    backends = ", ".join(f"{op} {backend}" for op, backend in found["backends"].items())
-    print(f"{backends}, {found['seconds']:.0f} s")
+    backends = ", ".join(f"{op} {backend}" for op, backend in report["backends"].items())
+    print(f"{backends}, {report['seconds']:.0f} s")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -233,10 +233,10 @@ def run(args: argparse.Namespace) -> None:
     large = [name for name in args.pairs if name in SHAPES]
     if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
-    found = check(args)
-    if "checks" in found:
-        print_oracle(found)
-    print_verdict(found)
-    print(keep_newest(args.json, [json.dumps(found, allow_nan=False)]))
-    if found["failures"]:
+    report = check(args)
+    if "checks" in report:
+        print_oracle(report)
+    print_verdict(report)
+    print(keep_newest(args.json, [json.dumps(report, allow_nan=False)]))
+    if report["failures"]:
         raise SystemExit(DIFFERS)

@@ -1,4 +1,4 @@
-"""train: a target's own answers to prompts, and the drafter that learns them."""
+"""train: a target's answers to prompts, and the drafter that learns them."""
 
 import argparse
 import hashlib
@@ -233,7 +233,7 @@ def train(args: argparse.Namespace) -> None:
     if args.dry_run:
         dry_run(args, training, prepared)
         return
-    if finished.exists():  # gone last: the old training is resumed by nobody
+    if finished.exists():  # removed last, so that no call resumes the old training
         (work / "training").mkdir(parents=True, exist_ok=True)
         with locked(work / "training" / LOCK, work):
             shutil.rmtree(work)

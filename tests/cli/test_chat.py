@@ -135,7 +135,7 @@ def test_a_piped_conversation():
         (("--max-new-tokens", "999999"), "positions"),
         (("--temperature", "-1"), "--temperature -1"),
         (("--draft-rule", "sampled"), "needs a --temperature"),
-        (("--drafter", "none", "--block-size", "auto"), "without a drafter"),
+        (("--drafter", "none", "--verify-rows", "16"), "--verify-rows 16 without a drafter"),
         (("--target", "/nowhere", "--drafter", "none"), "/nowhere"),
         (("--system", "x", "--no-chat-template"), "--system with"),
         (("hello",), "hello"),

@@ -97,7 +97,7 @@ def test_a_script_is_the_command_of_its_own_tree(script, tmp_path):
 
 
 def test_the_public_names_come_when_they_are_used():
-    code = "import jflash\nassert 'generate' in dir(jflash) and len(jflash.__all__) == 9"
+    code = "import jflash\nassert 'generate' in dir(jflash) and len(jflash.__all__) == 11"
     done, imported = python(code)
     assert done.returncode == 0 and imported == []
     # A module and a function are called jflash.generate: the function is the public one.

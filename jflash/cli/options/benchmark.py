@@ -9,10 +9,10 @@ from jflash.cli.command import Parser
 from jflash.cli.options.results import backend_options, check_result, result_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
-WHAT = "Step times of a pair beside the device's own limits: plain decoding, verify, draft, step."
+WHAT = "Step times of a pair beside the device's limits: plain decoding, verify, draft, step."
 EPILOG = """
 Random weights (--shape) give times of steps, never a speed: that takes a real pair, or an
-acceptance that you state. Every batch size runs in processes of its own, one after the other.
+acceptance that you state. Every batch size runs in separate processes, one after the other.
 """
 
 
@@ -39,7 +39,7 @@ def make_parser(prog: str = "benchmark.py") -> Parser:
     add("--repeats", type=int, default=5, help="default 5")
     add("--no-memory", action="store_true", help="no second process: no warm compile, no peak")
     result_options(parser, "kept there case by case")
-    # One stage of one case, in a process of its own: TASK and RESULT are files.
+    # One stage of one case, in a separate process: TASK and RESULT are files.
     add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)
     return parser
 

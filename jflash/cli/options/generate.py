@@ -34,7 +34,7 @@ def make_parser(prog: str = "generate.py") -> Parser:
     add = decoding.add_argument
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
     add("--stop-token-ids", type=ids, default=[], metavar="1,2", help="besides the model's")
-    add("--ignore-eos", action="store_true", help="do not stop at the model's own stop tokens")
+    add("--ignore-eos", action="store_true", help="do not stop at the model's stop tokens")
     oracle_option(decoding)
     add = parser.add_argument_group("output").add_argument
     add("--show-steps", action="store_true", help="colour each step's tokens")

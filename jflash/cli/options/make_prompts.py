@@ -22,7 +22,7 @@ def make_parser(prog: str = "make_prompts.py") -> Parser:
     add("--self-instruct", type=Path, nargs="*", default=[], metavar="FILE.jsonl")
     add("--svamp", type=Path, metavar="FILE.json")
     add("--exclude-test", type=Path, nargs="*", default=[], metavar="FILE", help="test sets")
-    add("--written-by", metavar="TARGET", help="checkpoint that writes user turns of its own")
+    add("--written-by", metavar="TARGET", help="checkpoint that writes user turns as well")
     add("--count", type=int, default=1000, help="user turns that it writes")
     add("--system", action="append", metavar="TEXT", help="system message before them, in turns")
     add("--temperature", type=float, default=1.0)

@@ -16,7 +16,7 @@ DRAFTER = """default: the embedded one; none: without; random:SEED or random:SEE
 drafter's config with random weights (the same greedy tokens, slower; above temperature 0 the same
 ones only under --draft-rule greedy)"""
 BACKEND = "canonical, mosaic_gpu, triton or xla; default: the best that the device has"
-WIDTH = "default: the drafter's own; without one 1"
+WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together; default auto: from batch 8 on as
 many as pay, where the text does not depend on their number, else all"""
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
