@@ -308,15 +308,19 @@ class DrafterConfig(DecoderConfig):
     """A DFlash drafter (version 1): layers, block, and how it meets its target.
 
     Its layers see the context, and of the block all rows unless they are causal or have a window.
+    Embedding and head are the target's, but for drafters that bring their own: `own_embedding`, and
+    a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it.
     """
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
+    own_embedding: bool = False
+    draft_vocab_size: int | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -327,14 +331,20 @@ class DrafterConfig(DecoderConfig):
         super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2, got {self.block_size}")
-        bad = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
+        layers = self.num_target_layers or max(self.target_layer_ids, default=0) + 1
+        bad = [i for i in self.target_layer_ids if not 0 <= i < layers]
         if bad or not self.target_layer_ids:
             raise ValueError(
                 f"target_layer_ids {list(self.target_layer_ids)} must be within "
-                f"0 … {self.num_target_layers - 1} (num_target_layers {self.num_target_layers})"
+                f"0 … {layers - 1} (num_target_layers {self.num_target_layers})"
             )
         if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
             raise ValueError(f"target_layer_ids {list(self.target_layer_ids)} repeat a layer")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} is more than the vocabulary "
+                f"of {self.vocab_size} tokens"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary "

@@ -19,7 +19,7 @@ from jflash.cache import Cache, LayerState
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.decoding import DRAFT_RULES
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Block
+from jflash.layers import Block, head_logits
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, Proposal, Tools
 from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals, unpacked
@@ -202,7 +202,10 @@ def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State
         return Proposal(jnp.broadcast_to(anchor, shape), confidence=jnp.zeros(shape)), state
     mask = jnp.full(shape, models.drafter.config.mask_token_id)
     block = jnp.concatenate([anchor, mask.astype(anchor.dtype)], axis=1)
-    embeddings = apply(models.target, params.target, block, method="embed")
+    owner = (models.target, params.target)
+    if models.drafter.config.own_embedding:
+        owner = (models.drafter, params.drafter)
+    embeddings = apply(*owner, block, method="embed")
     over = Block(positions[:, 0], widths, models.kernels)
     hidden, cache = apply(
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, over
@@ -227,11 +230,14 @@ def drafting_tools(
 
     def best(hidden: Array) -> Proposal:
         if ranked:
-            return choose(logits(hidden), True)
+            return choose(logits(hidden, None), True)
         return Proposal(apply(models.target, params.target, hidden, backend, method="best"))
 
-    def logits(hidden: Array) -> Array:
-        return apply(models.target, params.target, hidden, backend, method="logits")
+    def logits(hidden: Array, head: Array | None) -> Array:
+        if head is None:
+            return apply(models.target, params.target, hidden, backend, method="logits")
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return head_logits(flat, head, backend=backend).reshape(*hidden.shape[:2], -1)
 
     def choose(scores: Array, filtered: bool) -> Proposal:
         filters = s.filters if filtered else temperature_only(s.filters)

@@ -17,6 +17,7 @@ from jflash.io.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    speculators,
 )
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
 from jflash.io.hf_values import said
@@ -74,6 +75,8 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     """A drafter's config, version 1 or 2; ValueError for another or an unsupported feature."""
+    if speculators.MODEL_TYPE in raw:
+        raw = speculators.flat(raw)
     name = architecture(raw)
     if name not in (DRAFTER, DRAFTER_2):
         raise ValueError(f"unsupported drafter {_printed(name)}; supported: {DRAFTER}, {DRAFTER_2}")

@@ -42,7 +42,7 @@ IDS = Kind("a whole number or a list of them", lambda v: WHOLE.holds(v) or WHOLE
 _KEYS = {
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads"
     " max_position_embeddings moe_intermediate_size decoder_sparse_step full_attention_interval"
-    " shared_expert_intermediate_size",
+    " shared_expert_intermediate_size draft_vocab_size target_hidden_size",
     _PARTS: "num_hidden_layers num_target_layers head_dim num_experts_per_tok"
     " linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
     " linear_conv_kernel_dim",
@@ -53,11 +53,12 @@ _KEYS = {
     NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
     POSITIVE: "rms_norm_eps partial_rotary_factor",
     SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
-    " is_causal truncate",
+    " is_causal truncate sliding_window_non_causal sample_from_anchor",
     _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling text_config"
-    " weight_map",
+    " transformer_layer_config weight_map",
     IDS: "eos_token_id",
-    WHOLES: "target_layer_ids mlp_only_layers",
+    WHOLES: "target_layer_ids mlp_only_layers aux_hidden_state_layer_ids",
+    TEXT: "speculators_model_type projector_type",
     TEXTS: "architectures layer_types",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}

@@ -26,8 +26,10 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     plain = [replace(m, window=None, causal=True) for m in config.mixers]
     biased = any(isinstance(x.mlp, DenseSpec) and x.mlp.bias for x in config.layers)
     usual = mixer.qk_norm and mixer.qkv_bias == mixer.out_bias
-    hybrid = isinstance(config, TargetConfig) and (config.deltas or config.norm_shift)
-    usual = usual and not (hybrid or mixer.gated)
+    if isinstance(config, TargetConfig):
+        usual &= not (config.deltas or config.norm_shift or mixer.gated)
+    else:
+        usual &= not (config.own_embedding or config.draft_vocab_size)
     if not usual or biased or len(set(plain)) > 1 or mixer.rope is None:
         raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
     common: dict[str, Any] = dict(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
@@ -50,7 +51,7 @@ def load_drafter(
     """A drafter and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
     checkpoint = opened(source)
     config = replace(checkpoint.config(drafter_config), dtype=_known(dtype))
-    return drafter_of(config), checkpoint.check(config)(config.dtype, progress)
+    return drafter_of(config), _sound(config, checkpoint.check(config)(config.dtype, progress))
 
 
 def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> tuple[Drafter, dict]:
@@ -131,11 +132,20 @@ def load_weights(files: PairFiles, progress: bool = False) -> Pair:
     if files.drafter_seed is None:
         fill_drafter = files.drafter.check(config)
         target_params = fill_target(dtype, progress)
-        params = fill_drafter(dtype, progress)
+        params = _sound(config, fill_drafter(dtype, progress))
     else:
         target_params = fill_target(dtype, progress)
         params = random_params(config, files.drafter_seed)
     return Pair(models, Params(target_params, with_context_kernel(models.drafter, params)))
+
+
+def _sound(config: DrafterConfig, params: dict) -> dict:
+    """A drafter's parameters; ValueError if its tokens are not distinct ones of its target."""
+    if "d2t" in params:
+        ids = np.arange(len(params["d2t"])) + np.asarray(params["d2t"])
+        if len(set(ids.tolist())) < len(ids) or not 0 <= ids.min() <= ids.max() < config.vocab_size:
+            raise ValueError(f"d2t gives ids twice, or outside the {config.vocab_size} tokens")
+    return params
 
 
 def load_pair(
@@ -164,7 +174,7 @@ def check_fit(target: TargetConfig, drafter: DrafterConfig) -> None:
     """ValueError listing everything in which a drafter does not fit its target."""
     pairs = {
         "hidden_size": (drafter.hidden_size, target.hidden_size),
-        "num_target_layers": (drafter.num_target_layers, target.num_layers),
+        "num_target_layers": (drafter.num_target_layers or target.num_layers, target.num_layers),
         "vocab_size": (drafter.vocab_size, target.vocab_size),
     }
     problems = [
@@ -172,6 +182,11 @@ def check_fit(target: TargetConfig, drafter: DrafterConfig) -> None:
         for name, (drafters, targets) in pairs.items()
         if drafters != targets
     ]
+    deepest = max(drafter.target_layer_ids)
+    if drafter.num_target_layers is None and deepest >= target.num_layers:
+        problems.append(
+            f"it taps layer {deepest} (counted from 0) of a target of {target.num_layers}"
+        )
     if drafter.mask_token_id >= target.vocab_size:
         problems.append(
             f"mask_token_id {drafter.mask_token_id} is outside the target's vocabulary "

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jflash.config import DeltaSpec, DrafterConfig, TargetConfig
-from jflash.io.families import dflash, trunk
+from jflash.io.families import dflash, speculators, trunk
 from jflash.io.families.qwen3_5 import DELTA
 from jflash.io.families.qwen3_5_moe import SHARED
 from jflash.io.families.qwen3_moe import EXPERTS, STACKED
@@ -18,7 +18,8 @@ from jflash.io.families.qwen3_next import INPUTS
 from jflash.leaves import Leaf
 from jflash.models.params import leaf_paths
 
-_LAYER, _TARGET, _DRAFTER = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET, dflash.MODEL
+_LAYER, _TARGET = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET
+_DRAFTER = dflash.MODEL | speculators.MODEL
 # Present in some files and of no use: RoPE tables, the tower that sees, layers that predict several
 # tokens, and the head of a model that ties it.
 _DROPPED = re.compile(r".*rotary_emb\.inv_freq|(model\.)?visual\..*|mtp\..*")
@@ -88,6 +89,8 @@ def canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
 
 def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
     """Whether a tensor without a leaf is known to be of no use."""
+    if isinstance(config, DrafterConfig) and name in speculators.UNUSED:
+        return True
     tied = isinstance(config, TargetConfig) and config.tie_embeddings and name == "lm_head.weight"
     return tied or _DROPPED.fullmatch(name) is not None
 

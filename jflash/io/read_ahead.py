@@ -21,6 +21,7 @@ PIECE = 64 * 2**20  # bytes read and moved at a time, of whole rows
 READERS = 8  # threads
 AHEAD = 32  # pieces under way: the device may hold as many that are not yet used
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+DTYPES |= {"I64": np.int64, "I32": np.int32}  # of ids, which JAX holds as int32
 
 
 class Piece(NamedTuple):
@@ -40,7 +41,7 @@ class Piece(NamedTuple):
 
 
 def find_tensors(file: Path) -> dict[str, Piece]:
-    """Every floating-point tensor of a safetensors file, by its name; the header must be valid."""
+    """Every tensor of floats or ids of a safetensors file, by name; its header must be valid."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -83,6 +84,8 @@ def read_ahead(
         rows = read(piece)
         if rows.dtype == np.float64:
             rows = rows.astype(jnp.dtype(double))
+        if rows.dtype == np.int64:
+            rows = rows.astype(np.int32)
         return jax.block_until_ready(jax.device_put(rows.T if piece.transposed else rows))
 
     waiting = collections.deque()

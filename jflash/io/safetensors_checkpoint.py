@@ -4,7 +4,7 @@ import collections
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from jflash.io.read_ahead import Piece, find_tensors, split_rows
 from jflash.models.params import leaf_paths
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+WHOLE = {"d2t": ("I64", "I32")}  # tensors of ids
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 
 
@@ -55,7 +56,7 @@ class Safetensors(Folder):
 
     def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
         """As of any folder; where there are weights, they have as many layers and experts."""
-        config = super().config(read)
+        config = with_own_ends(super().config(read), self._names())
         check_problems(self.path, _miscounted(config, self._names()))
         return config
 
@@ -110,6 +111,22 @@ def save_safetensors(
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def with_own_ends[C: TargetConfig | DrafterConfig](config: C, names: list[str]) -> C:
+    """A drafter of the speculators library with the embedding and the head that its file holds.
+
+    A full head that the file leaves out is the target's.
+    """
+    if not isinstance(config, DrafterConfig) or config.draft_vocab_size is None:
+        return config
+    there = {canonical(config, name) for name in names}
+    full = config.draft_vocab_size == config.vocab_size and "lm_head.weight" not in there
+    return replace(
+        config,
+        own_embedding="embed_tokens.weight" in there,
+        draft_vocab_size=None if full else config.draft_vocab_size,
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -178,6 +195,6 @@ def _problems(config: TargetConfig | DrafterConfig, sources: dict, owners: dict)
         shape, dtype = tensors[0].shape, tensors[0].dtype
         if shape != expected[name]:
             problems.append(f"wrong shape: {name} is {shape}, expected {expected[name]}")
-        if dtype not in FLOATS:
+        if dtype not in WHOLE.get(name, FLOATS):
             problems.append(f"unsupported dtype: {name} is {dtype}")
     return problems

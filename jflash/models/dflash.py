@@ -24,7 +24,7 @@ from jflash.layers import (
     RMSNorm,
     matmul,
 )
-from jflash.leaves import Leaf
+from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
 
 
@@ -47,13 +47,17 @@ class Tools(NamedTuple):
     """
 
     best: Callable[[Array], Proposal]  # of hidden states [B, T, D], by the head's largest logits
-    logits: Callable[[Array], Array]  # hidden states [B, T, D] to logits [B, T, V]
+    # Hidden states [B, T, D] to logits [B, T, V], by the target's head if None is given.
+    logits: Callable[[Array, Array | None], Array]
     choose: Callable[[Array, bool], Proposal]  # of scores [B, T, C]
     draws: bool  # whether `choose` draws
 
 
 class Drafter(nn.Module):
     """Parameters: fc [P·D, D], hidden_norm, one subtree a layer, norm.
+
+    Of a drafter that brings its own: embedding [V, D], head [V', D], and if V' is not V, d2t [V'],
+    what is added to a draft's id to give the target's.
 
     `context_kernel` [D, L·2·K·H] (and `context_bias`), if there, holds the layers' key and value
     columns once more, side by side: one GEMM then makes the context of all layers. Without it they
@@ -69,6 +73,15 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if c.own_embedding:
+            table = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+            self.embedding = declare(self, "embedding", table)
+        if c.draft_vocab_size is not None:
+            head = Leaf((c.draft_vocab_size, c.hidden_size), ("draft_vocab", "embed"))
+            self.head = declare(self, "head", head)
+            if c.draft_vocab_size != c.vocab_size:
+                offsets = Leaf((c.draft_vocab_size,), ("draft_vocab",), dtype="int32")
+                self.d2t = declare(self, "d2t", offsets)
 
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:
@@ -144,9 +157,26 @@ class Drafter(nn.Module):
 
         Every place by itself; the anchor, the token before the first, plays no part.
         """
-        if not (tools.draws or self.config.changes_logits):
+        c = self.config
+        if not (tools.draws or c.changes_logits or c.draft_vocab_size):
             return tools.best(hidden)
-        return tools.choose(self.adjust_logits(tools.logits(hidden)), True)
+        proposal = tools.choose(self.scores(hidden, tools), True)
+        if c.draft_vocab_size in (None, c.vocab_size):
+            return proposal
+        ids, q = jnp.arange(c.draft_vocab_size) + self.d2t, proposal.q
+        if q is not None:
+            everything = jnp.zeros((*q.shape[:2], c.vocab_size), q.dtype)
+            q = everything.at[:, :, ids].set(q, unique_indices=True)
+        return proposal._replace(tokens=ids[proposal.tokens], q=q)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the drafter's own embedding."""
+        return self.embedding[tokens]
+
+    def scores(self, hidden: Float[Array, "B T D"], tools: Tools) -> Float[Array, "B T _"]:
+        """Logits by the drafter's head or the target's, as the drafter adjusts them."""
+        head = None if self.config.draft_vocab_size is None else self.head
+        return self.adjust_logits(tools.logits(hidden, head))
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The head's logits with the drafter's multiplier and soft cap (never the target's)."""

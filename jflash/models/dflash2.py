@@ -137,7 +137,7 @@ class Drafter2(Drafter):
 
         q knows the request's temperature and no other filter.
         """
-        logits = self.adjust_logits(tools.logits(hidden))
+        logits = self.scores(hidden, tools)
         candidates, scores = self.candidate_scores(hidden, anchor, logits)
         # Each place chooses for every token that may be before it, all places at once.
         choose = jax.vmap(lambda x: tools.choose(x, False), in_axes=2, out_axes=2)

@@ -41,13 +41,19 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
     given = said(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
     own = given.get("dflash_config", {})
     value = given | {k: v for k, v in said(own, _OF_DRAFTER).items() if k in _OF_DRAFTER}
-    needed = ("num_target_layers", "mask_token_id", *(OF_DRAFTER_2 if name == DRAFTER_2 else ()))
+    needed = ("mask_token_id", *(OF_DRAFTER_2 if name == DRAFTER_2 else ()))
     missing = [key for key in needed if key not in value]
+    from_speculators = "draft_vocab_size" in value and "target_layer_ids" in value
+    if "num_target_layers" not in value and not from_speculators:
+        missing.insert(0, "num_target_layers")
     if missing:
         raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
     trunk, defaults = read_trunk(raw, qwen3.DEFAULTS)
-    bias, targets = defaults["attention_bias"], value["num_target_layers"]
-    ids = value.get("target_layer_ids", default_target_layer_ids(targets, trunk["num_layers"]))
+    bias, targets = defaults["attention_bias"], value.get("num_target_layers")
+    ids = value.get("target_layer_ids")
+    if ids is None:
+        assert targets is not None
+        ids = default_target_layer_ids(targets, trunk["num_layers"])
     cap = value.get("final_logit_softcapping", 0)
     shared = dict(
         **trunk,
@@ -61,6 +67,7 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
         input_embedding_scale=float(value.get("input_embedding_scale", 1)),
         output_multiplier=float(value.get("output_multiplier", 1)),
         final_logit_softcapping=float(cap) if cap > 0 else None,
+        draft_vocab_size=value.get("draft_vocab_size"),
     )
     sight = _sight(raw, own, trunk["num_layers"])
     if name == DRAFTER:

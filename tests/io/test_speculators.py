@@ -1,0 +1,170 @@
+"""Drafters in the speculators library's format: the same drafts as in dflash's own.
+
+The drafters are those that the reference recorded, said in the other words: a nested config, ids
+counted from the embedding, an embedding and a head of their own, and a vocabulary of fewer tokens.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jflash import generate, load_pair
+from jflash.config import Drafter2Config
+from jflash.generate import Pair
+from jflash.io.hf_config import drafter_config
+from jflash.models.dflash import Proposal, Tools
+from jflash.speculative import Params, apply
+from tests.support.reference import record
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+DENSE, WINDOW = REFERENCE / "cases" / "pair02", REFERENCE / "window_cases" / "pair00"
+
+
+def rewritten(folder: Path, into: Path, ids: np.ndarray | None = None, **changes) -> Path:
+    """The recorded drafter in the other format; `ids`: the target's tokens that it can draft."""
+    raw = json.loads((folder / "drafter" / "config.json").read_text())
+    inner = raw.pop("dflash_config", {})
+    value = raw | inner
+    tensors = load_file(folder / "drafter" / "model.safetensors")
+    target = load_file(folder / "target" / "model.safetensors")
+    table = target["model.embed_tokens.weight"]
+    head = target.get("lm_head.weight", table)
+    layer = {k: v for k, v in raw.items() if k not in ("block_size", "architectures")}
+    layer.pop("num_target_layers", None)
+    layer.pop("use_sliding_window", None)  # its layers' types say it
+    own = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {"verifier": {"name_or_path": "somewhere"}},
+        "transformer_layer_config": layer,
+        "aux_hidden_state_layer_ids": [i + 1 for i in value["target_layer_ids"]],
+        "block_size": value["block_size"],
+        "mask_token_id": value["mask_token_id"],
+        "draft_vocab_size": len(table) if ids is None else len(ids),
+    }
+    if ids is not None:
+        seen = np.zeros(len(table), bool)
+        seen[ids] = True
+        tensors |= {"t2d": seen, "d2t": ids - np.arange(len(ids))}
+        tensors |= {"lm_head.weight": np.ascontiguousarray(head[ids])}
+    tensors |= {"embed_tokens.weight": table, "verifier_norm.weight": np.ones(4, np.float32)}
+    into.mkdir()
+    (into / "config.json").write_text(json.dumps(own | changes))
+    save_file(tensors, into / "model.safetensors")
+    return into
+
+
+def others(folder: Path) -> np.ndarray:
+    """The target's tokens in another order, without one that no text has."""
+    raw = json.loads((folder / "target" / "config.json").read_text())
+    said = {t for case in record(folder)["cases"] for t in case["output_ids"]}
+    unsaid = min(set(range(raw["vocab_size"])) - said)
+    order = np.random.default_rng(0).permutation(raw["vocab_size"])
+    return order[order != unsaid]
+
+
+@pytest.mark.parametrize("folder", [DENSE, WINDOW], ids=["full", "windows"])
+def test_the_recorded_generations(folder, tmp_path):
+    """Every token and every length is the recorded one: no draft is lost or moved."""
+    own = rewritten(folder, tmp_path / "own", others(folder))
+    pair = load_pair(folder / "target", own, dtype="float32")
+    plain = load_pair(folder / "target", folder / "drafter", dtype="float32")
+    c, want = pair.models.drafter.config, plain.models.drafter.config
+    assert c.own_embedding and c.draft_vocab_size == c.vocab_size - 1
+    assert c.layers == want.layers and c.target_layer_ids == want.target_layer_ids
+    # Neither may be the target's: its own are what is used.
+    target = dict(pair.params.target)
+    assert pair.params.drafter["d2t"].dtype == np.int32
+    cases = [x for x in record(folder)["cases"] if x["block_size"] == c.block_size]
+    for case in cases[:4]:
+        got = generate(
+            Pair(pair.models, Params(target, pair.params.drafter)), [case["prompt_ids"]],
+            max_new_tokens=case["max_new_tokens"], capacity=512, prefill_chunk=32,
+            stop_token_ids=case["stop_token_ids"] or [],
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"]
+        assert got.acceptance_lengths == case["acceptance_lengths"]
+
+
+def test_drafts_and_their_probabilities_are_of_the_targets_tokens(tmp_path):
+    """Of the recorded hidden states: the best of the head's tokens, and q of these alone."""
+    ids = np.random.default_rng(1).permutation(60)[:40]
+    own = rewritten(DENSE, tmp_path / "own", ids)
+    pair = load_pair(DENSE / "target", own, dtype="float32")
+    recorded = load_file(DENSE / "tensors.safetensors")
+    logits = recorded["draft_logits"][1:]
+    hidden = jnp.asarray(recorded["draft_hidden"])[None, 1:]
+
+    def scored(x, head):
+        return jnp.einsum("btd,vd->btv", x, head, precision="highest")
+
+    def choose(scores, filtered):
+        q = jax.nn.softmax(scores)
+        return Proposal(jnp.argmax(scores, axis=-1), q)
+
+    tools = Tools(lambda x: Proposal(x), scored, choose, True)
+    found = apply(
+        pair.models.drafter, pair.params.drafter, hidden, jnp.zeros(1, jnp.int32), tools,
+        method="propose",
+    )  # fmt: skip
+    np.testing.assert_array_equal(found.tokens[0], ids[logits[:, ids].argmax(-1)])
+    assert found.q is not None
+    np.testing.assert_allclose(
+        found.q[0][:, ids], jax.nn.softmax(logits[:, ids]), rtol=1e-4, atol=1e-6
+    )
+    rest = np.setdiff1d(np.arange(logits.shape[1]), ids)
+    assert not np.asarray(found.q[0][:, rest]).any()
+
+
+def test_ends_that_the_file_leaves_out_are_the_targets(tmp_path):
+    """A full head, and the embedding; and the keys of DFlash 2."""
+    folder = rewritten(DENSE, tmp_path / "own")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "embed" not in k}, folder / "model.safetensors")
+    pair = load_pair(DENSE / "target", folder, dtype="float32")
+    c = pair.models.drafter.config
+    assert not c.own_embedding and c.draft_vocab_size is None and c.num_target_layers is None
+    raw = json.loads((folder / "config.json").read_text())
+    second = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=8)
+    got = drafter_config(raw | {"speculators_model_type": "dflash2"} | second)
+    assert isinstance(got, Drafter2Config) and got.selector_rank == 4
+    layer = raw["transformer_layer_config"] | {"sliding_window": 9}
+    layer |= {"layer_types": ["sliding_attention", "full_attention"]}
+    for denied in (False, True):
+        windowed = raw | {"transformer_layer_config": layer, "sliding_window_non_causal": denied}
+        seen = [(m.window, m.causal) for m in drafter_config(windowed).mixers]
+        assert seen == [(9, not denied), (None, False)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speculators_model_type": "dspark"}, "'dspark' is not supported, only dflash, dflash2"),
+        ({"projector_type": "domino"}, "only plain DFlash drafts"),
+        ({"sample_from_anchor": True}, "sample_from_anchor True"),
+        ({"transformer_layer_config": None}, "needs transformer_layer_config"),
+        ({"mask_token_id": None}, "lacks mask_token_id"),
+        ({"target_hidden_size": 8}, "target_hidden_size 8"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "must be within"),
+        ({"aux_hidden_state_layer_ids": [2, 9]}, "taps layer 8 .counted from 0. of a target of 4"),
+        ({"draft_vocab_size": 7}, "wrong shape: lm_head.weight"),
+        ({"draft_vocab_size": 10**6}, "more than the vocabulary"),
+    ],
+)
+def test_what_is_not_read_is_refused(changes, named, tmp_path):
+    folder = rewritten(DENSE, tmp_path / "own", others(DENSE), **changes)
+    with pytest.raises(ValueError, match=named):
+        load_pair(DENSE / "target", folder, dtype="float32")
+
+
+def test_ids_twice_are_refused(tmp_path):
+    ids = others(DENSE)
+    ids[0] = ids[1]
+    folder = rewritten(DENSE, tmp_path / "own", ids)
+    with pytest.raises(ValueError, match="d2t gives ids twice"):
+        load_pair(DENSE / "target", folder, dtype="float32")
