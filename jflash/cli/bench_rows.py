@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
         "target": str(args.target).rsplit("/", 1)[-1],
         "backends": pair.models.kernels._asdict(),
         "max_new_tokens": args.max_new_tokens,
-        "rows": [],
+        "runs": [],
     }
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
             repeated = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
             for row in measured(pair, repeated, batch, decoding, args.widths, args.rounds):
                 print(row_text(row), flush=True)
-                result["rows"].append(row)
+                result["runs"].append(row)
                 yield json_line(result)
 
     print(keep_newest(args.json, lines()))
