@@ -1,8 +1,8 @@
-"""Where a leaf's numbers differ from its tensors: their order, and what is added.
+"""Where a leaf differs from its tensors: the order of its columns, and a constant to add.
 
-A file's fused rows may lie by heads where a leaf has them by kind; dims of a head that turn are
-moved, so that each turns with the one half a head further (scores do not change when queries and
-keys are moved alike); norms of 1 + w get their 1. Knows configs and leaves, no files.
+Some files hold fused rows by head, where a leaf has them by kind. The rotated dims of a head are
+permuted, so that RoPE rotates dim i with dim i + H/2; queries and keys are permuted alike, so the
+scores stay. Norms of 1 + w get their 1. This file knows configs and leaves, and no files.
 """
 
 import re
@@ -24,31 +24,31 @@ class Arrangement(NamedTuple):
     shift: float
 
     def of(self, leaf: Array) -> Array:
-        """The leaf of what its tensors gave."""
+        """The leaf, made from its tensors side by side."""
         if self.order is not None:
             leaf = jnp.take(leaf, jnp.asarray(self.order), axis=-1)
         return jax.block_until_ready(leaf + self.shift if self.shift else leaf)
 
 
 def arrangements(config: TargetConfig | DrafterConfig, by_key_head: bool) -> dict[str, Arrangement]:
-    """Of the leaves that are not as their tensors are, by path.
+    """The arrangement of each leaf that differs from its tensors, by path.
 
-    `by_key_head`: the file's delta nets are stored so.
+    `by_key_head`: the file stores the inputs of delta nets by key head.
     """
-    found = {}
+    arranged = {}
     for path, leaf in leaf_paths(config).items():
         match = re.fullmatch(r"layers_(\d+)/(.+)", path)
         mixer = config.layers[int(match[1])].mixer if match else None
-        own, order = (match[2] if match else path), None
+        leaf_name, order = (match[2] if match else path), None
         if isinstance(mixer, AttentionSpec):
-            order = _attention(mixer, own)
-        elif isinstance(mixer, DeltaSpec) and own == "attention/inputs/kernel" and by_key_head:
-            order = _by_kind(mixer)
+            order = _attention(mixer, leaf_name)
+        elif isinstance(mixer, DeltaSpec) and by_key_head:
+            order = _by_kind(mixer) if leaf_name == "attention/inputs/kernel" else None
         shifted = leaf.dtype and path.endswith("/scale")
         shift = config.norm_shift if shifted and isinstance(config, TargetConfig) else 0.0
         if order is not None or shift:
-            found[path] = Arrangement(order, shift)
-    return found
+            arranged[path] = Arrangement(order, shift)
+    return arranged
 
 
 def _attention(mixer: AttentionSpec, leaf: str) -> Int[np.ndarray, " C"] | None:
@@ -71,7 +71,7 @@ def _attention(mixer: AttentionSpec, leaf: str) -> Int[np.ndarray, " C"] | None:
 
 
 def _turned(mixer: AttentionSpec) -> Int[np.ndarray, " H"] | None:
-    """Which dim of a head in the file lies at each place; None if all turn or none does."""
+    """The file's dim at each place of a head; None if RoPE rotates all dims or none."""
     rotary = mixer.rope.rotary_dim if mixer.rope else None
     H = mixer.head_dim
     if rotary is None or rotary == H:
@@ -84,7 +84,7 @@ def _turned(mixer: AttentionSpec) -> Int[np.ndarray, " H"] | None:
 
 
 def _by_kind(mixer: DeltaSpec) -> Int[np.ndarray, " C"]:
-    """Rows by key head (q, k, v, z; then b, a) to q, k, v, z, b, a of all heads."""
+    """Order that takes rows by key head (q, k, v, z; then b, a) to rows by kind, of all heads."""
     Hk, Hv, dk, dv = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
     r = Hv // Hk
     sizes = (dk, dk, r * dv, r * dv)

@@ -1,6 +1,6 @@
-"""Leaves of the parameters, put together of the pieces of files that make them up.
+"""Joins pieces of files into the leaves of the parameters.
 
-Knows pieces and leaves, neither formats of files nor names of tensors.
+This file knows pieces and leaves, and neither file formats nor names of tensors.
 """
 
 import contextlib
@@ -30,12 +30,11 @@ def fill_leaves(
     *,
     arranged: Mapping[str, Arrangement] = NOTHING,
 ) -> dict:
-    """Parameters of the pieces that make up each leaf, read ahead; `name` is for the progress bar.
+    """The parameters, each leaf joined from its pieces; `name` is for the progress bar.
 
-    Kernels are stored [out, in], those of experts one expert after the other.
-    `arranged` names the leaves whose numbers differ from their tensors'. `dtype` None keeps what
-    the pieces give. Beside the leaves the device holds one a second time at
-    most, the host some pieces of a file.
+    Files store kernels as [out, in], and those of experts one expert after the other. `arranged`
+    names the leaves that differ from their tensors. `dtype` None keeps the pieces' dtype. At most
+    one leaf is on the device twice, and the host holds a few pieces of a file.
     """
     turning = _device_turns()
     plan = {
@@ -45,8 +44,7 @@ def fill_leaves(
         ]
         for leaf, pieces in plan.items()
     }
-    # The largest first: while the last leaves are put together, little is missing and less is held
-    # twice, so nothing comes on top of the parameters.
+    # The largest leaf comes first: only small ones are held twice when memory is nearly full.
     order = sorted(plan, key=lambda leaf: -sum(piece.nbytes for piece in plan[leaf]))
     pieces = [piece for leaf in order for piece in plan[leaf]]
     bar = tqdm(
@@ -56,18 +54,18 @@ def fill_leaves(
     made = {}
     with contextlib.closing(read_ahead(pieces, dtype or "float32")) as arrivals, bar:
         for leaf in order:
-            parts, own = [], leaves[leaf]
+            parts, spec = [], leaves[leaf]
             for _ in plan[leaf]:
                 piece, rows = next(arrivals)
                 bar.update(piece.nbytes)
                 parts.append(rows)
-            if own.experts:
-                made[leaf] = _join_experts(parts, own.experts, own.format, own.dtype or dtype)
+            if spec.experts:
+                made[leaf] = _join_experts(parts, spec.experts, spec.format, spec.dtype or dtype)
             else:
                 names = itertools.groupby(piece.name for piece in plan[leaf])
                 tensors = tuple(len(list(pieces)) for _, pieces in names)
-                form = _Form(own.format, tensors, _is_kernel(leaf), turning)
-                made[leaf] = _assemble(parts, form, own.dtype or dtype)
+                form = _Form(spec.format, tensors, _is_kernel(leaf), turning)
+                made[leaf] = _assemble(parts, form, spec.dtype or dtype)
             made[leaf].block_until_ready()  # and the parts are gone
             if leaf in arranged:
                 made[leaf] = arranged[leaf].of(made[leaf])
@@ -79,15 +77,15 @@ def _is_kernel(leaf: str) -> bool:
 
 
 def _device_turns() -> bool:
-    """Whether kernels are transposed by the device, from [out, in] to [in, out].
+    """Whether the device transposes kernels from [out, in] to [in, out].
 
-    A CPU does it by device_put, a part at a time, which is five times as fast as XLA's transpose.
+    On a CPU device_put does it piece by piece, five times as fast as XLA's transpose.
     """
     return jax.default_backend() != "cpu"
 
 
 class _Form(NamedTuple):
-    """How pieces make a leaf: how many of them each tensor has, and whether they are transposed."""
+    """How pieces become a leaf: `tensors` has the number of pieces of each tensor."""
 
     format: SideBySide | None
     tensors: tuple[int, ...]
@@ -96,7 +94,7 @@ class _Form(NamedTuple):
 
 
 def _assemble(parts: list[jax.Array], form: _Form, dtype: str | None) -> jax.Array:
-    """A leaf of its pieces, which nobody needs afterwards."""
+    """A leaf from its pieces."""
     dtype = dtype or str(jnp.result_type(*parts))
     if len(parts) == 1 and parts[0].dtype == dtype and not (form.kernel and form.turning):
         return parts[0]
@@ -117,7 +115,7 @@ def _join(parts: list[jax.Array], form: _Form, dtype: str) -> jax.Array:
 def _join_experts(
     parts: list[jax.Array], experts: int, format: SideBySide | None, dtype: str | None
 ) -> jax.Array:
-    """[E, in, out] of rows [.., in] or [.., out, in] that lie expert after expert."""
+    """[E, in, out] from rows [.., in] or [.., out, in], one expert after the other."""
     rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
     stack = rows.reshape(experts, -1, rows.shape[-1]).swapaxes(1, 2)
     if format:

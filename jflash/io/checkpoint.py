@@ -1,6 +1,6 @@
-"""A checkpoint, opened once: safetensors folder, our own form by Orbax, or a GGUF file.
+"""A checkpoint, opened once: a safetensors folder, an Orbax folder or a GGUF file.
 
-Each form reads its config and its tokenizer and stop ids, if it has them. Its `check` compares the
+Each form reads its config, and its tokenizer and stop ids if it has them. Its `check` compares the
 headers with a config and returns the function that fills the parameters.
 """
 
@@ -58,7 +58,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 def resolve(source: str | Path) -> Path:
     """A checkpoint's folder or GGUF file: `source` itself, or a hub id's folder, downloaded.
 
-    ValueError if it is none of them, or if the hub cannot give it.
+    ValueError for any other source, and if the download fails.
     """
     path = Path(source)
     if path.is_dir():
@@ -97,7 +97,7 @@ def load_tokenizer(source: str | Path | Checkpoint) -> Any:
 
 
 def stop_token_ids(source: str | Path | Checkpoint, tokenizer: Any = None) -> list[int]:
-    """The ids that end a text by the checkpoint, else by the tokenizer, else none."""
+    """The checkpoint's ids that end a text, else the tokenizer's, else none."""
     return opened(source).stop_ids(tokenizer)
 
 

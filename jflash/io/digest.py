@@ -1,4 +1,4 @@
-"""A digest of a checkpoint's bytes: another model at the same path has another one.
+"""A digest of a checkpoint's bytes: it changes when another model takes the path.
 
 It reads the configuration whole and a sample of large weights, which takes less than a second for a
 model of many gigabytes. This file knows no format, only files and where their headers lie.
@@ -20,8 +20,8 @@ def checkpoint_digest(source: Path, weights: bool = True) -> str:
     """Hexadecimal digits by names, sizes and content of the files of a folder or GGUF file.
 
     A copy elsewhere has the same digits. Without `weights` only the configuration counts. Of a file
-    above 64 MiB the first 4 MiB count, and 256 pieces of 16 KiB from its first byte to its last: a
-    training changes all of them, and an edit of a few numbers may change none.
+    above 64 MiB the first 4 MiB count, and 256 pieces of 16 KiB spread over all of it: training
+    changes all of them, but an edit of a few numbers can go unnoticed.
     """
     digest = hashlib.sha256()
     for name, file in _files(source, weights):

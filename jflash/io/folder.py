@@ -1,6 +1,6 @@
 """A checkpoint's folder without its weights: config, tokenizer, stop ids.
 
-The two forms of a folder know how its weights are stored: safetensors, and ours by Orbax.
+Safetensors and Orbax extend it with the weights.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from typing import Any
 
 from jflash.io.foreign import named
 from jflash.io.hf_config import read_json
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-# (dtype, progress) -> parameters that were checked before; dtype None keeps the stored one.
+# (dtype, progress) -> the parameters, already checked; dtype None keeps the stored one.
 Fill = Callable[[str | None, bool], dict]
 COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
@@ -60,7 +60,7 @@ class Folder:
 
 
 def _stops(raw: dict[str, Any]) -> int | list[int] | None:
-    return said(raw, ["eos_token_id"]).get("eos_token_id")
+    return checked(raw, ["eos_token_id"]).get("eos_token_id")
 
 
 def read_config[C](path: Path, raw: dict[str, Any], read: Callable[[dict[str, Any]], C]) -> C:

@@ -1,4 +1,4 @@
-"""Errors of libraries that run a checkpoint's data: tokenizers, chat templates, Orbax metadata."""
+"""Errors of libraries that interpret a checkpoint: tokenizers, chat templates, Orbax metadata."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ def named(what: str) -> Iterator[None]:
     """Turns any exception of the block into a ValueError of one line that begins with `what`.
 
     A template may divide by zero, and a tokenizer's file may make its Rust code panic: foreign data
-    chooses the exception. Lack of memory is not its fault.
+    decides which exception comes. A MemoryError passes through.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """The weights of a GGUF file as parameters: dequantised while they are read, strict both ways.
 
-The `gguf` library dequantises, and its table gives the names. Rows are read like safetensors' rows,
-so the host holds some pieces of the file and never the model.
+The `gguf` library dequantises, and its table gives the names. Rows are read as those of safetensors
+are, so the host holds a few pieces of the file and never the whole model.
 """
 
 import functools
@@ -139,7 +139,7 @@ def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
 
 
 def _pieces(file: GgufFile, name: str, turned: Mapping[str, int]) -> list[Piece]:
-    """A tensor as pieces with rows of Hugging Face's tensor, each of whole heads if `turned`."""
+    """A tensor as pieces of its rows; each has whole heads where `turned` names the tensor."""
     stored, heads = file.tensors[name], turned.get(name, 0)
     decode = functools.partial(_decode, kind=stored.kind, head_dim=heads)
     if stored.kind in PLAIN:

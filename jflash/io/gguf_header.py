@@ -1,8 +1,8 @@
 """The bytes of a GGUF header as metadata and tensors; this file knows no meaning of a key.
 
-A header is foreign data that announces counts and lengths: each is compared with the rest of the
-file before anything of its size is made. A ValueError, without the file's name, refuses data that
-is cut short, impossible or used by no model (arrays of arrays, more than four dimensions).
+A header is foreign data that announces counts and lengths. Each is compared with the rest of the
+file before anything of its size is allocated. A ValueError, without the file's name, refuses data
+that is cut short, impossible or used by no model (arrays of arrays, more than four dimensions).
 """
 
 import math
@@ -17,14 +17,14 @@ MOST_ITEMS = 2**24  # of an array: 64 times the largest vocabulary
 MOST_DIMENSIONS = 4
 ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
 STRING, ARRAY = 8, 9
-NUMBERS = {  # a value's type -> how it lies in the file
+NUMBERS = {  # a value's type -> its dtype in the file
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
     10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 
 
 class Stored(NamedTuple):
-    """A tensor in the file; the shape has its rows first, as everywhere outside GGUF."""
+    """A tensor in the file; its shape is numpy's, the reverse of GGUF's."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ def _form(kind: int) -> str:
 
 
 def read_header(stream: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Metadata and tensors of a GGUF file of `size` bytes, read from its begin."""
+    """Metadata and tensors of a GGUF file of `size` bytes, read from its beginning."""
     reader = _Reader(stream, size)
     reader.bytes(len(MAGIC))
     version = reader.whole(4)

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, as transformers' fast tokenizer.
 
-GGUF stores tokens and merges, but only a name for the way in which text is split before merging:
-SPLITS has the ways by their names, and another name is refused. (transformers' conversion splits
-every Llama's text as GPT-2 does, and takes the first token of a text for the last.)
+GGUF stores tokens and merges, but of the pre-tokenizer only its name. SPLITS has the supported
+pre-tokenizers by name; other names are refused. (transformers' conversion splits every Llama's text
+as GPT-2 does, and confuses the first token of a text with the last.)
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
 """config.json of Hugging Face checkpoints to jflash's records: nothing is guessed.
 
-The one list of families; a family's own module reads the rest.
+FAMILIES is the one list of families; the module of a family reads its keys.
 """
 
 import json
@@ -20,7 +20,7 @@ from jflash.io.families import (
     speculators,
 )
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next)
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def architecture(raw: dict[str, Any]) -> str:
     """The one architecture that a config names."""
-    names = said(raw, ["architectures"]).get("architectures", [])
+    names = checked(raw, ["architectures"]).get("architectures", [])
     if len(names) != 1:
         raise ValueError(f"config.json must name one architecture, found {names}")
     return names[0]
@@ -64,8 +64,8 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The part of a model that sees which reads text, with what the whole says for it."""
-    whole = said(raw, ("text_config", "tie_word_embeddings", "quantization_config"))
+    """The text model's config in that of a vision-language model, with the shared keys added."""
+    whole = checked(raw, ("text_config", "tie_word_embeddings", "quantization_config"))
     if "text_config" not in whole:
         raise ValueError(f"config.json of {architecture(raw)} lacks text_config")
     kept = ("quantization_config", "image_token_id", "video_token_id")
@@ -84,5 +84,5 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
 
 
 def _printed(name: str) -> str:
-    """A name of foreign data in one line."""
+    """A name from a file, in one line."""
     return " ".join(name.split())

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from jflash.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from jflash.io.hf_values import is_number, said
+from jflash.io.hf_values import checked, is_number
 
 DEFAULT_ROPE_THETA = 10000.0
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -22,14 +22,13 @@ def rope_config(
 ) -> RopeConfig:
     """The RoPE of a config.json; ValueError for what is not supported or makes no sense.
 
-    `share`: how much of a head turns in this family unless config.json says it; None: all.
+    `share`: the family's partial_rotary_factor, for config.json without one; None: whole heads.
     """
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     nested = [name for name, value in given.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(
-            f"rope_parameters of {', '.join(nested)}: RoPE of its own for a kind of layers "
-            "is not supported"
+            f"rope_parameters of {', '.join(nested)}: another RoPE for some layers is not supported"
         )
     theta = given.get("rope_theta") or raw.get("rope_theta")
     theta = _number({"rope_theta": theta}, "rope_theta", DEFAULT_ROPE_THETA)
@@ -44,9 +43,9 @@ def rope_config(
     if kind == "linear":
         linear = LinearScaling(factor=_number(given, "factor"))
         return RopeConfig(theta=theta, scaling=linear, rotary_dim=rotary_dim)
-    said(given, ["truncate"])
+    checked(given, ["truncate"])
     read = _llama3 if kind == "llama3" else _yarn
-    # Some families keep it beside the RoPE parameters: that one counts.
+    # Some families keep it beside the RoPE parameters, where it takes precedence.
     name = "original_max_position_embeddings"
     given = given | ({name: raw[name]} if raw.get(name) is not None else {})
     scaling = read(given, max_position_embeddings)
@@ -56,7 +55,7 @@ def rope_config(
 def _rotary_dim(
     given: dict[str, Any], raw: dict[str, Any], head_dim: int, share: float | None
 ) -> int | None:
-    """How many dims of a head turn; None for all. The RoPE parameters come before the top level."""
+    """How many dims of a head RoPE rotates; None for all. `given` takes precedence over `raw`."""
     name = "partial_rotary_factor"
     places = [place[name] for place in (given, raw) if place.get(name) is not None]
     if share is None:
@@ -67,7 +66,7 @@ def _rotary_dim(
     dims = int(head_dim * factor) if is_number(factor) else 0
     if not 2 <= dims <= head_dim or dims % 2:
         raise ValueError(
-            f"{name} {factor!r} must leave an even part of the {head_dim} dims turning"
+            f"{name} {factor!r} must rotate an even number of the {head_dim} dims of a head"
         )
     return None if dims == head_dim else dims
 
@@ -103,7 +102,7 @@ def _yarn(given: dict[str, Any], max_position_embeddings: int) -> YarnScaling:
 
 
 def _attention_factor(given: dict[str, Any], factor: float) -> float:
-    """YaRN's: as given, or by the factor; DeepSeek's (and Kimi's) is a ratio of two such."""
+    """YaRN's, as given or by the factor; DeepSeek and Kimi give the two parts of a ratio."""
 
     def by_factor(scale: float = 1.0) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -117,7 +116,7 @@ def _attention_factor(given: dict[str, Any], factor: float) -> float:
 
 
 def _number(given: dict[str, Any], name: str, default: int | float | None = None) -> float:
-    """A number above 0; 0 and nothing mean the default."""
+    """A number above 0; 0, null and an absent key mean the default."""
     value = given.get(name) or default
     if not is_number(value) or value <= 0:
         raise ValueError(f"RoPE needs the number {name}, above 0, got {given.get(name)!r}")
@@ -125,7 +124,7 @@ def _number(given: dict[str, Any], name: str, default: int | float | None = None
 
 
 def _whole(given: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A number above 0 without a fraction."""
+    """A whole number above 0."""
     value = _number(given, name, default)
     if value % 1:
         raise ValueError(f"RoPE needs the whole number {name}, got {value}")

@@ -18,7 +18,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 MOST = 2**31 - 1  # of sizes and ids: they are int32 on the device
-MOST_PARTS = 1024  # of what modules, names and tables are made one by one: layers, experts, …
+MOST_PARTS = 1024  # of layers, experts and others of which each makes modules and names
 
 
 def _whole(least: int, most: int) -> Kind:
@@ -64,7 +64,7 @@ _KEYS = {
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
 
-def said(raw: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def checked(raw: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """`raw` without its nulls; ValueError if a key of `names` has a value of another kind."""
     for name in names:
         value = raw.get(name)
@@ -74,6 +74,6 @@ def said(raw: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value of foreign data in an error: one line, cut where it is long."""
+    """A value from a file as errors show it: one line, cut where it is long."""
     text = repr(value) if not isinstance(value, int) or abs(value) <= 10**40 else "a huge number"
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,6 +1,6 @@
-"""jflash's records to config.json, in the form that published files have; hf_config reads it back.
+"""jflash's records to config.json in the form of published files; hf_config reads it back.
 
-Only Qwen3's shape, dense or with experts: the shape of the drafters and of the models made here.
+It writes only Qwen3's shape, dense or with experts: drafters and the models made here have it.
 """
 
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTE
 
 
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a Qwen3-shaped model of ours; ValueError for any other."""
+    """config.json of a model of Qwen3's shape; ValueError for any other."""
     mixer = config.mixers[0]
     plain = [replace(m, window=None, causal=True) for m in config.mixers]
     biased = any(isinstance(x.mlp, DenseSpec) and x.mlp.bias for x in config.layers)
@@ -59,7 +59,7 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
 
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """How long contexts scale the RoPE, as published files say it."""
+    """The scaling of RoPE, in the keys of published files."""
     if rope.scaling is None:
         return None
     kinds = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
@@ -73,29 +73,29 @@ def _architecture(config: TargetConfig | DrafterConfig) -> str:
 
 
 def _drafter_keys(config: DrafterConfig) -> dict[str, Any]:
-    """What config.json of a drafter says beside the keys of its trunk."""
-    own: dict[str, Any] = dict(
+    """The keys of a drafter's config.json beside those of its trunk."""
+    drafting: dict[str, Any] = dict(
         mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
     )
     if config.input_embedding_scale != 1.0:
-        own["input_embedding_scale"] = config.input_embedding_scale
+        drafting["input_embedding_scale"] = config.input_embedding_scale
     if config.output_multiplier != 1.0:
-        own["output_multiplier"] = config.output_multiplier
+        drafting["output_multiplier"] = config.output_multiplier
     if config.final_logit_softcapping:
-        own["final_logit_softcapping"] = config.final_logit_softcapping
+        drafting["final_logit_softcapping"] = config.final_logit_softcapping
     if isinstance(config, Drafter2Config):
-        own |= {key: getattr(config, key) for key in OF_DRAFTER_2}
+        drafting |= {key: getattr(config, key) for key in OF_DRAFTER_2}
     return {
         "tie_word_embeddings": False,
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
-        "dflash_config": own,
+        "dflash_config": drafting,
         **(_window_keys(config.mixers) if any(m.window or m.causal for m in config.mixers) else {}),
     }
 
 
 def _window_keys(mixers: tuple[AttentionSpec, ...]) -> dict[str, Any]:
-    """The keys of config.json that say what a drafter's layers see."""
+    """The keys of config.json for windows and causality of a drafter's layers."""
     windows = {m.window for m in mixers if m.window is not None}
     causal = {m.causal for m in mixers}
     usual = all(m.causal == (m.window is not None) for m in mixers)
@@ -111,7 +111,7 @@ def _window_keys(mixers: tuple[AttentionSpec, ...]) -> dict[str, Any]:
 
 
 def _moe_keys(config: TargetConfig) -> dict[str, Any]:
-    """What config.json of a Qwen3-MoE says beside the keys of a dense model."""
+    """The keys of a Qwen3-MoE's config.json beside those of a dense model."""
     if len(set(config.experts)) > 1:
         raise ValueError(f"config.json has one kind of experts, not {set(config.experts)}")
     moe, layers = config.experts[0], range(config.num_layers)

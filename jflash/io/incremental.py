@@ -1,6 +1,6 @@
 """Text as its tokens arrive: whole characters only, and nothing of a stop text.
 
-Knows token ids, a decoder and stop texts; what asked for them it does not know.
+This file knows token ids, a decoder and stop texts, and nothing of requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ class Incremental:
     """A decoder for one answer.
 
     The pieces joined are the decoded whole, cut before its earliest stop text. A call decodes only
-    the tokens since the last place where the text ended with a whole character, and those of the
-    call before that place: a tokenizer may join a word to what stands before it.
+    the tokens after the last whole character, and those of the call before them: a tokenizer may
+    join a word to the text before it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
@@ -24,7 +24,7 @@ class Incremental:
         self.stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool) -> str:
-        """What these tokens add; `last` gives out everything that was held back."""
+        """The text that these tokens add; `last` releases everything that was held back."""
         if self.stopped:
             return ""
         self._new += token_ids
@@ -33,16 +33,16 @@ class Incremental:
             if last or not both.endswith(INCOMPLETE):
                 self._held += both[len(before) :]
                 self._known, self._new = self._new, []
-        found = [self._held.index(stop) for stop in self._stops if stop in self._held]
-        if found:
+        places = [self._held.index(stop) for stop in self._stops if stop in self._held]
+        if places:
             self.stopped = True
-            return self._held[: min(found)]
+            return self._held[: min(places)]
         safe = len(self._held) - (0 if last else held_back(self._held, self._stops))
         piece, self._held = self._held[:safe], self._held[safe:]
         return piece
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many of the last characters could be the beginning of a stop text."""
+    """The number of last characters that could begin a stop text."""
     starts = (stop[:n] for stop in stops for n in range(1, len(stop)))
     return max((len(start) for start in starts if text.endswith(start)), default=0)

@@ -1,4 +1,4 @@
-"""Loads models that decode from folders and hub ids, and checks that the two of a pair fit."""
+"""Loads models from folders, GGUF files and hub ids, and checks that a drafter fits its target."""
 
 import json
 from dataclasses import dataclass, replace
@@ -98,7 +98,7 @@ def pair_models(
     drafter: str | Path | Checkpoint | None = None,
     block_size: int | None = None,
 ) -> Models:
-    """A pair by its configurations, before kernels are chosen: it touches no device."""
+    """A pair by its configurations, before kernels are chosen; no device is used."""
     return _read_pair(target, drafter, block_size)[0]
 
 
@@ -159,7 +159,7 @@ def load_pair(
 ) -> Pair:
     """A target with its drafter, or without one for None, from folders or hub ids.
 
-    `dtype` is 'float32' or 'bfloat16', by default what suits the device. `block_size` is by default
+    `dtype` is 'float32' or 'bfloat16', by default default_dtype(). `block_size` is by default
     the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
     'triton' or 'xla', by default the best that the device has. Everything that can be checked
     without weights is checked before any are read. ValueError says what does not fit.
@@ -206,7 +206,7 @@ def save_checkpoint(
 ) -> None:
     """Writes model.safetensors, then config.json, in Hugging Face layout; other files stay.
 
-    The model must have Qwen3's shape. `extra_config` adds keys to config.json, as eos_token_id.
+    The model must have Qwen3's shape. `extra_config` adds keys to config.json (eos_token_id, …).
     """
     folder = Path(path)
     raw = to_hf_config(config, dtype) | (extra_config or {})

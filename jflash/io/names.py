@@ -1,8 +1,8 @@
 """Which Hugging Face tensors make up each leaf of our parameters: one rule per name, both ways.
 
-A kernel leaf [in, out] is the transposes of its tensors [out, in] side by side; every other leaf is
-its tensors one after the other. Kernels of all experts [E, in, out] hold those of each expert so;
-files give a tensor for each of an expert's projections, or one for all experts ("stacked").
+A kernel leaf [in, out] has the transposes of its tensors [out, in] side by side; every other leaf
+has its tensors one after the other. A kernel of experts [E, in, out] is such a leaf for each
+expert; files have a tensor for each projection of an expert, or one for all experts ("stacked").
 """
 
 import re
@@ -20,8 +20,8 @@ from jflash.models.params import leaf_paths
 
 _LAYER, _TARGET = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET
 _DRAFTER = dflash.MODEL | speculators.MODEL
-# Present in some files and of no use: RoPE tables, the tower that sees, layers that predict several
-# tokens, and the head of a model that ties it.
+# Tensors of some files that are never read: RoPE tables, the vision tower, layers that predict
+# several tokens, and the head of a model that ties it.
 _DROPPED = re.compile(r".*rotary_emb\.inv_freq|(model\.)?visual\..*|mtp\..*")
 
 
@@ -37,8 +37,8 @@ def leaf_sources(
 ) -> dict[str, tuple[Source, ...]]:
     """For every leaf, by its path, the tensors that fill it and their shapes in the file.
 
-    `stacked`: the file holds one tensor for all experts of a layer. `by_key_head`: it holds a delta
-    net's inputs so.
+    `stacked`: the file holds one tensor for all experts of a layer. `by_key_head`: it holds the
+    inputs of a delta net by key head.
     """
     forms = (stacked, by_key_head)
     return {path: _sources(config, path, leaf, *forms) for path, leaf in leaf_paths(config).items()}
@@ -79,8 +79,8 @@ def _named_alike(name: str, others: Iterable[str]) -> list[str]:
 def canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
     """A tensor's name as the tables have it.
 
-    Some re-exported drafters prefix every tensor with `model.`, and models that see have a tower
-    for text.
+    Some re-exported drafters prefix every tensor with `model.`, and vision-language models prefix
+    those of their text model.
     """
     if isinstance(config, DrafterConfig):
         return name.removeprefix("model.")
@@ -88,7 +88,7 @@ def canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
 
 
 def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
-    """Whether a tensor without a leaf is known to be of no use."""
+    """Whether a tensor without a leaf is known and not needed."""
     if isinstance(config, DrafterConfig) and name in speculators.UNUSED:
         return True
     tied = isinstance(config, TargetConfig) and config.tie_embeddings and name == "lm_head.weight"
@@ -112,8 +112,8 @@ def _expert_sources(path: str, leaf: Leaf, names: list[str], stacked: bool) -> t
     """The tensors of a leaf [E, in, out], expert by expert; `names` leave {e} open."""
     experts, inputs, outputs = leaf.stored
     if stacked:
-        layer, own = path.split("/", 1)
+        layer, leaf_name = path.split("/", 1)
         prefix = f"model.layers.{layer.removeprefix('layers_')}."
-        return (Source(prefix + STACKED[own], (experts, outputs, inputs)),)
+        return (Source(prefix + STACKED[leaf_name], (experts, outputs, inputs)),)
     rows = outputs // len(names)
     return tuple(Source(name.format(e=e), (rows, inputs)) for e in range(experts) for name in names)

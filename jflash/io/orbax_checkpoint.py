@@ -1,4 +1,4 @@
-"""Our own form of a checkpoint: parameters by Orbax beside the config and tokenizer files."""
+"""The converted form of a checkpoint: Orbax parameters beside the config and tokenizer files."""
 
 import contextlib
 import functools
@@ -21,13 +21,13 @@ from jflash.io.hf_config import read_json
 from jflash.io.problems import check_problems
 from jflash.models.params import leaf_paths
 
-PARAMS = "orbax"  # the folder inside a checkpoint that marks it as ours
+PARAMS = "orbax"  # the folder inside a checkpoint that marks this form
 METADATA = "_METADATA"  # Orbax's file in it
 GROUP = 2**30  # bytes restored at a time: a step of the progress bar, and enough to be fast
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether a folder holds parameters in our form, rather than a folder of that name."""
+    """Whether a folder holds Orbax parameters, and not just a folder of that name."""
     return (folder / PARAMS / METADATA).is_file() or (
         (folder / PARAMS).is_dir() and not any(folder.glob("*.safetensors"))
     )
@@ -42,12 +42,12 @@ def save_orbax(folder: Path, params: Any) -> None:
 
 @dataclass(frozen=True)
 class Orbax(Folder):
-    """A folder in our own form."""
+    """A folder in the converted form."""
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
-        """What reads the parameters of `config`.
+        """The function that reads the parameters of `config`.
 
-        ValueError naming every leaf that does not fit, by the metadata alone.
+        The metadata is enough to refuse: ValueError with every leaf that does not fit.
         """
         return functools.partial(_fill, self.path, _stored(self.path, config), config)
 
@@ -84,21 +84,21 @@ def _fill(
 def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:
     """The subtrees of a checkpoint that `part` asks for; ValueError if its files are damaged."""
     how = ocp.checkpoint_utils.construct_restore_args(part)
-    asked = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
+    args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
     try:
-        return checkpointer.restore(path, args=asked)
+        return checkpointer.restore(path, args=args)
     except Exception as error:
-        # A damaged file is a ValueError or an OSError, but Orbax raises what it meets while it
-        # reads an array as the cause of a bare Exception. All else, such as no memory, is not ours.
+        # A damaged file gives a ValueError or an OSError, sometimes as the cause of a bare
+        # Exception. All other errors, such as lack of memory, pass through.
         reason = error.__cause__ if type(error) is Exception else error
         if not isinstance(reason, (OSError, ValueError)):
             raise
-        said = one_line(reason).split(" [")[0]
-        raise ValueError(f"{path} is corrupt or truncated: {said}") from None
+        text = one_line(reason).split(" [")[0]
+        raise ValueError(f"{path} is corrupt or truncated: {text}") from None
 
 
 def _groups(wanted: dict) -> Iterator[dict]:
-    """The subtrees of a tree in groups of at least GROUP bytes, but for the last."""
+    """The subtrees of a tree in groups; each but the last has at least GROUP bytes."""
     group = {}
     for name, subtree in wanted.items():
         group[name] = subtree
@@ -110,7 +110,7 @@ def _groups(wanted: dict) -> Iterator[dict]:
 
 
 def _stored(folder: Path, config: TargetConfig | DrafterConfig) -> dict[str, Any]:
-    """What is stored of each leaf, by its path; ValueError unless exactly the config's leaves."""
+    """The stored leaves' metadata, by path; ValueError unless they are exactly the config's."""
     check_small_files(_path(folder))
     with named(f"{_path(folder)} is corrupt"):
         read_json(_path(folder) / METADATA)
@@ -135,7 +135,7 @@ def _stored(folder: Path, config: TargetConfig | DrafterConfig) -> dict[str, Any
 def _checkpointer(
     kind: Callable[[], ocp.Checkpointer] = ocp.StandardCheckpointer,
 ) -> Iterator[ocp.Checkpointer]:
-    """A checkpointer that is silent: whatever goes wrong is raised, its log says it again."""
+    """A checkpointer without its log, which only repeats the errors that it raises."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)

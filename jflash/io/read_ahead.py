@@ -1,7 +1,8 @@
-"""Rows of tensors from safetensors files to the device, as fast as the files can be read.
+"""Rows of tensors from files to the device, as fast as the files can be read.
 
-Each of some threads reads one piece at a time into new memory and waits until the device has it, so
-the host holds READERS pieces at most, however large a tensor is. This file knows bytes, no models.
+Each of READERS threads reads one piece at a time into new memory and waits until the device has it.
+So the host holds at most READERS pieces, however large a tensor is. This file knows bytes, and no
+models.
 """
 
 import collections
@@ -19,7 +20,7 @@ import numpy as np
 
 PIECE = 64 * 2**20  # bytes read and moved at a time, of whole rows
 READERS = 8  # threads
-AHEAD = 32  # pieces under way: the device may hold as many that are not yet used
+AHEAD = 32  # pieces under way: the device may hold that many before they are used
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 DTYPES |= {"I64": np.int64, "I32": np.int32}  # of ids, which JAX holds as int32
 
@@ -75,7 +76,7 @@ def split_rows(tensor: Piece, unit: int = 1, growth: float = 1.0) -> list[Piece]
 def read_ahead(
     pieces: Sequence[Piece], double: str = "float32"
 ) -> Generator[tuple[Piece, jax.Array]]:
-    """Yields every piece in its order, on the device; float64, which JAX lacks here, as `double`.
+    """Yields the pieces in order, on the device; float64, which JAX lacks here, as `double`.
 
     ValueError for a file that ends too soon.
     """
@@ -91,7 +92,7 @@ def read_ahead(
     waiting = collections.deque()
     pool = concurrent.futures.ThreadPoolExecutor(READERS)
 
-    def oldest() -> tuple[Piece, jax.Array]:  # not held here while it is used elsewhere
+    def oldest() -> tuple[Piece, jax.Array]:  # so that no local keeps the array alive
         piece, future = waiting.popleft()
         return piece, future.result()
 

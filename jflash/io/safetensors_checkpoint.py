@@ -1,4 +1,4 @@
-"""Safetensors to parameters and back: strict both ways, and no weight twice in memory."""
+"""Safetensors to parameters and back, strict both ways."""
 
 import collections
 import functools
@@ -51,27 +51,29 @@ class Safetensors(Folder):
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of every file, by the headers; ValueError for a file that is not whole."""
+        """Every tensor of every file, by the headers; ValueError for a damaged file."""
         return [tensor for file in _files(self.path) for tensor in _tensors(file)]
 
     def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
-        """As of any folder; where there are weights, they have as many layers and experts."""
+        """The config; its numbers of layers and experts must be those of any weights."""
         config = with_own_ends(super().config(read), self._names())
         check_problems(self.path, _miscounted(config, self._names()))
         return config
 
     def _names(self) -> list[str]:
-        """The names of all tensors; none where the weights are missing or damaged, which is for
-        `check` to say: a request that cannot be served is refused before."""
+        """The names of all tensors; none where the weights are missing or damaged.
+
+        `check` reports that later: errors that need no weights come first.
+        """
         try:
             return [tensor.name for tensor in self.tensors]
         except ValueError:
             return []
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
-        """What reads the parameters of `config`.
+        """The function that reads the parameters of `config`.
 
-        ValueError with every unknown, missing, twice-given or wrongly shaped tensor.
+        ValueError with every unknown, missing, repeated or wrongly shaped tensor.
         """
         owners = collections.defaultdict(list)
         for tensor in self.tensors:
@@ -103,7 +105,7 @@ def save_safetensors(
         value, format = np.asarray(value).astype(jnp.dtype(dtype)), leaves[path].format
         if format:
             value = np.concatenate(format.split(value), axis=-1)
-        if path.endswith("/kernel"):  # [in, out], or [E, in, out] with an expert after the other
+        if path.endswith("/kernel"):  # [in, out] or [E, in, out]
             rows = value.swapaxes(-1, -2).reshape(-1, value.shape[-2])
         else:
             rows = value
@@ -114,9 +116,9 @@ def save_safetensors(
 
 
 def with_own_ends[C: TargetConfig | DrafterConfig](config: C, names: list[str]) -> C:
-    """A drafter of the speculators library with the embedding and the head that its file holds.
+    """The config of a drafter in the speculators format, with the ends that its file holds.
 
-    A full head that the file leaves out is the target's.
+    Without a head in the file, a full vocabulary means the target's head.
     """
     if not isinstance(config, DrafterConfig) or config.draft_vocab_size is None:
         return config
@@ -165,9 +167,9 @@ def _tensors(file: Path) -> Iterator[Tensor]:
 
 
 def _miscounted(config: TargetConfig | DrafterConfig, names: list[str]) -> list[str]:
-    """Where the names show other numbers of layers or experts than `config` has.
+    """Problems if the names show other numbers of layers or experts than `config` has.
 
-    Asked before anything is made of each of them: a config.json may say any number.
+    The check comes before anything is made for each of them: a config.json may have any number.
     """
     counts = {"num_hidden_layers": (LAYER, config.num_layers)}
     if config.experts and not is_stacked(names):
@@ -181,7 +183,7 @@ def _miscounted(config: TargetConfig | DrafterConfig, names: list[str]) -> list[
 
 
 def _problems(config: TargetConfig | DrafterConfig, sources: dict, owners: dict) -> list[str]:
-    """All that is wrong with the tensors of a checkpoint."""
+    """Every problem of a checkpoint's tensors."""
     expected = {part.name: part.shape for parts in sources.values() for part in parts}
     problems = [f"missing: {name}" for name in expected if name not in owners]
     for name, tensors in owners.items():

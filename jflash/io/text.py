@@ -1,4 +1,4 @@
-"""Chat templates and tokens: between text and the ids that jflash.generate decodes."""
+"""Chat templates and tokenizers: from text to the ids that jflash.generate decodes, and back."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ def encode_prompt(
 ) -> list[int]:
     """A prompt's token ids, by default through the chat template.
 
-    `history` holds the turns before it, each the user's text and the answer. `reasoning` is the
-    templates' enable_thinking. A base model without a template gets the plain text only if
+    `history` holds the earlier turns as (user's text, answer). `reasoning` is the templates'
+    enable_thinking. A base model without a template gets the plain text only if
     `chat_template` is False: a silent fallback would change the prompt.
     """
     if not chat_template:
@@ -38,13 +38,13 @@ def encode_prompt(
 
 
 def token_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """A text's ids as it stands, without a chat template."""
+    """A text's ids, without a chat template."""
     with named("the tokenizer fails"):
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def through_template(tokenizer: Any, messages: list[dict[str, Any]], **names: Any) -> str:
-    """The messages up to the begin of the answer; the template reads `names`.
+    """The prompt up to the beginning of the answer; the template reads `names`.
 
     ValueError if the template is broken or refuses them, for example a system message.
     """

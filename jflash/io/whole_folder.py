@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, even if a failed save is still writing into it."""
+"""A folder that appears whole or not at all, even while a failed save still writes into it."""
 
 import contextlib
 import shutil
@@ -47,7 +47,7 @@ def _remove(part: Path, made: list[Path]) -> None:
             shutil.rmtree(part, ignore_errors=True)
             last = now
         time.sleep(0.02)
-    for folder in made:  # one that others use by now stays
+    for folder in made:  # a folder that is no longer empty stays
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -55,7 +55,7 @@ def _remove(part: Path, made: list[Path]) -> None:
 def check_destination(destination: Path, overwrite: bool) -> None:
     """ValueError unless a checkpoint may be written there; only a checkpoint is ever replaced.
 
-    This costs nothing: call it before the weights are read.
+    Call it before the weights are read.
     """
     try:
         if not destination.exists():

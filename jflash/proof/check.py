@@ -32,7 +32,7 @@ from jflash.proof.lossless import (
     Run,
     Task,
     compile_executable,
-    compile_run,
+    compile_recorded,
     corrupted,
     decode,
     prefilled,
@@ -199,7 +199,7 @@ def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
     sound = compile_executable(case.models, case.params, shape)
     start = prefilled(sound, Mode("oracle", case.params), task)
     models = planted(case.models, SPLIT_BY_LENGTH)
-    faulty = sound._replace(models=models, run=compile_run(models, case.params, start, shape))
+    faulty = sound._replace(models=models, run=compile_recorded(models, case.params, start, shape))
     task = task._replace(start=start)  # no prompt is faulty: prefill has another attention
     for name, executable in (("without", sound), ("with", faulty)):
         result[name] = compare_replay(executable, case, task, seed)

@@ -27,7 +27,7 @@ from jflash.proof.lossless import (
     compile_executables,
     corrupted,
     decode,
-    lower_run,
+    lower_recorded,
 )
 from jflash.speculative import Models, Params
 
@@ -268,7 +268,7 @@ def with_faults(bench: Bench, alone: Executable, wide: Executable) -> list[Plant
     def lowered(own: Models, shape: Shape) -> jax.stages.Lowered:
         drafter = bench.case.params.drafter if own.drafter is not None else None
         state = jax.eval_shape(lambda: new_state(own, shape))
-        return lower_run(own, Params(bench.case.params.target, drafter), state, shape)
+        return lower_recorded(own, Params(bench.case.params.target, drafter), state, shape)
 
     pairs = list(zip(wanted, models, strict=True))
     runs = compile_all(lowered(own, sound.shape) for (_, sound), own in pairs)

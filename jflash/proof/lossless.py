@@ -173,15 +173,15 @@ def recorded_run(
     return lax.while_loop(lambda carry: ~jnp.all(carry[0].sequences.done), body, (state, nothing))
 
 
-def lower_run(models: Models, params: Params, state: Any, shape: Shape) -> jax.stages.Lowered:
+def lower_recorded(models: Models, params: Params, state: Any, shape: Shape) -> jax.stages.Lowered:
     """`recorded_run` for these models; `state` is donated."""
     jitted = jax.jit(functools.partial(recorded_run, models), donate_argnums=1)
     inputs = jax.eval_shape(lambda: inputs_of(shape))
     return jitted.lower(params, state, inputs)
 
 
-def compile_run(models: Models, params: Params, state: Any, shape: Shape) -> Any:
-    return lower_run(models, params, state, shape).compile()
+def compile_recorded(models: Models, params: Params, state: Any, shape: Shape) -> Any:
+    return lower_recorded(models, params, state, shape).compile()
 
 
 def compile_executable(models: Models, params: Params, shape: Shape) -> Executable:
@@ -201,7 +201,7 @@ def compile_executables(asked: Sequence[tuple[Models, Params, Shape]]) -> list[E
 def _lowerings(models: Models, params: Params, shape: Shape) -> Iterator[jax.stages.Lowered]:
     yield lower_prefill(models, params, shape)
     state = jax.eval_shape(lambda: new_state(models, shape))
-    yield lower_run(models, params, state, shape)
+    yield lower_recorded(models, params, state, shape)
 
 
 def compile_all(lowered: Iterable[jax.stages.Lowered]) -> list[Any]:

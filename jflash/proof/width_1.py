@@ -17,7 +17,7 @@ from jflash.proof.lossless import (
     Mode,
     Run,
     Task,
-    compile_run,
+    compile_recorded,
     decode,
     inputs_of,
     prefilled,
@@ -46,7 +46,9 @@ class Parting(NamedTuple):
 def compile_narrow(wide: Executable, params: Params) -> Narrow:
     state = jax.eval_shape(lambda: new_state(wide.models, wide.shape))
     target = Params(params.target)
-    run = compile_run(wide.models.plain(), target, state._replace(drafter_cache=()), wide.shape)
+    run = compile_recorded(
+        wide.models.plain(), target, state._replace(drafter_cache=()), wide.shape
+    )
     return Narrow(wide, target, run)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from jflash.config import Drafter2Config, DrafterConfig, default_target_layer_ids
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import read_trunk
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTER = "DFlashDraftModel"
@@ -14,7 +14,7 @@ _SIGHT_KEYS = ("is_causal", "layer_types", "sliding_window", "use_sliding_window
 OF_DRAFTER_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OF_DRAFTER = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
 _OF_DRAFTER += ("output_multiplier", "final_logit_softcapping", *OF_DRAFTER_2)
-# Leaves beside those of a trunk's layer: the convolutions of version 2, and what is no layer's.
+# Leaves beside those of a trunk's layer: version 2's convolutions, and leaves outside the layers.
 CONVOLUTIONS = {
     f"{part}_conv/{leaf}": [f"{part}_conv.{name}"]
     for part in ("attention", "mlp")
@@ -34,13 +34,13 @@ MODEL = {
 
 
 def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
-    """The config of a drafter, its own keys in `dflash_config` or at the top level.
+    """The config of a drafter; its keys stand in `dflash_config` or at the top level.
 
     `name` is its architecture: version 1 or 2.
     """
-    given = said(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
-    own = given.get("dflash_config", {})
-    value = given | {k: v for k, v in said(own, _OF_DRAFTER).items() if k in _OF_DRAFTER}
+    given = checked(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
+    nested = given.get("dflash_config", {})
+    value = given | {k: v for k, v in checked(nested, _OF_DRAFTER).items() if k in _OF_DRAFTER}
     needed = ("mask_token_id", *(OF_DRAFTER_2 if name == DRAFTER_2 else ()))
     missing = [key for key in needed if key not in value]
     from_speculators = "draft_vocab_size" in value and "target_layer_ids" in value
@@ -69,35 +69,35 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
         final_logit_softcapping=float(cap) if cap > 0 else None,
         draft_vocab_size=value.get("draft_vocab_size"),
     )
-    sight = _sight(raw, own, trunk["num_layers"])
+    sight = _sight(raw, nested, trunk["num_layers"])
     if name == DRAFTER:
         return DrafterConfig.alike(**shared).attending(*sight)
     second = {key: value[key] for key in OF_DRAFTER_2}
     return Drafter2Config.alike(**shared, **second).attending(*sight)
 
 
-def _sight(raw: dict[str, Any], own: dict[str, Any], num_layers: int) -> list[dict[str, Any]]:
+def _sight(raw: dict[str, Any], nested: dict[str, Any], num_layers: int) -> list[dict[str, Any]]:
     """What each layer of a drafter sees: its window, and whether it is causal.
 
     Qwen3Config's rules for windows; unless `is_causal` says so for all, those layers are causal
     that have a window. dflash 0.1.0 reads the keys at the top level alone, not in its `own`.
     """
-    misplaced = [key for key in _SIGHT_KEYS if key in own and own[key] != raw.get(key)]
+    misplaced = [key for key in _SIGHT_KEYS if key in nested and nested[key] != raw.get(key)]
     if misplaced:
         raise ValueError(f"dflash_config says {', '.join(misplaced)}: put it at the top level")
-    value = said(raw, (*_SIGHT_KEYS, "max_window_layers"))
+    value = checked(raw, (*_SIGHT_KEYS, "max_window_layers"))
     window, is_causal = raw.get("sliding_window", 4096), value.get("is_causal")
     windowed = _windowed_layers(value, num_layers, window)
     if any(windowed) and (type(window) is not int or window < 1):
         raise ValueError(f"sliding_window must be a whole number of at least 1, got {window!r}")
     return [
-        {"window": window if own else None, "causal": own if is_causal is None else is_causal}
-        for own in windowed
+        {"window": window if has else None, "causal": has if is_causal is None else is_causal}
+        for has in windowed
     ]
 
 
 def _windowed_layers(value: dict[str, Any], num_layers: int, window: Any) -> list[bool]:
-    """Which layers have a sliding window; a `window` of null is none."""
+    """Which layers have a sliding window; a `window` of null means none."""
     on, types = value.get("use_sliding_window", False), value.get("layer_types")
     if types is None:
         on &= window is not None

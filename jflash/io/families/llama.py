@@ -1,10 +1,10 @@
-"""Llama: no windows, whatever config.json says of them."""
+"""Llama: its layers have no windows, and keys for windows in config.json are ignored."""
 
 from typing import Any
 
 from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, read_target
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 DEFAULTS: dict[str, Any] = (
@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = (
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Llama."""
-    value = DEFAULTS | said(raw, DEFAULTS)
+    value = DEFAULTS | checked(raw, DEFAULTS)
     bias, mlp_bias = value["attention_bias"], value["mlp_bias"]
-    own = dict(qk_norm=False, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
-    return read_target(raw, DEFAULTS, **own)
+    biases = dict(qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+    return read_target(raw, DEFAULTS, qk_norm=False, **biases)

@@ -1,4 +1,4 @@
-"""Mistral 7B: Llama's layers without biases. Windows are refused, also the default one."""
+"""Mistral 7B: Llama's layers without biases. Windows are refused, the default one included."""
 
 from typing import Any
 
@@ -16,9 +16,8 @@ DEFAULTS: dict[str, Any] = (
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:
-    """The config of a Mistral; null is no window, an absent key transformers' of 4,096 tokens."""
+    """The config of a Mistral; null means no window, an absent key transformers' 4,096 tokens."""
     window = raw.get("sliding_window", DEFAULTS["sliding_window"])
     if window is not None:
         raise ValueError(f"sliding_window {shown(window)}: targets with windows are not supported")
-    own = dict(qk_norm=False, qkv_bias=False, out_bias=False)
-    return read_target(raw, DEFAULTS, **own)
+    return read_target(raw, DEFAULTS, qk_norm=False, qkv_bias=False, out_bias=False)

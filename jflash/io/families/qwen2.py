@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: queries, keys and values have biases, whatever config.json says."""
+"""Qwen2 and Qwen2.5: queries, keys and values have biases, and `attention_bias` is ignored."""
 
 from typing import Any
 
@@ -16,7 +16,6 @@ DEFAULTS: dict[str, Any] = (
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen2."""
-    own = dict(qk_norm=False, qkv_bias=True, out_bias=False)
-    config = read_target(raw, DEFAULTS, **own)
+    config = read_target(raw, DEFAULTS, qk_norm=False, qkv_bias=True, out_bias=False)
     refuse_windows(raw)
     return config

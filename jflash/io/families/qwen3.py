@@ -4,7 +4,7 @@ from typing import Any
 
 from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, read_target, refuse_windows
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
 DEFAULTS: dict[str, Any] = (
@@ -21,8 +21,8 @@ def target(raw: dict[str, Any]) -> TargetConfig:
 
 
 def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
-    """The config of a Qwen3's layers, whatever stands in place of their MLP."""
-    bias = (defaults | said(raw, defaults))["attention_bias"]
+    """The config of Qwen3's layers with dense MLPs, which Qwen3-MoE then replaces."""
+    bias = (defaults | checked(raw, defaults))["attention_bias"]
     config = read_target(raw, defaults, qk_norm=True, qkv_bias=bias, out_bias=bias)
     refuse_windows(raw)
     return config

@@ -1,14 +1,14 @@
-"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to one gated attention, norms of 1 + w."""
+"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets for each gated attention, norms of 1 + w."""
 
 from dataclasses import replace
 from typing import Any
 
 from jflash.config import DeltaSpec, TargetConfig
 from jflash.io.families.trunk import COMMON, read_trunk
-from jflash.io.hf_values import said, shown
+from jflash.io.hf_values import checked, shown
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3_5ForCausalLM", "qwen3_5"
-SEEING = "Qwen3_5ForConditionalGeneration"  # the same text tower in a model that sees
+SEEING = "Qwen3_5ForConditionalGeneration"  # the same text model with a vision tower
 HYBRID: dict[str, Any] = (
     COMMON
     | {"head_dim": 256, "max_position_embeddings": 32768, "attention_bias": False}
@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = (
 )
 LAYER_TYPES = ("linear_attention", "full_attention")
 _SEEN = ("image_token_id", "video_token_id")
-# In place of attention's leaves, of the layers that have a delta net.
+# These replace attention's leaves in layers that have a delta net.
 DELTA = {
     "attention/inputs/kernel": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
     "attention/conv": ["linear_attn.conv1d.weight"],
@@ -40,9 +40,9 @@ def target(raw: dict[str, Any]) -> TargetConfig:
 
 
 def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
-    """The config of a hybrid, whatever stands in place of its MLPs."""
+    """The config of a hybrid with dense MLPs, which a caller may replace by experts."""
     trunk, value = read_trunk(raw, defaults)
-    bias, own = value["attention_bias"], said(raw, _SEEN)
+    bias, seen = value["attention_bias"], checked(raw, _SEEN)
     config = TargetConfig.alike(
         **trunk,
         tie_embeddings=value["tie_word_embeddings"],
@@ -51,7 +51,7 @@ def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
         qkv_bias=bias,
         out_bias=bias,
         norm_shift=1.0,
-        unread_ids=tuple(own[key] for key in _SEEN if key in own),
+        unread_ids=tuple(seen[key] for key in _SEEN if key in seen),
     )
     delta = DeltaSpec(
         num_key_heads=value["linear_num_key_heads"],
@@ -71,7 +71,7 @@ def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
 
 
 def _layer_types(value: dict[str, Any], count: int) -> list[str]:
-    """What each layer mixes tokens with; every so many attend if config.json does not say."""
+    """The kind of each layer: config.json's list, else by its `full_attention_interval`."""
     every = value["full_attention_interval"]
     types = value.get("layer_types", [LAYER_TYPES[(i + 1) % every == 0] for i in range(count)])
     if len(types) != count or not set(types) <= set(LAYER_TYPES):

@@ -5,7 +5,7 @@ from typing import Any
 from jflash.config import MoeSpec, TargetConfig
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import COMMON
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3MoeForCausalLM", "qwen3_moe"
 DEFAULTS: dict[str, Any] = (
@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = (
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 )
-# In place of a dense layer's leaves of the same names; each expert's tensors after the last one's.
+# These replace a dense layer's leaves; the tensors lie expert by expert.
 EXPERTS = {
     "mlp/router/kernel": ["mlp.gate.weight"],
     "mlp/gate_up/kernel": ["mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"],
@@ -30,7 +30,7 @@ STACKED = {  # one tensor for all experts, [E, out, in]
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen3-MoE."""
-    value = DEFAULTS | said(raw, (*DEFAULTS, "num_local_experts"))
+    value = DEFAULTS | checked(raw, (*DEFAULTS, "num_local_experts"))
     config = qwen3.read(raw, DEFAULTS)
     experts = value.get("num_local_experts", value["num_experts"])
     step, dense = value["decoder_sparse_step"], value["mlp_only_layers"]

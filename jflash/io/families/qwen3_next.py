@@ -1,10 +1,10 @@
-"""Qwen3-Next and Qwen3-Coder-Next: the hybrid whose delta net is stored by key heads."""
+"""Qwen3-Next and Qwen3-Coder-Next: the hybrid whose delta nets are stored by key head."""
 
 from typing import Any
 
 from jflash.config import TargetConfig
 from jflash.io.families import qwen3_5, qwen3_5_moe
-from jflash.io.hf_values import said
+from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3NextForCausalLM", "qwen3_next"
 DEFAULTS: dict[str, Any] = (
@@ -15,13 +15,13 @@ DEFAULTS: dict[str, Any] = (
     | {"shared_expert_intermediate_size": 512, "norm_topk_prob": True}
     | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 )
-# In place of qwen3_5's leaf: of each key head q, k, v and z side by side, then b and a.
+# These tensors replace qwen3_5's: each has its parts (q, k, v, z; b, a) key head by key head.
 INPUTS = ["linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"]
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen3-Next."""
-    value = DEFAULTS | said(raw, DEFAULTS)
+    value = DEFAULTS | checked(raw, DEFAULTS)
     config = qwen3_5.read(raw, DEFAULTS)
     step, dense = value["decoder_sparse_step"], value["mlp_only_layers"]
     layers = range(config.num_layers)

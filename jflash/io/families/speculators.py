@@ -1,21 +1,21 @@
-"""DFlash drafters as the speculators library saves them: the same trunk, said in other words.
+"""DFlash drafters as the speculators library saves them: the same trunk under other keys.
 
-The layers' config is nested, tapped layers are counted from the embedding (ids + 1), and how many
-layers the target has is not said. A file may hold an embedding and a head of its own; a head of
-fewer tokens comes with `d2t`, which is added to a draft's id to give the target's.
+The layers' config is nested, tapped layers are counted from the embedding (ids + 1), and the number
+of the target's layers is absent. A file may hold an embedding and a head; a head of fewer tokens
+comes with `d2t`: a draft's id plus its `d2t` is the target's id.
 """
 
 from typing import Any
 
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, OF_DRAFTER_2
-from jflash.io.hf_values import said, shown
+from jflash.io.hf_values import checked, shown
 
 MODEL_TYPE = "speculators_model_type"
 KINDS = {"dflash": DRAFTER, "dflash2": DRAFTER_2}
 _KEYS = (MODEL_TYPE, "transformer_layer_config", "aux_hidden_state_layer_ids", "draft_vocab_size")
 _KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type")
 _KEYS += ("target_hidden_size", "block_size", "mask_token_id", *OF_DRAFTER_2)
-# Leaves beside dflash's; a file has them or not.
+# Leaves beside dflash's, each of which a file may lack.
 MODEL = {
     "embedding": ["embed_tokens.weight"],
     "head": ["lm_head.weight"],
@@ -25,8 +25,8 @@ UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def flat(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same config in the words of dflash; ValueError for another kind, or what is not read."""
-    value = said(raw, _KEYS)
+    """The same config under dflash's keys; ValueError for what is not supported."""
+    value = checked(raw, _KEYS)
     kind = value[MODEL_TYPE]
     if kind not in KINDS:
         raise ValueError(f"{MODEL_TYPE} {shown(kind)} is not supported, only {', '.join(KINDS)}")
@@ -42,20 +42,20 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
         )
     if value.get("target_hidden_size", layer.get("hidden_size")) != layer.get("hidden_size"):
         raise ValueError(f"target_hidden_size {value['target_hidden_size']} is not the drafter's")
-    # Layers have windows by their types alone, and such layers are causal unless it is denied.
+    # Only `layer_types` gives windows, and windowed layers are causal unless a key denies it.
     sliding = "sliding_attention" in (layer.get("layer_types") or [])
     sight: dict[str, Any] = {"use_sliding_window": sliding}
     if value.get("sliding_window_non_causal"):
         sight["is_causal"] = False
-    own = {key: value[key] for key in ("block_size", *OF_DRAFTER_2) if key in value}
-    if "mask_token_id" in value:
-        own["mask_token_id"] = value["mask_token_id"]
+    drafting = {
+        key: value[key] for key in ("block_size", "mask_token_id", *OF_DRAFTER_2) if key in value
+    }
     name = KINDS[kind]
     size = value.get("draft_vocab_size", layer.get("vocab_size"))
     if name == DRAFTER_2 and size != layer.get("vocab_size"):
         raise ValueError(f"draft_vocab_size {size}: a DFlash 2 drafter has its target's vocabulary")
     return {
-        **layer, **sight, "block_size": 8, **own,
+        **layer, **sight, "block_size": 8, **drafting,
         "architectures": [name],
         "target_layer_ids": [i - 1 for i in ids],
         "draft_vocab_size": size,

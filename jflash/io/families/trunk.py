@@ -8,11 +8,11 @@ from typing import Any
 
 from jflash.config import TargetConfig
 from jflash.io.hf_rope import rope_config
-from jflash.io.hf_values import said, shown
+from jflash.io.hf_values import checked, shown
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
-_KEYS = ("quantization_config", "rope_parameters", "rope_scaling")  # without a default there
+_KEYS = ("quantization_config", "rope_parameters", "rope_scaling")  # these have no default
 _WINDOWS = ("layer_types", "use_sliding_window")
 # leaf of a layer -> tensors, in the order in which a fused leaf holds them
 LAYER = {
@@ -36,15 +36,15 @@ TARGET = {
 }
 
 
-def read_target(raw: dict[str, Any], defaults: dict[str, Any], **own: Any) -> TargetConfig:
-    """A dense target: the common fields, and those that are the family's own."""
+def read_target(raw: dict[str, Any], defaults: dict[str, Any], **fields: Any) -> TargetConfig:
+    """A dense target: the common fields, and `fields` of the family."""
     trunk, value = read_trunk(raw, defaults)
-    return TargetConfig.alike(**trunk, tie_embeddings=value["tie_word_embeddings"], **own)
+    return TargetConfig.alike(**trunk, tie_embeddings=value["tie_word_embeddings"], **fields)
 
 
 def refuse_windows(raw: dict[str, Any]) -> None:
     """ValueError if a config of a family that may have windowed layers has any."""
-    value = said(raw, _WINDOWS)
+    value = checked(raw, _WINDOWS)
     windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
     if value.get("use_sliding_window") or windowed:
         raise ValueError("sliding_window: targets with sliding-window layers are not supported")
@@ -54,7 +54,7 @@ def read_trunk(
     raw: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """DecoderConfig's common fields, and the family's keys with defaults filled in."""
-    value = defaults | said(raw, (*defaults, *_KEYS))
+    value = defaults | checked(raw, (*defaults, *_KEYS))
     if "quantization_config" in value:
         method = value["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"quantization_config ({method}): quantised weights are not supported")
