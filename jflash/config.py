@@ -323,9 +323,10 @@ class DrafterConfig(DecoderConfig):
     draft_vocab_size: int | None = None
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether the drafter's logits differ from the head's own."""
-        return self.output_multiplier != 1 or bool(self.final_logit_softcapping)
+    def reads_logits(self) -> bool:
+        """Whether its best drafts need more than the id of the target's head's largest logit."""
+        changes = self.output_multiplier != 1 or bool(self.final_logit_softcapping)
+        return changes or self.draft_vocab_size is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -360,6 +361,11 @@ class Drafter2Config(DrafterConfig):
     conv_group_size: int  # channels that share a dynamic kernel
     selector_rank: int
     selector_top_k: int  # candidates of a place
+
+    @property
+    def reads_logits(self) -> bool:
+        """Always: it chooses among the best."""
+        return True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,22 +18,18 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jflash.cache import Cache, LayerState
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.decoding import DRAFT_RULES
+from jflash.drafts import Proposal, Rule, choose_path, choose_places
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Block, head_logits
+from jflash.layers import Block
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, Proposal, Tools
+from jflash.models.dflash import Drafter
 from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals, unpacked
 from jflash.sampling import (
-    DRAFT,
     Filters,
     accepted_drafts,
     choose,
-    confidence,
     cut_at_stop,
-    draw,
-    greedy,
     probabilities,
-    temperature_only,
     verify_drafts,
 )
 from jflash.shaping import Shaping, logprobs, shaped
@@ -210,42 +206,36 @@ def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State
     hidden, cache = apply(
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, over
     )
-    tools = drafting_tools(models, params, state, positions[:, 1:])
-    proposal = apply(
-        models.drafter, params.drafter, hidden[:, 1:], anchor[:, 0], tools, method="propose"
-    )
+    proposal = propose(models, params, state, hidden[:, 1:], anchor[:, 0], positions[:, 1:])
     return proposal, state._replace(drafter_cache=cache)
 
 
-def drafting_tools(
-    models: Models, params: Params, state: State, indices: Int[Array, "B D"]
-) -> Tools:
-    """The target's head and the draft rule, for drafts of the tokens at `indices`."""
-    s, backend = state.sequences, models.kernels.matmul
+def propose(
+    models: Models,
+    params: Params,
+    state: State,
+    hidden: Float[Array, "B D _"],
+    anchor: Int[Array, " B"],
+    indices: Int[Array, "B D"],
+) -> Proposal:
+    """Drafts of the tokens at `indices`, from the drafter's hidden states of these."""
+    assert models.drafter is not None
+    target, drafter = (models.target, params.target), (models.drafter, params.drafter)
+    s, c, backend = state.sequences, models.drafter.config, models.kernels.matmul
     ranked, keys = models.rows is not None, s.key
+    if not (ranked or models.draws_drafts or c.reads_logits):
+        return Proposal(apply(*target, hidden, backend, method="best"))
     if ranked:
         # The rank of a row hangs on the drafts of other sequences, and so on noise that decided
         # nothing in earlier steps: what is drafted again is drawn anew.
         keys = jax.vmap(jax.random.fold_in)(keys, s.steps)
-
-    def best(hidden: Array) -> Proposal:
-        if ranked:
-            return choose(logits(hidden, None), True)
-        return Proposal(apply(models.target, params.target, hidden, backend, method="best"))
-
-    def logits(hidden: Array, head: Array | None) -> Array:
-        if head is None:
-            return apply(models.target, params.target, hidden, backend, method="logits")
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return head_logits(flat, head, backend=backend).reshape(*hidden.shape[:2], -1)
-
-    def choose(scores: Array, filtered: bool) -> Proposal:
-        filters = s.filters if filtered else temperature_only(s.filters)
-        q = probabilities(scores, filters) if models.draws_drafts else None
-        tokens = greedy(scores) if q is None else draw(q, indices, keys, DRAFT)
-        return Proposal(tokens, q, confidence(scores, q, filters) if ranked else None)
-
-    return Tools(best, logits, choose, models.draws_drafts)
+    head = target if c.draft_vocab_size is None else drafter
+    logits = apply(*head, hidden, backend, method="logits")
+    logits = apply(*drafter, logits, method="adjust_logits")
+    found = apply(*drafter, hidden, anchor, logits, method="candidates")
+    choose_drafts = choose_places if found.scores.ndim == 3 else choose_path
+    rule = Rule(models.draws_drafts, ranked, s.filters, indices, keys)
+    return choose_drafts(rule, found, c.vocab_size)
 
 
 def rows_of(models: Models, state: State, proposal: Proposal, widths: Int[Array, " B"]) -> Rows:

@@ -3,10 +3,10 @@
 One forward over [anchor, mask, mask, …] proposes a token for every masked position at once. What
 it knows of the text comes from its cache: keys and values projected from the target's features of
 every committed token but the newest (arXiv 2602.06036; dflash 0.1.0, `DFlashDraftModel`).
-Embedding and head are the target's: this module takes embeddings and returns hidden states.
+Embedding and head are the target's, but for drafters that bring their own: this module takes
+embeddings and returns hidden states, and of these and the head's logits the candidates for drafts.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,35 +22,23 @@ from jflash.layers import (
     Projected,
     Projection,
     RMSNorm,
+    head_logits,
     matmul,
 )
 from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
 
 
-class Proposal(NamedTuple):
-    """Drafts, what they were drawn from, and how sure the drafter is at each place.
+class Candidates(NamedTuple):
+    """Tokens that may be drafted at each place, and their scores.
 
-    q is None if the best token is taken, and confidence if no rows are ranked by it.
+    If scores depend on the place alone they are [B, T, C], and `ids` [C] (None: all tokens in their
+    order). If they depend on the token before it, which is one of A, they are [B, T, A, C] and
+    `ids` [B, T, C].
     """
 
-    tokens: Int[Array, "B T"]
-    q: Float[Array, "B T V"] | None = None
-    confidence: Float[Array, "B T"] | None = None
-
-
-class Tools(NamedTuple):
-    """What the step lends a drafter for its drafts: the target's head, and the rule of choosing.
-
-    `choose` takes scores of C tokens a place, and whether all of a request's filters apply or its
-    temperature alone: its proposal's tokens and q are of these C.
-    """
-
-    best: Callable[[Array], Proposal]  # of hidden states [B, T, D], by the head's largest logits
-    # Hidden states [B, T, D] to logits [B, T, V], by the target's head if None is given.
-    logits: Callable[[Array, Array | None], Array]
-    choose: Callable[[Array, bool], Proposal]  # of scores [B, T, C]
-    draws: bool  # whether `choose` draws
+    ids: Int[Array, "*places C"] | None
+    scores: Float[Array, "B T *A C"]
 
 
 class Drafter(nn.Module):
@@ -147,42 +135,32 @@ class Drafter(nn.Module):
         kernel = jnp.concatenate([kernel for kernel, _ in parts], axis=1)
         return kernel, jnp.concatenate(biases) if biases else None
 
-    def propose(
-        self,
-        hidden: Float[Array, "B T D"],
-        anchor: Int[Array, " B"],
-        tools: Tools,
-    ) -> Proposal:
-        """Drafts of a block's masked rows.
-
-        Every place by itself; the anchor, the token before the first, plays no part.
-        """
-        c = self.config
-        if not (tools.draws or c.changes_logits or c.draft_vocab_size):
-            return tools.best(hidden)
-        proposal = tools.choose(self.scores(hidden, tools), True)
-        if c.draft_vocab_size in (None, c.vocab_size):
-            return proposal
-        ids, q = jnp.arange(c.draft_vocab_size) + self.d2t, proposal.q
-        if q is not None:
-            everything = jnp.zeros((*q.shape[:2], c.vocab_size), q.dtype)
-            q = everything.at[:, :, ids].set(q, unique_indices=True)
-        return proposal._replace(tokens=ids[proposal.tokens], q=q)
-
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the drafter's own embedding."""
         return self.embedding[tokens]
 
-    def scores(self, hidden: Float[Array, "B T D"], tools: Tools) -> Float[Array, "B T _"]:
-        """Logits by the drafter's head or the target's, as the drafter adjusts them."""
-        head = None if self.config.draft_vocab_size is None else self.head
-        return self.adjust_logits(tools.logits(hidden, head))
+    def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T _"]:
+        """Logits of the drafter's own head in float32."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return head_logits(flat, self.head, backend=backend).reshape(*hidden.shape[:2], -1)
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The head's logits with the drafter's multiplier and soft cap (never the target's)."""
         logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return logits if not cap else jnp.tanh(logits / cap) * cap
+
+    def candidates(
+        self,
+        hidden: Float[Array, "B T D"],
+        anchor: Int[Array, " B"],
+        logits: Float[Array, "B T _"],
+    ) -> Candidates:
+        """All tokens that have adjusted logits; the anchor, the token before the first, is idle."""
+        c = self.config
+        if c.draft_vocab_size in (None, c.vocab_size):
+            return Candidates(None, logits)
+        return Candidates(jnp.arange(c.draft_vocab_size) + self.d2t, logits)
 
 
 def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Axes besides the package's: C candidates of a place, A those of the place before
 groups of channels, U taps.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.layers import DecoderLayer, Pass, Projection
 from jflash.leaves import Leaf, declare
-from jflash.models.dflash import Drafter, Proposal, Tools
+from jflash.models.dflash import Candidates, Drafter
 
 GROUP = 128  # tokens of which the best is found first
 
@@ -127,61 +126,26 @@ class Drafter2(Drafter):
         c = self.config
         return ConvolvedLayer(c.layers[i], c.hidden_size, c.rms_norm_eps, "", c)
 
-    def propose(
-        self,
-        hidden: Float[Array, "B T D"],
-        anchor: Int[Array, " B"],
-        tools: Tools,
-    ) -> Proposal:
-        """Drafts from left to right; a place's q and confidence depend on the drafts before it.
-
-        q knows the request's temperature and no other filter.
-        """
-        logits = self.scores(hidden, tools)
-        candidates, scores = self.candidate_scores(hidden, anchor, logits)
-        # Each place chooses for every token that may be before it, all places at once.
-        choose = jax.vmap(lambda x: tools.choose(x, False), in_axes=2, out_axes=2)
-        choices, q, confidence = choose(scores)
-        path = follow(choices)
-        before = jnp.pad(path, ((0, 0), (1, 0)))[:, :-1]  # after the anchor all rows are equal
-        if confidence is not None:
-            confidence = _at(confidence, before)
-        if q is not None:
-            own = jnp.take_along_axis(q, before[:, :, None, None], axis=2)[:, :, 0]
-            q = _spread(own, candidates, logits.shape[-1])
-        return Proposal(_at(candidates, path), q, confidence)
-
-    def candidate_scores(
+    def candidates(
         self,
         hidden: Float[Array, "B T D"],
         anchor: Int[Array, " B"],
         logits: Float[Array, "B T V"],
-    ) -> tuple[Int[Array, "B T C"], Float[Array, "B T A C"]]:
-        """Candidates of each place, and their scores after each candidate of the place before.
+    ) -> Candidates:
+        """Some of each place, and their scores after each candidate of the place before.
 
         The anchor comes before the first place, as often as there are candidates.
         """
-        unary, candidates = best_candidates(logits, self.config.selector_top_k)
-        first = jnp.broadcast_to(anchor[:, None, None], candidates[:, :1].shape)
-        previous = jnp.concatenate([first, candidates[:, :-1]], axis=1)
-        gains = self.candidate_selector(hidden, previous, candidates)
-        return candidates, unary[:, :, None] + gains
+        unary, ids = best_candidates(logits, self.config.selector_top_k)
+        first = jnp.broadcast_to(anchor[:, None, None], ids[:, :1].shape)
+        previous = jnp.concatenate([first, ids[:, :-1]], axis=1)
+        gains = self.candidate_selector(hidden, previous, ids)
+        return Candidates(ids, unary[:, :, None] + gains)
 
 
 def drafter_of(config: DrafterConfig) -> Drafter:
     """The module of a drafter's config, of either version."""
     return Drafter2(config) if isinstance(config, Drafter2Config) else Drafter(config)
-
-
-def follow(choices: Int[Array, "B T A"]) -> Int[Array, "B T"]:
-    """The path through the choices: which candidate is taken, given the one taken before."""
-
-    def one(before, choice):
-        taken = jnp.take_along_axis(choice, before[:, None], axis=1)[:, 0]
-        return taken, taken
-
-    start = jnp.zeros_like(choices[:, 0, 0])
-    return jnp.moveaxis(lax.scan(one, start, jnp.moveaxis(choices, 1, 0), unroll=True)[1], 0, 1)
 
 
 def best_candidates(
@@ -202,24 +166,7 @@ def best_candidates(
     best = jnp.max(padded.reshape(*logits.shape[:2], groups, GROUP), axis=-1)
     chosen = lax.top_k(best, count)[1]
     ids = (chosen[..., None] * GROUP + jnp.arange(GROUP)).reshape(*logits.shape[:2], -1)
-    inside = jnp.where(ids < vocab, _at(logits, jnp.minimum(ids, vocab - 1)), -jnp.inf)
+    inside = jnp.take_along_axis(logits, jnp.minimum(ids, vocab - 1), axis=-1)
+    inside = jnp.where(ids < vocab, inside, -jnp.inf)
     values, index = lax.top_k(inside, count)
-    return values, _at(ids, index)
-
-
-def _at(x: Array, index: Int[Array, "B T *I"]) -> Array:
-    """Entries of the last axis, one or several a place."""
-    single = index.ndim == 2
-    found = jnp.take_along_axis(x, index[..., None] if single else index, axis=-1)
-    return found[..., 0] if single else found
-
-
-def _spread(
-    q: Float[Array, "B T C"], candidates: Int[Array, "B T C"], vocab: int
-) -> Float[Array, "B T V"]:
-    """Probabilities of all tokens, 0 for those that are no candidates."""
-    B, T, _ = q.shape
-    rows, places = jnp.arange(B)[:, None, None], jnp.arange(T)[:, None]
-    return (
-        jnp.zeros((B, T, vocab), q.dtype).at[rows, places, candidates].set(q, unique_indices=True)
-    )
+    return values, jnp.take_along_axis(ids, index, axis=-1)

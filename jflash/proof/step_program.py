@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jflash.bench.shapes import ModelShape
-from jflash.config import Drafter2Config
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
 from jflash.models.params import decoding_params
@@ -92,8 +91,7 @@ def temporary_bound(models: Models, batch: int) -> int:
 def writes_logits(models: Models, batch: int) -> bool:
     """False if a kernel keeps all logits on chip and returns only the best token."""
     drafter = models.drafter and models.drafter.config
-    chosen = isinstance(drafter, Drafter2Config)  # from the best logits
-    if models.sampled or chosen or (drafter is not None and drafter.changes_logits):
+    if models.sampled or (drafter is not None and drafter.reads_logits):
         return True
     if models.kernels.matmul in ("canonical", "mosaic_gpu"):
         return False

@@ -15,9 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
 from jflash.config import Drafter2Config
+from jflash.decoding import Sampling
+from jflash.drafts import Rule, choose_places
 from jflash.generate import Pair
 from jflash.io.hf_config import drafter_config
-from jflash.models.dflash import Proposal, Tools
+from jflash.sampling import filters_of
 from jflash.speculative import Params, apply
 from tests.support.reference import record
 
@@ -100,25 +102,24 @@ def test_drafts_and_their_probabilities_are_of_the_targets_tokens(tmp_path):
     logits = recorded["draft_logits"][1:]
     hidden = jnp.asarray(recorded["draft_hidden"])[None, 1:]
 
-    def scored(x, head):
-        return jnp.einsum("btd,vd->btv", x, head, precision="highest")
-
-    def choose(scores, filtered):
-        q = jax.nn.softmax(scores)
-        return Proposal(jnp.argmax(scores, axis=-1), q)
-
-    tools = Tools(lambda x: Proposal(x), scored, choose, True)
-    found = apply(
-        pair.models.drafter, pair.params.drafter, hidden, jnp.zeros(1, jnp.int32), tools,
-        method="propose",
+    drafter, filters = pair.models.drafter, filters_of(Sampling(temperature=1.0))
+    own = apply(drafter, pair.params.drafter, hidden, method="logits")
+    anchor = jnp.zeros(1, jnp.int32)
+    scored = apply(drafter, pair.params.drafter, hidden, anchor, own, method="candidates")
+    rule = Rule(
+        False, False, jax.tree.map(lambda x: x[None], filters),
+        jnp.arange(hidden.shape[1])[None], jax.random.split(jax.random.key(0), 1),
     )  # fmt: skip
+    found = choose_places(rule, scored, logits.shape[1])
+    drawn = choose_places(rule._replace(draws=True), scored, logits.shape[1])
     np.testing.assert_array_equal(found.tokens[0], ids[logits[:, ids].argmax(-1)])
-    assert found.q is not None
+    assert found.q is None and drawn.q is not None
     np.testing.assert_allclose(
-        found.q[0][:, ids], jax.nn.softmax(logits[:, ids]), rtol=1e-4, atol=1e-6
+        drawn.q[0][:, ids], jax.nn.softmax(logits[:, ids]), rtol=1e-4, atol=1e-6
     )
     rest = np.setdiff1d(np.arange(logits.shape[1]), ids)
-    assert not np.asarray(found.q[0][:, rest]).any()
+    assert not np.asarray(drawn.q[0][:, rest]).any()
+    assert np.isin(drawn.tokens, ids).all()
 
 
 def test_ends_that_the_file_leaves_out_are_the_targets(tmp_path):

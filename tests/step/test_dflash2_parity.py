@@ -61,9 +61,7 @@ def recorded_forward(both, tokens, anchor):
     hidden = states[:, 1:]
     logits = apply(models.target, params.target, hidden, method="logits")
     logits = apply(drafter, params.drafter, logits, method="adjust_logits")
-    candidates, scores = apply(
-        drafter, params.drafter, hidden, anchor, logits, method="candidate_scores"
-    )
+    candidates, scores = apply(drafter, params.drafter, hidden, anchor, logits, method="candidates")
     return hidden, logits, candidates, scores
 
 

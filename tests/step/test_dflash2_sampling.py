@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jflash import drafts, speculative
 from jflash.config import Drafter2Config, second_version
 from jflash.decoding import Decoding, Sampling
-from jflash.models.dflash import Proposal
 from jflash.models.dflash2 import Drafter2, drafter_of
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state, run
@@ -79,14 +79,13 @@ def samples(models: Models, sampling: Sampling, calls: int) -> tuple[np.ndarray,
 
 @functools.cache
 def first_scores() -> tuple[np.ndarray, np.ndarray]:
-    """Candidates of the first block's places and their scores, as `propose` sees them."""
+    """Candidates of the first block's places and their scores, as drafts are chosen from."""
     seen = {}
 
     class Watched(Drafter2):
-        def propose(self, hidden, anchor, tools):
-            logits = self.adjust_logits(tools.logits(hidden))
-            seen["found"] = self.candidate_scores(hidden, anchor, logits)
-            return super().propose(hidden, anchor, tools)
+        def candidates(self, hidden, anchor, logits):
+            seen["found"] = super().candidates(hidden, anchor, logits)
+            return seen["found"]
 
     models, params = pair()
     watched = Watched(config())
@@ -137,33 +136,35 @@ def test_tokens_over_two_steps_follow_the_target(mode: str):
         assert abs(np.mean(lengths > i) - rate) <= bound, (i, rate)
 
 
-class Unconditional(Drafter2):
+def unconditional(rule, found, vocab):
     """Says of every draft that it was drawn behind the place before's best candidate."""
-
-    def propose(self, hidden, anchor, tools):
-        tokens, right, _ = super().propose(hidden, anchor, tools)
-        assert right is not None
-        logits = self.adjust_logits(tools.logits(hidden))
-        candidates, scores = self.candidate_scores(hidden, anchor, logits)
-        q = tools.choose(scores[:, :, 0], False).q
-        assert q is not None
-        one_hot = jax.nn.one_hot(candidates, right.shape[-1])
-        return Proposal(tokens, jnp.einsum("BTC,BTCV->BTV", q, one_hot, precision="highest"))
+    right = drafts.choose_path(rule, found, vocab)
+    q = drafts.choose(rule, found.scores[:, :, 0]).q  # MODES["temperature"] has no other filter
+    assert q is not None
+    one_hot = jax.nn.one_hot(found.ids, vocab)
+    return right._replace(q=jnp.einsum("BTC,BTCV->BTV", q, one_hot, precision="highest"))
 
 
-class Hotter(Drafter2):
+def hotter(rule, found, vocab):
     """q without the request's temperature."""
-
-    def propose(self, hidden, anchor, tools):
-        tokens, q, _ = super().propose(hidden, anchor, tools)
-        assert q is not None
-        q = q**0.7
-        return Proposal(tokens, q / jnp.sum(q, axis=-1, keepdims=True))
+    right = drafts.choose_path(rule, found, vocab)
+    assert right.q is not None
+    q = right.q**0.7
+    return right._replace(q=q / jnp.sum(q, axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("wrong", [Unconditional, Hotter])
-def test_a_wrong_q_fails(wrong: type[Drafter2]):
+@pytest.fixture
+def fresh_runner():
+    """Programs of this test alone."""
+    runner.cache_clear()
+    yield
+    runner.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_runner")
+@pytest.mark.parametrize("wrong", [unconditional, hotter])
+def test_a_wrong_q_fails(wrong, monkeypatch):
     """With an eighth of the samples already."""
-    models = replace(pair()[0], drafter=wrong(config()))
-    counts, _ = samples(models, MODES["temperature"], CALLS // 8)
+    monkeypatch.setattr(speculative, "choose_path", wrong)
+    counts, _ = samples(pair()[0], MODES["temperature"], CALLS // 8)
     assert p_value(counts, MODES["temperature"]) < LEVEL

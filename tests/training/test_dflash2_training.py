@@ -97,7 +97,7 @@ def decoding_scores(rows: Rows, anchors, states) -> tuple[np.ndarray, ...]:
     tokens = jnp.take_along_axis(rows.tokens, anchors, axis=1).ravel()
     logits = apply(TARGET, TARGET_PARAMS, states, method="logits")
     logits = apply(DRAFTER, PARAMS, logits, method="adjust_logits")
-    found = apply(DRAFTER, PARAMS, states, tokens, logits, method="candidate_scores")
+    found = apply(DRAFTER, PARAMS, states, tokens, logits, method="candidates")
     return tuple(np.asarray(x) for x in (*found, logits))
 
 
