@@ -21,6 +21,9 @@ CLASSES = {
     "qwen2": transformers.Qwen2Config,
     "llama": transformers.LlamaConfig,
     "mistral": functools.partial(transformers.MistralConfig, sliding_window=None),
+    "qwen3_5": transformers.Qwen3_5TextConfig,
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
 }
 NAMES = {family.MODEL_TYPE: family.ARCHITECTURE for family in FAMILIES}
 DEFAULTS = {family.MODEL_TYPE: family.DEFAULTS for family in FAMILIES}
@@ -36,6 +39,13 @@ def test_defaults_are_those_of_transformers(family):
             assert getattr(theirs, key, None) in (None, value)
         elif key == "num_key_value_heads" and value is None:
             assert getattr(theirs, key) == mine["num_attention_heads"]
+        elif key == "full_attention_interval":
+            kinds = ["linear_attention"] * (value - 1) + ["full_attention"]
+            assert theirs.layer_types == kinds * (theirs.num_hidden_layers // value)
+        elif key == "partial_rotary_factor":
+            assert theirs.rope_parameters[key] == value
+        elif key == "intermediate_size" and family == "qwen3_5_moe":
+            assert not hasattr(theirs, key)  # no layer is dense
         else:
             assert getattr(theirs, key) == value, key
     assert theirs.rope_parameters["rope_theta"] == DEFAULT_ROPE_THETA
@@ -60,11 +70,11 @@ def test_a_config_that_says_nothing_is_the_default_model(family):
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_what_transformers_writes_is_read(family, tmp_path):
     """Both ways of saying RoPE: transformers 5 writes rope_parameters."""
-    config = CLASSES[family](num_hidden_layers=3, architectures=[NAMES[family]])
+    config = CLASSES[family](num_hidden_layers=4, architectures=[NAMES[family]])
     config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     config.save_pretrained(tmp_path)
     got = open_checkpoint(tmp_path).config(target_config)
-    assert (got.num_layers, got.mixers[0].rope.theta, got.mixers[0].rope.scaling) == (3, 5e5, None)
+    assert (got.num_layers, got.mixers[0].rope.theta, got.mixers[0].rope.scaling) == (4, 5e5, None)
 
 
 def test_a_mistral_with_a_window_is_refused():
@@ -323,7 +333,7 @@ def test_null_is_as_good_as_absent(key):
     "name",
     [
         *("GptOssForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"),
-        *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "DeepseekV3ForCausalLM"),
+        *("Glm4MoeForCausalLM", "Qwen3VLForConditionalGeneration", "DeepseekV3ForCausalLM"),
         *("MinistralForCausalLM", "DFlashDraftModel"),
     ],
 )
