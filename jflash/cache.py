@@ -1,10 +1,9 @@
 """What a step reads and writes: one key and one value array a layer, with places for positions.
 
-A `LayerCache` has a slot for every position, a `RingCache` for those that a window can still see,
-and a `PagedCache` finds the positions of a sequence in a pool of pages that many share.
-A step asks the cache for slots and knows no more of it. Nothing is ever freed. What lies at and
-past a sequence's length is garbage by definition: rollback is a smaller length, and the next step
-overwrites it.
+A `LayerCache` has a slot for every position, a `RingCache` has slots for the positions inside a
+window, and a `PagedCache` has pages of a pool that all sequences share. A step asks the cache for
+slots and knows no more of it. Nothing is ever freed. The contents at and past a sequence's length
+are garbage by definition: rollback is a smaller length, and the next step overwrites them.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -22,14 +21,14 @@ RING_BLOCK = 64  # slots that Mosaic's attention kernel reads at a time: it take
 
 @runtime_checkable
 class LayerState(Protocol):
-    """What a step asks of any layer's state, which the layer itself makes and understands.
+    """The interface of a layer's state, which the layer makes and reads.
 
-    Keys and values answer with themselves: rollback is a smaller length, and what a slot held
-    before is never seen. A recurrent state remembers `count`, and is zeroed for a new sequence.
+    Caches of keys and values return themselves: rollback is a smaller length, and a slot's earlier
+    contents are never seen. A recurrent state is zeroed for a new sequence.
     """
 
     def committed[S](self: S, count: Int[Array, " B"]) -> S:
-        """The state after the first `count` rows of each sequence's last block were kept."""
+        """The state once the first `count` rows of each sequence's last block are committed."""
         ...
 
     def cleared[S](self: S, slot: Int[Array, ""]) -> S:
@@ -60,7 +59,7 @@ class LayerCache(NamedTuple):
     def slots(
         self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
-        """Where positions lie; those not `kept` go past the end, each to a place of its own."""
+        """The positions' slots; those not `kept` get distinct slots past the end."""
         if kept is None:
             return positions
         return jnp.where(kept, positions, self.k.shape[1] + jnp.arange(positions.shape[1]))
@@ -70,8 +69,8 @@ class RingCache(NamedTuple):
     """Keys and values of a layer with a window: position p lies at slot p % S.
 
     With S of at least window + T - 1, a block of T tokens overwrites nothing that one of its rows
-    sees, nor a row of any later block: a block never begins before an earlier one. So a step may
-    take back all that it wrote.
+    or of a later block's rows sees, because no block begins before an earlier one. So a step may
+    roll back all of its rows.
     """
 
     k: Float[Array, "B S K H"]
@@ -94,22 +93,22 @@ class RingCache(NamedTuple):
     def slots(
         self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
-        """Where positions lie; those not `kept` go past the end, each to a place of its own."""
+        """The positions' slots; those not `kept` get distinct slots past the end."""
         around = LayerCache(self.k, self.v)
         return around.slots(positions % self.k.shape[1], kept)
 
 
 class PagedCache(NamedTuple):
-    """Keys and values of one layer in pages of PAGE positions, and which page is whose.
+    """Keys and values of one layer in pages of PAGE positions, and the sequences' page table.
 
-    Position p of sequence b lies in page table[b, p // PAGE], at p % PAGE. Of a page that several
-    sequences share all positions are committed, so that nobody writes it. A table's entry that is
-    no page takes what is written there away. A window is a mask here: nothing is overwritten.
+    Position p of sequence b lies in page table[b, p // PAGE], at p % PAGE. All positions of a
+    shared page are committed, so no sequence writes it. Writes to a table's entry that is no page
+    are dropped. A window is only a mask here: nothing is overwritten.
     """
 
     k: Float[Array, "pages _ K H"]
     v: Float[Array, "pages _ K H"]
-    table: Int[Array, "B _"] | None  # None between two calls: each brings its own
+    table: Int[Array, "B _"] | None  # None between calls: each call brings one
 
     def committed(self, count: Int[Array, " B"]) -> "PagedCache":
         return self
@@ -124,7 +123,7 @@ class PagedCache(NamedTuple):
     def slots(
         self, positions: Int[Array, "B T"], kept: Bool[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
-        """Places in the pools as one row; what is not `kept` goes past the end, all distinct."""
+        """Slots in the pool, flattened; those not `kept` get distinct slots past the end."""
         assert self.table is not None, "a call brings the table"
         last = self.table.shape[1] - 1
         column = jnp.minimum(positions // PAGE, last)
@@ -137,7 +136,7 @@ class PagedCache(NamedTuple):
     def put(
         self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], places: Int[Array, "B T"]
     ) -> "PagedCache":
-        """Rows written at places that `slots` gave."""
+        """The cache with rows written at places from `slots`."""
 
         def one(pool, new):
             flat = pool.reshape(-1, *pool.shape[2:])
@@ -150,7 +149,7 @@ class PagedCache(NamedTuple):
 class DeltaCache(NamedTuple):
     """A delta net's recurrent state, and the newest rows of its convolution.
 
-    Both are taken back by a smaller start of the next block: `memory` keeps the rows that may be,
+    Rollback of both is a smaller start of the next block: `memory` keeps the rows since its base,
     and position p of `raw` lies at place p % R, with R ≥ CHUNK + taps - 1.
     """
 
@@ -169,7 +168,7 @@ Cache = LayerCache | RingCache | PagedCache
 
 
 def empty_delta(spec: DeltaSpec, batch: int, dtype: DTypeLike) -> DeltaCache:
-    """A delta net's state of zeros: float32, but for the rows of the convolution."""
+    """A delta net's state of zeros, float32 except for the convolution's rows."""
     keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_value_heads, spec.value_dim)
     rows = Rows(
         *(jnp.zeros((batch, 2 * CHUNK, *x)) for x in (keys, values, values[:1], values[:1]))
@@ -180,9 +179,9 @@ def empty_delta(spec: DeltaSpec, batch: int, dtype: DTypeLike) -> DeltaCache:
 
 
 def ring_slots(window: int, rows: int, capacity: int) -> int:
-    """Slots of a ring for `window` and at most `rows` tokens at once, whole RING_BLOCKs of them.
+    """Slots of a ring for `window` and at most `rows` tokens at once, in whole RING_BLOCKs.
 
-    No more than `capacity`, which is never reached: then the ring does not wrap.
+    `capacity` is the most: such a ring never wraps.
     """
     return min(capacity, -(-(window + rows - 1) // RING_BLOCK) * RING_BLOCK)
 
@@ -190,9 +189,9 @@ def ring_slots(window: int, rows: int, capacity: int) -> int:
 def empty_cache(
     spec: AttentionSpec, batch: int, capacity: int, rows: int, dtype: DTypeLike
 ) -> Cache:
-    """A layer's cache of zeros, a ring if it has a window; every array its own, to be donated.
+    """A layer's cache of zeros, a ring for a window; distinct arrays, so that they can be donated.
 
-    At most `rows` tokens are written at once and attended to.
+    At most `rows` tokens are written at once.
     """
     ring = spec.window is not None
     slots = capacity if spec.window is None else ring_slots(spec.window, rows, capacity)
@@ -208,16 +207,16 @@ def write_chunk[C: Cache](
     slot: Int[Array, ""],
     offset: Int[Array, ""],
 ) -> C:
-    """A prompt chunk of sequence `slot` goes to positions offset … offset + C - 1.
+    """Writes a prompt chunk of sequence `slot` at positions offset … offset + C - 1.
 
-    offset + C must not pass the capacity, but of pages: the update would be moved back over live
-    rows. A ring holds window + C - 1 slots at least: what padding overwrites has left every later
-    row's window.
+    Without pages offset + C must not pass the capacity: XLA would shift the update back over live
+    rows. A ring has at least window + C - 1 slots, so padding only overwrites rows that no later
+    row sees.
     """
     if isinstance(cache, PagedCache):
-        own = one_sequence(cache, slot)
-        own = own.put(k, v, own.slots((offset + jnp.arange(k.shape[1]))[None]))
-        return cache._replace(k=own.k, v=own.v)
+        one = one_sequence(cache, slot)
+        one = one.put(k, v, one.slots((offset + jnp.arange(k.shape[1]))[None]))
+        return cache._replace(k=one.k, v=one.v)
     if cache.wraps:
         positions = (offset + jnp.arange(k.shape[1])) % cache.k.shape[1]
         return cache._replace(
@@ -239,10 +238,10 @@ def write_context[C: Cache](
     offset: Int[Array, ""],
     length: Int[Array, ""],
 ) -> C:
-    """write_chunk of a prompt of `length` tokens, into any cache, for what nobody attends to yet.
+    """write_chunk of a prompt of `length` tokens, for rows that this prefill does not attend to.
 
-    A ring takes no padding, which would lie on live rows, and of a chunk longer than itself the
-    last rows alone.
+    The ring may be shorter than a chunk: it gets no padding, which would overwrite live rows, and
+    only the last rows.
     """
     if not isinstance(cache, RingCache):
         return write_chunk(cache, k, v, slot, offset)
@@ -257,7 +256,7 @@ def write_context[C: Cache](
 
 
 def one_sequence[C: Cache](cache: C, slot: Int[Array, ""]) -> C:
-    """The cache of one sequence, batch axis kept: what a prompt's chunk attends to."""
+    """The cache of one sequence, with its batch axis: a prompt's chunk attends to it."""
     if isinstance(cache, PagedCache):
         assert cache.table is not None, "a call brings the table"
         return cache._replace(table=lax.dynamic_slice_in_dim(cache.table, slot, 1))

@@ -48,10 +48,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: base frequency, how long contexts scale it, and what turns.
+    """Rotary position embedding: base frequency, scaling for long contexts, and rotated dims.
 
-    `rotary_dim`: how many of a head's dims turn, all of them if None. Heads lie so that those that
-    turn are the first rotary_dim / 2 of each half.
+    `rotary_dim`: the number of rotated dims of a head, None for all. They are the first
+    rotary_dim / 2 of each half.
     """
 
     theta: float
@@ -61,7 +61,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """One layer's attention: its heads, how positions enter, and what a row sees.
+    """One layer's attention: its heads, positions and masks.
 
     `window`: keys fewer than that many positions away, on both sides unless `causal`. `causal`: no
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
@@ -72,7 +72,7 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig | None  # None: positions do not enter
+    rope: RopeConfig | None  # None: no position embedding
     scale: float
     window: int | None = None
     causal: bool = True
@@ -168,7 +168,7 @@ class DenseSpec:
 class MoeSpec:
     """Experts in place of an MLP; `intermediate_size` is that of one expert.
 
-    `shared_size`: that of an expert which every token goes to, times σ of a logit of its own.
+    `shared_size`: that of an expert for every token, whose output is gated by σ of a logit.
     """
 
     num_experts: int
@@ -187,7 +187,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: what mixes tokens, and what follows it; each after a norm, with a residual."""
+    """One layer: a mixer of tokens and an MLP, each after a norm and with a residual."""
 
     mixer: AttentionSpec | DeltaSpec
     mlp: DenseSpec | MoeSpec
@@ -199,7 +199,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What targets and drafters share: a family is the data of its layers."""
+    """The fields that targets and drafters share; families differ in the data of their layers."""
 
     vocab_size: int
     hidden_size: int
@@ -229,7 +229,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer that attends, None of one that sees the whole context."""
+        """The window of each layer that attends, None if it sees the whole context."""
         return tuple(mixer.window for mixer in self.mixers)
 
     @property
@@ -251,10 +251,10 @@ class DecoderConfig:
         return max(moe.experts_per_token * moe.intermediate_size for moe in self.experts)
 
     def attending[C](self: C, *changes: Mapping[str, Any]) -> C:
-        """The model with other values of some fields of its layers' mixers: `changes` of each."""
+        """The model with other values of some fields of its mixers; `changes` has one per layer."""
         model: Any = self
         pairs = zip(model.layers, changes, strict=True)
-        return replace(model, layers=tuple(layer.attending(**own) for layer, own in pairs))
+        return replace(model, layers=tuple(layer.attending(**fields) for layer, fields in pairs))
 
     def with_experts[C](self: C, moe: MoeSpec, layers: Collection[int]) -> C:
         """The model with experts in place of the MLPs of `layers`."""
@@ -294,8 +294,8 @@ class DecoderConfig:
 class TargetConfig(DecoderConfig):
     """A decoder: families differ in their layers.
 
-    `norm_shift`: what files leave out of the norms' weights; these stay float32 with it.
-    `unread_ids`: tokens that stand for what is no text, and are refused in a prompt.
+    `norm_shift`: a constant that files leave out of the norms' weights; with it these stay float32.
+    `unread_ids`: tokens that stand for images and videos, refused in a prompt.
     """
 
     tie_embeddings: bool

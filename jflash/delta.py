@@ -1,8 +1,8 @@
 """The gated delta net in place of attention (Qwen3.5, Qwen3-Next): projections, convolution, state.
 
-It reads its pass: a `Block` may be taken back in part, of a `Chunk` what lies past `length` is
-padding, and `Rows` are whole sequences from nothing. The rule itself, and how a state is rolled
-back, is for pallas_kernels/gated_delta.
+It reads its pass: some rows of a `Block` may be rolled back, rows of a `Chunk` past `length` are
+padding, and `Rows` are whole sequences from a state of zeros. pallas_kernels/gated_delta has the
+rule itself and the rollback of a state.
 Axes: B batch, T rows, D width, Hk and Hv heads, dk and dv their widths, C columns convolved.
 """
 
@@ -53,17 +53,17 @@ class DeltaNet(nn.Module):
         match over:
             case Block():
                 assert cache is not None
-                # None of a block's rows is sure to stay: the next block's start says which did.
+                # Any row of a block may be rolled back: the next block's start tells.
                 real = jnp.full_like(over.lengths, raw.shape[1])
                 nothing = jnp.zeros_like(over.lengths)
                 return self._step(cache, raw, b, a, over.lengths, real, nothing, over)
             case Chunk():
                 assert cache is not None
-                own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, over.slot, 1), cache)
+                one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, over.slot, 1), cache)
                 real = jnp.clip(over.length - over.offset, 0, raw.shape[1])[None]
-                out, own = self._step(own, raw, b, a, over.offset[None], real, real, over)
+                out, one = self._step(one, raw, b, a, over.offset[None], real, real, over)
                 put = jax.lax.dynamic_update_slice_in_dim
-                return out, jax.tree.map(lambda all, x: put(all, x, over.slot, 0), cache, own)
+                return out, jax.tree.map(lambda all, x: put(all, x, over.slot, 0), cache, one)
             case Rows():
                 return self._whole(raw, b, a, over.mask), cache
             case _:
@@ -85,13 +85,13 @@ class DeltaNet(nn.Module):
         kept: Int[Array, " B"],
         over: Pass,
     ) -> tuple[Float[Array, "B T Hv dv"], DeltaCache]:
-        """Rows from `start` on, after what the cache keeps; see the op's contract."""
+        """Outputs of the rows from `start` on, and the new cache; see the op's contract."""
         sequence, row = jnp.arange(len(start))[:, None], jnp.arange(raw.shape[1])
         places = cache.raw.shape[1]
         before = start[:, None] + jnp.arange(1 - self.spec.taps, 0)
         tail = jnp.where((before >= 0)[:, :, None], cache.raw[sequence, before % places], 0)
         padding = (row >= real[:, None])[:, :, None]
-        raw = jnp.where(padding, 0, raw)  # it must be finite
+        raw = jnp.where(padding, 0, raw)  # padding must be finite
         q, rows = self._rows(jnp.concatenate([tail, raw], axis=1), b, a, over.kernels.delta)
         out, memory = op.gated_delta(
             q, rows, cache.memory, start, real, kept, backend=over.kernels.delta
@@ -102,15 +102,15 @@ class DeltaNet(nn.Module):
         return out, DeltaCache(memory, kept_raw)
 
     def _whole(self, raw, b, a, mask: Bool[Array, "B 1 T S"]) -> Float[Array, "B T Hv dv"]:
-        """Every sequence of a row from nothing, token by token: it begins at its first key."""
+        """Whole sequences, several in a row, token by token; each begins at its first key."""
         T, taps = raw.shape[1], self.spec.taps
         age = jnp.arange(T) - jnp.argmax(mask[:, 0], axis=-1)  # [B, T]
         age = jnp.broadcast_to(age, raw.shape[:2])
         windows = jnp.pad(raw, ((0, 0), (taps - 1, 0), (0, 0)))
         back = jnp.arange(taps - 1, -1, -1)
         index = jnp.arange(T)[:, None] + (taps - 1) - back
-        own = jnp.where((age[:, :, None] >= back)[..., None], windows[:, index], 0)
-        flat = own.reshape(-1, taps, raw.shape[-1])
+        same = jnp.where((age[:, :, None] >= back)[..., None], windows[:, index], 0)
+        flat = same.reshape(-1, taps, raw.shape[-1])
         b, a = (x.reshape(-1, 1, x.shape[-1]) for x in (b, a))
         each = self._rows(flat, b, a, "reference")
         q, rows = jax.tree.map(lambda x: x.reshape(*raw.shape[:2], *x.shape[2:]), each)
@@ -118,7 +118,7 @@ class DeltaNet(nn.Module):
 
 
 class DeltaLayer(DecoderLayer):
-    """A decoder layer whose tokens are mixed by a delta net."""
+    """A decoder layer that mixes tokens by a delta net."""
 
     @nn.nowrap
     def make_mixer(self) -> nn.Module:

@@ -1,8 +1,8 @@
 """A mixture-of-experts MLP: each token goes to k of E SwiGLU experts, chosen by a router.
 
 Shapes are fixed: M tokens make M·k rows whatever the routing, sorted by expert on the device. A
-token's bits depend on that token alone: its k outputs are added in its own ranking, never by a
-scatter, so neither its neighbours nor where its rows were sorted to can be told from the sum.
+token's bits depend only on that token: its k outputs are added in the order of its ranking, never
+by a scatter, so the sum depends neither on its neighbours nor on the sorted places of its rows.
 Axes: B batch, T tokens, D width, M = B·T, k experts a token, E experts, F an expert's width.
 """
 
@@ -29,7 +29,7 @@ ROUTING = "routing"  # of Flax's collections
 
 
 class Kernel(nn.Module):
-    """A matrix, or one for every expert, as a parameter of its own."""
+    """A matrix, or one for every expert, as a parameter without a product."""
 
     leaf: Leaf
 
@@ -40,7 +40,7 @@ class Kernel(nn.Module):
 class Experts(nn.Module):
     """Parameters: router [D, E], gate_up [E, D, 2F] (the gate's columns first), down [E, F, D].
 
-    With a shared expert its own gate_up and down, and shared_gate [D, 1].
+    A shared expert adds shared_gate_up, shared_down and shared_gate [D, 1].
     """
 
     hidden_size: int
@@ -60,20 +60,20 @@ class Experts(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Kernels
     ) -> Float[Array, "B T D"]:
-        """The experts' weighted sum, on top of `residual` if given.
+        """The experts' weighted sum, added to `residual` if given.
 
         A token's outputs are weighted and added in float32 and rounded once.
         """
         flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
         logits = matmul(flat, self.router.kernel, backend=kernels.matmul)
         weights, ids = route(logits, k, self.config.renormalise, kernels.experts)
-        self.sow(ROUTING, "ids", ids)  # nothing, unless somebody asks for it
+        self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
         rows, backend = flat[order // k], kernels.experts
         inner = grouped_gate_up(rows, self.gate_up.kernel, sizes, backend=backend)
         outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
-        # Back to the tokens' own order: where each row was sorted to.
+        # The inverse of the sort brings rows back to the tokens' order.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
         out = weighted_sum(outputs, weights, backend=backend).astype(x.dtype)
         if self.config.shared_size is not None:
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         return out if residual is None else added(residual, out, backend=kernels.matmul)
 
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
-        """The expert that every token goes to, times its gate, a column summed in one order."""
+        """The shared expert's output times its gate, whose logit is summed in a fixed order."""
         inner = gate_up(x, self.shared_gate_up.kernel, backend=backend)
         out = matmul(inner, self.shared_down.kernel, backend=backend)
         column = self.shared_gate.kernel[:, 0].astype(jnp.float32)

@@ -28,7 +28,7 @@ from jflash.programs import (
 from jflash.row_choice import ChosenRows, programs_for
 from jflash.speculative import Models, Params, State
 
-STEPS_PER_CALL = 4  # steps between two looks of the host when somebody watches the tokens
+STEPS_PER_CALL = 4  # steps between two looks of the host when a caller watches the tokens
 DEFAULTS = Decoding()
 
 
@@ -84,7 +84,7 @@ class Pair:
     params: Params
 
     def plain(self) -> "Pair":
-        """The target alone at width 1: what speculative decoding is measured against."""
+        """The target without a drafter at width 1, the baseline of speculative decoding."""
         return Pair(self.models.plain(), Params(self.params.target))
 
 
@@ -100,7 +100,7 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
     unread = [int(t) for t in prompt if t in models.target.config.unread_ids]
     if unread:
-        raise ValueError(f"token id {unread[0]} stands for an image or a video: text alone is read")
+        raise ValueError(f"token id {unread[0]} stands for an image or a video: only text is read")
     if not isinstance(max_new_tokens, Integral):
         raise ValueError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
     if max_new_tokens < 1:
@@ -115,7 +115,7 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
 
 
 def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
-    """ValueError for a seed or an index that a key cannot hold, and for chunks of no token."""
+    """ValueError for a seed or an index that a key cannot hold, and for empty chunks."""
     for name, value in (("seed", seed), *(("index", index) for index in indices)):
         if not (isinstance(value, Integral) and 0 <= value < 2**32):
             raise ValueError(f"{name} {value} must be a whole number within 0 … {2**32 - 1}")
@@ -124,7 +124,7 @@ def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
 
 
 def models_for(models: Models, decodings: Iterable[Decoding]) -> Models:
-    """The models compiled so that they can serve these requests: greedy ones alone draw nothing."""
+    """The models for these requests: with only greedy ones the programs draw nothing."""
     draws = any(decoding.sampling.temperature > 0 for decoding in decodings)
     return replace(models, sampled=models.sampled or draws)
 
@@ -141,7 +141,7 @@ def generate(
 ) -> list[Generation]:
     """Decodes a batch of prompts (token ids) to the end, in one device loop without a host sync.
 
-    `decoding` is one for all prompts or one for each; `options` replace fields of it
+    `decoding` is one for all prompts or one for each; `options` replace its fields
     (max_new_tokens=64, stop_token_ids=[2], sampling=Sampling(temperature=0.8), seed=1, …).
     Sequence i draws from a key made of its seed and `first_index` + i: later batches of one seed
     start where the last one ended. `capacity` overrides the cache slots a sequence (see
@@ -221,7 +221,7 @@ def stream(
 
 
 class _Session(NamedTuple):
-    """A prefilled state and when its parts were done."""
+    """A prefilled state, and the times of compilation and prefill."""
 
     programs: Programs | ChosenRows
     state: State
@@ -284,7 +284,7 @@ def _start(
 
 
 def _kept(stop_when: StopWhen, ids: list[int]) -> int | None:
-    """What `stop_when` keeps of the new tokens; ValueError unless that is some of them."""
+    """The number of new tokens that `stop_when` keeps; ValueError unless it is within them."""
     keep = stop_when(ids)
     if keep is not None and not 1 <= keep <= len(ids):
         raise ValueError(f"stop_when returned {keep}: None, or a number within 1 … {len(ids)}")

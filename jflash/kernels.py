@@ -1,6 +1,6 @@
-"""Which backend serves each operation of a step: one record, which `jflash.backends` fills.
+"""The backend of each operation of a step: one record, which `jflash.backends` fills.
 
-Knows names only. Everything that computes is handed it, so nothing chooses for itself.
+This file knows only names. Everything that computes gets the record, and chooses nothing itself.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
 
     @property
     def chunk(self) -> "Kernels":
-        """Those of a prompt's chunk: the step's, where any number of rows has the same bits."""
+        """The backends of a prompt's chunk: the step's if they are of one arithmetic, else XLA."""
         others = dict.fromkeys(set(self._fields) - self.one_arithmetic - {"experts"}, "xla")
         return self._replace(**others)
 

@@ -1,8 +1,8 @@
 """RMSNorm, attention and MLP of a decoder layer, and the passes that they work on.
 
-A layer knows no mask and no cache layout: it hands its spec, its projection, with what it takes to
-make heads of it, and its cache to the pass, which writes, attends and returns the cache. `Block`
-serves the speculative step, `Chunk` a prompt, `Rows` training.
+A layer knows no mask and no cache layout. It hands its spec, its fused projection (with head norms
+and RoPE angles) and its cache to the pass, which writes the rows, attends and returns the cache.
+`Block` serves the speculative step, `Chunk` a prompt, `Rows` training.
 Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
 """
 
@@ -43,7 +43,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 class Projected(NamedTuple):
-    """A fused projection, in P pieces, and what makes normed, rotated heads of its columns."""
+    """A fused projection in P pieces, and the norms and angles that turn its columns into heads."""
 
     x: Float[Array, "P B R C"]  # R ≥ T rows
     q_scale: Float[Array, " H"] | None
@@ -79,7 +79,7 @@ class Projected(NamedTuple):
         return q, cache._replace(k=k, v=v)
 
     def _write_pages(self, cache, places, backend):
-        """`write` with the pools as one long cache, into which one sequence of all rows goes."""
+        """`write` with the pools as one long cache, and all rows as one sequence."""
         B, T = places.shape
         x = self.x[:, :, :T].reshape(len(self.x), 1, B * T, -1)
         cos, sin = (a.reshape(1, B * T, -1) for a in (self.cos, self.sin))
@@ -94,10 +94,10 @@ class Projected(NamedTuple):
 
 @runtime_checkable
 class Pass(Protocol):
-    """What one call of a model works on: its layers attend through it, by its kernels.
+    """The input of one call of a model besides its tokens: layers attend through it.
 
-    A layer with a state of another kind than keys and values reads the pass as it needs it: a
-    `Block` may be taken back in part, of a `Chunk` what lies past `length` is padding.
+    A recurrent layer reads the pass itself: some rows of a `Block` may be rolled back, and rows of
+    a `Chunk` past `length` are padding.
     """
 
     @property
@@ -144,18 +144,18 @@ class Chunk(NamedTuple):
     def attend(self, spec, projected, cache, sinks=None):
         q, k, v = projected.split(self.kernels.heads, cache.k.dtype)
         cache = write_chunk(cache, k, v, self.slot, self.offset)
-        own = one_sequence(cache, self.slot)
+        one = one_sequence(cache, self.slot)
         # A chunk is a causal block that fills its width.
         out = block_attention(
-            q, own.k, own.v, self.offset[None], jnp.full(1, q.shape[1]),
+            q, one.k, one.v, self.offset[None], jnp.full(1, q.shape[1]),
             causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
             window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
-            table=own.table,
+            table=one.table,
         )  # fmt: skip
         return out, cache
 
     def write[C: Cache](self, projected: Projected, cache: C) -> C:
-        """The cache with keys and values that nothing attends to yet: a drafter's context."""
+        """The cache with keys and values that this pass does not attend to: a drafter's context."""
         _, k, v = projected.split(self.kernels.heads)
         return write_context(cache, k, v, self.slot, self.offset, self.length)
 
@@ -163,7 +163,7 @@ class Chunk(NamedTuple):
 class Rows(NamedTuple):
     """Whole sequences without a cache, by an explicit mask; differentiable, for training.
 
-    `implementation` is one of jax.nn.dot_product_attention's. Key and query s lie at one place.
+    `implementation` is one of jax.nn.dot_product_attention's. Key s and query s are the same token.
     """
 
     mask: Bool[Array, "B 1 T S"]
@@ -183,7 +183,7 @@ class Rows(NamedTuple):
 
 
 def check_trains(spec: AttentionSpec) -> None:
-    """ValueError for what only the step's kernels have."""
+    """ValueError for features that only the step's kernels have."""
     if spec.sinks or spec.softcap is not None:
         raise ValueError(f"no training has sinks ({spec.sinks}) or a soft cap ({spec.softcap}) yet")
 
@@ -191,7 +191,7 @@ def check_trains(spec: AttentionSpec) -> None:
 class RMSNorm(nn.Module):
     """x / rms(x) in float32, to the scale's dtype, then times scale: transformers' order.
 
-    `dtype`: the scale's own, where it is not the model's.
+    `dtype`: the scale's, where it differs from the model's.
     """
 
     features: int
@@ -224,7 +224,7 @@ class Projection(nn.Module):
         backend: str = "xla",
         residual: Float[Array, "B T _"] | None = None,
     ) -> Float[Array, "B T _"]:
-        """The product, on top of `residual` if given."""
+        """The product, added to `residual` if given."""
         lead = x.shape[:-1]
         flat = x.reshape(-1, x.shape[-1])
         if self.use_bias:
@@ -236,7 +236,7 @@ class Projection(nn.Module):
         return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)
 
     def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B R _"]:
-        """The product in the pieces that the backend adds up to it; with a bias in one.
+        """The product as the backend's partial sums; with a bias it is one piece.
 
         A single row may come back as several, of which the first counts.
         """
@@ -248,7 +248,7 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention by its spec; q, k, v and the gate are one kernel."""
+    """Grouped-query attention; q, k, v and the gate are one kernel."""
 
     spec: AttentionSpec
     hidden_size: int
@@ -271,7 +271,7 @@ class Attention(nn.Module):
     def keys_values(
         self, x: Float[Array, "B T C"], positions: Int[Array, "B T"], first: int
     ) -> Projected:
-        """Keys and values alone, which lie in x's columns from `first` on, as a projection."""
+        """Keys and values without queries, from x's columns `first` …, as a projection."""
         s = self.spec
         heads = heads_op.Heads(0, s.num_kv_heads, s.head_dim, self.eps, first)
         scale = self.k_norm.scale if s.qk_norm else None
@@ -280,8 +280,9 @@ class Attention(nn.Module):
     def context_kernel(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
         """The columns of keys and values of the fused kernel, and of its bias."""
         first = self.spec.num_heads * self.spec.head_dim
-        own = slice(first, first + self.spec.kv_width)
-        return self.qkv.kernel[:, own], self.qkv.bias[own] if self.qkv.use_bias else None
+        columns = slice(first, first + self.spec.kv_width)
+        bias = self.qkv.bias[columns] if self.qkv.use_bias else None
+        return self.qkv.kernel[:, columns], bias
 
     def __call__(self, x, positions, cache, over: Pass, residual):
         s = self.spec
@@ -335,17 +336,17 @@ class DecoderLayer(nn.Module):
 
     @nn.nowrap
     def make_mixer(self) -> nn.Module:
-        """What mixes tokens."""
+        """The module that mixes tokens."""
         assert isinstance(self.config.mixer, AttentionSpec)
         return Attention(self.config.mixer, self.hidden_size, self.eps, self.norm_dtype)
 
     def empty_state(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> LayerState:
-        """What the layer keeps of `batch` sequences; see jflash.cache's LayerState."""
+        """The layer's state for `batch` sequences; see jflash.cache's LayerState."""
         assert isinstance(self.config.mixer, AttentionSpec)
         return empty_cache(self.config.mixer, batch, capacity, rows, dtype)
 
     def keys_values(self, x, positions, first):
-        """Keys and values of context features: no input norm, no residual."""
+        """Keys and values of context features, without input norm and residual."""
         return self.attention.keys_values(x, positions, first)
 
     def __call__(self, x, positions, cache, over: Pass):

@@ -1,8 +1,8 @@
-"""A parameter before it is an array: its logical shape and axes, its dtype, how it lies in memory.
+"""A parameter before it is an array: its logical shape and axes, its dtype and its memory format.
 
-The layers declare their leaves; memory, floors, files and random weights read what was declared.
-Axes are logical: a shard of a leaf is a slice along one of them, also of a fused leaf. Where the
-numbers of a fused leaf lie is its format's business, and only this file knows it.
+The layers declare their leaves; memory, floors, files and random weights read the declarations.
+Axes are logical: a shard of a leaf is a slice along one of them, also of a fused leaf. A format
+gives the order of a fused leaf in memory, and only this file knows it.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class SideBySide(NamedTuple):
     columns: tuple[int, ...]  # of each part
 
     def join(self, parts: Sequence[Any], axis: int = -1) -> Any:
-        """The array of its parts: the one place that says in what order they lie."""
+        """The array from its parts: this function alone defines their order."""
         return jnp.concatenate(parts, axis=axis)
 
     def split(self, x: Any) -> list[Any]:
@@ -36,9 +36,9 @@ class SideBySide(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a layer says of a parameter; without a `format` it lies as its axes say.
+    """A layer's declaration of a parameter; without a `format` it lies in memory as its axes.
 
-    A layer leaves `dtype` open: it is the model's.
+    An empty `dtype` means the model's.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Leaf:
 
     @property
     def experts(self) -> int:
-        """How many experts have such a matrix each; 0 for a leaf of all tokens."""
+        """The number of experts in the leaf; 0 if it has no axis of experts."""
         return self.shape[0] if self.axes[0] == "experts" else 0
 
     @property
@@ -71,12 +71,12 @@ class Leaf:
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The array that it will be."""
+        """The array's shape and dtype."""
         return jax.ShapeDtypeStruct(self.stored, jnp.dtype(self.dtype))
 
     @property
     def bias(self) -> "Leaf":
-        """What is added to the product with this leaf."""
+        """The leaf of the bias that is added to the product with this leaf."""
         return replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
     def of_experts(self, count: int) -> "Leaf":
@@ -85,7 +85,7 @@ class Leaf:
 
 
 def gate_up_leaf(width: int, columns: int) -> Leaf:
-    """The fused kernel of a SwiGLU: the gate's columns and those that it gates."""
+    """The fused kernel of a SwiGLU: the gate's columns, then the up projection's."""
     format = SideBySide((columns, columns))
     return Leaf((width, 2, columns), ("embed", "gate_up", "mlp"), format)
 

@@ -1,9 +1,8 @@
-"""What decoding takes of a device's memory, from configs alone: refused before a weight is read.
+"""The memory that decoding takes, by the configs: requests that do not fit are refused early.
 
-Weights and caches are exact. Temporaries are an upper estimate of what XLA allocates beside them,
-checked in the tests against programs compiled for a GPU and, in float32, for the CPU. (In bfloat16
-XLA's CPU backend converts whole weights to float32: that takes more than is said here.) What was
-in use in the end is read from the device.
+Weights and caches are exact. Temporaries are an upper estimate of XLA's other allocations, checked
+in the tests against programs compiled for a GPU and, in float32, for the CPU. (In bfloat16 XLA's
+CPU backend converts whole weights to float32 and takes more.) The peak is read from the device.
 """
 
 import bisect
@@ -23,12 +22,12 @@ from jflash.speculative import Models
 from pallas_kernels.gated_delta import CHUNK
 
 FLOAT32 = 4  # bytes
-WORKSPACE = 64 * 2**20  # of matrix products and of what is rounded up
-SMALLEST_SPLIT = 128  # slots of the KV axis that a kernel sums apart, at least
+WORKSPACE = 64 * 2**20  # of matrix products and of rounded sizes
+SMALLEST_SPLIT = 128  # slots at least, where a kernel splits the KV axis
 
 
 class Budget(NamedTuple):
-    """Bytes on the device: parameters, the state with its caches, and what a program needs more."""
+    """Bytes on the device: parameters, the state with its caches, and a program's temporaries."""
 
     weights: int
     caches: int
@@ -40,9 +39,9 @@ class Budget(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """The most that fits with all else as it was asked for; None if nothing does.
+    """The largest context and the largest batch that fit, each at the other's given value.
 
-    `context` counts tokens of a sequence, prompt and new ones together.
+    `context` counts tokens of a sequence, prompt and new ones together. None: nothing fits.
     """
 
     context: int | None
@@ -50,7 +49,7 @@ class Largest(NamedTuple):
 
 
 def memory_budget(models: Models, shape: Shape) -> Budget:
-    """What the programs of `shape` take."""
+    """The bytes that the programs of `shape` take."""
     state = jax.eval_shape(lambda: new_state(models, shape))
     caches = (state.target_cache, state.drafter_cache)
     return Budget(
@@ -67,7 +66,7 @@ def largest_that_fit(models: Models, shape: Shape, context: int, limit: int) -> 
     positions = min(config.max_position_embeddings for config in models.configs)
 
     def too_much(batch: int, context: int) -> bool:
-        return memory_budget(models, at(models, shape, batch, context)).total > limit
+        return memory_budget(models, shape_for(models, shape, batch, context)).total > limit
 
     contexts, batches = range(1, positions + 1), range(1, shape.batch + 1)
     fitting = bisect.bisect_left(contexts, True, key=lambda n: too_much(shape.batch, n))
@@ -75,10 +74,10 @@ def largest_that_fit(models: Models, shape: Shape, context: int, limit: int) -> 
     return Largest(fitting or None, side_by_side or None)
 
 
-def at(models: Models, shape: Shape, batch: int, context: int) -> Shape:
+def shape_for(models: Models, shape: Shape, batch: int, context: int) -> Shape:
     """The shape that serves `batch` sequences of `context` tokens, however many are the prompt's.
 
-    A prompt is padded to whole chunks: all of them prompt is the most that a context needs.
+    A prompt is padded to whole chunks, so a context that is all prompt needs the most slots.
     """
     capacity = capacity_for(context, 0, models.block_size, shape.chunk)
     return shape._replace(batch=batch, capacity=capacity)
@@ -87,7 +86,7 @@ def at(models: Models, shape: Shape, batch: int, context: int) -> Shape:
 def check_decoding(models: Models, batch: int, longest_prompt: int, max_new_tokens: int) -> int:
     """The cache slots of a sequence, for `batch` prompts of at most `longest_prompt` tokens.
 
-    ValueError if they take more memory than the device has: to be asked before a weight is read.
+    ValueError if they take more memory than the device has; call it before a weight is read.
     """
     capacity = capacity_for(longest_prompt, max_new_tokens, models.block_size, PREFILL_CHUNK)
     shape = Shape.of(batch, capacity)
@@ -122,7 +121,7 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
 
 
 def device_memory() -> int | None:
-    """Bytes that JAX may take of the first device, or a CPU's free memory; None if nobody says."""
+    """Bytes that JAX may take of the first device, or a CPU's free memory; None if unknown."""
     stats = jax.devices()[0].memory_stats()
     if stats:
         return stats.get("bytes_limit")
@@ -134,12 +133,12 @@ def device_memory() -> int | None:
 
 
 def peak_memory() -> int | None:
-    """The most bytes in use at once so far in this process; None on a CPU, which does not say."""
+    """The most bytes in use at once in this process so far; None on a CPU."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig]) -> int:
-    """Bytes of models as published: what a program holds besides is its own doing."""
+    """Bytes of the models as published, without a program's additional leaves."""
     return sum(_bytes(abstract_params(config)) for config in configs)
 
 
@@ -163,7 +162,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
         for mixer, slots in _mixers(models, shape)
     )
     if models.kernels.attention == "xla" and shape.batch > 1:
-        attention += caches  # its einsums want the batch elsewhere: caches are copied at entry
+        attention += caches  # its einsums transpose the batch: caches are copied at entry
     experts = _expert_bytes(models, rows, models.dtype)
     experts += _delta_bytes(models, shape.batch, models.block_size)
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
@@ -198,7 +197,7 @@ def _einsum_bytes(queries: int, slots: int, dtype: str) -> int:
 
 
 def _prefill_bytes(models: Models, shape: Shape) -> int:
-    """One chunk of one sequence: its activations, its scores, and one layer's cache of its own."""
+    """One chunk of one sequence: activations, scores, and a copy of one layer's cache."""
     size = jnp.dtype(models.dtype).itemsize
     attention = max(
         _einsum_bytes(shape.chunk * mixer.num_heads, slots, models.dtype)
@@ -214,7 +213,7 @@ def _prefill_bytes(models: Models, shape: Shape) -> int:
 def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:
     """One layer's rows, each token once for each of its experts; XLA's product is dense.
 
-    It spreads every row over all experts, mostly zeros, and lays a layer's weights out anew.
+    It spreads every row over all experts, mostly zeros, and copies a layer's weights.
     """
     kinds = set(models.target.config.experts)
     return max((_one_layers_experts(models, moe, tokens, dtype) for moe in kinds), default=0)
@@ -232,7 +231,7 @@ def _one_layers_experts(models: Models, moe: MoeSpec, tokens: int, dtype: str) -
 
 
 def _delta_bytes(models: Models, batch: int, tokens: int) -> int:
-    """One delta net: its rows laid out by chunks, twice, and the states that a scan carries."""
+    """One delta net: its rows by chunks, twice, and the states that a scan carries."""
     rows = batch * (tokens + 3 * CHUNK)
     return max(
         (
@@ -246,7 +245,7 @@ def _delta_bytes(models: Models, batch: int, tokens: int) -> int:
 
 
 def _row_bytes(models: Models) -> int:
-    """Activations of a token in float32: a layer's own, a few residuals, and the features."""
+    """Activations of a token in float32: one layer's, a few residuals, and the features."""
     widths = [
         3 * c.intermediate_size + 2 * (mixer.num_heads * mixer.head_dim + mixer.kv_width)
         for c in models.configs

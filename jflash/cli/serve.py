@@ -18,7 +18,13 @@ from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import sampling
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.io import PairFiles, load_weights
-from jflash.memory import at, check_memory, device_memory, largest_that_fit, memory_budget
+from jflash.memory import (
+    check_memory,
+    device_memory,
+    largest_that_fit,
+    memory_budget,
+    shape_for,
+)
 from jflash.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
@@ -148,7 +154,7 @@ def pages_that_fit(models: Models, batch: int, context: int) -> int:
     ValueError if they would not hold even one such request.
     """
     columns, limit = -(-context // PAGE), device_memory()
-    shape = at(models, Shape.of(batch, 0), batch, context)
+    shape = shape_for(models, Shape.of(batch, 0), batch, context)
     if limit is None or memory_budget(models, shape).total <= limit:
         return batch * columns
     fitting = largest_that_fit(models, shape, context, limit).context or 0

@@ -9,7 +9,6 @@ def check_problems(source: Path, problems: list[str]) -> None:
     """ValueError with the problems of the tensors of `source`, if there are any."""
     if problems:
         more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        listed = "; ".join(
-            problems[:SHOWN] + more
-        )  # names come from the file: they may hold line breaks
+        # Names come from the file, and may hold line breaks.
+        listed = "; ".join(problems[:SHOWN] + more)
         raise ValueError(f"{source} does not fit: {' '.join(listed.split())}")

@@ -7,7 +7,7 @@ import pytest
 from jflash.cli import serve
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
-from jflash.memory import at, memory_budget
+from jflash.memory import memory_budget, shape_for
 from jflash.programs import Shape
 from pallas_kernels.block_attention import PAGE
 
@@ -16,7 +16,7 @@ def test_pages_are_those_of_the_longest_requests_or_those_that_fit(monkeypatch):
     models = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter").models
 
     def budget(context: int) -> int:
-        return memory_budget(models, at(models, Shape.of(4, 0), 4, context)).total
+        return memory_budget(models, shape_for(models, Shape.of(4, 0), 4, context)).total
 
     def pages(limit: int | None) -> int:
         monkeypatch.setattr(serve, "device_memory", lambda: limit)

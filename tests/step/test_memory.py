@@ -19,11 +19,11 @@ from jflash.io import load_pair
 from jflash.kernels import Kernels
 from jflash.memory import (
     WORKSPACE,
-    at,
     check_memory,
     device_memory,
     largest_that_fit,
     memory_budget,
+    shape_for,
 )
 from jflash.models.decoder import Target
 from jflash.models.dflash2 import drafter_of
@@ -231,7 +231,7 @@ def test_the_largest_that_fit_do_and_nothing_larger_does(limit, batch):
             return False
         return True
 
-    largest = largest_that_fit(models, at(models, sized(), batch, context), context, limit)
+    largest = largest_that_fit(models, shape_for(models, sized(), batch, context), context, limit)
     n, b = largest
     if n is None:
         assert not fits(batch, 1, 1)
@@ -249,7 +249,7 @@ def test_the_largest_that_fit_do_and_nothing_larger_does(limit, batch):
 def test_the_cases_above_are_of_every_kind():
     models = published("qwen3-8b", backend="mosaic_gpu")
     found = [
-        largest_that_fit(models, at(models, sized(), batch, 9000), 9000, limit * GB)
+        largest_that_fit(models, shape_for(models, sized(), batch, 9000), 9000, limit * GB)
         for batch in (1, 8, 100)
         for limit in (22, 40, 100)
     ]
@@ -260,7 +260,7 @@ def test_the_cases_above_are_of_every_kind():
 
 def test_the_error_says_what_is_missing_and_what_fits():
     models, context = published("qwen3-8b"), 40000
-    shape = at(models, sized(), 8, context)
+    shape = shape_for(models, sized(), 8, context)
     budget = memory_budget(models, shape)
     with pytest.raises(ValueError) as error:
         check_memory(models, shape, context, 50 * GB)
