@@ -42,8 +42,7 @@ from jflash.memory import (
     weight_bytes,
 )
 from jflash.models.decoder import Target
-from jflash.models.dflash import with_context_kernel
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import random_weights
 from jflash.programs import Shape, compile_programs, compile_run
 from jflash.speculative import Models, Params, State
@@ -156,7 +155,7 @@ def task_models(task: Task) -> Models:
     """The pair that a task names, at the drafter's width; ValueError: see with_backends."""
     if task.shape is not None:
         target, drafter = model_shape(task.shape)
-        models = Models(Target(target), drafter_of(drafter), drafter.block_size)
+        models = Models(Target(target), Drafter(drafter), drafter.block_size)
     else:
         assert task.target is not None and task.drafter is not None
         models = configure_pair(task.target, task.drafter, dtype=task.dtype).models

@@ -19,7 +19,6 @@ from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
-from jflash.models.dflash2 import drafter_of
 from jflash.models.params import random_params
 from jflash.speculative import Models, Params
 
@@ -51,13 +50,13 @@ def load_drafter(
     """A drafter and its parameters; `dtype` defaults to default_dtype(). ValueError if unfit."""
     checkpoint = opened(source)
     config = replace(checkpoint.config(drafter_config), dtype=_known(dtype))
-    return drafter_of(config), _sound(config, checkpoint.check(config)(config.dtype, progress))
+    return Drafter(config), _sound(config, checkpoint.check(config)(config.dtype, progress))
 
 
 def random_drafter(source: str | Path, seed: int, dtype: str | None = None) -> tuple[Drafter, dict]:
     """The drafter that `source` configures, with random weights: normal(0, 0.02), norms 1."""
     config = replace(open_checkpoint(source).config(drafter_config), dtype=_known(dtype))
-    return drafter_of(config), random_params(config, seed)
+    return Drafter(config), random_params(config, seed)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _read_pair(
     drafting = second.config(drafter_config)
     check_fit(config, drafting)
     width = drafting.block_size if block_size is None else block_size
-    return Models(Target(config), drafter_of(drafting), width), first, second
+    return Models(Target(config), Drafter(drafting), width), first, second
 
 
 def load_weights(files: PairFiles, progress: bool = False) -> Pair:

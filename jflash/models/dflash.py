@@ -1,10 +1,11 @@
-"""The DFlash drafter, version 1: a block-diffusion decoder fed with its target's hidden states.
+"""The DFlash drafter: a block-diffusion decoder fed with its target's hidden states.
 
 One forward over [anchor, mask, mask, …] proposes a token for every masked position at once. What
 it knows of the text comes from its cache: keys and values projected from the target's features of
 every committed token but the newest (arXiv 2602.06036; dflash 0.1.0, `DFlashDraftModel`).
 Embedding and head are the target's, but for drafters that bring their own: this module takes
 embeddings and returns hidden states, and of these and the head's logits the candidates for drafts.
+What version 2 adds is in `dflash2.py`.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jflash.config import DrafterConfig
+from jflash.config import Drafter2Config, DrafterConfig
 from jflash.kernels import XLA, Kernels
 from jflash.layers import (
     DecoderLayer,
@@ -27,6 +28,7 @@ from jflash.layers import (
 )
 from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
+from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
 
 
 class Candidates(NamedTuple):
@@ -45,7 +47,8 @@ class Drafter(nn.Module):
     """Parameters: fc [P·D, D], hidden_norm, one subtree a layer, norm.
 
     Of a drafter that brings its own: embedding [V, D], head [V', D], and if V' is not V, d2t [V'],
-    what is added to a draft's id to give the target's.
+    what is added to a draft's id to give the target's. Of version 2: two convolutions a layer,
+    candidate_selector.
 
     `context_kernel` [D, L·2·K·H] (and `context_bias`), if there, holds the layers' key and value
     columns once more, side by side: one GEMM then makes the context of all layers. Without it they
@@ -70,12 +73,16 @@ class Drafter(nn.Module):
             if c.draft_vocab_size != c.vocab_size:
                 offsets = Leaf((c.draft_vocab_size,), ("draft_vocab",), dtype="int32")
                 self.d2t = declare(self, "d2t", offsets)
+        if isinstance(c, Drafter2Config):
+            self.candidate_selector = CandidateSelector(c)
 
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:
-        return DecoderLayer(
-            self.config.layers[i], self.config.hidden_size, self.config.rms_norm_eps, ""
-        )
+        c = self.config
+        common = c.layers[i], c.hidden_size, c.rms_norm_eps, ""
+        if isinstance(c, Drafter2Config):
+            return ConvolvedLayer(*common, c)
+        return DecoderLayer(*common)
 
     @nn.nowrap
     def empty_states(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> tuple:
@@ -156,8 +163,10 @@ class Drafter(nn.Module):
         anchor: Int[Array, " B"],
         logits: Float[Array, "B T _"],
     ) -> Candidates:
-        """All tokens that have adjusted logits; the anchor, the token before the first, is idle."""
+        """By adjusted logits; version 2 also uses the anchor, the token before the first place."""
         c = self.config
+        if isinstance(c, Drafter2Config):
+            return Candidates(*self.candidate_selector.candidates(hidden, anchor, logits))
         if c.draft_vocab_size in (None, c.vocab_size):
             return Candidates(None, logits)
         return Candidates(jnp.arange(c.draft_vocab_size) + self.d2t, logits)

@@ -1,4 +1,4 @@
-"""The DFlash drafter, version 2: version 1 with convolutions in its layers and a choice of drafts.
+"""What version 2 of the DFlash drafter adds: convolutions in its layers and a choice of drafts.
 
 Around attention and around the MLP stand causal convolutions over the block's rows, whose kernels
 are made from the rows (dflash 0.1.0, `DFlash2DraftModel`). Drafts are chosen from left to right:
@@ -12,10 +12,9 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import Drafter2Config, DrafterConfig
+from jflash.config import Drafter2Config
 from jflash.layers import DecoderLayer, Pass, Projection
 from jflash.leaves import Leaf, declare
-from jflash.models.dflash import Candidates, Drafter
 
 GROUP = 128  # tokens of which the best is found first
 
@@ -111,41 +110,20 @@ class CandidateSelector(nn.Module):
             precision="highest", preferred_element_type=jnp.float32,
         )  # fmt: skip
 
-
-class Drafter2(Drafter):
-    """Parameters: version 1's, two convolutions a layer, candidate_selector."""
-
-    config: Drafter2Config
-
-    def setup(self) -> None:
-        super().setup()
-        self.candidate_selector = CandidateSelector(self.config)
-
-    @nn.nowrap
-    def make_layer(self, i: int) -> nn.Module:
-        c = self.config
-        return ConvolvedLayer(c.layers[i], c.hidden_size, c.rms_norm_eps, "", c)
-
     def candidates(
         self,
         hidden: Float[Array, "B T D"],
         anchor: Int[Array, " B"],
         logits: Float[Array, "B T V"],
-    ) -> Candidates:
-        """Some of each place, and their scores after each candidate of the place before.
+    ) -> tuple[Int[Array, "B T C"], Float[Array, "B T A C"]]:
+        """Candidates of each place, and their scores after each candidate of the place before.
 
         The anchor comes before the first place, as often as there are candidates.
         """
         unary, ids = best_candidates(logits, self.config.selector_top_k)
         first = jnp.broadcast_to(anchor[:, None, None], ids[:, :1].shape)
         previous = jnp.concatenate([first, ids[:, :-1]], axis=1)
-        gains = self.candidate_selector(hidden, previous, ids)
-        return Candidates(ids, unary[:, :, None] + gains)
-
-
-def drafter_of(config: DrafterConfig) -> Drafter:
-    """The module of a drafter's config, of either version."""
-    return Drafter2(config) if isinstance(config, Drafter2Config) else Drafter(config)
+        return ids, unary[:, :, None] + self(hidden, previous, ids)
 
 
 def best_candidates(

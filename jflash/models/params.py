@@ -14,8 +14,7 @@ from jaxtyping import Array
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.leaves import Leaf, declared
 from jflash.models.decoder import Target
-from jflash.models.dflash import context_leaves
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter, context_leaves
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
 FORGETS = -2.0  # of a recurrent state's decay: it lasts for some dozens of tokens
@@ -35,7 +34,7 @@ def leaf_paths(config: TargetConfig | DrafterConfig) -> dict[str, Leaf]:
 
 
 def _declared(config: TargetConfig | DrafterConfig) -> dict:
-    return declared(Target(config) if isinstance(config, TargetConfig) else drafter_of(config))
+    return declared(Target(config) if isinstance(config, TargetConfig) else Drafter(config))
 
 
 def decoding_params(config: TargetConfig | DrafterConfig) -> dict:

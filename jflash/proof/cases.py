@@ -24,8 +24,7 @@ from jflash.io import (
 )
 from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
-from jflash.models.dflash import with_context_kernel
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import random_weights
 from jflash.programs import Shape, capacity_for
 from jflash.proof.step_program import cut
@@ -114,7 +113,7 @@ def _random_weights(
     target, drafter = cut(shape, layers, shape.drafter.num_layers) if layers else shape
     cut_windows = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
     drafter = drafter.attending(*cut_windows)
-    models = suited(Models(Target(target), drafter_of(drafter), drafter.block_size))
+    models = suited(Models(Target(target), Drafter(drafter), drafter.block_size))
     target, drafter = models.configs
     weights = random_weights([target, drafter, drafter])
     return Case(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jflash.bench.shapes import ModelShape
 from jflash.models.decoder import Target
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
 from jflash.programs import Shape, new_state, run, run_limits
 from jflash.speculative import Models, Params
@@ -48,7 +48,7 @@ def cut(shape: ModelShape, target_layers: int, drafter_layers: int) -> ModelShap
 
 def pair_models(shape: ModelShape) -> Models:
     """The pair at the drafter's width, with XLA's kernels."""
-    return Models(Target(shape.target), drafter_of(shape.drafter), shape.drafter.block_size)
+    return Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
 
 
 def plain_models(shape: ModelShape) -> Models:

@@ -13,7 +13,7 @@ import numpy as np
 from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
 from jflash.files import json_lines
 from jflash.models.decoder import Target
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter
 from jflash.training.attention import training_backend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
@@ -196,7 +196,7 @@ def make_lesson(
     chunks = chunks_for(anchors, rows_a_device, config.block_size, config.vocab_size)
     blocks = Blocks(anchors=anchors, objective=objective, backend=attention, chunks=chunks)
     identity = asdict(config) | asdict(objective) | {"anchors": anchors, "attention": attention}
-    loss = partial(drafter_loss, target, drafter_of(config), blocks)
+    loss = partial(drafter_loss, target, Drafter(config), blocks)
     if start is None:
         return Lesson(loss, init_drafter(config, training.seed), identity)
     start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)

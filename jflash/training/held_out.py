@@ -14,8 +14,7 @@ from jflash.config import DrafterConfig
 from jflash.decoding import Decoding
 from jflash.generate import Generation, Pair
 from jflash.models.decoder import Target
-from jflash.models.dflash import with_context_kernel
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.speculative import Models, Params
 from jflash.training.answers import answer_prompts
 from jflash.training.trainer import Evaluation
@@ -26,7 +25,7 @@ def held_out_evaluation(
     every: int, batch_size: int, decoding: Decoding,
 ) -> Evaluation:  # fmt: skip
     """Decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
-    drafter, device = drafter_of(config), jax.devices()[0]
+    drafter, device = Drafter(config), jax.devices()[0]
     dtype = target.config.dtype
     models = with_backends(Models(target, drafter, config.block_size), dtype, device)
 

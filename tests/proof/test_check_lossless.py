@@ -9,7 +9,7 @@ import pytest
 
 from jflash.bench.shapes import SHAPES, ModelShape
 from jflash.cli import check_lossless, main
-from jflash.models.dflash2 import Drafter2
+from jflash.config import Drafter2Config
 from jflash.programs import new_state
 from jflash.proof import cases as lossless_cases
 from jflash.proof import check as lossless_check
@@ -162,7 +162,7 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
     monkeypatch.setitem(SHAPES, "tiny-window", shape)
     case = lossless_cases.load_case("tiny-window", "float32", 0, {}, 1)
     made = case.models.drafter
-    assert isinstance(made, Drafter2)
+    assert made is not None and isinstance(made.config, Drafter2Config)
     assert made.config.windows == (lossless_cases.LONGEST_PROMPT, *[None] * (len(sights) - 1))
     state = new_state(case.models, lossless_cases.case_shape(case, 1))
     assert [cache.wraps for cache in state.drafter_cache] == [True] + [False] * (len(sights) - 1)

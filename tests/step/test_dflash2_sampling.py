@@ -16,7 +16,7 @@ from scipy import stats
 from jflash import drafts, speculative
 from jflash.config import Drafter2Config, second_version
 from jflash.decoding import Decoding, Sampling
-from jflash.models.dflash2 import Drafter2, drafter_of
+from jflash.models.dflash import Drafter
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state, run
 from jflash.sampling import filters_of
@@ -41,7 +41,7 @@ def config() -> Drafter2Config:
 @functools.cache
 def pair() -> tuple[Models, Params]:
     models, params = version_1.pair()
-    models = replace(models, drafter=drafter_of(config()), draft_rule="sampled")
+    models = replace(models, drafter=Drafter(config()), draft_rule="sampled")
     return models, Params(params.target, random_params(config(), 5, 0.7))
 
 
@@ -82,7 +82,7 @@ def first_scores() -> tuple[np.ndarray, np.ndarray]:
     """Candidates of the first block's places and their scores, as drafts are chosen from."""
     seen = {}
 
-    class Watched(Drafter2):
+    class Watched(Drafter):
         def candidates(self, hidden, anchor, logits):
             seen["found"] = super().candidates(hidden, anchor, logits)
             return seen["found"]

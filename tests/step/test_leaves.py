@@ -10,8 +10,7 @@ from jflash.config import MoeSpec
 from jflash.io import load_target, save_checkpoint
 from jflash.leaves import Leaf, SideBySide
 from jflash.models.decoder import Target
-from jflash.models.dflash import with_context_kernel
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, decoding_params, random_params
 from jflash.programs import Shape, compile_programs, new_state
 from jflash.speculative import Models, Params
@@ -25,7 +24,7 @@ def test_a_drafter_decodes_with_exactly_its_leaves(name):
     """Context leaves stand in the tree as with_context_kernel makes them."""
     config = model_shape(name).drafter
     params = random_params(config, 0)
-    made = jax.eval_shape(lambda p: with_context_kernel(drafter_of(config), p), params)
+    made = jax.eval_shape(lambda p: with_context_kernel(Drafter(config), p), params)
     leaves = jax.tree.map(lambda leaf: leaf.struct, decoding_params(config))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
         lambda x: (x.shape, x.dtype), leaves

@@ -26,7 +26,7 @@ from jflash.memory import (
     shape_for,
 )
 from jflash.models.decoder import Target
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, make_request, new_state, run
@@ -52,7 +52,7 @@ def published(
             num_target_layers=layers,
             target_layer_ids=ids,
         )
-    models = Models(Target(target), drafter_of(drafter), drafter.block_size, Kernels(backend))
+    models = Models(Target(target), Drafter(drafter), drafter.block_size, Kernels(backend))
     return models.of_dtype(dtype)
 
 
@@ -105,7 +105,7 @@ def windowed(models: Models, *windows: int | None) -> Models:
     """The same pair with these windows in the drafter's layers."""
     assert models.drafter is not None
     sights = [dict(window=w, causal=w is not None) for w in windows]
-    return replace(models, drafter=drafter_of(models.drafter.config.attending(*sights)))
+    return replace(models, drafter=Drafter(models.drafter.config.attending(*sights)))
 
 
 def test_a_window_takes_a_ring_however_long_the_context():

@@ -16,7 +16,7 @@ from jflash.cache import RingCache, empty_cache, ring_slots, write_context
 from jflash.config import second_version
 from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
-from jflash.models.dflash2 import drafter_of
+from jflash.models.dflash import Drafter
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state
 from jflash.proof import check as lossless_check
@@ -37,7 +37,7 @@ def as_version_2(pair: Pair) -> Pair:
         pair.models.drafter.config, conv_group_size=4, selector_rank=6, selector_top_k=5
     )
     params = Params(pair.params.target, random_params(config, 1))
-    return Pair(replace(pair.models, drafter=drafter_of(config)), params)
+    return Pair(replace(pair.models, drafter=Drafter(config)), params)
 
 
 @pytest.mark.parametrize(("sights", "version"), [("mixed", 1), ("two-sided", 2)])

@@ -13,7 +13,8 @@ import pytest
 from jflash.cli import main
 from jflash.config import Drafter2Config, second_version
 from jflash.io import load_drafter
-from jflash.models.dflash2 import DynamicConvolution, best_candidates, drafter_of
+from jflash.models.dflash import Drafter
+from jflash.models.dflash2 import DynamicConvolution, best_candidates
 from jflash.speculative import apply
 from jflash.training.chunked import chunk, sum_over_chunks
 from jflash.training.data import Rows
@@ -35,7 +36,7 @@ CONFIG = second_version(
     pairs.drafter_config(final_logit_softcapping=5.0, output_multiplier=0.7),
     conv_kernel_size=3, conv_group_size=4, selector_rank=6, selector_top_k=5,
 )  # fmt: skip
-TARGET, DRAFTER = pairs.random_pair().models.target, drafter_of(CONFIG)
+TARGET, DRAFTER = pairs.random_pair().models.target, Drafter(CONFIG)
 TARGET_PARAMS, PARAMS = pairs.random_pair().params.target, pairs.random_params(CONFIG, 1, 0.3)
 W, K = CONFIG.block_size, CONFIG.block_size - 1
 ANCHORS = 6
