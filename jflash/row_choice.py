@@ -1,9 +1,9 @@
-"""How many rows a step verifies: chosen by the host between calls, for tokens a second.
+"""The number of rows that a step verifies: the host chooses it between calls, for tokens a second.
 
-One executable for each of a few numbers of rows, over the same state. Their times are measured on
-this device once and kept beside the compiled programs; what a number of rows would commit comes
-from a running survey of the drafts. With one row a sequence nothing is drafted; now and then a
-drafted step probes whether that is still right. Knows neither requests nor texts.
+Each of a few numbers of rows has an executable over the same state. Their times are measured once
+on this device and kept beside the compiled programs; a running survey of the drafts predicts the
+tokens that a number of rows would commit. With one row a sequence nothing is drafted; from time to
+time a drafted step probes whether that is still best. This file knows neither requests nor texts.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ from jflash.speculative import Models, Params
 
 WIDTHS = (1, 2, 4, 8)  # rows a sequence, and the whole block: each is a program to compile
 SMALLEST_BATCH = 8  # below it a row costs next to nothing, and AUTO means all
-FIRST, STEPS = 2, 16  # steps of a call: before anything is known, and then
-KEPT = 0.8  # of what was known, after each call that drafted
+FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
+KEPT = 0.8  # weight of earlier counts, after each call that drafted
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
 TIMED_CALLS, TIMED_STEPS = 3, 4
 PROBE = 100  # milliseconds without drafts before one of a probe
 
 
 def with_rows(models: Models, rows: int | str, batch: int) -> Models:
-    """The models at so many rows a step; AUTO: as many as pay, if there is anything to choose.
+    """The models at `rows` rows a step; AUTO: the best number, if there is a choice.
 
-    ValueError for fewer rows than sequences, and where a token's bits would hang on the number.
+    ValueError for fewer rows than sequences.
     """
     if rows == AUTO:
         free = models.drafter is not None and models.one_arithmetic
@@ -63,7 +63,7 @@ def row_counts(batch: int, width: int) -> tuple[int, ...]:
 
 @dataclass
 class Estimate:
-    """What drafts came to lately, by their survival as the drafter saw it."""
+    """Recent counts of drafts, by the survival that the drafter predicted."""
 
     offered: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
     verified: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
@@ -72,7 +72,7 @@ class Estimate:
     live: float = 0.0  # sequences, by the last call
 
     def add(self, seen: Survey) -> None:
-        """One call's counts; a call without drafts says nothing of them."""
+        """Adds one call's counts; a call without drafts only updates `live`."""
         if not seen.steps:
             return
         self.live = float(seen.live / seen.steps)
@@ -83,7 +83,7 @@ class Estimate:
         self.drafted_steps = KEPT * self.drafted_steps + float(seen.steps)
 
     def tokens(self, rows: int) -> float:
-        """Expected tokens of a step that verifies so many rows, the best of them first."""
+        """The expected tokens of a step that verifies the best `rows` rows."""
         middle = (np.arange(BINS) + 0.5) / BINS
         rate = (self.accepted + PRIOR * middle) / (self.verified + PRIOR)
         offered = self.offered[::-1] / max(self.drafted_steps, 1e-9)
@@ -92,7 +92,7 @@ class Estimate:
 
 
 class ChosenRows:
-    """Stands for `Programs`: its `run` is that of the number of rows that pays best just now."""
+    """Takes the place of `Programs`; its `run` uses the best number of rows at that time."""
 
     def __init__(
         self, prefill: Any, runs: Mapping[int, Any], ms: Mapping[int, float], seconds: float
@@ -107,7 +107,7 @@ class ChosenRows:
     def run(
         self, params: Any, state: Any, max_steps: Int[Array, ""], cancel: Bool[Array, " B"]
     ) -> tuple[Any, Any]:
-        """At most `max_steps` steps, fewer where the choice is to be made anew."""
+        """At most `max_steps` steps, fewer if a new choice is due."""
         rows, steps = self.pick()
         bound = jnp.minimum(max_steps, steps)
         state, report = self._runs[rows](params, state, bound, cancel)
@@ -115,17 +115,17 @@ class ChosenRows:
         return state, report
 
     def pick(self) -> tuple[int, int]:
-        """`choice`, by all calls that have ended."""
+        """`choice`, after the surveys of all finished calls are read."""
         self._look()
         return self.choice()
 
     def ran(self, rows: int, survey: Survey | None) -> None:
-        """A call was dispatched; its survey is read when it is there."""
+        """Notes a dispatched call; its survey is read once it is there."""
         assert survey is not None, "models with rows keep a survey"
         self._pending.append((rows, survey))
 
     def choice(self) -> tuple[int, int]:
-        """Rows and steps of the next call."""
+        """The rows and the steps of the next call."""
         widest = max(self._runs)
         if not self.estimate.drafted_steps:
             return widest, FIRST
@@ -139,7 +139,7 @@ class ChosenRows:
         return self._plain, STEPS
 
     def _look(self) -> None:
-        """Reads what has ended; of calls under way at most one, so that the device never waits."""
+        """Reads finished surveys; waits for a call only if a later one is queued on the device."""
         while self._pending:
             rows, survey = self._pending[0]
             if len(self._pending) < 2 and not survey.steps.is_ready():
@@ -150,7 +150,7 @@ class ChosenRows:
     def _seen(self, rows: int, now: Survey) -> None:
         before = self._before
         self._before = now
-        if before is not None and before.steps <= now.steps:  # else another state begins
+        if before is not None and before.steps <= now.steps:  # else another state has begun
             now = jax.tree.map(np.subtract, now, before)
         steps = int(now.steps)
         self.steps[rows] += steps
@@ -171,9 +171,9 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     begin = time.perf_counter()
     counts = row_counts(shape.batch, models.block_size)
     each = [replace(models, rows=count) for count in counts]
-    prefill = compile_programs(each[-1], params, shape).prefill  # shared: so not by the threads
+    prefill = compile_programs(each[-1], params, shape).prefill  # once, because all share it
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        compiled = list(pool.map(lambda own: compile_programs(own, params, shape), each))
+        compiled = list(pool.map(lambda models: compile_programs(models, params, shape), each))
     runs = {count: programs.run for count, programs in zip(counts, compiled, strict=True)}
     folder = jax.config.jax_compilation_cache_dir
     measure = functools.partial(step_times, each[-1], params, shape, runs)
@@ -184,13 +184,13 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
 def step_times(
     models: Models, params: Params, shape: Shape, runs: Mapping[int, Any]
 ) -> dict[int, float]:
-    """Milliseconds of a step by its rows, of live sequences halfway through the capacity."""
+    """Milliseconds of a step by its rows; all sequences are live, halfway through the capacity."""
     batch, capacity = shape.batch, shape.capacity
     state, nobody = new_state(models, shape), jnp.zeros(batch, bool)
     vocabulary = models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(0), (batch, capacity), 0, vocabulary, jnp.int32)
     state = state.with_sequences(tokens=tokens, limit=jnp.full(batch, capacity, jnp.int32))
-    found = {}
+    ms = {}
     for rows, run in runs.items():
         seconds = []
         for _ in range(TIMED_CALLS):
@@ -203,8 +203,8 @@ def step_times(
             state, report = run(params, state, jnp.int32(TIMED_STEPS), nobody)
             jax.block_until_ready(report)
             seconds.append(time.perf_counter() - begin)
-        found[rows] = 1000 * min(seconds) / TIMED_STEPS
-    return found
+        ms[rows] = 1000 * min(seconds) / TIMED_STEPS
+    return ms
 
 
 _TIMES: dict[str, dict[int, float]] = {}
@@ -213,9 +213,9 @@ _TIMES: dict[str, dict[int, float]] = {}
 def kept_times(
     models: Models, shape: Any, measure: Callable[[], dict[int, float]], folder: Path | None
 ) -> dict[int, float]:
-    """What was measured for these sizes on this device, in this process or as `folder` has it.
+    """The times for these sizes on this device, from this process or from `folder`.
 
-    Else it is measured now, and kept in both.
+    Without them it measures, and keeps the result in both.
     """
     named = repr((models, shape, WIDTHS, device_name(), jax.__version__))
     name = hashlib.sha256(named.encode()).hexdigest()[:24]

@@ -1,9 +1,9 @@
-"""Which rows of the blocks a step verifies, and how they lie in its one pass.
+"""Which rows of the blocks a step verifies, and their order in its one pass.
 
-A row is worth its time as far as the target is likely to reach it. The drafter's confidences rank
-the rows of the whole batch, and a step verifies the best R of them: a fixed number, so that the
-shapes are fixed. By one arithmetic (Models.one_arithmetic) no choice changes a token's bits.
-Knows no model and no way to draw a token.
+A row is worth its time if the target is likely to reach it. The drafter's confidences rank the rows
+of the whole batch, and a step verifies the best R of them: a fixed number, so that the shapes are
+fixed. With one arithmetic (Models.one_arithmetic) no choice changes a token's bits. This file knows
+no model and no way to draw a token.
 
 Axes: B batch, W block width, D = W - 1 drafts, R rows of a step, N bins.
 """
@@ -31,7 +31,7 @@ class Whole(NamedTuple):
     def unpack(self, x: Any) -> Any:
         return x
 
-    def own(self, x: Any) -> Any:
+    def per_row(self, x: Any) -> Any:
         return x
 
     def over(self, block: Block) -> Block:
@@ -41,7 +41,7 @@ class Whole(NamedTuple):
 class Packed(NamedTuple):
     """R rows as R sequences of one row, [R, 1]; a block's rows side by side, its anchor first.
 
-    Rows that are left over repeat the last one, and `unpack` gives nobody's row from them.
+    Rows that are left over repeat the last one, and `unpack` reads none of them.
     """
 
     widths: Int[Array, " B"]  # rows of each block, at least 1
@@ -50,15 +50,15 @@ class Packed(NamedTuple):
     row: Int[Array, "B W"]  # where a block's rows lie; past its width anywhere
 
     def pack(self, x: Array) -> Array:
-        """[R, 1, …] of what every row of the blocks has, [B, W, …]."""
+        """[R, 1, …] from values of the blocks' rows [B, W, …]."""
         return x[self.sequence, self.place][:, None]
 
     def unpack(self, x: Any) -> Any:
-        """[B, W, …] of [R, 1, …], of arrays or of a tree of them; past the widths any rows."""
+        """[B, W, …] from [R, 1, …], for every array of a tree; past the widths any rows."""
         return jax.tree.map(lambda leaf: leaf[self.row, 0], x)
 
-    def own(self, x: Any) -> Any:
-        """What each row's sequence has, [R, …] of [B, …]."""
+    def per_row(self, x: Any) -> Any:
+        """[R, …] from values of the sequences [B, …]."""
         return jax.tree.map(lambda leaf: leaf[self.sequence], x)
 
     def over(self, block: Block) -> "PackedBlock":
@@ -98,7 +98,7 @@ def unpacked(projected: Projected, rows: Rows) -> Projected:
 
 
 def survivals(confidence: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """How likely each draft is to be reached and right; what is no probability counts as 0."""
+    """The probability that each draft is reached and right; invalid confidences count as 0."""
     sound = jnp.where(confidence >= 0, jnp.minimum(confidence, 1), 0)
     return jnp.cumprod(sound, axis=1)
 
@@ -109,11 +109,11 @@ def pick_rows(
     done: Bool[Array, " B"],
     rows: int,
 ) -> Int[Array, " B"]:
-    """How many rows of each block are verified, at most `rows` together.
+    """The number of rows of each block that are verified, at most `rows` together.
 
-    Each sequence that is not done has its anchor's, so `rows` is at least B. Then drafts come by
-    their survival, which never rises along a block; of equal ones those of the smaller place, then
-    of the smaller sequence. So the rows of a block are its first ones.
+    Each sequence that is not done gets its anchor's row, so `rows` is at least B. Drafts follow by
+    their survival; of equal ones the smaller place comes first, then the smaller sequence.
+    Survival never rises along a block, so a block's rows are its first ones.
     """
     B, W = survival.shape[0], survival.shape[1] + 1
     assert rows >= B, f"{rows} rows for {B} sequences"
@@ -121,7 +121,7 @@ def pick_rows(
     room = (jnp.arange(W) < widths[:, None]) & ~done[:, None]
     flat = jnp.where(room, scores, -1.0).T.reshape(-1)  # by (place, sequence)
     order = jnp.arange(flat.size)
-    # Ranks by comparison: no sort, whose ties could fall otherwise on another device.
+    # Ranks by comparison: a sort's ties could differ from device to device.
     equal_before = (flat[None] == flat[:, None]) & (order[None] < order[:, None])
     rank = jnp.sum((flat[None] > flat[:, None]) | equal_before, axis=1)
     return jnp.sum((rank < rows).reshape(W, B).T & room, axis=1)
@@ -139,7 +139,7 @@ def packed(counts: Int[Array, " B"], width: int, rows: int) -> Packed:
 
 
 class Survey(NamedTuple):
-    """What steps saw of drafts, by their survival in N equal bins: how the host picks R."""
+    """Counts of drafts by their survival, in N equal bins: the host picks R by them."""
 
     offered: Int[Array, " N"]  # drafts that had room
     verified: Int[Array, " N"]
@@ -155,7 +155,7 @@ class Survey(NamedTuple):
         accepted: Int[Array, " B"],
         done: Bool[Array, " B"],
     ) -> "Survey":
-        """After one more step, of blocks with `room` rows of which `widths` were verified."""
+        """The counts after one more step, which verified `widths` of the blocks' `room` rows."""
         place = jnp.arange(survival.shape[1])
         bins = jnp.minimum((survival * BINS).astype(jnp.int32), BINS - 1)
         hot = (bins[..., None] == jnp.arange(BINS)) & ~done[:, None, None]
@@ -173,7 +173,7 @@ class Survey(NamedTuple):
 
 
 def empty_survey() -> Survey:
-    def bins() -> Int[Array, " N"]:  # each an array of its own, to be donated
+    def bins() -> Int[Array, " N"]:  # distinct arrays, so that they can be donated
         return jnp.zeros(BINS, jnp.int32)
 
     return Survey(bins(), bins(), bins(), jnp.int32(0), jnp.int32(0))

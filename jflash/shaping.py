@@ -1,9 +1,9 @@
-"""What a request changes in the target's logits before a token is chosen, and logprobs.
+"""A request's changes to the target's logits before a token is chosen, and logprobs.
 
-In this order, in float32: bias; the repetition, frequency and presence penalties; the minimum
-length, before which no stop token can be chosen. Temperature and filters come after it. Every row
-of a block is changed by the tokens before that row, the drafts of the block among them: so drafts
-are judged by what plain decoding would have chosen from. Knows no model.
+Their order, in float32, is: bias; the repetition, frequency and presence penalties; the minimum
+length, before which no stop token can be chosen. Temperature and filters come after them. The
+changes to a row depend on the tokens before it, the block's drafts included, so drafts are verified
+against plain decoding's logits. This file knows no model.
 
 Axes: B batch, W rows of a block, D = W - 1 drafts, S capacity, E entries, V vocabulary.
 """
@@ -31,7 +31,7 @@ class Shaping(NamedTuple):
 
 
 def unshaped(batch: int, entries: int) -> Shaping:
-    """Nothing asked for."""
+    """Values that change nothing."""
     zeros = jnp.zeros(batch)
     return Shaping(
         jnp.full((batch, entries), -1, jnp.int32),
@@ -54,7 +54,7 @@ def shaped(
 ) -> Float[Array, "B W V"]:
     """The logits of the tokens after the first `length`, and after each draft that follows them.
 
-    Costs nothing if no sequence of the batch asks for anything.
+    It costs nothing if no sequence of the batch has a change.
     """
     s = shaping
     wanted = jnp.any(s.ids >= 0, axis=-1) | (s.repetition != 1) | (s.frequency != 0)
@@ -98,8 +98,8 @@ def _scattered(
 
 
 def logprobs(logits: Float[Array, "B W V"], chosen: Int[Array, "B W"]) -> Float[Array, "B W"]:
-    """log softmax of the logits as they are, of the chosen tokens; summed in one order."""
+    """The log softmax of the given logits at the chosen tokens, summed in a fixed order."""
     top = jnp.max(logits, axis=-1, keepdims=True)
     weights = rounded(jnp.exp(rounded(logits - top)))
-    own = jnp.take_along_axis(logits, chosen[..., None], axis=-1)
-    return rounded((own - top) - jnp.log(row_sum(weights)))[..., 0]
+    at_chosen = jnp.take_along_axis(logits, chosen[..., None], axis=-1)
+    return rounded((at_chosen - top) - jnp.log(row_sum(weights)))[..., 0]

@@ -267,7 +267,7 @@ def verify(
     )  # fmt: skip
     # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
-    key, filters = rows.own((s.key, s.filters))
+    key, filters = rows.per_row((s.key, s.filters))
     raw = logits
     if s.shaping is not None:
         assert models.sampled and isinstance(rows, Whole), "shaped logits are of whole blocks"

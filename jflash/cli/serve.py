@@ -68,17 +68,17 @@ def api_keys(options: argparse.Namespace) -> list[str]:
     keys = list(options.api_key)
     if options.api_key_file is not None:
         lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
+        stripped = [line.strip() for line in lines if line.strip()]
+        if not stripped:
             raise ValueError(f"--api-key-file {options.api_key_file} holds no key")
-        keys += found
+        keys += stripped
     if os.environ.get("JFLASH_API_KEY"):
         keys.append(os.environ["JFLASH_API_KEY"])
     return keys
 
 
 def _service(options: argparse.Namespace):
-    """The pair loaded and compiled; ValueError for what does not fit, before a weight is read."""
+    """Loads and compiles the pair; ValueError, before a weight is read, for what does not fit."""
     from jflash.server.metrics import Metrics
     from jflash.server.service import Service
 
@@ -120,7 +120,7 @@ def _service(options: argparse.Namespace):
 
 
 def _warm_up(engine: Engine, stop_ids: tuple[int, ...]) -> None:
-    """A greedy request and a drawn one, so that the first of a client meets compiled programs."""
+    """Runs a greedy and a sampled request, so that clients meet compiled programs."""
     drawn = Sampling(temperature=1.0)
     length = min(2, engine.max_context - 1)
     for how in (GREEDY, drawn):
@@ -130,7 +130,7 @@ def _warm_up(engine: Engine, stop_ids: tuple[int, ...]) -> None:
 
 
 def _count_compilations(count: Callable[[], None]) -> None:
-    """From now on; requests should compile nothing, and /metrics shows whether that is so."""
+    """Counts compilations from now on: requests should cause none, and /metrics shows the count."""
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILED:
@@ -149,9 +149,9 @@ def _context(options: argparse.Namespace, files: PairFiles) -> int:
 
 
 def pages_that_fit(models: Models, batch: int, context: int) -> int:
-    """Pages for `batch` requests of `context` tokens, or as many as the device's memory holds.
+    """The pages for `batch` requests of `context` tokens, or as many as fit into memory.
 
-    ValueError if they would not hold even one such request.
+    ValueError if these would not hold one such request.
     """
     columns, limit = -(-context // PAGE), device_memory()
     shape = shape_for(models, Shape.of(batch, 0), batch, context)
@@ -164,13 +164,13 @@ def pages_that_fit(models: Models, batch: int, context: int) -> int:
 
 
 def _template(tokenizer: Any) -> str:
-    """The source of the chat template, or of all; empty without one."""
+    """The source of all chat templates; empty without one."""
     source = getattr(tokenizer, "chat_template", None) or ""
     return source if isinstance(source, str) else "\n".join(source.values())
 
 
 def _name(target: str) -> str:
-    """A hub id as it is; of a folder of this machine the last two parts, without its path."""
+    """A hub id unchanged; for a local folder only the last two parts of its path."""
     path = Path(target)
     return "/".join(path.parts[-2:]) if path.exists() else target
 

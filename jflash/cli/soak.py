@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
     names = ("target", "drafter", "dtype", "block_size", "attention_backend")
     for name in (*names, "max_batch", "max_context"):
         value = getattr(o, name)
-        # The embedded pair is the server's default too: a result names no folder of a machine.
+        # The embedded pair is also the server's default, so the result names no local folder.
         if value is not None and value != DEFAULT_TARGET:
             served += [option_name(name), str(value)]
     result = soak(served, o.minutes, o.clients, o.seed)
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
     ends = ", ".join(f"{count} {how}" for how, count in sorted(result.ends.items()))
     first, last = result.resident[0] / 2**20, result.resident[-1] / 2**20
     print(f"{ends}; memory {first:.0f} → {last:.0f} MiB; {result.compiled} programs compiled")
-    found = {"check": "soak", "server": served} | result.body() | describe_device()
-    print(keep_newest(o.json, [json.dumps(found, allow_nan=False)]))
+    record = {"check": "soak", "server": served} | result.body() | describe_device()
+    print(keep_newest(o.json, [json.dumps(record, allow_nan=False)]))
     if result.problems:
         raise SystemExit(FAILED)

@@ -1,1 +1,1 @@
-"""Target families and the drafter, one file each: pure Flax modules, caches go in and out."""
+"""The target and the drafters: pure Flax modules, whose caches go in and out."""

@@ -1,6 +1,6 @@
-"""The decoder target: families differ by their config only, which says what each layer is.
+"""The decoder target: families differ only in their config, which describes each layer.
 
-Knows nothing of drafting but its taps: outputs of chosen layers, which are a drafter's features.
+It knows nothing of drafting except taps: outputs of chosen layers, which are a drafter's features.
 """
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Target(nn.Module):
 
     @property
     def norm_dtype(self) -> str:
-        """That of the norms' weights: of 1 + w bfloat16 would lose bits of w."""
+        """The dtype of the norms' weights: bfloat16 would lose bits of w in 1 + w."""
         return "float32" if self.config.norm_shift else ""
 
     @nn.nowrap
@@ -43,7 +43,7 @@ class Target(nn.Module):
 
     @nn.nowrap
     def empty_states(self, batch: int, capacity: int, rows: int, dtype: DTypeLike) -> tuple:
-        """What the layers keep of `batch` sequences; at most `rows` tokens a pass."""
+        """The layers' states for `batch` sequences; at most `rows` tokens a pass."""
         layers = [self.make_layer(i) for i in range(self.config.num_layers)]
         return tuple(layer.empty_state(batch, capacity, rows, dtype) for layer in layers)
 
@@ -76,7 +76,7 @@ class Target(nn.Module):
         return self.embedding[tokens]
 
     def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
-        """The id of the largest of the raw head's logits in float32; ties go to the lowest id."""
+        """The id of the raw head's largest float32 logit; ties go to the lowest id."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         return head_argmax(flat, self._head(), backend=backend).reshape(hidden.shape[:2])
 

@@ -1,6 +1,6 @@
 """The parameters of a model as leaves: the one tree that memory, floors, files and checks read.
 
-The modules declare the leaves. Knows no file; random weights are made of the leaves.
+The modules declare the leaves. This file knows no checkpoint; it also makes random weights.
 """
 
 import functools
@@ -17,18 +17,18 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, context_leaves
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
-FORGETS = -2.0  # of a recurrent state's decay: it lasts for some dozens of tokens
+FORGETS = -2.0  # a recurrent state's decay: it lasts some dozens of tokens
 
 
 @functools.cache
 def abstract_params(config: TargetConfig | DrafterConfig) -> dict:
-    """The leaves of a model, by the names of its modules. Not to be changed."""
+    """The leaves of a model, by the names of its modules. Do not change the result."""
     return _of_dtype(_declared(config), config.dtype)
 
 
 @functools.cache
 def leaf_paths(config: TargetConfig | DrafterConfig) -> dict[str, Leaf]:
-    """Every leaf by its path, as it was declared: where it has a dtype, no loading changes that."""
+    """Every leaf by its path, as declared: a declared dtype holds whatever dtype is loaded."""
     leaves = jax.tree_util.tree_flatten_with_path(_declared(config))[0]
     return {"/".join(entry.key for entry in path): leaf for path, leaf in leaves}
 
@@ -49,7 +49,7 @@ def _of_dtype(leaves: dict, dtype: str) -> dict:
 
 
 def random_params(config: TargetConfig | DrafterConfig, seed: int) -> dict:
-    """Parameters that know nothing: normal(0, 0.02), norms 1."""
+    """Random parameters: normal(0, 0.02), norms 1."""
     return random_weights([config], SCALE, seed)[0]
 
 

@@ -1,4 +1,4 @@
-"""The answers of one HTTP request as they are decoded: each step's text, and what all cost."""
+"""The answers of one HTTP request as they are decoded: each step's text, and the usage."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from jflash.serving.request import Event, Failed
 
 
 class Step(NamedTuple):
-    """What a step gave one of the answers; `finish` is None until its last one."""
+    """One step of one of the answers; `finish` is None until its last step."""
 
     answer: int
     text: str
@@ -44,7 +44,7 @@ class Usage:
         self.steps += not first and bool(event.token_ids)
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's form; drafts that were verified are its predictions."""
+        """OpenAI's form; verified drafts are its predictions."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.new,
@@ -64,7 +64,7 @@ async def steps(
 
     ApiError for a request that the time limit or the engine ended. The caller releases the handles.
     """
-    if len(handles) == 1:  # nothing to bring together
+    if len(handles) == 1:  # nothing to merge
         async with aclosing(_one(service, 0, handles[0], stops)) as only:
             async for step in only:
                 usage.add(step.event, step.first)
@@ -86,7 +86,7 @@ async def steps(
             step = await came.get()
             if isinstance(step, Exception):
                 raise step
-            # Not when it is decoded: several steps may wait for a client that reads slowly.
+            # Usage counts steps as they are sent: several may wait for a slow client.
             usage.add(step.event, step.first)
             left -= step.finish is not None
             yield step

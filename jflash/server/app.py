@@ -1,6 +1,6 @@
-"""The routes: what is asked of the server, and what wraps every request: keys, errors, a log line.
+"""The routes, and what wraps every request: keys, errors, a log line.
 
-Knows no engine beside what `Service` has of it.
+This file knows the engine only through `Service`.
 """
 
 import hmac
@@ -34,13 +34,13 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-CLIENT_GONE = 499  # in the log alone, as nginx has it
+CLIENT_GONE = 499  # only in the log, as in nginx's
 
 
 def make_app(
     service: Service, *, api_keys: Sequence[str] = (), origins: Sequence[str] = ()
 ) -> Starlette:
-    """The application; without `api_keys` everybody may ask, without `origins` no other page."""
+    """The application; without `api_keys` every client may ask, without `origins` no other page."""
     middleware = [Middleware(_AccessLog)]
     if origins:
         middleware.append(
@@ -136,7 +136,7 @@ async def _detokenize(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    """Whether the device still works; 503 once it does not."""
+    """200 while the device works, then 503."""
     failures = _service(request).failures
     if failures:
         raise ApiError(failures[0], status=503, code="engine_failed")
@@ -144,7 +144,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _ready(request: Request) -> Response:
-    """Whether a request would be taken now."""
+    """200 if the queue would take a request now, else 503."""
     service = _service(request)
     if service.engine.stats().waiting >= service.max_queue:
         raise ApiError("the queue is full", status=503, code="queue_full")
@@ -171,7 +171,7 @@ async def _left(*_: object) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What starlette refuses: paths that are not there, and methods that a path has not."""
+    """Starlette's refusals: unknown paths, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = dict(error.headers or {})
@@ -179,12 +179,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _broken(_: Request, error: Exception) -> Response:
-    """A mistake of the server's; starlette logs it with its traceback after this answer."""
+    """An internal error; starlette logs its traceback after this answer."""
     return ApiError("the server made a mistake; its log says which", status=500).response()
 
 
 class _Keys:
-    """Lets requests pass that bring one of the keys, compared in constant time."""
+    """Passes on requests with one of the keys, compared in constant time."""
 
     def __init__(self, app: ASGIApp, keys: list[bytes]) -> None:
         self._app, self._keys = app, keys
@@ -204,7 +204,7 @@ class _Keys:
 
 
 class _AccessLog:
-    """One line a request, once it has ended: never its text."""
+    """Logs one line for each finished request, without its text."""
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter) -> None:
         self._app, self._clock = app, clock

@@ -98,7 +98,7 @@ async def _whole(talk: Talk) -> Response:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Without the parts that the answer has not; a call alone has no content."""
+    """The message without empty parts; calls without text have the content null."""
     kept = {name: value for name, value in message.items() if value}
     text = message["content"]
     if "tool_calls" in kept and not text.strip():
@@ -107,7 +107,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
-    """The role, then one chunk a step, empty while its text may still turn into something else."""
+    """The role, then one chunk a step, empty while its text may still become a mark or a stop."""
     frame = _frame(talk.service, "chat.completion.chunk")
     options = options or StreamOptions()
     called = [0] * len(talk.handles)

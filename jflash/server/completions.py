@@ -16,7 +16,7 @@ from jflash.server.service import Service, requests_of, stops_of
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
-MAX_TOKENS = 16  # where a request says nothing, as in OpenAI's API
+MAX_TOKENS = 16  # of requests without max_tokens, as in OpenAI's API
 
 
 async def completions(request: HttpRequest) -> Response:
@@ -100,7 +100,7 @@ async def _chunks(
     echoes: Sequence[str],
     options: StreamOptions | None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """One chunk a step; the prompts that are echoed have chunks of their own."""
+    """The echoed prompts, each as a chunk, then one chunk a step."""
     frame, options = _frame(service), options or StreamOptions()
 
     def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:

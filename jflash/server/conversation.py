@@ -24,7 +24,7 @@ def prompt_text(
     names: dict[str, Any],
     param: str = "messages",
 ) -> str:
-    """The prompt up to where the answer begins; `names` are the template's to read."""
+    """The prompt up to the beginning of the answer; the template reads `names`."""
     if not service.template:
         raise ApiError(
             "the model has no chat template: use /v1/completions", param=param, code="no_template"
@@ -86,7 +86,7 @@ def _arguments(given: str | dict[str, Any], where: str) -> dict[str, Any]:
 
 
 class Parts(NamedTuple):
-    """What a piece of text adds to the parts of its answer."""
+    """The additions of a piece of text to the parts of its answer."""
 
     reasoning: str
     content: str
@@ -94,7 +94,7 @@ class Parts(NamedTuple):
 
 
 class Reader:
-    """Takes one answer apart as it streams. `inside`: the prompt ends within thoughts."""
+    """Splits one answer into its parts as it streams. `inside`: the prompt ends within thoughts."""
 
     def __init__(self, inside: bool, tools: bool, one_call: bool) -> None:
         self._reasoning = Reasoning(inside)
@@ -113,7 +113,7 @@ class Reader:
 
 
 def call_body(call: Call) -> dict[str, Any]:
-    """OpenAI's form of a call, with an id of its own."""
+    """OpenAI's form of a call, with a new id."""
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",

@@ -1,4 +1,4 @@
-"""What a client did wrong, in OpenAI's error form. Knows neither routes nor the engine."""
+"""Errors in OpenAI's form. This file knows neither routes nor the engine."""
 
 import msgspec
 from starlette.responses import Response
@@ -13,7 +13,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """A refusal with its HTTP status; `param` is the field that is wrong, `code` its short name."""
+    """A refusal with its HTTP status; `param` is the wrong field, `code` names the error."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ def json_response(
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """For a field that the server knows and cannot honour: silence would change the answer."""
+    """For a field that the server knows and cannot honour: to ignore it would change the answer."""
     return ApiError(f"{param} is not supported: {why}", param=param, code="unsupported_parameter")
 
 

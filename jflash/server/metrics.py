@@ -14,7 +14,7 @@ LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.
 
 
 class Metrics:
-    """What the requests of one model have done; `stats` gives what the engine does now."""
+    """The counts of one model's requests; `stats` gives the engine's present state."""
 
     def __init__(self, model: str, drafts: int, stats: Callable[[], Stats]) -> None:
         self._registry = CollectorRegistry()
@@ -43,7 +43,9 @@ class Metrics:
         )
         self._places = [places.labels(model, str(i)) for i in range(drafts)]
         self.compiled = Counter(
-            "jflash:compilations", "Programs compiled since it listens.", registry=self._registry
+            "jflash:compilations",
+            "Programs compiled since the start.",
+            registry=self._registry,
         )
         self._first = histogram("time_to_first_token_seconds", "To the first token.", SHORT)
         self._between = histogram("inter_token_latency_seconds", "Between two steps.", SHORT)

@@ -25,7 +25,7 @@ class StreamOptions(Struct):
 
 
 class Asked(Struct, kw_only=True):
-    """What all requests for text have in common."""
+    """The fields of all requests for text."""
 
     model: str | None = None
     stream: bool | None = None
@@ -36,7 +36,7 @@ class Asked(Struct, kw_only=True):
     seed: int | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # the smallest runs first
-    speculation: bool | None = None  # ours: false accepts no draft, one token a step
+    speculation: bool | None = None  # jflash's: false accepts no draft, so a step gives one token
     # Refused unless they change nothing; see NEUTRAL.
     min_tokens: Natural | None = None
     presence_penalty: float | None = None
@@ -126,7 +126,7 @@ class Chat(Asked, kw_only=True):
 
 
 class Responses(Asked, kw_only=True):
-    """/v1/responses, without a memory of the server's."""
+    """/v1/responses, stateless."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -182,7 +182,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "min_tokens": ((0,), "this server has no minimum length"),
     "best_of": ((1,), "give n, and choose among the answers"),
     "suffix": (("",), "the model only continues a text"),
-    "chat_template": ((), "the model's own template is used"),
+    "chat_template": ((), "the model's template is used"),
     "modalities": ((["text"],), "the answer is text"),
     "audio": ((), "the answer is text"),
     "functions": (([],), "give tools"),
@@ -204,7 +204,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 def read[R: Struct](body: bytes, kind: type[R], honoured: frozenset[str] = frozenset()) -> R:
     """The request in a body; ApiError with the field's name for what is wrong.
 
-    `honoured` names fields of NEUTRAL that this server can honour after all.
+    `honoured` names fields of NEUTRAL that this server can honour.
     """
     try:
         value = msgspec.json.decode(body, type=kind)
@@ -224,11 +224,11 @@ def read[R: Struct](body: bytes, kind: type[R], honoured: frozenset[str] = froze
 
 
 def _named(message: str) -> ApiError:
-    """msgspec's complaint with the path of the field taken out as `param`."""
-    found = PATH.search(message)
-    param = found[1] if found else None
+    """msgspec's message as an error, with the path of the field as `param`."""
+    path = PATH.search(message)
+    param = path[1] if path else None
     if not param:
         missing = re.search(r"missing required field `(\w+)`", message)
         param = missing[1] if missing else None
-    text = f"{param}: {message[: found.start()]}" if found and param else message
+    text = f"{param}: {message[: path.start()]}" if path and param else message
     return ApiError(text, param=param, code="invalid_type")

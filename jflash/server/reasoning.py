@@ -1,4 +1,4 @@
-"""What an answer thinks and what it says: the text before and after `</think>`, as it streams."""
+"""Splits an answer into thoughts and text, before and after `</think>`, as it streams."""
 
 from typing import NamedTuple
 
@@ -15,16 +15,16 @@ class Split(NamedTuple):
 
 
 class Reasoning:
-    """Splits one answer. `inside` says whether the prompt has opened the thoughts already.
+    """Splits one answer. `inside`: the prompt has already opened the thoughts.
 
-    An answer whose text begins with `<think>` opens them itself. The marks belong to neither part,
-    nor do the line breaks around them.
+    Otherwise an answer that begins with `<think>` opens them. The marks and the line breaks around
+    them belong to neither part.
     """
 
     def __init__(self, inside: bool) -> None:
         self._place = "inside" if inside else "before"
         self._held = ""
-        self._fresh = True  # no text of this part yet: its leading line breaks go
+        self._fresh = True  # no text of this part yet: leading line breaks are dropped
 
     def push(self, piece: str, last: bool) -> Split:
         self._held += piece
@@ -58,5 +58,5 @@ class Reasoning:
 
 
 def opened(prompt: str) -> bool:
-    """Whether a prompt's text ends inside thoughts: some templates open them themselves."""
+    """Whether a prompt ends inside thoughts, because its template opens them."""
     return prompt.rfind(OPEN) > prompt.rfind(CLOSE)

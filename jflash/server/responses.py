@@ -75,7 +75,7 @@ async def _events(
 
 
 def _check_parts(asked: Responses) -> None:
-    """ApiError for what only OpenAI's own service has."""
+    """ApiError for features that only OpenAI's service has."""
     if asked.prompt is not None:
         raise unsupported("prompt", "no templates of prompts are stored")
     effort = (asked.reasoning or {}).get(EFFORT)
@@ -87,15 +87,15 @@ def _check_parts(asked: Responses) -> None:
 
 
 def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools as chat completions have them: a function's fields one level deeper."""
-    found = []
+    """Tools in the form of chat completions: a function's fields lie one level deeper."""
+    functions = []
     for index, tool in enumerate(tools or []):
         if tool.get("type") != "function":
             raise unsupported(f"tools[{index}].type", f"{tool.get('type')!r} is not run here")
         fields = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in fields if name in tool}
-        found.append({"type": "function", "function": function})
-    return found or None
+        functions.append({"type": "function", "function": function})
+    return functions or None
 
 
 def _messages(asked: Responses) -> list[Message]:
@@ -104,8 +104,8 @@ def _messages(asked: Responses) -> list[Message]:
         return [*before, Message(role="user", content=asked.input)]
     if not asked.input:
         raise invalid("input", "the list is empty")
-    found = (_message(item, f"input[{i}]") for i, item in enumerate(asked.input))
-    return [*before, *(message for message in found if message is not None)]
+    messages = (_message(item, f"input[{i}]") for i, item in enumerate(asked.input))
+    return [*before, *(message for message in messages if message is not None)]
 
 
 def _message(item: dict[str, Any], where: str) -> Message | None:
@@ -120,8 +120,8 @@ def _message(item: dict[str, Any], where: str) -> Message | None:
                 role="assistant", tool_calls=[ToolCall(call, id=str(item.get("call_id", "")))]
             )
         if kind == "function_call_output":
-            said = item.get("output")
-            text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
+            output = item.get("output")
+            text = output if isinstance(output, str) else msgspec.json.encode(output).decode()
             return Message(role="tool", content=text, tool_call_id=str(item.get("call_id", "")))
     except msgspec.ValidationError as error:
         raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None

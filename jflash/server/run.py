@@ -1,4 +1,4 @@
-"""The server's process: listens, drains at SIGTERM, and watches that the device still answers."""
+"""The server's process: it listens, drains at SIGTERM, and watches the device."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,12 @@ from jflash.serving.request import Failed
 
 LOG = logging.getLogger("jflash.server")
 LOOK_EVERY = 0.5  # seconds between two looks at the engine
-LAST_WORDS = 2.0  # seconds in which a server that has failed ends its streams and says so
+LAST_WORDS = 2.0  # seconds for a failed server to end its streams with the error
 HEADER_BYTES = 64 * 1024
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound, before a weight is read: OSError says at once that it cannot be."""
+    """A bound socket, made before a weight is read; ValueError if host or port cannot be bound."""
     try:
         [info, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -45,9 +45,9 @@ def serve(
     shutdown_timeout: float,
     hang_timeout: float,
 ) -> bool:
-    """Serves until SIGTERM or SIGINT, then ends what runs within `shutdown_timeout` seconds.
+    """Serves until SIGTERM or SIGINT, then ends requests within `shutdown_timeout` seconds.
 
-    False if the engine failed, or did nothing for `hang_timeout` seconds with requests at hand.
+    False if the engine failed, or made no progress on requests for `hang_timeout` seconds.
     """
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, lifespan="off",
@@ -67,7 +67,7 @@ def serve(
 
 @contextlib.contextmanager
 def _signals_end_there():
-    """uvicorn raises the signals that ended it again: here they have done their work."""
+    """Ignores the signals that uvicorn raises again after they ended it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What all requests of a server share, and what a request for text asks of the engine."""
+"""The state that a server's requests share, and the engine's requests for each of them."""
 
 import asyncio
 import hashlib
@@ -22,7 +22,7 @@ MOST_STOPS = 64  # texts of one request
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """A loaded engine with its words. `sampling` is used where a request says nothing."""
+    """A loaded engine with its tokenizer. `sampling` has the defaults of a request."""
 
     engine: Engine
     tokenizer: Any
@@ -52,7 +52,7 @@ class Service:
             )  # fmt: skip
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """A text's ids, off the event loop; `special` adds what the tokenizer puts around it."""
+        """A text's ids, off the event loop; `special` adds the tokenizer's special tokens."""
         try:
             return await asyncio.to_thread(
                 token_ids, self.tokenizer, text, add_special_tokens=special
@@ -61,7 +61,7 @@ class Service:
             raise ApiError(str(error), code="invalid_value") from None
 
     def submit(self, requests: Sequence[Request], param: str) -> list[Handle]:
-        """All of them or none; ApiError if the engine takes no more. `param` holds the prompt."""
+        """Submits all or none; ApiError if the engine is full. `param` is the prompt's field."""
         for request in requests:
             self._check(request, param)
         handles = list[Handle]()
@@ -83,14 +83,14 @@ class Service:
         return handles
 
     def failed(self, error: Failed) -> ApiError:
-        """What the reader of a request is told; from now on /health tells it too."""
+        """The error for the reader of a request; /health reports it from now on."""
         cause = error.__cause__
         why = str(error) if cause is None else f"{error}: {one_line(cause)}"
         self.failures.append(why)
         return ApiError(why, status=503, code="engine_failed")
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Of requests that nobody reads any more."""
+        """Cancels requests that have no reader any more."""
         self.live.difference_update(handles)
         self._drop(handles)
 
@@ -119,7 +119,7 @@ class Service:
 
 
 def sampling_of(asked: Asked, default: Sampling) -> Sampling:
-    """How a request draws; at temperature 0 the filters change nothing and are left out."""
+    """A request's sampling; at temperature 0 the filters have no effect and are left out."""
     values: dict[str, Any] = {
         name: getattr(default if getattr(asked, name) is None else asked, name)
         for name in ("temperature", "top_k", "top_p", "min_p")
@@ -146,7 +146,7 @@ def requests_of(
 ) -> list[Request]:
     """The engine's requests, `n` for each prompt. Without `max_tokens` the context is the limit.
 
-    A seed's samples differ by their index, as `jflash.generate` has them.
+    The samples of a seed differ in their index, as in `jflash.generate`.
     """
     if max_tokens == 0:
         raise invalid(limit_name, "must be at least 1")
@@ -176,7 +176,7 @@ def requests_of(
 
 
 def _seed(seed: int) -> int:
-    """Any whole number as a seed of the engine's range; one within it is itself."""
+    """Maps any whole number to a seed in the engine's range; seeds within it stay."""
     if 0 <= seed < KEYS:
         return seed
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
@@ -190,10 +190,10 @@ def stops_of(stop: str | list[str] | None) -> list[str]:
 
 
 def thinking(service: Service, effort: str | None, names: dict[str, Any]) -> dict[str, Any]:
-    """What the template reads: `names` of the request, after the server's thinking mode."""
+    """The template's variables: the request's `names` override the server's thinking mode."""
     for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template"):
         if name in names:
-            raise invalid(f"chat_template_kwargs.{name}", "is not the request's to set")
+            raise invalid(f"chat_template_kwargs.{name}", "cannot be set by a request")
     known: dict[str, Any] = {"enable_thinking": service.reasoning}
     if effort is not None:
         if "enable_thinking" not in service.template and "reasoning_effort" not in service.template:

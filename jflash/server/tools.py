@@ -1,7 +1,7 @@
-"""Tool calls in an answer, in the form of Hermes and Qwen, as they stream:
-`<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+"""Tool calls in an answer as it streams, in the form of Hermes and Qwen.
 
-A call is given out when it is complete. Text that turns out to be no call stays what it is, text.
+A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, returned once it is complete. Text
+between the marks that is no call stays text.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Tools:
 
     def __init__(self, most: int | None = None) -> None:
         self._held = ""
-        self._most = most  # calls that are wanted; later ones are dropped
+        self._most = most  # later calls are dropped
         self.count = 0
 
     def push(self, piece: str, last: bool) -> tuple[str, list[Call]]:
@@ -68,7 +68,7 @@ def _call(body: str) -> Call | None:
 def wanted(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, template: str
 ) -> list[dict[str, Any]] | None:
-    """The tools that the template is given; ApiError for what it cannot be made to do."""
+    """The tools for the template; ApiError for choices that it cannot enforce."""
     for index, tool in enumerate(tools or []):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):

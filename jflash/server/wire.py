@@ -1,4 +1,4 @@
-"""Bodies in and events out: sizes, times, clients that go. Knows no model and no route."""
+"""Bodies in and events out: sizes, timeouts, disconnects. This file knows no model and no route."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,12 +10,12 @@ from starlette.types import Receive, Scope, Send
 
 from jflash.server.errors import ApiError
 
-BODY_SECONDS = 30.0  # in which a body has to arrive
+BODY_SECONDS = 30.0  # for a body to arrive
 DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 async def body_of(request: Request, most: int) -> bytes:
@@ -40,7 +40,7 @@ async def body_of(request: Request, most: int) -> bytes:
 
 
 async def while_there[T](request: Request, work: Awaitable[T]) -> T:
-    """The work's result; ClientGone, and the work cancelled, as soon as the client goes."""
+    """The work's result; a disconnect cancels the work and raises ClientGone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -59,10 +59,10 @@ async def _gone(request: Request) -> None:
 
 
 class Events(StreamingResponse):
-    """Server-sent events, one for each value; ApiError among them becomes the last one.
+    """Server-sent events, one for each value; an ApiError becomes the last one.
 
-    `at_end` is called once nobody reads any more, even if the client went before the first event.
-    A client that reads too slowly is left after `seconds`.
+    `at_end` is called at the end in any case, even if the client went before the first event. The
+    answer ends after `seconds`, however slowly the client reads.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The engine: requests come at any time from any thread, and one thread owns the device.
 
-Each request's greedy text is the text it has alone, whatever else runs, is cancelled, is preempted
-or was cached, where the law of one arithmetic holds. Knows token ids only.
+Where the law of one arithmetic holds, a request's greedy text does not depend on what else runs, is
+cancelled, is preempted or was cached. This file knows only token ids.
 """
 
 import secrets
@@ -26,10 +26,10 @@ from pallas_kernels.block_attention import PAGE
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What the engine does now, and has done since it began.
+    """The engine's present state, and its counts since it began.
 
-    `pages` of PAGE tokens there are; `pages_available` are held by no request, and `pages_kept` of
-    these still hold prefixes. `calls` of the device had `live` requests in them, added up.
+    There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
+    `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`.
     """
 
     waiting: int
@@ -49,13 +49,13 @@ class Stats:
 
 
 class Engine:
-    """Decodes what is submitted, at most `max_batch` requests at once, until `close`.
+    """Decodes submitted requests, at most `max_batch` at once, until `close`.
 
     A request may have `max_context` tokens, its new ones included: the models' positions unless
     given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
     for `max_batch` of the longest unless given. When they are short, the last request gives its
-    pages back, and is computed again later. More than `max_queue` that wait are refused. The
-    programs are compiled before the constructor returns. Usable as a context manager.
+    pages back, and is computed again later. At most `max_queue` requests wait; more are refused.
+    The constructor compiles the programs. The engine is a context manager.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Engine:
         return handle
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """The results of many requests, in their order; waits for them."""
+        """Submits the requests, waits, and returns their results in order."""
         return [handle.result() for handle in [self.submit(r) for r in requests]]
 
     def stats(self) -> Stats:
@@ -173,11 +173,11 @@ class Engine:
             )
 
     def update_weights(self, *, target: Any = None, drafter: Any = None) -> int:
-        """Puts new values in place of a model's parameters; the number of the new version.
+        """Replaces a model's parameters; returns the number of the new version.
 
-        Those who run finish with the old ones first, those who wait begin with the new ones, and
-        no prefix of the old ones is found again. Nothing is compiled. ValueError for parameters
-        that are not of the same tree, shapes and dtypes.
+        Running requests first finish with the old ones, waiting requests begin with the new ones,
+        and prefixes of the old ones are forgotten. Nothing is compiled. ValueError unless tree,
+        shapes and dtypes are the same.
         """
         new = {"target": target, "drafter": drafter}
         new = {name: params for name, params in new.items() if params is not None}
@@ -199,15 +199,15 @@ class Engine:
         return self._between(update)
 
     def sleep(self) -> None:
-        """Frees the pages' memory once those who run have finished; until `wake` the rest waits."""
+        """Frees the pages' memory once running requests have finished; others wait for `wake`."""
         self._between(self._loop.sleep)
 
     def wake(self) -> None:
-        """Pages again, empty ones, after a `sleep`."""
+        """Allocates the pages again, empty, after `sleep`."""
         self._between(self._loop.wake)
 
     def close(self) -> None:
-        """Cancels what is left and ends the thread; again, nothing."""
+        """Cancels all requests and ends the thread; a second call does nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -220,7 +220,7 @@ class Engine:
         self.close()
 
     def _between[T](self, action: Callable[[], T]) -> T:
-        """What the engine's thread does as soon as no request runs."""
+        """The result of `action`, which the engine's thread runs as soon as no request runs."""
         done = Future[T]()
         with self._changed:
             if self._error is not None:
@@ -256,7 +256,7 @@ class Engine:
                 job.handle.fail(failure)
 
     def _turn(self) -> bool:
-        """One round, or a wait for something to do; False once closed and empty."""
+        """One round, or a wait for work; False once closed and empty."""
         loop = self._loop
         with self._changed:
             self._changed.wait_for(

@@ -1,6 +1,6 @@
 """A request on its way: its events, as they come, to one reader in a thread or an event loop.
 
-The engine's thread gives, a reader takes; neither waits for the other. Knows no device.
+The engine's thread adds events and never waits for the reader. This file knows no device.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ class Handle:
         self._wake: Callable[[], None] | None = None
 
     def cancel(self) -> None:
-        """Ends the request soon, in whatever phase it is; its last event is 'cancelled'.
+        """Ends the request soon, in any phase; its last event is 'cancelled'.
 
-        Of one that has ended nothing changes.
+        A request that has ended does not change.
         """
         self._on_cancel(self)
 
@@ -66,7 +66,7 @@ class Handle:
                 yield event
 
     def result(self) -> Result:
-        """Everything there was, once the request has ended; waits for it."""
+        """Waits for the end of the request; the result of all its events."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
             if self._error is not None:
@@ -75,23 +75,23 @@ class Handle:
         return result_of(self.request, events)
 
     def give(self, events: list[Event]) -> None:
-        """From the engine's thread: what came now."""
+        """Adds events; the engine's thread calls it."""
         with self._changed:
             assert not self._ended, "nothing comes after the last event"
             self._events.extend(events)
             self._past.extend(events)
             self._ended = bool(events) and events[-1].finish_reason is not None
-            self._tell()
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """From the engine's thread: there will be no more; `error` is raised in the reader."""
+        """Ends the events with `error`, which the reader raises; the engine's thread calls it."""
         with self._changed:
             self._error, self._ended = error, True
-            self._tell()
+            self._notify()
 
     @property
     def ended(self) -> bool:
-        """Whether the last event was given, be it read or not."""
+        """Whether the last event was added, read or unread."""
         return self._ended
 
     def _next(self) -> Event | None:
@@ -101,7 +101,7 @@ class Handle:
             raise self._error
         return None
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.notify_all()
         if self._wake is not None:
             self._wake()

@@ -1,7 +1,7 @@
 """One device, driven by one thread: a round is planned, dispatched, and read one round later.
 
-What a request's text is does not depend on anything here: a preempted one computes its keys and
-values again and goes on with the token it had. Knows token ids only.
+Nothing here changes a request's text: a preempted one computes its keys and values again and
+continues from its newest token. This file knows only token ids.
 """
 
 import time
@@ -32,8 +32,8 @@ from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
 from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import PAGE
 
-BURST = 4  # chunks of prompts before a call in which others step
-LOOKED_AT = 64  # of those who wait, at most so many are weighed in a round
+BURST = 4  # chunks of prompts before a call in which other requests step
+LOOKED_AT = 64  # waiting requests that a round considers at most
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,13 +47,13 @@ class Job:
     tokens: list[int]  # the text so far, as the host knows it
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
-    named: int = 0  # pages of it whose content can be found by others
+    named: int = 0  # its first pages that are in the prefix index
     names: list[Name] = field(default_factory=list)
     computed: int = 0  # tokens whose chunks were dispatched
     end: int = 0  # tokens that chunks compute; 0 once they have
-    unread: int = 0  # calls that it takes part in and the host has not read
+    unread: int = 0  # calls with it that the host has not read
     gained: bool = False
-    cached: int | None = None  # tokens of the prompt that were found when it first ran
+    cached: int | None = None  # tokens of the prompt that were cached when it first ran
     cancelled: bool = False
     reason: FinishReason | None = None
 
@@ -72,7 +72,7 @@ class Job:
 
 
 class Read(NamedTuple):
-    """An array that the device will have filled, and whom it is about."""
+    """An array that the device will fill, and the requests that it is about."""
 
     array: Any
     first: Job | None  # of a last chunk that commits; else a report of `jobs`
@@ -80,7 +80,7 @@ class Read(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the loop has done since it began."""
+    """Counts since the loop began."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -89,7 +89,7 @@ class Counts(NamedTuple):
     accepted: int = 0
     preempted: int = 0
     calls: int = 0
-    live: int = 0  # slots that took part in the calls, added up
+    live: int = 0  # live slots, summed over the calls
 
 
 class Loop:
@@ -121,13 +121,13 @@ class Loop:
         return not (self.running or self._rounds or any(job.begun for job in self.waiting))
 
     def new_weights(self, params: Params) -> None:
-        """Other parameters of the same shapes, while it is quiet."""
+        """Takes other parameters of the same shapes; the loop must be quiet."""
         assert self.quiet, "a text is of one version"
         self.params = params
         self.pages.forget_all()
 
     def sleep(self) -> None:
-        """Gives the state's memory back, while it is quiet."""
+        """Frees the state's memory; the loop must be quiet."""
         assert self.quiet, "pages in use"
         self.pages.forget_all()
         for leaf in jax.tree.leaves(self.state):
@@ -135,7 +135,7 @@ class Loop:
         self.asleep = True
 
     def wake(self) -> None:
-        """An empty state again."""
+        """Allocates an empty state after `sleep`."""
         if self.asleep:
             self.state = self._empty()
         self.asleep = False
@@ -179,14 +179,14 @@ class Loop:
             self._read([read for read in reads if read.first is not None], on_event)
 
     def preempt(self, job: Job) -> None:
-        """Takes slot and pages from a request, which waits for others; nothing is unread."""
+        """Takes slot and pages from a request, which waits again; all calls must be read."""
         assert not self._rounds, "tokens on their way would be lost"
         self._leave(job)
         self.waiting.append(job)
         self.counts = self.counts._replace(preempted=self.counts.preempted + 1)
 
     def drop(self) -> Iterable[Job]:
-        """Everybody who has not ended, after a failure."""
+        """All requests that have not ended, after a failure."""
         return [*self.waiting, *self.running]
 
     def _plan(self) -> Plan:
@@ -196,9 +196,9 @@ class Loop:
         coming = [job for job in self.waiting if job.begun or not still]
         for job in sorted(coming, key=lambda job: job.order)[:LOOKED_AT]:
             end = self._end_of(job)
-            found = self._found(job, end)
-            fresh = self._needs(job, 1) - self.pages.held(found)
-            chunks = -(-(end - len(found) * PAGE) // chunk)
+            cached = self._cached_pages(job, end)
+            fresh = self._needs(job, 1) - self.pages.held(cached)
+            chunks = -(-(end - len(cached) * PAGE) // chunk)
             waiting.append(Waiting(job.order, fresh, chunks, job.deadline))
         late = [job for job in self.waiting if job.deadline and job.deadline <= time.monotonic()]
         seen = {w.order for w in waiting}
@@ -221,39 +221,39 @@ class Loop:
         )  # fmt: skip
 
     def _needs(self, job: Job, calls: int) -> int:
-        """Pages for so many calls more than the host has read."""
+        """The pages for `calls` more calls than the host has read."""
         ahead = calls * self.layout.steps * self.models.block_size + (not job.begun)
         return -(-min(job.limit, len(job.tokens) + ahead) // PAGE)
 
     def _end_of(self, job: Job) -> int:
-        """The tokens that chunks compute: of a text that has begun all but its newest."""
+        """The number of tokens that chunks compute: all, without the newest once it has begun."""
         return len(job.tokens) - job.begun
 
-    def _found(self, job: Job, end: int) -> list[int]:
-        """Pages of its text that are there; the last token is always computed."""
+    def _cached_pages(self, job: Job, end: int) -> list[int]:
+        """The cached pages of its text; the last token is always computed."""
         job.names = chain(
             job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
         )
         return self.pages.find(job.names[: (end - 1) // PAGE])
 
     def _admit(self, job: Job) -> None:
-        """A slot and pages, if there still are as many as were planned for."""
+        """Gives a slot and pages, if there are still as many pages as planned."""
         end = self._end_of(job)
-        found = self._found(job, end)
-        self.pages.hold(found)
-        fresh = self.pages.take(self._needs(job, 1) - len(found))
+        cached = self._cached_pages(job, end)
+        self.pages.hold(cached)
+        fresh = self.pages.take(self._needs(job, 1) - len(cached))
         if fresh is None:
-            self.pages.release(found)
+            self.pages.release(cached)
             return
         self.waiting.remove(job)
         job.slot = self.slots.index(None)
         self.slots[job.slot] = job
-        job.pages, job.named = [*found, *fresh], len(found)
-        job.computed, job.end = len(found) * PAGE, end
+        job.pages, job.named = [*cached, *fresh], len(cached)
+        job.computed, job.end = len(cached) * PAGE, end
         job.unread, job.gained = 0, False
         self._write_table(job)
         if job.cached is None:
-            job.cached = len(found) * PAGE
+            job.cached = len(cached) * PAGE
             self.counts = self.counts._replace(
                 prompt_tokens=self.counts.prompt_tokens + end,
                 cached_tokens=self.counts.cached_tokens + job.cached,
@@ -309,7 +309,7 @@ class Loop:
         return Read(numbers, None, tuple(jobs))
 
     def drain(self, on_event: Callable[[Job, Event], None]) -> None:
-        """Reads everything that was dispatched."""
+        """Reads all dispatched calls."""
         while self._rounds:
             self._read(self._rounds.popleft(), on_event)
 
@@ -333,7 +333,7 @@ class Loop:
         given: Taken,
         on_event: Callable[[Job, Event], None],
     ) -> None:
-        """The tokens of some steps; the last of them may end the text."""
+        """Adds the tokens of some steps; the last one may end the text."""
         counts = self.counts
         for i, ids in enumerate(given.steps):
             drafted = accepted = 0
@@ -359,7 +359,7 @@ class Loop:
             self._leave(job)
 
     def _name(self, job: Job, computed: int) -> None:
-        """Lets others find the pages all of whose tokens are computed."""
+        """Indexes the pages whose tokens are all computed."""
         whole = min(computed // PAGE, len(job.pages))
         job.names = chain(
             job.tokens[: max(whole, len(job.names)) * PAGE],
@@ -371,7 +371,7 @@ class Loop:
         job.named = max(job.named, whole)
 
     def _end(self, job: Job, reason: FinishReason, on_event: Callable[[Job, Event], None]) -> None:
-        """Ends a request before its time, be it waiting or running."""
+        """Ends a waiting or running request early."""
         job.reason = reason
         if job in self.waiting:
             self.waiting.remove(job)
@@ -379,8 +379,10 @@ class Loop:
         on_event(job, Event((), cached_tokens=job.cached or 0, finish_reason=reason))
 
     def _leave(self, job: Job) -> None:
-        """Gives slot and pages back. Calls on their way may still write pages that nobody can
-        find: whoever takes them is dispatched later."""
+        """Gives slot and pages back.
+
+        Dispatched calls may still write these pages; their next holder is dispatched later.
+        """
         if job.slot is not None:
             self.slots[job.slot] = None
             self.pages.release(job.pages)

@@ -1,8 +1,9 @@
-"""Whose the pages are: a free list, holders counted, and prefixes found again by their tokens.
+"""The owners of pages: a free list, reference counts, and a prefix index by tokens.
 
-A page whose positions are all committed may be named by the chain of its tokens, and stays
-findable after its last holder has gone, until its place is needed: the one unused longest goes
-first. By the law a page found is the page computed, bit for bit. Knows numbers of pages only.
+A page whose positions are all committed may be named by the hash chain of its tokens. It stays in
+the index after its last holder has gone, until its memory is needed: the least recently used page
+goes first. By the law an indexed page has the bits of a computed one. This file knows only numbers
+of pages.
 """
 
 import hashlib
@@ -42,16 +43,16 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """How many pages `take` can give."""
+        """The number of pages that `take` can give."""
         return len(self._free) + len(self._kept)
 
     @property
     def kept(self) -> int:
-        """How many of the available pages a text can still find."""
+        """The number of available pages that are still in the index."""
         return len(self._kept)
 
     def take(self, count: int) -> list[int] | None:
-        """Pages of no content, held once; None, and nothing changes, if there are too few."""
+        """Pages without content, held once; None, without any change, if there are too few."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -64,36 +65,36 @@ class Pages:
         return taken
 
     def find(self, names: Iterable[Name]) -> list[int]:
-        """The pages of the longest known beginning of a chain; they are not held by this."""
-        found = []
+        """The pages of the longest indexed prefix of a chain; this does not hold them."""
+        pages = []
         for name in names:
             if name not in self._page:
                 break
-            found.append(self._page[name])
-        return found
+            pages.append(self._page[name])
+        return pages
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for pages that `find` gave just now."""
+        """Adds a holder to pages that `find` has just returned."""
         for page in pages:
             self._kept.pop(page, None)
             self._holders[page] += 1
 
     def held_by_one(self, pages: Iterable[int]) -> int:
-        """How many of them would be available if their holder went."""
+        """The number of `pages` that would be available without their holder."""
         return sum(self._holders[page] == 1 for page in pages)
 
     def held(self, pages: Iterable[int]) -> int:
-        """How many of them somebody holds."""
+        """The number of `pages` with a holder."""
         return sum(self._holders[page] > 0 for page in pages)
 
     def name(self, page: int, name: Name) -> None:
-        """Makes a held page findable, unless another page has that content already."""
+        """Indexes a held page, unless another page has that content already."""
         assert self._holders[page] > 0, f"page {page} is held by none"
         if name not in self._page and self._name[page] is None:
             self._page[name], self._name[page] = page, name
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less. The last page of a text is the first whose place is given away."""
+        """Removes a holder. The last page of a text is the first to be reused."""
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} was released once too often"
@@ -104,7 +105,7 @@ class Pages:
                     self._kept[page] = None
 
     def forget_all(self) -> None:
-        """No page can be found any more: the weights have changed."""
+        """Empties the index, because the weights have changed."""
         for page in list(self._kept):
             self._free.append(page)
         self._kept.clear()

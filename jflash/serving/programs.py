@@ -1,7 +1,7 @@
-"""The engine's executables: a row admitted, a chunk of a prompt, a known number of steps.
+"""The engine's executables: admit a row, compute a chunk of a prompt, run a number of steps.
 
-Keys and values lie in pools of pages, and every call brings the table that says whose they are.
-What the host uploads and reads is one array a call. Nothing here knows a queue.
+Keys and values lie in pools of pages, and every call brings the page table. The host uploads and
+reads one array a call. Nothing here knows a queue.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jflash.speculative import Models, Params, Sequences, State, apply, speculat
 from pallas_kernels.block_attention import PAGE
 
 CACHES = ("target_cache", "drafter_cache")  # of a State
-BIASED = 320  # tokens that a request may give a bias; OpenAI's limit is 300
+BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
 HEAD = 15  # numbers of a row before its stop ids and tokens
 
 
@@ -64,14 +64,14 @@ class Programs(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host reads of a call; see `taken`. The survey is of all calls so far."""
+    """The host's view of a call; see `taken`. The survey covers all calls so far."""
 
     numbers: Int[Array, "B _"]
     survey: Survey | None
 
 
 class Row(NamedTuple):
-    """What a slot takes over: a request and the tokens of its text so far."""
+    """A slot's new content: a request and the tokens of its text so far."""
 
     slot: int
     request: Request
@@ -80,7 +80,7 @@ class Row(NamedTuple):
 
 
 def empty_state(models: Models, layout: Layout) -> State:
-    """A state of empty slots and pages of zeros."""
+    """A state with empty slots and pages of zeros."""
     shape = layout.shape
 
     def paged(layer):
@@ -141,7 +141,7 @@ def row_size(shape: Shape) -> int:
 
 
 def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
-    """The row in its slot, which idles until its last chunk has run."""
+    """Puts the row into its slot, which idles until its last chunk has run."""
     slot, length, limit, accept, top_k = row[:5]
     seed, index = lax.bitcast_convert_type(row[5:7], jnp.uint32)
     floats = lax.bitcast_convert_type(row[7:13], jnp.float32)
@@ -172,18 +172,18 @@ def chunk(
     table: Int[Array, "1 _"],
     control: Int[Array, "5"],
 ) -> tuple[State, Int[Array, "3"]]:
-    """Tokens offset … of the slot, of which those below `end` count: keys, values and context.
+    """Computes keys, values and context of the slot's tokens offset … end - 1, at most `size`.
 
-    `control` is slot, offset, end, last, commits. After the last chunk the slot steps. If that one
-    commits, the token after `end` is chosen first, and [token, done, the bits of its logprob] is
-    it; else the slot goes on with its newest token, which it had before.
+    `control` is slot, offset, end, last, commits. After the last chunk the slot steps. If that
+    chunk commits, it chooses the token after `end`, and the result is [token, done, the bits of its
+    logprob]; else the slot continues from its newest token, which it had before.
     """
     slot, offset, end, last, commits = control
     s = state.sequences
     kernels = models.kernels.chunk
     positions = (offset + jnp.arange(size))[None]
     tokens = jnp.take(s.tokens[slot], positions[0], mode="clip")[None]
-    # One sequence and its table: the pools are all that a layer sees of the others.
+    # One sequence with its table: a layer sees only the pools of the others.
     over = Chunk(jnp.int32(0), offset, end, kernels)
     state = with_table(state, table)
     hidden, features, target_cache = apply(
@@ -203,8 +203,8 @@ def chunk(
         logits = apply(models.target, params.target, newest, kernels.matmul, method="logits")
         one = jax.tree.map(lambda x: x[None], row)
         none = jnp.zeros((1, 0), jnp.int32)
-        own = shaped(logits, one.shaping, one.tokens, end[None], none, one.stops)
-        first = choose(own, end[None, None], one.key, one.filters)
+        changed = shaped(logits, one.shaping, one.tokens, end[None], none, one.stops)
+        first = choose(changed, end[None, None], one.key, one.filters)
         _, stopped = cut_at_stop(first, jnp.ones(1, jnp.int32), row.stops[None])
         return row._replace(
             tokens=row.tokens.at[end].set(first[0, 0]),
@@ -230,11 +230,11 @@ def run(
     table: Int[Array, "B _"],
     live: Bool[Array, " B"],
 ) -> tuple[State, Report]:
-    """`steps` steps of the slots that are `live`; the others keep what they have.
+    """`steps` steps of the slots that are `live`; the others do not change.
 
-    The report has, of each slot, the tokens of each step it took, W · steps of them, the bits of
-    their logprobs, then how many each step committed, how many steps it took, and whether it is
-    done. Models that draw nothing change no logits and give no logprobs.
+    The report has, for each slot: the new tokens (W · steps places), the bits of their logprobs,
+    the number that each step committed, the number of steps, and whether the slot is done. Models
+    that draw nothing change no logits and give no logprobs.
     """
     s, width = state.sequences, models.block_size
     kept = {name: getattr(s, name) for name in ("shaping", "logprobs")}
@@ -270,7 +270,7 @@ class Taken(NamedTuple):
 
 
 def taken(report: Int[np.ndarray, " _"], width: int, steps: int) -> Taken:
-    """What `run` says of one slot."""
+    """One slot's row of a `run`'s report."""
     count, done = report[-2:]
     tokens, bits = report[: width * steps], report[width * steps : 2 * width * steps]
     probable = np.ascontiguousarray(bits).view(np.float32)
@@ -281,7 +281,7 @@ def taken(report: Int[np.ndarray, " _"], width: int, steps: int) -> Taken:
 
 
 def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:
-    """All executables of a layout; asked again, the same ones without compiling."""
+    """All executables of a layout; a second call returns the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
     return _compile(models, tuple(leaves), tree, layout)
 
@@ -320,7 +320,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
 
 
 def choosing(models: Models, params: Params, layout: Layout, programs: Programs) -> ChosenRows:
-    """Picks among the greedy programs, by their times here and what the drafts come to."""
+    """Picks among the greedy programs, by their times here and the survey of the drafts."""
     measure = functools.partial(_times, models, params, layout, programs.greedy)
     folder = jax.config.jax_compilation_cache_dir
     where = Path(folder) if folder else None
@@ -329,12 +329,12 @@ def choosing(models: Models, params: Params, layout: Layout, programs: Programs)
 
 
 def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
-    """Milliseconds of a step by its rows, halfway through the pages of each slot."""
+    """Milliseconds of a step by its rows; all slots are live, halfway through their pages."""
     batch, half = layout.shape.batch, layout.shape.capacity // 2
     pages = np.arange(batch * layout.columns, dtype=np.int32) % layout.pages
     table, live = pages.reshape(batch, layout.columns), np.ones(batch, bool)
     state = jax.jit(lambda: empty_state(models, layout))()
-    found = {}
+    ms = {}
     for rows, program in greedy.items():
         seconds = []
         for _ in range(TIMED_CALLS):
@@ -348,5 +348,5 @@ def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any
             state, report = program(params, state, table, live)
             jax.block_until_ready(report.numbers)
             seconds.append(time.perf_counter() - begin)
-        found[rows] = 1000 * min(seconds) / layout.steps
-    return found
+        ms[rows] = 1000 * min(seconds) / layout.steps
+    return ms

@@ -1,7 +1,7 @@
-"""What a caller asks of the engine and what comes back. Plain records: they name no array.
+"""Requests to the engine and their results: plain records without arrays.
 
-Text is not known here: whoever has the tokenizer makes the prompt's ids, watches the events for
-stop strings, and cancels. Several samples of one prompt are requests that differ by their `index`.
+Nothing here knows text: a caller with the tokenizer makes the prompt's ids, watches the events for
+stop strings, and cancels. Several samples of one prompt are requests that differ in their `index`.
 """
 
 import math
@@ -20,17 +20,17 @@ class Request:
     """One text to decode; ValueError, naming the field, for values that no model could serve.
 
     The new tokens end with the first of `stop_ids` (which is among them), or after `max_tokens`.
-    Draws depend on `seed` and `index` alone; without a seed the engine takes a fresh one. Of those
-    that wait, the smallest `priority` runs first, then the oldest. A request that has not ended
-    `timeout` seconds after it was submitted ends with finish reason 'timeout', whatever it was
-    doing. With `speculate` false no draft is accepted: each step commits one token.
+    Draws depend only on `seed` and `index`; without a seed the engine takes a fresh one. Of waiting
+    requests the smallest `priority` runs first, then the oldest. A request that has not ended
+    `timeout` seconds after its submission ends with finish reason 'timeout', in any phase. With
+    `speculate` false no draft is accepted: each step commits one token.
 
     The target's logits are changed in this order before a token is chosen: `logit_bias` is added;
-    what is above 0 is divided by `repetition_penalty`, else multiplied, for tokens of the prompt
-    and the text; `frequency_penalty` is subtracted as often as the text has the token,
+    for tokens of the prompt and the text, logits above 0 are divided by `repetition_penalty` and
+    others multiplied; `frequency_penalty` is subtracted as often as the text has the token,
     `presence_penalty` once; before `min_tokens` new tokens no stop id is chosen. With `logprobs`
-    events have the log-probability of each token by the logits as they were before all that.
-    Prefixes are found again only by requests of the same `cache_salt`.
+    events have the log-probability of each token by the unchanged logits. Only requests with the
+    same `cache_salt` share prefixes.
     """
 
     prompt_ids: Sequence[int]
@@ -75,7 +75,7 @@ class Request:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether its tokens are more than the best ones of the logits as they are."""
+        """Whether its tokens need more than the argmax of the unchanged logits."""
         plain = self.repetition_penalty == 1 and not (
             self.frequency_penalty or self.presence_penalty
         )
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def decoding(self) -> Decoding:
-        """The same as the drivers take it."""
+        """The request as the drivers' record."""
         return Decoding(
             max_new_tokens=self.max_tokens,
             stop_token_ids=self.stop_ids,
@@ -95,11 +95,11 @@ class Request:
 
 
 class Event(NamedTuple):
-    """What one step gave a request; the prefill's token is an event of its own, without drafts.
+    """A request's new tokens of one step; the prefill's token is a separate event without drafts.
 
     The last event has a `finish_reason`, and may have no tokens. `drafted` counts the drafts that
-    the step verified, `accepted` those among them that were kept; `cached_tokens` counts the tokens
-    of the prompt whose keys and values were there before, the same number in every event.
+    the step verified, `accepted` the accepted ones; `cached_tokens` counts the prompt's tokens
+    whose keys and values were cached, the same number in every event.
     """
 
     token_ids: tuple[int, ...]
@@ -124,8 +124,8 @@ class Result:
 
 
 class Full(Exception):
-    """The engine's queue holds as many requests as it may: try again later."""
+    """The engine's queue is full: try again later."""
 
 
 class Failed(Exception):
-    """The engine ended by an error of the device, which is the cause."""
+    """An error of the device, which is the cause, has ended the engine."""

@@ -1,7 +1,7 @@
-"""What the engine does next: a pure function of who waits, who runs, the pages and the clock.
+"""The engine's next round: a pure function of the requests, the pages and the clock.
 
-The order of two requests never changes: the smaller priority, then the older one. Whoever is first
-in it is never taken off the device for another, so every text comes to its end.
+The order of two requests never changes: the smaller priority comes first, then the older one. The
+first request is never preempted for another, so every text comes to its end.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Order = tuple[int, int]  # priority, arrival
 
 
 class Waiting(NamedTuple):
-    """A request without a slot, with the pages that it would take of the available ones."""
+    """A request without a slot; `pages` counts the available pages that it would take."""
 
     order: Order
     pages: int
@@ -20,10 +20,10 @@ class Waiting(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A request in a slot: `chunks` of its text are still to be computed, none while it steps.
+    """A request in a slot, with `chunks` of its text still to compute; none while it steps.
 
-    `short` counts the pages that it lacks for the next call, `alone` those that would be available
-    without it. `gained` says that tokens came since it was admitted.
+    `short` counts the pages that it lacks for the next call, `alone` the pages that only it holds.
+    `gained`: it has got tokens since it was admitted.
     """
 
     order: Order
@@ -35,7 +35,7 @@ class Running(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Requests by their order. Those who `step` take part in the next call, after the chunks."""
+    """The next round's requests, by their order; those in `steps` step after the chunks."""
 
     expired: tuple[Order, ...]
     preempted: tuple[Order, ...]  # their pages go, and they wait again
@@ -54,13 +54,13 @@ def plan(
     clock: float,
     burst: int,
 ) -> Plan:
-    """The next round, with so many free slots and available pages.
+    """The next round, with `slots` free slots and `pages` available pages.
 
-    At most `burst` chunks run before a call in which others step; with none, 8 times as many. A
-    request that lacks pages takes them from the last one that has gained tokens since it was
-    admitted, itself included; if there is none such, it sits this call out. Requests are admitted
-    in order, and one that does not fit keeps all after it waiting. Nobody is admitted in a round
-    that took pages away.
+    At most `burst` chunks run before a call in which requests step; without such a call, 8 times as
+    many. A request that lacks pages takes them from the last one that has gained tokens since it
+    was admitted, itself included; without such a request it skips this call. Requests are admitted
+    in order, and one that does not fit keeps all later ones waiting. A round that preempts admits
+    none.
     """
     expired = [r.order for r in (*waiting, *running) if r.deadline and clock >= r.deadline]
     pages += sum(r.alone for r in running if r.order in expired)

@@ -1,28 +1,28 @@
-"""The gated delta rule: a state a head that forgets, corrects itself, and can be rolled back.
+"""The gated delta rule: a recurrent state for each head, which can be rolled back.
 
-For one token and one value head, of key head h // r, r = Hv / Hk, with the state S [dk, dv]:
+For one token and value head h, with key head h // r, r = Hv / Hk, and the state S [dk, dv]:
     S = e^g S;  d = beta (v - k S);  S = S + k d;  out = q S        S is 0 before position 0
 all in float32. Axes: B batch, T rows, C CHUNK positions, Hk and Hv heads, dk and dv their widths,
 U taps of the convolution, D its channels.
 
-A state cannot be cut at a length, so rows that may be taken back are kept beside it. `Memory` has
-the state before position `base`, a multiple of CHUNK, and the rows since, position p at place
-p % (2 · CHUNK). A call lays these and its own rows on the grid of absolute positions, runs whole
-chunks over them, and keeps the state at the last border before what may still be taken back. Taking
-back is a smaller `start` at the next call.
+A state cannot be cut at a length, so the rows that may be rolled back are kept beside it. `Memory`
+has the state before position `base`, a multiple of CHUNK, and the rows since, position p at place
+p % (2 · CHUNK). A call puts these and its new rows on the grid of absolute positions, runs whole
+chunks over them, and keeps the state at the last border before the rows that may still be rolled
+back. Rollback is a smaller `start` at the next call.
 
 - gated_delta: rows at positions start … start + T - 1 of each sequence, of which the first `real`
-  are tokens and the others padding, and the first `kept` will never be taken back. If `kept` is
+  are tokens and the others padding, and the first `kept` will never be rolled back. If `kept` is
   less than `real`, `real` is at most CHUNK. base ≤ start < base + 2 · CHUNK.
-- inputs: what it reads, of the projection: a causal convolution with SiLU, queries and keys of
-  length 1 (queries times dk^-½ too), g = -exp(A_log) · softplus(a + dt_bias), beta = σ(b).
-- recurrent: the rule over whole sequences from nothing, several in a row, for training.
+- inputs: its inputs from the projection: a causal convolution with SiLU, queries and keys of length
+  1 (queries also times dk^-½), g = -exp(A_log) · softplus(a + dt_bias), beta = σ(b).
+- recurrent: the rule over whole sequences from a state of 0, several in a row, for training.
 - gated_norm: rms(out) · scale · silu(z) over dv.
 
-Every row's bits are those of one body over its chunk: within a chunk its place is absolute, and
-rows after it add exact zeros. With "cpu" a row's outputs, and the state kept, depend on the tokens
-up to it alone: not on T, B, what was taken back, or whether a prompt or a step brought it. With
-"xla" they do so inside one program. "reference" is the rule, token by token.
+One body computes every chunk: a row's place in its chunk is absolute, and rows after it add exact
+zeros. With "cpu" a row's outputs, and the state kept, depend only on the tokens up to it: not on T,
+B, rollbacks, or whether a prompt or a step brought it. With "xla" this holds inside one program.
+"reference" is the rule, token by token.
 """
 
 from typing import Any, NamedTuple
@@ -41,14 +41,14 @@ BACKENDS = {"cpu": cpu, "xla": xla, "reference": reference}
 
 
 class Sizes(NamedTuple):
-    """What a backend must be able to take."""
+    """The sizes that a backend must support."""
 
     key_dim: int
     value_dim: int
 
 
 class Heads(NamedTuple):
-    """How the convolved columns are cut: queries, keys, values. Static."""
+    """The split of the convolved columns into queries, keys and values. Static."""
 
     key_heads: int
     key_dim: int
@@ -85,7 +85,7 @@ def inputs(
     heads: Heads,
     backend: str,
 ) -> tuple[Float[Array, "B T Hk dk"], Rows]:
-    """Queries, and what the state is changed by; `raw` begins U - 1 rows before the first row."""
+    """Queries and the state's inputs; `raw` begins U - 1 rows before the first row."""
     arithmetic = _backend(backend)
     mixed = arithmetic.convolve(raw, weights).astype(jnp.float32)
     width = heads.key_heads * heads.key_dim

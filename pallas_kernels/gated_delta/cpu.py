@@ -1,4 +1,4 @@
-"""The chunk form on a CPU, with sums of fixed order: one row, one result in every program."""
+"""The chunk form on a CPU, with sums in a fixed order: a row has the same bits in every program."""
 
 import jax
 import jax.numpy as jnp

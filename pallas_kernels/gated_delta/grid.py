@@ -1,4 +1,4 @@
-"""Rows on the grid of absolute positions, and what is kept of them: the same for every backend."""
+"""Rows on the grid of absolute positions, and the memory of them: the same for every backend."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ CHUNK = 16  # positions; its multiples are the borders at which states are kept
 
 
 class Rows(NamedTuple):
-    """What tokens do to the state, in float32."""
+    """The inputs of the state's updates, in float32."""
 
     k: Float[Array, "B T Hk dk"]
     v: Float[Array, "B T Hv dv"]
@@ -35,7 +35,7 @@ def lay_out(
 ) -> tuple[Float[Array, "B N C Hk dk"], Rows]:
     """Queries and rows of all positions from `base` on, in whole chunks; zeros past the last row.
 
-    Enough chunks for any start: base + 2 · CHUNK - 1 rows may lie before the first.
+    There are chunks enough for any start: up to 2 · CHUNK - 1 rows lie between base and start.
     """
     T = q.shape[1]
     chunks = -(-(2 * CHUNK - 1 + T) // CHUNK)
@@ -45,15 +45,15 @@ def lay_out(
     old, new = ahead < 0, (ahead >= 0) & (ahead < real[:, None])
     at = jnp.where(old, position % (2 * CHUNK), 2 * CHUNK + jnp.clip(ahead, 0, T - 1))
 
-    def laid(before, own, seen):
-        both = own if before is None else jnp.concatenate([before, own], axis=1)
+    def laid(before, given, seen):
+        both = given if before is None else jnp.concatenate([before, given], axis=1)
         index = at if before is not None else jnp.clip(ahead, 0, T - 1)
-        tail = (1,) * (own.ndim - 2)
-        found = jnp.take_along_axis(both, index.reshape(*index.shape, *tail), axis=1)
-        found = jnp.where(seen.reshape(*seen.shape, *tail), found, 0)
-        return found.reshape(len(found), chunks, CHUNK, *own.shape[2:])
+        tail = (1,) * (given.ndim - 2)
+        placed = jnp.take_along_axis(both, index.reshape(*index.shape, *tail), axis=1)
+        placed = jnp.where(seen.reshape(*seen.shape, *tail), placed, 0)
+        return placed.reshape(len(placed), chunks, CHUNK, *given.shape[2:])
 
-    every = jax.tree.map(lambda before, own: laid(before, own, old | new), memory.rows, rows)
+    every = jax.tree.map(lambda before, given: laid(before, given, old | new), memory.rows, rows)
     return laid(None, q, new), every
 
 
@@ -74,14 +74,14 @@ def commit(
     start: Int[Array, " B"],
     real: Int[Array, " B"],
 ) -> Memory:
-    """The memory that begins at `border`, with those of the call's rows that lie after it."""
+    """The memory that begins at `border`, with the call's rows after it."""
     row = jnp.arange(rows.k.shape[1])
     position = start[:, None] + row
     stays = (row < real[:, None]) & (position >= border[:, None])
     place = jnp.where(stays, position % (2 * CHUNK), 2 * CHUNK + row)
     sequence = jnp.arange(len(border))[:, None]
 
-    def put(ring, own):
-        return ring.at[sequence, place].set(own, mode="drop", unique_indices=True)
+    def put(ring, given):
+        return ring.at[sequence, place].set(given, mode="drop", unique_indices=True)
 
     return Memory(state, border, jax.tree.map(put, memory.rows, rows))

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token, right by inspection, and its inputs in plain jnp."""
+"""The gated delta rule token by token, and its inputs, in plain jnp."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def unit(x: Float[Array, "*lead dk"]) -> Float[Array, "*lead dk"]:
 
 
 def gates(a, b, a_log, dt_bias):
-    """The logarithm of what the state keeps, and the share of a correction."""
+    """The logarithm of the state's decay, and the share of a correction."""
     return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
 
 

@@ -1,6 +1,6 @@
-"""The gated delta rule by chunks, whose rows are found all at once: a scan that XLA compiles.
+"""The gated delta rule by chunks, all rows of a chunk at once: a scan that XLA compiles.
 
-Of one chunk, with G the running sum of g, E_ij = e^(G_i - G_j) for j ≤ i, and S the state before:
+For one chunk, with G the running sum of g, E_ij = e^(G_i - G_j) for j ≤ i, and S the state before:
     A_ij = beta_i (k_i · k_j) E_ij for j < i;      U = (1 + A)^-1 beta (v - e^G k S)
     out = e^G q S + ((q kᵀ) ∘ E) U;                S' = e^(G_last) S + Σ_j e^(G_last - G_j) k_j U_j
 A is nilpotent, so that (1 + A)^-1 = (1 - A)(1 + A²)(1 + A⁴)(1 + A⁸) for CHUNK = 16.
@@ -72,7 +72,7 @@ def body(state, q, k, v, g, beta, rounded):
     wanted = rounded(beta[..., None] * (v - rounded(past * dot(k, state))))
     change = dot(inverse, wanted)
 
-    own = dot(rounded(dot(q, k.swapaxes(-1, -2)) * decays), change)
-    out = rounded(past * dot(q, state)) + own
+    within = dot(rounded(dot(q, k.swapaxes(-1, -2)) * decays), change)
+    out = rounded(past * dot(q, state)) + within
     left = rounded(jnp.swapaxes(k * decays[..., -1, :, None], -1, -2))
     return out, rounded(past[..., -1:, :] * state) + dot(left, change)

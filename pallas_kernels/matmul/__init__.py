@@ -5,17 +5,17 @@ float32; results have x's dtype.
 - matmul: x @ w, rounded once. With a residual r: r + (x @ w, rounded), rounded again, as a layer
   that adds a projection's output does.
 - partial_products: pieces [P, R, N] whose sum in float32, in ascending order, rounded to x's dtype,
-  is x @ w, for a consumer that can add them up as it reads. P, a matter of shape and backend alone,
-  is 1 for the product itself in x's dtype; more pieces are float32. R is M, but a single row may
+  is x @ w, for a consumer that can add them up as it reads. P depends only on shape and backend: 1
+  is the product itself in x's dtype, and more pieces are float32. R is M, but a single row may
   come back as several, of which the first counts.
 - gate_up: w holds the gate's F columns, then the up projection's F. Both products are rounded to
   x's dtype, as a projection's output is; silu(gate) * up is float32 and rounded once.
-- head_argmax: the head lies as [V, K]. Per row the id of the largest float32 logit, the lowest of
-  equal ones. The logits are never written.
-- head_logits: those logits, in float32, by "cpu", "canonical" or else by XLA.
-- added: what a bias or a residual is added by, x + y rounded to x's dtype.
-A row's bits depend on that row and w alone: not on its index, on M's other rows, or on timing. By
-"canonical" and "cpu" they do not depend on M either (by the others they may). The float32 sums
+- head_argmax: per row the id of the largest float32 logit, the lowest of equal ones. The head is
+  [V, K]. The logits are never written.
+- head_logits: those logits in float32, by "cpu", by "canonical" or else by XLA.
+- added: x + y rounded to x's dtype, for a bias or a residual.
+A row's bits depend only on that row and w: not on its index, on other rows, or on timing. With
+"canonical" and "cpu" they do not depend on M either (with the others they may). The float32 sums
 themselves differ by backend.
 
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
@@ -54,10 +54,7 @@ BACKENDS = {
 
 
 class Sizes(NamedTuple):
-    """What a backend must be able to take: a weight that sums over K, and its columns.
-
-    Of gate_up those of one half.
-    """
+    """The sizes that a backend must support: a weight's K and columns (gate_up's: one half)."""
 
     dtype: Any
     K: int = 64
@@ -94,7 +91,7 @@ def gate_up(
 def silu_times(
     gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"], *, backend: str
 ) -> Float[Array, "*lead F"]:
-    """gate_up's second half, for products that a bias is added to."""
+    """gate_up's second half, for products with a bias."""
     return _whole(backend).silu_times(gate, up)
 
 
@@ -140,7 +137,7 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
 
 
 def _whole(name: str):
-    """The backend, or XLA's for those that have not all of an op's forms."""
+    """The backend if it has all of the op's functions, else XLA's."""
     module = _backend(name)
     return module if module in (cpu, canonical) else xla
 

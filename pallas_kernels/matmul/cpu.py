@@ -1,8 +1,8 @@
 """The GEMMs on a CPU, with a row's bits the same at every M: XLA's product of fixed tiles of rows.
 
 XLA's CPU product chooses its blocks, and with them the order of its sums, by the number of rows (a
-single row is a loop of its own). Here it only ever sees TILE rows: fewer are padded with zeros,
-more go tile by tile.
+single row has a special loop). Here it always gets TILE rows: fewer are padded with zeros, and more
+are multiplied tile by tile.
 """
 
 import jax

@@ -7,8 +7,8 @@ from jflash.cli.command import Parser
 from jflash.cli.options.results import check_result, result_options
 from jflash.cli.options.values import at_least_1, counts
 
-WHAT = "Tokens a second by the rows that a step verifies: chosen while it runs, fixed, or plain."
-EPILOG = "A real pair and files of a data set's records; the engine decodes them greedily."
+WHAT = "Measure tokens a second by the rows that a step verifies: chosen, fixed or plain."
+EPILOG = "The engine decodes records of data sets greedily with a real pair."
 
 
 def make_parser(prog: str = "bench_rows.py") -> Parser:
@@ -21,14 +21,14 @@ def make_parser(prog: str = "bench_rows.py") -> Parser:
     add("--batch", type=counts, default=(8, 32, 64), metavar="8,32", help="default 8,32,64")
     add("--widths", type=counts, default=(4, 8, 16), metavar="4,8", help="default 4,8,16")
     add("--answers", type=int, default=3, metavar="N", help="of each slot, default 3")
-    add("--rounds", type=int, default=2, help="of which the fastest counts, default 2")
+    add("--rounds", type=int, default=2, help="the fastest counts, default 2")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
     result_options(parser, "kept there row by row, so that a run cut off keeps its rows")
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError for what is wrong before anything is read."""
+    """ValueError for wrong values, before anything is read."""
     if args.gsm8k is None and args.mt_bench is None:
         raise ValueError("nothing to decode: give --gsm8k FILE, --mt-bench FILE or both")
     at_least_1(args, "answers", "rounds", "max_new_tokens")

@@ -8,11 +8,11 @@ from jflash.cli.options.values import at_least_1, refuse
 from jflash.decoding import DRAFT_RULES
 
 EPILOG = """
-An HTTP server with OpenAI's routes under /v1 and a page to chat at /. It listens on this machine
-only unless --host says otherwise. SIGTERM ends it after the requests that run, or after
---shutdown-timeout. It exits with 1 if the device fails or hangs.
+The HTTP server has OpenAI's routes under /v1 and a chat page at /. Without --host it listens on
+this machine only. SIGTERM ends it after the running requests, or after --shutdown-timeout. Its exit
+code is 1 if the device fails or hangs.
 """
-KEY = "requests must bring it; may be given several times; also from JFLASH_API_KEY"
+KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
 or as many as fit"""
 DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from it"
@@ -24,16 +24,16 @@ def make_parser(prog: str = "serve.py") -> Parser:
     model_options(parser.add_argument_group("models"))
     _server_options(parser.add_argument_group("server"))
     _engine_options(parser.add_argument_group("engine"))
-    _default_options(parser.add_argument_group("requests that say nothing else"))
-    # What `check_pair` reads and a server leaves to its requests.
+    _default_options(parser.add_argument_group("defaults of a request"))
+    # `check_pair` reads these; a server leaves them to its requests.
     parser.set_defaults(system=None, no_chat_template=False, seed=0)
     return parser
 
 
 def _server_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
-    add("--port", type=int, default=8000, help="default 8000; 0: any that is free")
+    add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
+    add("--port", type=int, default=8000, help="default 8000; 0: any free port")
     add("--served-model-name", metavar="NAME", help="default: the target as it was given")
     add("--api-key", metavar="KEY", action="append", default=[], help=KEY)
     add("--api-key-file", metavar="FILE", help="keys, one a line")
@@ -50,7 +50,7 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
     add("--pages", type=int, metavar="N", help=PAGES)
     add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
-    # The target's draws at any schedule: a seed repeats its text whatever else runs.
+    # Greedy drafts: a seed repeats its text whatever else runs.
     add("--draft-rule", choices=DRAFT_RULES, default="greedy", help=DRAFTS)
 
 
@@ -64,13 +64,13 @@ def _default_options(group: argparse._ArgumentGroup) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError for values and combinations that no server could have."""
+    """ValueError for values and combinations that no server can have."""
     o = options
     at_least_1(o, "max_context", "max_batch", "pages", "max_queue", "max_body")
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
         refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
-    refuse("" in o.api_key, "--api-key '' is empty: leave the option away to serve everybody")
+    refuse("" in o.api_key, "--api-key '' is empty: omit the option to serve every client")
     refuse(o.served_model_name == "", "--served-model-name '' is empty")
     check_pair(o, drawn=True)

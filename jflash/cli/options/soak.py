@@ -8,9 +8,9 @@ from jflash.cli.options.results import check_result, result_options
 from jflash.cli.options.values import at_least_1, check_seed, refuse
 
 EPILOG = """
-Starts `jflash serve` with the pair and loads it from many clients: some go in the middle of an
-answer, some read slowly, some send garbage. Every text that is read to its end must be the one that
-the idle server gave. The last line is a JSON object; exit code 1 if something went wrong.
+The command starts `jflash serve` with the pair and loads it from many clients: some disconnect in
+the middle of an answer, some read slowly, some send garbage. Every text that is read to its end
+must equal the idle server's. The last line is a JSON object; the exit code is 1 after a failure.
 """
 
 
@@ -24,14 +24,14 @@ def make_parser(prog: str = "soak.py") -> Parser:
     add("--max-batch", type=int, default=4, metavar="B", help="of the server, default 4")
     add("--max-context", type=int, default=512, metavar="N", help="of the server, default 512")
     result_options(parser, "kept")
-    # What `check_pair` reads beside the pair.
+    # `check_pair` reads these beside the pair.
     parser.set_defaults(system=None, no_chat_template=False, reasoning="off", draft_rule="greedy")
     parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return parser
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError for what could not be run."""
+    """ValueError for values that cannot be run."""
     at_least_1(options, "clients", "max_batch", "max_context")
     check_seed(options.seed)
     refuse(not 0 < options.minutes < 1e6, f"--minutes {options.minutes}: above 0")
