@@ -186,7 +186,7 @@ def step_times(
 ) -> dict[int, float]:
     """Milliseconds of a step by its rows; all sequences are live, halfway through the capacity."""
     batch, capacity = shape.batch, shape.capacity
-    state, nobody = new_state(models, shape), jnp.zeros(batch, bool)
+    state, no_cancel = new_state(models, shape), jnp.zeros(batch, bool)
     vocabulary = models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(0), (batch, capacity), 0, vocabulary, jnp.int32)
     state = state.with_sequences(tokens=tokens, limit=jnp.full(batch, capacity, jnp.int32))
@@ -200,7 +200,7 @@ def step_times(
             )
             jax.block_until_ready(state)
             begin = time.perf_counter()
-            state, report = run(params, state, jnp.int32(TIMED_STEPS), nobody)
+            state, report = run(params, state, jnp.int32(TIMED_STEPS), no_cancel)
             jax.block_until_ready(report)
             seconds.append(time.perf_counter() - begin)
         ms[rows] = 1000 * min(seconds) / TIMED_STEPS

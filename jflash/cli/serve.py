@@ -1,4 +1,4 @@
-"""serve: a pair behind OpenAI's routes, until SIGTERM."""
+"""serve: a pair with OpenAI's routes, until SIGTERM."""
 
 import argparse
 import logging
