@@ -40,11 +40,13 @@ TIMED_CALLS, TIMED_STEPS = 3, 4
 PROBE = 100  # milliseconds without drafts before one of a probe
 
 
-def with_rows(models: Models, rows: int | str, batch: int) -> Models:
-    """The models at `rows` rows a step; AUTO: the best number, if there is a choice.
+def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
+    """The models at `rows` rows a step; None: all; AUTO: the best number, if there is a choice.
 
     ValueError for fewer rows than sequences.
     """
+    if rows is None:
+        return models
     if rows == AUTO:
         free = models.drafter is not None and models.one_arithmetic
         free = free and not models.target.config.deltas

@@ -17,7 +17,9 @@ def run(options: argparse.Namespace) -> None:
     from jflash.proof.soak import soak
 
     o = options
-    served = ["--verify-rows", str(o.verify_rows), "--max-queue", str(2 * o.clients)]
+    served = ["--max-queue", str(2 * o.clients)]
+    if o.verify_rows is not None:
+        served += ["--verify-rows", str(o.verify_rows)]
     names = ("target", "drafter", "dtype", "block_size", "attention_backend")
     for name in (*names, "max_batch", "max_context"):
         value = getattr(o, name)

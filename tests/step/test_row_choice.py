@@ -124,7 +124,7 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
     assert with_rows(pair.models, AUTO, 8).rows == AUTO
     for other in (pair.models.plain(), replace(pair.models, kernels=XLA)):  # nothing to choose
         assert with_rows(other, AUTO, 8) == other
-    assert with_rows(pair.models, AUTO, 2) == pair.models
+    assert with_rows(pair.models, AUTO, 2) == with_rows(pair.models, None, 8) == pair.models
     with pytest.raises(ValueError, match="3 rows to verify for 4 sequences: each needs one"):
         programs_for(replace(pair.models, rows=3), pair.params, shape._replace(batch=4))
 

@@ -17,8 +17,8 @@ drafter's config with random weights (the same greedy tokens, slower; above temp
 ones only under --draft-rule greedy)"""
 BACKEND = "canonical, mosaic_gpu, triton or xla; default: the best that the device has"
 WIDTH = "default: the drafter's; without one 1"
-ROWS = """rows that a step verifies, of all blocks together; default auto: from batch 8 on as
-many as pay, where the text does not depend on their number, else all"""
+ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
+all. auto: from batch 8 on as many as pay, where the text does not depend on their number"""
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
 temperature 0 the tokens are the same only under --draft-rule greedy"""
@@ -31,7 +31,7 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
     add("--block-size", type=int, metavar="W", help=WIDTH)
-    add("--verify-rows", type=rows, metavar="R", default=AUTO, help=ROWS)
+    add("--verify-rows", type=rows, metavar="R", help=ROWS)
 
 
 def prompt_options(group: argparse._ActionsContainer) -> None:
@@ -94,7 +94,7 @@ def check_pair(options: argparse.Namespace, drawn: bool) -> None:
     draws, plain = o.draft_rule == "sampled", o.drafter == "none"
     refuse(draws and not drawn, "--draft-rule sampled needs a --temperature above 0")
     refuse(draws and plain, "--draft-rule sampled without a drafter")
-    refuse(o.verify_rows != AUTO and plain, f"--verify-rows {o.verify_rows} without a drafter")
+    refuse(o.verify_rows is not None and plain, f"--verify-rows {o.verify_rows} without a drafter")
     needs = f"--target {o.target} needs its own --drafter (a folder, a hub id, or none)"
     refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
