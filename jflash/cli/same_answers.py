@@ -1,0 +1,44 @@
+"""same-answers: a real pair's answers in several ways, each beside plain decoding's."""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from jflash.cli.results import json_line
+from jflash.decoding import Decoding
+from jflash.device import describe_device
+from jflash.evals.datasets import load_problems
+from jflash.files import keep_newest
+from jflash.io import configure_pair, encode_prompt, load_weights
+from jflash.proof.same_answers import compared
+
+DIFFERENT = 1
+
+
+def run(args: argparse.Namespace) -> None:
+    files = configure_pair(args.target, args.drafter, dtype=args.dtype)
+    tokenizer = files.target.tokenizer()
+    stops = tuple(files.target.stop_ids(tokenizer))
+    problems = load_problems("gsm8k", args.gsm8k)[: args.questions]
+    prompts = [encode_prompt(tokenizer, problem.turns[0]) for problem in problems]
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+    pair = load_weights(files)
+    about = describe_device() | {
+        "check": "same-answers",
+        "target": str(args.target).rsplit("/", 1)[-1],
+        "dtype": pair.models.dtype,
+        "backends": pair.models.kernels._asdict(),
+    }
+    newest: dict[str, Any] = {}
+
+    def lines() -> Iterator[str]:
+        for result in compared(pair, prompts, args.batch, decoding):
+            newest.update(result)
+            yield json_line(about | result)
+
+    line = keep_newest(args.json, lines())
+    for name, same in newest["same"].items():
+        print(f"{name}: {same} of {newest['answers']} answers are plain decoding's at batch 1")
+    print(line)
+    if any(same < newest["answers"] for same in newest["same"].values()):
+        raise SystemExit(DIFFERENT)
