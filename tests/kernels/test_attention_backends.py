@@ -101,12 +101,12 @@ def test_nothing_is_interpreted_unasked():
 
 
 COMPILE = """
-import dataclasses, json, jax, jax.numpy as jnp
+import json, jax, jax.numpy as jnp
 from jflash.proof.compile_target import A100, H200, L4, compile_for
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.shapes import BLOCK_ATTENTION
 
-B200 = dataclasses.replace(H200, name="NVIDIA B200", capability=(10, 0))
+B200 = H200._replace(name="NVIDIA B200", capability=(10, 0))
 spills_fail = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 for name, dtype, parts in [
     ("qwen3-b1-2k", jnp.bfloat16, (H200, A100, L4, B200)),

@@ -76,7 +76,7 @@ def test_a_free_slot_is_filled_while_the_others_go_on(monkeypatch):
     long = Job(99, prompts(1)[0], Decoding(max_new_tokens=150))
     steps = by_itself(pair, long).steps
     calls = []
-    compiled = engine.compile_programs
+    compiled = engine.programs_for
 
     def counted(*args):
         programs = compiled(*args)
@@ -87,7 +87,7 @@ def test_a_free_slot_is_filled_while_the_others_go_on(monkeypatch):
 
         return programs._replace(run=run)
 
-    monkeypatch.setattr(engine, "compile_programs", counted)
+    monkeypatch.setattr(engine, "programs_for", counted)
     answers = list(serve(pair, [*short, long], batch_size=2, steps_per_call=2))
     assert [job.index for job, _ in answers][-1] == 99
     assert len(answers) == 9
