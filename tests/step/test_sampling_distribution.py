@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jflash import drafts, speculative
 from jflash import sampling as sampling_module
-from jflash import speculative
 from jflash.decoding import Decoding, Sampling
 from jflash.layers import Rows
 from jflash.models.decoder import Target
@@ -209,8 +209,8 @@ def noise_by_row(patch: pytest.MonkeyPatch) -> None:
     def rows(indices):
         return jnp.broadcast_to(jnp.arange(indices.shape[1]), indices.shape)
 
-    draw, verify = speculative.draw, speculative.verify_drafts
-    patch.setattr(speculative, "draw", lambda w, i, *rest: draw(w, rows(i), *rest))
+    draw, verify = drafts.draw, speculative.verify_drafts
+    patch.setattr(drafts, "draw", lambda w, i, *rest: draw(w, rows(i), *rest))
     patch.setattr(
         speculative,
         "verify_drafts",
