@@ -47,9 +47,10 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
     hidden, heads = draw.choice([16, 24, 32]), draw.choice([1, 2, 4])
     draw.random()  # once for `renormalise`: what follows is that of the committed set's seed
     experts = Experts(4, 2, 24, renormalise, 1, (), False)
+    fewest = 2 if family in HYBRIDS else 1  # transformers needs a layer with attention
     config = config_class(
         vocab_size=draw.randrange(40, 90), hidden_size=hidden, intermediate_size=40,
-        num_hidden_layers=draw.choice([1, 2, 3]), num_attention_heads=heads,
+        num_hidden_layers=max(fewest, draw.choice([1, 2, 3])), num_attention_heads=heads,
         num_key_value_heads=draw.choice([h for h in (1, 2, 4) if heads % h == 0]), head_dim=8,
         tie_word_embeddings=draw.random() < 0.3, max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
