@@ -7,7 +7,7 @@ import pytest
 
 from jflash.bench.shapes import model_shape
 from jflash.config import MoeSpec
-from jflash.io import load_target, save_checkpoint
+from jflash.io import assemble, load_target, save_checkpoint
 from jflash.leaves import Leaf, SideBySide
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
@@ -47,12 +47,10 @@ def test_fused_leaves_are_sliced_along_their_logical_axes():
 MOE = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=24, renormalise=True)
 
 
-@pytest.mark.parametrize("experts", [{}, {"moe": MOE, "sparse": (0,)}], ids=["dense", "experts"])
-def test_only_the_format_knows_where_parts_lie(experts, tmp_path, monkeypatch):
-    """Turned round, files are read into the other order, and written as they were."""
-    config = target_config(**experts)
-    params = random_params(config, 0)
-    save_checkpoint(tmp_path / "one", config, params, "float32")
+@pytest.fixture
+def turned_round(monkeypatch):
+    """Turns SideBySide round. Loading compiles its joins once a process, so they are forgotten
+    before and after: any later load would take the turned ones."""
 
     def join(self, parts, axis=-1):
         return jnp.concatenate(parts[::-1], axis)
@@ -60,8 +58,24 @@ def test_only_the_format_knows_where_parts_lie(experts, tmp_path, monkeypatch):
     def split(self, x):
         return jnp.split(x, np.cumsum(self.columns[::-1])[:-1], -1)[::-1]
 
-    monkeypatch.setattr(SideBySide, "join", join)
-    monkeypatch.setattr(SideBySide, "split", split)
+    def turn():
+        for compiled in (assemble._join, assemble._join_experts):
+            compiled.clear_cache()
+        monkeypatch.setattr(SideBySide, "join", join)
+        monkeypatch.setattr(SideBySide, "split", split)
+
+    yield turn
+    for compiled in (assemble._join, assemble._join_experts):
+        compiled.clear_cache()
+
+
+@pytest.mark.parametrize("experts", [{}, {"moe": MOE, "sparse": (0,)}], ids=["dense", "experts"])
+def test_only_the_format_knows_where_parts_lie(experts, tmp_path, turned_round):
+    """Turned round, files are read into the other order, and written as they were."""
+    config = target_config(**experts)
+    params = random_params(config, 0)
+    save_checkpoint(tmp_path / "one", config, params, "float32")
+    turned_round()
     turned = load_target(tmp_path / "one", "float32")[1]
     gate, up = jnp.split(params["layers_0"]["mlp"]["gate_up"]["kernel"], 2, axis=-1)
     got = turned["layers_0"]["mlp"]["gate_up"]["kernel"]
@@ -69,6 +83,15 @@ def test_only_the_format_knows_where_parts_lie(experts, tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "two", config, turned, "float32")
     files = [tmp_path / name / "model.safetensors" for name in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_later_load_joins_as_before(tmp_path):
+    """After the test above: what was compiled while the format was turned is forgotten."""
+    config = target_config()
+    params = random_params(config, 0)
+    save_checkpoint(tmp_path / "one", config, params, "float32")
+    again = load_target(tmp_path / "one", "float32")[1]
+    jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
 def test_an_array_of_another_shape_is_refused():
