@@ -5,7 +5,6 @@ permuted, so that RoPE rotates dim i with dim i + H/2; queries and keys are perm
 scores stay. Norms of 1 + w get their 1. This file knows configs and leaves, and no files.
 """
 
-import re
 from typing import NamedTuple
 
 import jax
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jflash.config import AttentionSpec, DeltaSpec, DrafterConfig, TargetConfig
+from jflash.config import AttentionSpec, DrafterConfig, TargetConfig
+from jflash.io.names import Names, in_layer
 from jflash.models.params import leaf_paths
 
 
@@ -30,20 +30,15 @@ class Arrangement(NamedTuple):
         return jax.block_until_ready(leaf + self.shift if self.shift else leaf)
 
 
-def arrangements(config: TargetConfig | DrafterConfig, by_key_head: bool) -> dict[str, Arrangement]:
-    """The arrangement of each leaf that differs from its tensors, by path.
-
-    `by_key_head`: the file stores the inputs of delta nets by key head.
-    """
+def arrangements(config: TargetConfig | DrafterConfig, names: Names) -> dict[str, Arrangement]:
+    """The arrangement of each leaf that differs from its tensors, by path."""
     arranged = {}
     for path, leaf in leaf_paths(config).items():
-        match = re.fullmatch(r"layers_(\d+)/(.+)", path)
-        mixer = config.layers[int(match[1])].mixer if match else None
-        leaf_name, order = (match[2] if match else path), None
-        if isinstance(mixer, AttentionSpec):
-            order = _attention(mixer, leaf_name)
-        elif isinstance(mixer, DeltaSpec) and by_key_head:
-            order = _by_kind(mixer) if leaf_name == "attention/inputs/kernel" else None
+        i, name = in_layer(path)
+        mixer = None if i is None else config.layers[i].mixer
+        order = _attention(mixer, name) if isinstance(mixer, AttentionSpec) else None
+        if name in names.orders:
+            order = names.orders[name](mixer)
         shifted = leaf.dtype and path.endswith("/scale")
         shift = config.norm_shift if shifted and isinstance(config, TargetConfig) else 0.0
         if order is not None or shift:
@@ -81,16 +76,3 @@ def _turned(mixer: AttentionSpec) -> Int[np.ndarray, " H"] | None:
     dims[:half], dims[H // 2 : H // 2 + half] = np.arange(half), np.arange(half, rotary)
     dims[dims < 0] = np.arange(rotary, H)
     return dims
-
-
-def _by_kind(mixer: DeltaSpec) -> Int[np.ndarray, " C"]:
-    """Order that takes rows by key head (q, k, v, z; then b, a) to rows by kind, of all heads."""
-    Hk, Hv, dk, dv = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
-    r = Hv // Hk
-    sizes = (dk, dk, r * dv, r * dv)
-    head = np.arange(Hk)[:, None] * sum(sizes)
-    firsts = np.cumsum([0, *sizes[:-1]])
-    kinds = [head + f + np.arange(n) for f, n in zip(firsts, sizes, strict=True)]
-    pair, ba = np.arange(Hk)[:, None] * 2 * r, Hk * sum(sizes)
-    kinds += [ba + pair + np.arange(r), ba + pair + r + np.arange(r)]
-    return np.concatenate([kind.reshape(-1) for kind in kinds])

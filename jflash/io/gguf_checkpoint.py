@@ -25,6 +25,7 @@ from jflash.io.gguf_config import ROPE_FACTORS, hf_config_of, stop_ids
 from jflash.io.gguf_file import GgufFile, read_gguf
 from jflash.io.gguf_header import Stored
 from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
+from jflash.io.hf_config import names_of
 from jflash.io.names import Source, leaf_sources
 from jflash.io.problems import check_problems
 from jflash.io.read_ahead import Piece, split_rows
@@ -79,7 +80,7 @@ class Gguf:
         that is not supported.
         """
         assert isinstance(config, TargetConfig)
-        sources = leaf_sources(config)
+        sources = leaf_sources(config, names_of(hf_config_of(self.file)))
         names = _fitting_names(self.file, config, sources)
         turned = _heads_to_turn(self.file, config)
         plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}

@@ -9,6 +9,7 @@ from typing import Any
 
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
+    dflash,
     llama,
     mistral,
     qwen2,
@@ -21,6 +22,7 @@ from jflash.io.families import (
 )
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
 from jflash.io.hf_values import checked
+from jflash.io.names import Names
 
 FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next)
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
@@ -54,13 +56,25 @@ def architecture(raw: dict[str, Any]) -> str:
 def target_config(raw: dict[str, Any]) -> TargetConfig:
     """A decoder's config; ValueError for another architecture or an unsupported feature."""
     name = architecture(raw)
-    for family in FAMILIES:
-        if name == family.ARCHITECTURE:
-            return family.target(raw)
-        if name == getattr(family, "SEEING", None):
-            return family.target(text_config(raw))
+    family = _family(name)
+    if family is not None:
+        return family.target(raw if name == family.ARCHITECTURE else text_config(raw))
     hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
+
+
+def names_of(raw: dict[str, Any]) -> Names:
+    """The names of the tensors beside a config.json that one of the readers took."""
+    if speculators.MODEL_TYPE in raw:
+        return speculators.NAMES
+    family = _family(architecture(raw))
+    return dflash.NAMES if family is None else family.NAMES
+
+
+def _family(name: str) -> Any:
+    """The module of the family whose architecture this is; None if it is no target's."""
+    known = (f for f in FAMILIES if name in (f.ARCHITECTURE, getattr(f, "SEEING", None)))
+    return next(known, None)
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:

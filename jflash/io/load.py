@@ -13,7 +13,7 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.files import replacing, write_text
 from jflash.generate import Pair
 from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
-from jflash.io.hf_config import drafter_config, target_config
+from jflash.io.hf_config import drafter_config, names_of, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
@@ -213,7 +213,7 @@ def save_checkpoint(
         raise ValueError(f"{folder} holds a checkpoint already")
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as part:
-        save_safetensors(part, config, params, dtype)
+        save_safetensors(part, names_of(raw), config, params, dtype)
     write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 

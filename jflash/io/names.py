@@ -1,28 +1,33 @@
-"""Which Hugging Face tensors make up each leaf of our parameters: one rule per name, both ways.
+"""What the files of one family call their tensors: one table of names, read both ways.
 
 A kernel leaf [in, out] has the transposes of its tensors [out, in] side by side; every other leaf
 has its tensors one after the other. A kernel of experts [E, in, out] is such a leaf for each
-expert; files have a tensor for each projection of an expert, or one for all experts ("stacked").
+expert. This file knows no family: each has its table in `jflash/io/families/`.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jflash.config import DeltaSpec, DrafterConfig, TargetConfig
-from jflash.io.families import dflash, speculators, trunk
-from jflash.io.families.qwen3_5 import DELTA
-from jflash.io.families.qwen3_5_moe import SHARED
-from jflash.io.families.qwen3_moe import EXPERTS, STACKED
-from jflash.io.families.qwen3_next import INPUTS
+import numpy as np
+from jaxtyping import Int
+
+from jflash.config import (
+    AttentionSpec,
+    DeltaSpec,
+    DenseSpec,
+    DrafterConfig,
+    LayerConfig,
+    MoeSpec,
+    TargetConfig,
+)
 from jflash.leaves import Leaf
 from jflash.models.params import leaf_paths
 
-_LAYER, _TARGET = trunk.LAYER | dflash.CONVOLUTIONS, trunk.TARGET
-_DRAFTER = dflash.MODEL | speculators.MODEL
-# Tensors of some files that are never read: RoPE tables, the vision tower, layers that predict
-# several tokens, and the head of a model that ties it.
-_DROPPED = re.compile(r".*rotary_emb\.inv_freq|(model\.)?visual\..*|mtp\..*")
+Config = TargetConfig | DrafterConfig
+Table = dict[str, tuple[str, ...]]  # leaf -> its tensors, in the order of the leaf's parts
+ROTARY = r".*rotary_emb\.inv_freq"  # RoPE's table in some files, which is never read
 
 
 class Source(NamedTuple):
@@ -32,88 +37,86 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
 
 
-def leaf_sources(
-    config: TargetConfig | DrafterConfig, stacked: bool = False, by_key_head: bool = False
-) -> dict[str, tuple[Source, ...]]:
-    """For every leaf, by its path, the tensors that fill it and their shapes in the file.
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The tensors of a family's files: those outside the layers, of every layer, and by its parts.
 
-    `stacked`: the file holds one tensor for all experts of a layer. `by_key_head`: it holds the
-    inputs of a delta net by key head.
+    A layer's tensors stand without the prefix `layer`. Of experts, "{e}" is the expert's number,
+    and a name without it is one tensor for all experts, [E, out, in].
     """
-    forms = (stacked, by_key_head)
-    return {path: _sources(config, path, leaf, *forms) for path, leaf in leaf_paths(config).items()}
+
+    ends: Table
+    every: Table
+    mixers: dict[type[AttentionSpec | DeltaSpec], Table]
+    mlps: dict[type[DenseSpec | MoeSpec], Table]
+    stacked: Table = field(default_factory=dict)  # experts in files that have one tensor for all
+    layer: str = "model.layers.{i}."
+    # Which parts of a fused leaf each tensor holds, where a tensor holds several.
+    parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    # Column i of a leaf is row order[i] of its tensors, where these lie in an order of their own.
+    orders: dict[str, Callable[..., Int[np.ndarray, " C"]]] = field(default_factory=dict)
+    prefix: tuple[str, str] = ("", "")  # of some files, and what stands in the table in its place
+    dropped: str = ROTARY  # a pattern of tensors that are never read
+
+    def canonical(self, name: str) -> str:
+        """A tensor's name as the table has it."""
+        theirs, ours = self.prefix
+        return ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+
+    def fitting(self, stored: Iterable[str]) -> "Names":
+        """The table for a file with tensors of these names: its experts may be stacked."""
+        endings = tuple(name for names in self.stacked.values() for name in names)
+        if not endings or not any(name.endswith(endings) for name in stored):
+            return self
+        return replace(self, mlps=self.mlps | {MoeSpec: self.mlps[MoeSpec] | self.stacked})
+
+    def is_dropped(self, config: Config, name: str) -> bool:
+        """Whether a tensor without a leaf is known and not needed."""
+        if isinstance(config, TargetConfig) and config.tie_embeddings and name in self.ends["head"]:
+            return True
+        return re.fullmatch(self.dropped, name) is not None
+
+    def of_layer(self, layer: LayerConfig) -> Table:
+        """The tensors of one layer, by the leaf's path in it."""
+        return self.every | self.mixers[type(layer.mixer)] | self.mlps[type(layer.mlp)]
 
 
-def _sources(
-    config: TargetConfig | DrafterConfig, path: str, leaf: Leaf, stacked: bool, by_key_head: bool
-) -> tuple[Source, ...]:
-    names = _names(config, path)
+def in_layer(path: str) -> tuple[int | None, str]:
+    """The number of a leaf's layer, None outside the layers, and its path there."""
+    match = re.fullmatch(r"layers_(\d+)/(.+)", path)
+    return (int(match[1]), match[2]) if match else (None, path)
+
+
+def leaf_sources(config: Config, names: Names) -> dict[str, tuple[Source, ...]]:
+    """For every leaf, by its path, the tensors that fill it and their shapes in the file."""
+    tables = [names.of_layer(layer) for layer in config.layers]
+    sources = {}
+    for path, leaf in leaf_paths(config).items():
+        i, name = in_layer(path)
+        if i is None:
+            tensors = names.ends[name]
+        else:
+            prefix = names.layer.format(i=i)
+            tensors = tuple(prefix + tensor for tensor in tables[i][name])
+        shapes = _expert_sources if leaf.experts else _sources
+        sources[path] = shapes(leaf, tensors, name, names)
+    return sources
+
+
+def _sources(leaf: Leaf, tensors: tuple[str, ...], name: str, names: Names) -> tuple[Source, ...]:
     *lead, last = leaf.stored
-    if leaf.experts:
-        return _expert_sources(path, leaf, names, stacked)
-    first, *rest = (last, *lead) if path.endswith("/kernel") else leaf.stored
-    rows = leaf.format.columns if leaf.format else (first,)
-    if by_key_head and path.endswith("attention/inputs/kernel"):
-        names, rows = _named_alike(names[0], INPUTS), (sum(rows[:2]), sum(rows[2:]))
-    elif len(rows) > len(names):  # a gate beside the queries is part of their tensor
-        rows = (rows[0] + rows[-1], *rows[1:-1])
-    return tuple(Source(name, (n, *rest)) for name, n in zip(names, rows, strict=True))
+    first, *rest = (last, *lead) if name.endswith("/kernel") else leaf.stored
+    columns = leaf.format.columns if leaf.format else (first,)
+    held = names.parts.get(name, [(part,) for part in range(len(columns))])
+    assert sorted(part for parts in held for part in parts) == list(range(len(columns))), name
+    rows = [sum(columns[part] for part in parts) for parts in held]
+    return tuple(Source(tensor, (n, *rest)) for tensor, n in zip(tensors, rows, strict=True))
 
 
-def is_stacked(names: Iterable[str]) -> bool:
-    """Whether a file that has tensors of these names holds one for all experts of a layer."""
-    return any(name.endswith(tuple(STACKED.values())) for name in names)
-
-
-def is_by_key_head(names: Iterable[str]) -> bool:
-    """Whether a file that has tensors of these names holds a delta net's inputs by key head."""
-    return any(name.endswith(INPUTS[0]) for name in names)
-
-
-def _named_alike(name: str, others: Iterable[str]) -> list[str]:
-    """Other tensors of the layer that has a tensor of this name."""
-    prefix = name[: name.index("linear_attn.")]
-    return [prefix + other for other in others]
-
-
-def canonical(config: TargetConfig | DrafterConfig, name: str) -> str:
-    """A tensor's name as the tables have it.
-
-    Some re-exported drafters prefix every tensor with `model.`, and vision-language models prefix
-    those of their text model.
-    """
-    if isinstance(config, DrafterConfig):
-        return name.removeprefix("model.")
-    return re.sub(r"^model\.language_model\.", "model.", name)
-
-
-def is_dropped(config: TargetConfig | DrafterConfig, name: str) -> bool:
-    """Whether a tensor without a leaf is known and not needed."""
-    if isinstance(config, DrafterConfig) and name in speculators.UNUSED:
-        return True
-    tied = isinstance(config, TargetConfig) and config.tie_embeddings and name == "lm_head.weight"
-    return tied or _DROPPED.fullmatch(name) is not None
-
-
-def _names(config: TargetConfig | DrafterConfig, leaf: str) -> list[str]:
-    target = isinstance(config, TargetConfig)
-    match = re.fullmatch(r"layers_(\d+)/(.+)", leaf)
-    if match:
-        prefix = f"{'model.' if target else ''}layers.{match[1]}."
-        sparse = int(match[1]) in config.sparse_layers
-        table = _LAYER | EXPERTS | SHARED if sparse else _LAYER
-        if isinstance(config.layers[int(match[1])].mixer, DeltaSpec):
-            table = table | DELTA
-        return [prefix + name for name in table[match[2]]]
-    return (_TARGET if target else _DRAFTER)[leaf]
-
-
-def _expert_sources(path: str, leaf: Leaf, names: list[str], stacked: bool) -> tuple[Source, ...]:
-    """The tensors of a leaf [E, in, out], expert by expert; `names` leave {e} open."""
+def _expert_sources(leaf: Leaf, tensors: tuple[str, ...], *_: object) -> tuple[Source, ...]:
+    """The tensors of a leaf [E, in, out], expert by expert unless one tensor holds all."""
     experts, inputs, outputs = leaf.stored
-    if stacked:
-        layer, leaf_name = path.split("/", 1)
-        prefix = f"model.layers.{layer.removeprefix('layers_')}."
-        return (Source(prefix + STACKED[leaf_name], (experts, outputs, inputs)),)
-    rows = outputs // len(names)
-    return tuple(Source(name.format(e=e), (rows, inputs)) for e in range(experts) for name in names)
+    if "{e}" not in tensors[0]:
+        return (Source(tensors[0], (experts, outputs, inputs)),)
+    shape = (outputs // len(tensors), inputs)
+    return tuple(Source(name.format(e=e), shape) for e in range(experts) for name in tensors)

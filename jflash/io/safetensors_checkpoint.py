@@ -18,15 +18,9 @@ from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import one_line
-from jflash.io.hf_config import read_json
+from jflash.io.hf_config import names_of, read_json
 from jflash.io.hf_values import shown
-from jflash.io.names import (
-    canonical,
-    is_by_key_head,
-    is_dropped,
-    is_stacked,
-    leaf_sources,
-)
+from jflash.io.names import Names, Source, leaf_sources
 from jflash.io.problems import check_problems
 from jflash.io.read_ahead import Piece, find_tensors, split_rows
 from jflash.models.params import leaf_paths
@@ -56,11 +50,17 @@ class Safetensors(Folder):
 
     def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config; its numbers of layers and experts must be those of any weights."""
-        config = with_own_ends(super().config(read), self._names())
-        check_problems(self.path, _miscounted(config, self._names()))
+        config, stored = super().config(read), self._stored()
+        config = with_own_ends(config, self.names, stored)
+        check_problems(self.path, _miscounted(config, stored))
         return config
 
-    def _names(self) -> list[str]:
+    @functools.cached_property
+    def names(self) -> Names:
+        """What the tensors of this family are called."""
+        return names_of(read_json(self.path / "config.json"))
+
+    def _stored(self) -> list[str]:
         """The names of all tensors; none where the weights are missing or damaged.
 
         `check` reports that later: errors that need no weights come first.
@@ -77,28 +77,28 @@ class Safetensors(Folder):
         """
         owners = collections.defaultdict(list)
         for tensor in self.tensors:
-            owners[canonical(config, tensor.name)].append(tensor)
-        by_key_head = is_by_key_head(owners)
-        sources = leaf_sources(config, is_stacked(owners), by_key_head)
-        check_problems(self.path, _problems(config, sources, owners))
+            owners[self.names.canonical(tensor.name)].append(tensor)
+        names = self.names.fitting(owners)
+        sources = leaf_sources(config, names)
+        check_problems(self.path, _problems(config, names, sources, owners))
         places = {file: find_tensors(file) for file in {t.file for t in self.tensors}}
         plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
         for leaf, parts in sources.items():
             for part in parts:
                 tensor = owners[part.name][0]
                 plan[leaf] += split_rows(places[tensor.file][tensor.name])
-        arranged = arrangements(config, by_key_head)
+        arranged = arrangements(config, names)
         leaves, name = leaf_paths(config), self.path.name
         return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
 
 
 def save_safetensors(
-    file: Path, config: TargetConfig | DrafterConfig, params: Any, dtype: str
+    file: Path, names: Names, config: TargetConfig | DrafterConfig, params: Any, dtype: str
 ) -> None:
-    """Writes parameters as one safetensors file in Hugging Face's names and layout."""
+    """Writes parameters as one safetensors file in a family's names and layout."""
     tensors = {}
     leaves = leaf_paths(config)
-    for path, parts in leaf_sources(config).items():
+    for path, parts in leaf_sources(config, names).items():
         value: Any = params
         for key in path.split("/"):
             value = value[key]
@@ -115,14 +115,14 @@ def save_safetensors(
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def with_own_ends[C: TargetConfig | DrafterConfig](config: C, names: list[str]) -> C:
+def with_own_ends[C: TargetConfig | DrafterConfig](config: C, names: Names, stored: list[str]) -> C:
     """The config of a drafter in the speculators format, with the ends that its file holds.
 
     Without a head in the file, a full vocabulary means the target's head.
     """
     if not isinstance(config, DrafterConfig) or config.draft_vocab_size is None:
         return config
-    there = {canonical(config, name) for name in names}
+    there = {names.canonical(name) for name in stored}
     full = config.draft_vocab_size == config.vocab_size and "lm_head.weight" not in there
     return replace(
         config,
@@ -166,29 +166,34 @@ def _tensors(file: Path) -> Iterator[Tensor]:
         raise ValueError(f"{file} is corrupt or truncated: {one_line(error)}") from None
 
 
-def _miscounted(config: TargetConfig | DrafterConfig, names: list[str]) -> list[str]:
+def _miscounted(config: TargetConfig | DrafterConfig, stored: list[str]) -> list[str]:
     """Problems if the names show other numbers of layers or experts than `config` has.
 
     The check comes before anything is made for each of them: a config.json may have any number.
     """
     counts = {"num_hidden_layers": (LAYER, config.num_layers)}
-    if config.experts and not is_stacked(names):
+    if config.experts:
         counts["num_experts"] = (EXPERT, config.experts[0].num_experts)
     problems = []
     for key, (pattern, count) in counts.items():
-        stored = max((int(m[1]) for m in map(pattern.search, names) if m), default=-1) + 1
-        if stored and stored != count:
-            problems.append(f"{key} is {count}, the tensors are those of {stored}")
+        there = max((int(m[1]) for m in map(pattern.search, stored) if m), default=-1) + 1
+        if there and there != count:
+            problems.append(f"{key} is {count}, the tensors are those of {there}")
     return problems
 
 
-def _problems(config: TargetConfig | DrafterConfig, sources: dict, owners: dict) -> list[str]:
+def _problems(
+    config: TargetConfig | DrafterConfig,
+    names: Names,
+    sources: dict[str, tuple[Source, ...]],
+    owners: dict[str, list[Tensor]],
+) -> list[str]:
     """Every problem of a checkpoint's tensors."""
     expected = {part.name: part.shape for parts in sources.values() for part in parts}
     problems = [f"missing: {name}" for name in expected if name not in owners]
     for name, tensors in owners.items():
         if name not in expected:
-            if not is_dropped(config, name):
+            if not names.is_dropped(config, name):
                 problems.append(f"unknown: {name}")
             continue
         if len(tensors) > 1:

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jflash.config import Drafter2Config, second_version
 from jflash.io import convert_checkpoint, load_drafter, load_pair, save_checkpoint
+from jflash.io.families import dflash
 from jflash.io.hf_config import drafter_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import leaf_sources
@@ -161,7 +162,7 @@ def test_published_drafters(name):
     inner = raw.pop("dflash_config")
     assert drafter_config(raw | inner) == got  # the same keys at the top level
     assert drafter_config(to_hf_config(got, "bfloat16")) == got
-    shapes = {s.name: s.shape for parts in leaf_sources(got).values() for s in parts}
+    shapes = {s.name: s.shape for parts in leaf_sources(got, dflash.NAMES).values() for s in parts}
     conv = "layers.4.attention_conv."
     assert shapes[f"{conv}base_kernel"] == (2, 2, width)
     assert shapes[f"{conv}kernel_projection.weight"] == (2 * 2 * width // 16, width)

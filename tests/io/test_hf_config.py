@@ -9,6 +9,7 @@ import transformers
 from jflash.bench.shapes import model_shape
 from jflash.config import Llama3Scaling
 from jflash.io import open_checkpoint
+from jflash.io.families import dflash
 from jflash.io.hf_config import FAMILIES, drafter_config, target_config
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.hf_write import to_hf_config
@@ -231,7 +232,7 @@ def test_published_drafters(name):
     assert (got.mask_token_id, got.mixers[0].rope.theta) == (mask, theta)
     assert got == replace(model_shape(shape).drafter, mask_token_id=mask)
     assert weight_bytes([got]) // 4 == parameters
-    shapes = {s.name: s.shape for parts in leaf_sources(got).values() for s in parts}
+    shapes = {s.name: s.shape for parts in leaf_sources(got, dflash.NAMES).values() for s in parts}
     assert shapes["fc.weight"] == (width, len(ids) * width)
     assert shapes["layers.0.self_attn.k_proj.weight"] == (kv_heads * 128, width)
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & shapes.keys()

@@ -77,6 +77,19 @@ def test_a_model_that_sees_has_the_same_text_tower(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_a_table_is_of_one_family(tmp_path):
+    """The same tensors under another family's architecture: its table has no such names."""
+    for file in (DENSE / "target").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((tmp_path / "config.json").read_text())
+    extra = {"norm_topk_prob": True, "num_experts": 0, "architectures": ["Qwen3NextForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw | extra))
+    with pytest.raises(ValueError) as error:
+        load_target(tmp_path)
+    assert "missing: model.layers.0.linear_attn.in_proj_qkvz.weight" in str(error.value)
+    assert "unknown: model.layers.0.linear_attn.in_proj_z.weight" in str(error.value)
+
+
 def test_our_own_form_keeps_what_is_float32(tmp_path):
     """Norms of 1 + w and decays, in a bfloat16 model."""
     convert_checkpoint(NEXT / "target", tmp_path / "own")

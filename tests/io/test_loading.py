@@ -25,6 +25,7 @@ from jflash.io import (
     save_checkpoint,
     stop_token_ids,
 )
+from jflash.io.families import llama
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.names import leaf_sources
 from tests.support.gguf_files import write_gguf
@@ -190,7 +191,7 @@ def test_dropped_names_are_no_errors(pair):
 @pytest.mark.parametrize("change", [{"qkv_bias": True, "qk_norm": False}, {"mlp_bias": True}, {}])
 def test_every_leaf_of_every_family_has_a_source(change):
     config = TargetConfig.alike(**(SIZES | {"num_layers": 2, "tie_embeddings": False} | change))
-    names = [part.name for parts in leaf_sources(config).values() for part in parts]
+    names = [part.name for parts in leaf_sources(config, llama.NAMES).values() for part in parts]
     assert len(names) == len(set(names))
     assert any(name.endswith("q_proj.bias") for name in names) == bool(change.get("qkv_bias"))
     assert any("q_norm" in name for name in names) == change.get("qk_norm", True)

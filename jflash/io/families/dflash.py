@@ -2,10 +2,17 @@
 
 from typing import Any
 
-from jflash.config import Drafter2Config, DrafterConfig, default_target_layer_ids
+from jflash.config import (
+    AttentionSpec,
+    DenseSpec,
+    Drafter2Config,
+    DrafterConfig,
+    default_target_layer_ids,
+)
 from jflash.io.families import qwen3
-from jflash.io.families.trunk import read_trunk
+from jflash.io.families.trunk import ATTENTION, MLP, NORMS, read_trunk
 from jflash.io.hf_values import checked
+from jflash.io.names import Names
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTER = "DFlashDraftModel"
@@ -14,23 +21,30 @@ _SIGHT_KEYS = ("is_causal", "layer_types", "sliding_window", "use_sliding_window
 OF_DRAFTER_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OF_DRAFTER = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
 _OF_DRAFTER += ("output_multiplier", "final_logit_softcapping", *OF_DRAFTER_2)
-# Leaves beside those of a trunk's layer: version 2's convolutions, and leaves outside the layers.
-CONVOLUTIONS = {
-    f"{part}_conv/{leaf}": [f"{part}_conv.{name}"]
+_CONVOLUTIONS = {
+    f"{part}_conv/{leaf}": (f"{part}_conv.{name}",)
     for part in ("attention", "mlp")
     for leaf, name in (
         ("base_kernel", "base_kernel"),
         ("kernel_projection/kernel", "kernel_projection.weight"),
     )
 }
-MODEL = {
-    "fc/kernel": ["fc.weight"],
-    "hidden_norm/scale": ["hidden_norm.weight"],
-    "norm/scale": ["norm.weight"],
-    "candidate_selector/predecessor_codebook": ["candidate_selector.predecessor_codebook"],
-    "candidate_selector/successor_codebook": ["candidate_selector.successor_codebook"],
-    "candidate_selector/hidden_projection/kernel": ["candidate_selector.hidden_projection.weight"],
-}
+_SELECTOR = "candidate_selector"
+NAMES = Names(
+    ends={
+        "fc/kernel": ("fc.weight",),
+        "hidden_norm/scale": ("hidden_norm.weight",),
+        "norm/scale": ("norm.weight",),
+        f"{_SELECTOR}/predecessor_codebook": (f"{_SELECTOR}.predecessor_codebook",),
+        f"{_SELECTOR}/successor_codebook": (f"{_SELECTOR}.successor_codebook",),
+        f"{_SELECTOR}/hidden_projection/kernel": (f"{_SELECTOR}.hidden_projection.weight",),
+    },
+    every=NORMS | _CONVOLUTIONS,
+    mixers={AttentionSpec: ATTENTION},
+    mlps={DenseSpec: MLP},
+    layer="layers.{i}.",
+    prefix=("model.", ""),  # some re-exported drafters prefix every tensor
+)
 
 
 def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import COMMON, read_target
+from jflash.io.families.trunk import COMMON, TENSORS, read_target
 from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
@@ -14,6 +14,7 @@ DEFAULTS: dict[str, Any] = (
     | {"head_dim": None, "max_position_embeddings": 2048, "attention_bias": False}
     | {"mlp_bias": False}
 )
+NAMES = TENSORS
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import COMMON, read_target
+from jflash.io.families.trunk import COMMON, TENSORS, read_target
 from jflash.io.hf_values import shown
 
 ARCHITECTURE, MODEL_TYPE = "MistralForCausalLM", "mistral"
@@ -13,6 +13,7 @@ DEFAULTS: dict[str, Any] = (
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     | {"head_dim": None, "max_position_embeddings": 131072, "sliding_window": 4096}
 )
+NAMES = TENSORS
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import COMMON, read_target, refuse_windows
+from jflash.io.families.trunk import COMMON, TENSORS, read_target, refuse_windows
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2ForCausalLM", "qwen2"
 DEFAULTS: dict[str, Any] = (
@@ -12,6 +12,7 @@ DEFAULTS: dict[str, Any] = (
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
     | {"head_dim": None, "max_position_embeddings": 32768}
 )
+NAMES = TENSORS
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:

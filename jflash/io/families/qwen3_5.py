@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import DeltaSpec, TargetConfig
-from jflash.io.families.trunk import COMMON, read_trunk
+from jflash.config import AttentionSpec, DeltaSpec, TargetConfig
+from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk
 from jflash.io.hf_values import checked, shown
+from jflash.io.names import ROTARY
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3_5ForCausalLM", "qwen3_5"
 SEEING = "Qwen3_5ForConditionalGeneration"  # the same text model with a vision tower
@@ -23,15 +24,24 @@ DEFAULTS: dict[str, Any] = (
 )
 LAYER_TYPES = ("linear_attention", "full_attention")
 _SEEN = ("image_token_id", "video_token_id")
-# These replace attention's leaves in layers that have a delta net.
 DELTA = {
-    "attention/inputs/kernel": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
-    "attention/conv": ["linear_attn.conv1d.weight"],
-    "attention/a_log": ["linear_attn.A_log"],
-    "attention/dt_bias": ["linear_attn.dt_bias"],
-    "attention/norm/scale": ["linear_attn.norm.weight"],
-    "attention/out/kernel": ["linear_attn.out_proj.weight"],
+    "attention/inputs/kernel": tuple(
+        f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")
+    ),
+    "attention/conv": ("linear_attn.conv1d.weight",),
+    "attention/a_log": ("linear_attn.A_log",),
+    "attention/dt_bias": ("linear_attn.dt_bias",),
+    "attention/norm/scale": ("linear_attn.norm.weight",),
+    "attention/out/kernel": ("linear_attn.out_proj.weight",),
 }
+_WITH_GATE = ((0, 3), (1,), (2,))  # a gate beside the queries is part of their tensor
+NAMES = replace(
+    TENSORS,
+    mixers={AttentionSpec: ATTENTION, DeltaSpec: DELTA},
+    parts={"attention/qkv/kernel": _WITH_GATE, "attention/qkv/bias": _WITH_GATE},
+    prefix=("model.language_model.", "model."),
+    dropped=rf"{ROTARY}|(model\.)?visual\..*|mtp\..*",  # vision; layers that predict more tokens
+)
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:

@@ -1,5 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP of some layers."""
 
+from dataclasses import replace
 from typing import Any
 
 from jflash.config import MoeSpec, TargetConfig
@@ -16,16 +17,16 @@ DEFAULTS: dict[str, Any] = (
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 )
-# These replace a dense layer's leaves; the tensors lie expert by expert.
 EXPERTS = {
-    "mlp/router/kernel": ["mlp.gate.weight"],
-    "mlp/gate_up/kernel": ["mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"],
-    "mlp/down/kernel": ["mlp.experts.{e}.down_proj.weight"],
+    "mlp/router/kernel": ("mlp.gate.weight",),
+    "mlp/gate_up/kernel": ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+    "mlp/down/kernel": ("mlp.experts.{e}.down_proj.weight",),
 }
-STACKED = {  # one tensor for all experts, [E, out, in]
-    "mlp/gate_up/kernel": "mlp.experts.gate_up_proj",
-    "mlp/down/kernel": "mlp.experts.down_proj",
+STACKED = {
+    "mlp/gate_up/kernel": ("mlp.experts.gate_up_proj",),
+    "mlp/down/kernel": ("mlp.experts.down_proj",),
 }
+NAMES = replace(qwen3.NAMES, mlps=qwen3.NAMES.mlps | {MoeSpec: EXPERTS}, stacked=STACKED)
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:

@@ -1,8 +1,12 @@
 """Qwen3-Next and Qwen3-Coder-Next: the hybrid whose delta nets are stored by key head."""
 
+from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
+import numpy as np
+from jaxtyping import Int
+
+from jflash.config import DeltaSpec, TargetConfig
 from jflash.io.families import qwen3_5, qwen3_5_moe
 from jflash.io.hf_values import checked
 
@@ -15,8 +19,30 @@ DEFAULTS: dict[str, Any] = (
     | {"shared_expert_intermediate_size": 512, "norm_topk_prob": True}
     | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 )
-# These tensors replace qwen3_5's: each has its parts (q, k, v, z; b, a) key head by key head.
-INPUTS = ["linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"]
+_INPUTS = "attention/inputs/kernel"
+
+
+def by_kind(mixer: DeltaSpec) -> Int[np.ndarray, " C"]:
+    """Order that takes rows by key head (q, k, v, z; then b, a) to rows by kind, of all heads."""
+    Hk, Hv, dk, dv = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
+    r = Hv // Hk
+    sizes = (dk, dk, r * dv, r * dv)
+    head = np.arange(Hk)[:, None] * sum(sizes)
+    firsts = np.cumsum([0, *sizes[:-1]])
+    kinds = [head + f + np.arange(n) for f, n in zip(firsts, sizes, strict=True)]
+    pair, ba = np.arange(Hk)[:, None] * 2 * r, Hk * sum(sizes)
+    kinds += [ba + pair + np.arange(r), ba + pair + r + np.arange(r)]
+    return np.concatenate([kind.reshape(-1) for kind in kinds])
+
+
+_MIXERS, _PARTS = qwen3_5.NAMES.mixers, qwen3_5.NAMES.parts
+_TENSORS = {_INPUTS: tuple(f"linear_attn.in_proj_{x}.weight" for x in ("qkvz", "ba"))}
+NAMES = replace(
+    qwen3_5_moe.NAMES,
+    mixers=_MIXERS | {DeltaSpec: qwen3_5.DELTA | _TENSORS},
+    parts=_PARTS | {_INPUTS: ((0, 1), (2, 3))},
+    orders={_INPUTS: by_kind},
+)
 
 
 def target(raw: dict[str, Any]) -> TargetConfig:

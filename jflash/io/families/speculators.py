@@ -5,23 +5,25 @@ of the target's layers is absent. A file may hold an embedding and a head; a hea
 comes with `d2t`: a draft's id plus its `d2t` is the target's id.
 """
 
+from dataclasses import replace
 from typing import Any
 
+from jflash.io.families import dflash
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, OF_DRAFTER_2
 from jflash.io.hf_values import checked, shown
+from jflash.io.names import ROTARY
 
 MODEL_TYPE = "speculators_model_type"
 KINDS = {"dflash": DRAFTER, "dflash2": DRAFTER_2}
 _KEYS = (MODEL_TYPE, "transformer_layer_config", "aux_hidden_state_layer_ids", "draft_vocab_size")
 _KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type")
 _KEYS += ("target_hidden_size", "block_size", "mask_token_id", *OF_DRAFTER_2)
-# Leaves beside dflash's, each of which a file may lack.
-MODEL = {
-    "embedding": ["embed_tokens.weight"],
-    "head": ["lm_head.weight"],
-    "d2t": ["d2t"],
-}
-UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+_ENDS = {"embedding": ("embed_tokens.weight",), "head": ("lm_head.weight",), "d2t": ("d2t",)}
+NAMES = replace(
+    dflash.NAMES,
+    ends=dflash.NAMES.ends | _ENDS,
+    dropped=rf"{ROTARY}|t2d|verifier_(norm|lm_head)\.weight",
+)
 
 
 def flat(raw: dict[str, Any]) -> dict[str, Any]:

@@ -6,34 +6,44 @@ ValueError that names it.
 
 from typing import Any
 
-from jflash.config import TargetConfig
+from jflash.config import AttentionSpec, DenseSpec, TargetConfig
 from jflash.io.hf_rope import rope_config
 from jflash.io.hf_values import checked, shown
+from jflash.io.names import Names
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 _KEYS = ("quantization_config", "rope_parameters", "rope_scaling")  # these have no default
 _WINDOWS = ("layer_types", "use_sliding_window")
-# leaf of a layer -> tensors, in the order in which a fused leaf holds them
-LAYER = {
-    "input_norm/scale": ["input_layernorm.weight"],
-    "post_norm/scale": ["post_attention_layernorm.weight"],
-    "attention/q_norm/scale": ["self_attn.q_norm.weight"],
-    "attention/k_norm/scale": ["self_attn.k_norm.weight"],
-    "attention/qkv/kernel": [f"self_attn.{x}_proj.weight" for x in "qkv"],
-    "attention/qkv/bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
-    "attention/out/kernel": ["self_attn.o_proj.weight"],
-    "attention/out/bias": ["self_attn.o_proj.bias"],
-    "mlp/gate_up/kernel": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "mlp/gate_up/bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
-    "mlp/down/kernel": ["mlp.down_proj.weight"],
-    "mlp/down/bias": ["mlp.down_proj.bias"],
+# Leaf -> its tensors; a family that has others replaces a table or adds to it.
+NORMS = {
+    "input_norm/scale": ("input_layernorm.weight",),
+    "post_norm/scale": ("post_attention_layernorm.weight",),
 }
-TARGET = {
-    "embedding": ["model.embed_tokens.weight"],
-    "norm/scale": ["model.norm.weight"],
-    "head": ["lm_head.weight"],
+ATTENTION = {
+    "attention/q_norm/scale": ("self_attn.q_norm.weight",),
+    "attention/k_norm/scale": ("self_attn.k_norm.weight",),
+    "attention/qkv/kernel": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "attention/qkv/bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    "attention/out/kernel": ("self_attn.o_proj.weight",),
+    "attention/out/bias": ("self_attn.o_proj.bias",),
 }
+MLP = {
+    "mlp/gate_up/kernel": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp/gate_up/bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "mlp/down/kernel": ("mlp.down_proj.weight",),
+    "mlp/down/bias": ("mlp.down_proj.bias",),
+}
+TENSORS = Names(
+    ends={
+        "embedding": ("model.embed_tokens.weight",),
+        "norm/scale": ("model.norm.weight",),
+        "head": ("lm_head.weight",),
+    },
+    every=NORMS,
+    mixers={AttentionSpec: ATTENTION},
+    mlps={DenseSpec: MLP},
+)
 
 
 def read_target(raw: dict[str, Any], defaults: dict[str, Any], **fields: Any) -> TargetConfig:
