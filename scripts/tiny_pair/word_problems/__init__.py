@@ -15,17 +15,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, get_args
 
-from tiny_pair.word_problems import (
-    templates_1,
-    templates_2,
-    templates_3,
-    templates_4,
-    templates_5,
-)
-from tiny_pair.word_problems.draft import Rng, Template
+from tiny_pair.word_problems.draft import Rng
+from tiny_pair.word_problems.templates import TEMPLATES
 
 __all__ = [
-    "HELD_OUT_TEMPLATES",
     "TEMPLATES",
     "Problem",
     "Split",
@@ -36,29 +29,6 @@ __all__ = [
 ]
 
 Split = Literal["train", "eval", "held_out"]
-
-# By number of steps, 1 to 5.
-TEMPLATES: dict[int, tuple[Template, ...]] = {
-    1: templates_1.TEMPLATES,
-    2: templates_2.TEMPLATES,
-    3: templates_3.TEMPLATES,
-    4: templates_4.TEMPLATES,
-    5: templates_5.TEMPLATES,
-}
-
-# New stories whose steps other templates teach (named behind each).
-HELD_OUT_TEMPLATES = frozenset(
-    {
-        "seat_rows",  # packs
-        "train_ride",  # give_and_find
-        "flower_vases",  # put_together
-        "garden_rows",  # two_goods
-        "bead_crafts",  # trays_shared, eaten_and_boxed
-        "craft_boxes",  # bake_sale
-        "family_outing",  # two_goods_change
-        "fruit_stand",  # bake_sale_profit
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +68,17 @@ def problems(split: Split, seed: int, limit: int | None = None) -> Iterator[Prob
 def _generate(split: Split, r: Rng, limit: int | None) -> Iterator[Problem]:
     held_out = split == "held_out"
     usable = {
-        steps: tuple(t for t in templates if (t.__name__ in HELD_OUT_TEMPLATES) == held_out)
+        steps: [t for t in templates if bool(t.taught_by) == held_out]
         for steps, templates in TEMPLATES.items()
     }
     for _ in count() if limit is None else range(limit):
         steps = r.between(1, 5)
         template = r.pick(usable[steps])
-        name = template.__name__
-        draft = template(r)
-        while not held_out and in_eval(name, draft.numbers) != (split == "eval"):
-            draft = template(r)
+        draft = template.draw(r)
+        while not held_out and in_eval(template.name, draft.numbers) != (split == "eval"):
+            draft = template.draw(r)
         yield Problem(
-            template=name,
+            template=template.name,
             steps=steps,
             numbers=draft.numbers,
             question=r.pick(draft.questions),

@@ -1,7 +1,7 @@
 """What a template needs to draw a problem (`Rng`) and what it returns (`Draft`)."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiny_pair.word_problems.words import DAYS, PEOPLE, Person
@@ -69,6 +69,3 @@ class Rng(random.Random):
     def banknotes(self, cost: int) -> int:
         """A round sum of money that pays for cost and leaves at least 2 dollars."""
         return (cost + 11) // 10 * 10 + 10 * self.between(0, 5)
-
-
-Template = Callable[[Rng], Draft]

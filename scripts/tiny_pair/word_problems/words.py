@@ -1,12 +1,16 @@
-"""The words of the word problems: people, things, places and days.
+"""The words of the word problems: people, things, places and days, from words.txt.
 
-Lists are written as comma-separated strings because they are long and only ever read.  Every
-plural is regular except for those in `_IRREGULAR`, so a noun is given by its singular alone.
+Every plural is regular except for those in `_IRREGULAR`, so a noun is given by its singular.
 """
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-_IRREGULAR = {"loaf": "loaves", "potato": "potatoes", "tomato": "tomatoes", "mango": "mangoes"}
+_IRREGULAR = {
+    **{"loaf": "loaves", "potato": "potatoes", "tomato": "tomatoes", "mango": "mangoes"},
+    "child": "children",
+}
+_AS_THEY_STAND = ("SHE", "HE", "SHOPS", "PLACES", "TOUR_GOALS", "JOBS")  # lists of no nouns
 
 
 class Noun(NamedTuple):
@@ -50,94 +54,18 @@ def _plural(one: str) -> str:
     return one + "s"
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(","))
+def _words(line: str) -> tuple[str, tuple[Any, ...]]:
+    name, _, text = line.partition(": ")
+    words = text.split(", ")
+    if name in _AS_THEY_STAND:
+        return name, tuple(words)
+    return name, tuple(Noun(one, _plural(one)) for one in words)
 
 
-def _nouns(text: str) -> tuple[Noun, ...]:
-    return tuple(Noun(one, _plural(one)) for one in _split(text))
-
-
-_SHE = _split(
-    "Ada, Alice, Amina, Anna, Bella, Carla, Chloe, Clara, Daisy, Dina, Ella, Emma, Eva, Fatima,"
-    "Fiona, Grace, Hana, Helen, Ines, Iris, Jade, Julia, Kate, Lara, Lena, Lily, Lucy, Maria,"
-    "Maya, Mia, Nina, Nora, Olga, Olivia, Priya, Rosa, Ruby, Sara, Sofia, Tara, Vera, Zoe"
-)
-_HE = _split(
-    "Adam, Ahmed, Alan, Ben, Boris, Carlos, Dan, David, Diego, Eli, Emil, Felix, Finn, Frank,"
-    "George, Hugo, Ian, Ivan, Jack, James, Jonas, Kofi, Leo, Liam, Lucas, Marco, Mark, Max,"
-    "Nico, Noah, Omar, Oscar, Paul, Peter, Ravi, Sam, Simon, Theo, Tom, Victor, Will, Yusuf"
-)
-PEOPLE = tuple(Person(name, "she", "her", "her") for name in _SHE) + tuple(
-    Person(name, "he", "his", "him") for name in _HE
-)
-
-# Small things that people collect, swap, lose and give away.
-TOYS = _nouns(
-    "marble, sticker, shell, button, stamp, bead, coin, postcard, badge, trading card, pebble,"
-    "key ring, toy car, toy train, toy dinosaur, puzzle piece, block, crayon, pencil, pen,"
-    "eraser, feather, acorn, pine cone, magnet, ribbon, bookmark, comic, paper plane, rubber duck,"
-    "balloon, token, picture, photo, chestnut, paper star, plastic ring, glass ball, picture card,"
-    "bottle cap"
-)
-BAKES = _nouns(
-    "muffin, cookie, cupcake, bun, scone, pie, bagel, roll, tart, pretzel, waffle, pancake,"
-    "doughnut, brownie, biscuit, croissant, dumpling, meringue, pastry, ginger snap, cheese stick,"
-    "cinnamon roll, oat bar, jam tart, almond cake, fruit slice, loaf"
-)
-CROPS = _nouns(
-    "apple, pear, plum, peach, lemon, orange, mango, cherry, fig, lime, apricot, melon, banana,"
-    "carrot, onion, potato, tomato, turnip, radish, pumpkin, cucumber, beet, pepper, cabbage,"
-    "olive, walnut, strawberry, mushroom, leek, corn cob, avocado, grapefruit"
-)
-# Things with a price tag of a few dollars.
-GOODS = _nouns(
-    "notebook, scarf, cap, mug, candle, plate, lamp, paint brush, poster, kite, ball, puzzle,"
-    "towel, bowl, toy robot, board game, umbrella, apron, vase, cushion, wallet, belt, hat,"
-    "storybook, rope, bucket, hammer, paint set, calendar, water bottle, lunch box, sketch pad,"
-    "jump rope, teddy bear, garden fork, flower pot, picture frame, ruler set, pillow, blanket,"
-    "alarm clock, model ship"
-)
-# Dear things that somebody saves up for.
-DREAMS = _nouns(
-    "bicycle, guitar, tent, camera, drum kit, telescope, skateboard, scooter, keyboard, microscope,"
-    "kayak, desk, winter coat, sewing machine, tablet, wristwatch, violin, printer, armchair,"
-    "aquarium, rowing machine, phone, painting, electric fan, trumpet, surfboard"
-)
-# Containers of small things.
-BOXES = _nouns(
-    "box, bag, basket, crate, jar, tin, packet, carton, bucket, sack, tub, case, pouch, bowl"
-)
-# Those that also hold food and bigger things.
-PACKS = _nouns("box, bag, basket, crate, tin, packet, carton, case")
-# What a hobby maker sells at a stall.
-CRAFTS = _nouns(
-    "bracelet, necklace, candle, paper lamp, mask, birthday card, clay pot, doll, cushion,"
-    "bookmark, wooden spoon, soap bar, woollen hat, birdhouse, fridge magnet,"
-    "paper kite, coaster"
-)
-# What is made with beads.
-BEADED = _nouns(
-    "bracelet, necklace, anklet, key chain, mobile, lampshade, purse, hair band, hat band, belt"
-)
-PUPILS = _nouns("child, pupil, guest, player, scout, visitor, student, camper, cousin, neighbor")
-PUPILS = (Noun("child", "children"), *PUPILS[1:])
-SHOPS = _split(
-    "hardware store, farm shop, school shop, corner shop, market stall, village store,"
-    "garden center, museum shop, train kiosk, gift shop, craft store, station store, club shop,"
-    "camp store, toy shop"
-)
-PLACES = _split(
-    "market, beach, park, school fair, library, youth club, museum, summer camp, village fair,"
-    "sports ground, community hall, train station, town square, flea market, street festival"
-)
-TOUR_GOALS = _split(
-    "the coast, a lake, a castle, the mountains, a waterfall, the capital, an old mill, a cave,"
-    "a forest, a harbor, the border, a vineyard, the lighthouse, a hot spring, an island"
-)
-JOBS = _split(
-    "mowing lawns, walking dogs, washing cars, picking berries, cleaning windows, painting fences,"
-    "raking leaves, babysitting, delivering papers, serving tables, packing boxes, shoveling snow,"
-    "watering plants, teaching chess, tutoring, feeding horses, sorting mail, stacking shelves"
+_LINES = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
+WORDS = dict(_words(line) for line in _LINES if not line.startswith("#"))
+PEOPLE = (
+    *(Person(name, "she", "her", "her") for name in WORDS.pop("SHE")),
+    *(Person(name, "he", "his", "him") for name in WORDS.pop("HE")),
 )
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
