@@ -1,4 +1,4 @@
-"""A request's changes to the target's logits before a token is chosen, and logprobs.
+"""A request's changes to the target's logits before a token is chosen.
 
 Their order, in float32, is: bias; the repetition, frequency and presence penalties; the minimum
 length, before which no stop token can be chosen. Temperature and filters come after them. The
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.fixed_order import rounded, row_sum
+from pallas_kernels.fixed_order import rounded
 
 
 class Shaping(NamedTuple):
@@ -95,11 +95,3 @@ def _scattered(
     sequence = jnp.arange(ids.shape[0])[:, None]
     zeros = jnp.zeros((ids.shape[0], size), values.dtype)
     return zeros.at[sequence, jnp.where(ids < 0, size, ids)].add(values, mode="drop")
-
-
-def logprobs(logits: Float[Array, "B W V"], chosen: Int[Array, "B W"]) -> Float[Array, "B W"]:
-    """The log softmax of the given logits at the chosen tokens, summed in a fixed order."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = rounded(jnp.exp(rounded(logits - top)))
-    at_chosen = jnp.take_along_axis(logits, chosen[..., None], axis=-1)
-    return rounded((at_chosen - top) - jnp.log(row_sum(weights)))[..., 0]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jflash.cache import Cache, LayerState
@@ -21,18 +22,21 @@ from jflash.decoding import DRAFT_RULES
 from jflash.drafts import Proposal, Rule, choose_path, choose_places
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Block
+from jflash.logprobs import Logprobs, judged, noted
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals, unpacked
 from jflash.sampling import (
+    TARGET,
     Filters,
     accepted_drafts,
     choose,
     cut_at_stop,
+    draw,
     probabilities,
     verify_drafts,
 )
-from jflash.shaping import Shaping, logprobs, shaped
+from jflash.shaping import Shaping, shaped
 from pallas_kernels.gated_delta import CHUNK
 
 
@@ -155,7 +159,8 @@ class Sequences(NamedTuple):
     steps: Int[Array, "*B"]
     acceptance_lengths: Int[Array, "*B S"]  # tokens committed by each step
     shaping: Shaping | None = None  # for all requests or for none
-    logprobs: Float[Array, "*B S"] | None = None  # of each token, as the target's logits are
+    logprobs: Logprobs | None = None
+    best_drafts: Bool[Array, "*B"] | None = None  # draft rule greedy for these
 
 
 class State(NamedTuple):
@@ -174,7 +179,7 @@ class State(NamedTuple):
 class Verdict(NamedTuple):
     """What the target says of a block; of rows that were not verified, anything."""
 
-    logits: Float[Array, "B W V"]
+    logits: Float[Array, "B W V"]  # changed only where a sequence wants logprobs of changed ones
     choices: Int[Array, "B W"]  # the token after each row, to the first that is not the draft
     accepted: Int[Array, " B"]  # how many drafts its choices confirm
     features: Float[Array, "_ _ PD"]  # its tapped layers, for the drafter's context; as `rows` lie
@@ -234,7 +239,10 @@ def propose(
     logits = apply(*drafter, logits, method="adjust_logits")
     found = apply(*drafter, hidden, anchor, logits, method="candidates")
     choose_drafts = choose_places if found.scores.ndim == 3 else choose_path
-    rule = Rule(models.draws_drafts, ranked, s.filters, indices, keys)
+    filters = s.filters
+    if s.best_drafts is not None:
+        filters = filters._replace(temperature=jnp.where(s.best_drafts, 0, filters.temperature))
+    rule = Rule(models.draws_drafts, ranked, filters, indices, keys)
     return choose_drafts(rule, found, c.vocab_size)
 
 
@@ -272,11 +280,11 @@ def verify(
     if s.shaping is not None:
         assert models.sampled and isinstance(rows, Whole), "shaped logits are of whole blocks"
         logits = shaped(raw, s.shaping, s.tokens, s.length, proposal.tokens, s.stops)
+    if s.logprobs is not None:
+        raw = judged(raw, logits, filters, s.logprobs)
     if proposal.q is not None:
         p = rows.unpack(probabilities(logits, filters))
-        choices, accepted = verify_drafts(
-            proposal.tokens, proposal.q, p, positions + 1, s.key, rows.widths
-        )  # fmt: skip
+        choices, accepted = verify_by_rule(proposal, p, positions + 1, s, rows.widths)
     else:
         if models.sampled:
             choices = choose(logits, rows.pack(positions + 1), key, filters)
@@ -293,6 +301,31 @@ def verify(
     return Verdict(rows.unpack(raw), choices, accepted, features, rows), state
 
 
+def verify_by_rule(
+    proposal: Proposal,
+    p: Float[Array, "B W V"],
+    indices: Int[Array, "B W"],
+    s: Sequences,
+    widths: Int[Array, " B"],
+) -> tuple[Int[Array, "B W"], Int[Array, " B"]]:
+    """Tests drafts drawn from q; where best drafts are taken, the target's draws decide."""
+    assert proposal.q is not None
+    tested = verify_drafts(proposal.tokens, proposal.q, p, indices, s.key, widths)
+    if s.best_drafts is None:
+        return tested
+    best = s.best_drafts
+
+    def both():
+        choices = draw(p, indices, s.key, TARGET)
+        accepted = accepted_drafts(proposal.tokens, choices, widths)
+        return (
+            jnp.where(best[:, None], choices, tested[0]),
+            jnp.where(best, accepted, tested[1]),
+        )
+
+    return lax.cond(jnp.any(best), both, lambda: tested)
+
+
 def commit(models: Models, params: Params, state: State, verdict: Verdict) -> State:
     """Keeps the accepted drafts and the bonus token, cut by stops and limits."""
     positions, s = block_positions(models, state)[0], state.sequences
@@ -304,14 +337,13 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
     row = jnp.arange(positions.shape[1])
     capacity = s.tokens.shape[1]
     # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
-    kept = row < count[:, None]
+    keep = row < count[:, None]
     sequence = jnp.arange(count.shape[0])[:, None]
-    places = sequence, jnp.where(kept, positions + 1, capacity + row)
+    places = sequence, jnp.where(keep, positions + 1, capacity + row)
     tokens = s.tokens.at[places].set(verdict.choices, mode="drop", unique_indices=True)
     probable = s.logprobs
     if probable is not None:
-        new = logprobs(verdict.logits, verdict.choices)
-        probable = probable.at[places].set(new, mode="drop", unique_indices=True)
+        probable = noted(probable, verdict.logits, verdict.choices, s.length, keep)
     drafter_cache = state.drafter_cache
     if models.drafter is not None:
         rows = verdict.rows
@@ -321,7 +353,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
         )  # fmt: skip
         drafter_cache = tuple(
             unpacked(projected, rows).write(
-                cache, cache.slots(positions, kept), models.kernels.heads
+                cache, cache.slots(positions, keep), models.kernels.heads
             )[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )

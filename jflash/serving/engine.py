@@ -19,7 +19,7 @@ from jflash.generate import Pair, check_request
 from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.handle import Handle
 from jflash.serving.loop import Job, Loop
-from jflash.serving.programs import BIASED, Layout
+from jflash.serving.programs import BIASED, Layout, most_of
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from pallas_kernels.block_attention import PAGE
 
@@ -99,7 +99,7 @@ class Engine:
         self._changed = threading.Condition()
         self._inbox = list[Job]()
         self._actions = deque[tuple[Callable[[], Any], Future]]()
-        self._arrived = self._version = 0
+        self._arrived = 0
         self._ended: dict[FinishReason, int] = {}
         self._closing = False
         self._error: BaseException | None = None
@@ -126,6 +126,12 @@ class Engine:
             raise ValueError(f"logit_bias of token {outside[0]}: there are {vocabulary} tokens")
         if len(request.logit_bias) > BIASED:
             raise ValueError(f"{len(request.logit_bias)} logit_bias tokens: at most {BIASED} fit")
+        models = self.pair.models
+        if request.draft_rule == "sampled" and models.draft_rule != "sampled" and models.drafter:
+            raise ValueError("draft_rule 'sampled': the engine's pair has the rule 'greedy'")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if (getattr(request, name) or 0) > most_of(models):
+                raise ValueError(f"{name} {getattr(request, name)}: there are {vocabulary} tokens")
         room = self._layout.shape.stop_slots
         if len(request.stop_ids) > room:
             raise ValueError(f"{len(request.stop_ids)} stop_ids: at most {room} fit")
@@ -193,8 +199,7 @@ class Engine:
 
         def update() -> int:
             self._loop.new_weights(self._loop.params._replace(**new))
-            self._version += 1
-            return self._version
+            return self._loop.version
 
         return self._between(update)
 

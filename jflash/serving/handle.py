@@ -6,7 +6,7 @@ The engine's thread adds events and never waits for the reader. This file knows 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from jflash.serving.request import Event, FinishReason, Request, Result
 
@@ -112,13 +112,23 @@ def result_of(request: Request, events: list[Event]) -> Result:
     reason: FinishReason | None = events[-1].finish_reason
     assert reason is not None, "a result is made of a request that has ended"
     counts = [len(event.token_ids) for event in events if event.token_ids]
+
+    def joined[T](parts: Iterable[Sequence[T] | None], asked: bool) -> list[T] | None:
+        return [x for part in parts for x in part or ()] if asked else None
+
     return Result(
         prompt_tokens=len(request.prompt_ids),
         token_ids=[token for event in events for token in event.token_ids],
         acceptance_lengths=counts[1:],
         finish_reason=reason,
         cached_tokens=events[-1].cached_tokens,
-        logprobs=[x for event in events for x in event.logprobs or ()]
-        if request.logprobs
-        else None,
+        logprobs=joined((e.logprobs for e in events), request.logprobs),
+        top_logprobs=joined((e.top_logprobs for e in events), request.top_logprobs > 0),
+        prompt_logprobs=joined(
+            (e.prompt_logprobs for e in events), request.prompt_logprobs is not None
+        ),
+        prompt_top_logprobs=joined(
+            (e.prompt_top_logprobs for e in events), bool(request.prompt_logprobs)
+        ),
+        version=events[-1].version,
     )

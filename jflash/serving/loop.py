@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,17 +17,21 @@ from jflash.kernels import AUTO
 from jflash.serving.handle import Handle
 from jflash.serving.pages import Name, Pages, chain
 from jflash.serving.programs import (
+    Chunked,
     Layout,
     Programs,
+    Report,
     Row,
     Taken,
     choosing,
     compile_programs,
     empty_state,
+    floats,
     packed,
     taken,
+    tops_of,
 )
-from jflash.serving.request import Event, FinishReason, Request
+from jflash.serving.request import Event, FinishReason, Request, Top
 from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
 from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import PAGE
@@ -56,6 +60,8 @@ class Job:
     cached: int | None = None  # tokens of the prompt that were cached when it first ran
     cancelled: bool = False
     reason: FinishReason | None = None
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_tops: list[Top] = field(default_factory=list)
 
     @property
     def request(self) -> Request:
@@ -72,11 +78,14 @@ class Job:
 
 
 class Read(NamedTuple):
-    """An array that the device will fill, and the requests that it is about."""
+    """Arrays that the device will fill, and the requests that they are about."""
 
-    array: Any
-    first: Job | None  # of a last chunk that commits; else a report of `jobs`
-    jobs: tuple[Job, ...] = ()
+    chunk: Chunked | None = None
+    job: Job | None = None  # of the chunk
+    first: bool = False  # the chunk brings its first token
+    scored: range = range(0)  # the prompt's tokens whose logprobs the chunk brings
+    report: Report | None = None
+    jobs: tuple[Job, ...] = ()  # of the report
 
 
 class Counts(NamedTuple):
@@ -103,6 +112,7 @@ class Loop:
         self._empty = jax.jit(lambda: empty_state(models, layout))
         self.state = self._empty()
         self.held = self.asleep = False  # held: no new text begins
+        self.version = 0  # of the parameters
         self.pages = Pages(layout.pages)
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
@@ -124,6 +134,7 @@ class Loop:
         """Takes other parameters of the same shapes; the loop must be quiet."""
         assert self.quiet, "a text is of one version"
         self.params = params
+        self.version += 1
         self.pages.forget_all()
 
     def sleep(self) -> None:
@@ -175,8 +186,8 @@ class Loop:
             self._read(self._rounds.popleft(), on_event)
         # A first token is there before the call that was dispatched after it.
         if stepping:
-            self._rounds[0] = [read for read in reads if read.first is None]
-            self._read([read for read in reads if read.first is not None], on_event)
+            self._rounds[0] = [read for read in reads if read.chunk is None]
+            self._read([read for read in reads if read.chunk is not None], on_event)
 
     def preempt(self, job: Job) -> None:
         """Takes slot and pages from a request, which waits again; all calls must be read."""
@@ -230,7 +241,10 @@ class Loop:
         return len(job.tokens) - job.begun
 
     def _cached_pages(self, job: Job, end: int) -> list[int]:
-        """The cached pages of its text; the last token is always computed."""
+        """The cached pages of its text; the last token is always computed, and all of a prompt
+        whose logprobs are asked."""
+        if job.request.prompt_logprobs is not None and not job.begun:
+            return []
         job.names = chain(
             job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
         )
@@ -279,14 +293,16 @@ class Loop:
         assert job.slot is not None
         last = offset + size >= job.end
         commits = last and not job.begun
-        control = np.array([job.slot, offset, job.end, last, commits], np.int32)
+        scores = job.request.prompt_logprobs is not None and not job.begun
+        control = np.array([job.slot, offset, job.end, last, commits, scores], np.int32)
         table = self._tables[job.slot : job.slot + 1].copy()
-        self.state, token = self.programs.chunk(self.params, self.state, table, control)
+        self.state, out = self.programs.chunk(self.params, self.state, table, control)
         job.computed = min(offset + size, job.end)
         self._name(job, job.computed)
         if last:
             job.end = 0
-        return Read(token, job if commits else None)
+        scored = range(offset + 1, min(offset + size + 1, len(job.request.prompt_ids)))
+        return Read(out, job, first=commits, scored=scored if scores else range(0))
 
     def _call(self, jobs: Sequence[Job]) -> Read:
         live = np.zeros(len(self.slots), bool)
@@ -302,11 +318,12 @@ class Loop:
         self.state, report = program(self.params, self.state, table, live)
         if self.rows is not None:
             self.rows.ran(rows, report.survey)
-        numbers = report.numbers
-        numbers.copy_to_host_async()
+        if not any(job.request.top_logprobs for job in jobs):
+            report = report._replace(tops=None)
+        jax.copy_to_host_async((report.numbers, report.tops))
         counts = self.counts
         self.counts = counts._replace(calls=counts.calls + 1, live=counts.live + len(jobs))
-        return Read(numbers, None, tuple(jobs))
+        return Read(report=report, jobs=tuple(jobs))
 
     def drain(self, on_event: Callable[[Job, Event], None]) -> None:
         """Reads all dispatched calls."""
@@ -315,17 +332,38 @@ class Loop:
 
     def _read(self, reads: list[Read], on_event: Callable[[Job, Event], None]) -> None:
         for read in reads:
-            array = np.asarray(read.array)
-            if read.first is not None and read.first.reason is None:
-                token, done, _ = array.tolist()
-                probable = array[2:].view(np.float32).tolist()
-                self._gain(read.first, Taken([[token]], [probable], bool(done)), on_event)
+            if read.chunk is not None:
+                self._read_chunk(read, read.chunk, on_event)
+                continue
+            assert read.report is not None
+            numbers = np.asarray(read.report.numbers)
+            tops = None if read.report.tops is None else np.asarray(read.report.tops)
             for job in read.jobs:
                 if job.reason is None:
                     assert job.slot is not None, "who leaves a slot has read all of its calls"
                     job.unread -= 1
-                    given = taken(array[job.slot], self.models.block_size, self.layout.steps)
-                    self._gain(job, given, on_event)
+                    likely = None if tops is None else tops[job.slot]
+                    width, steps = self.models.block_size, self.layout.steps
+                    self._gain(job, taken(numbers[job.slot], likely, width, steps), on_event)
+
+    def _read_chunk(
+        self, read: Read, chunk: Chunked, on_event: Callable[[Job, Event], None]
+    ) -> None:
+        """A chunk's logprobs of the prompt, and its first token."""
+        job = read.job
+        assert job is not None
+        if job.reason is not None:
+            return
+        if read.scored:
+            count = len(read.scored)
+            job.prompt_logprobs += floats(np.asarray(chunk.chosen))[:count].tolist()
+            if job.request.prompt_logprobs:
+                job.prompt_tops += tops_of(np.asarray(chunk.tops)[:count])
+        if read.first:
+            array = np.asarray(chunk.first)
+            tops = [tops_of(np.asarray(chunk.first_top))] if job.request.top_logprobs else None
+            given = Taken([[int(array[0])]], [floats(array[2:]).tolist()], bool(array[1]), tops)
+            self._gain(job, given, on_event)
 
     def _gain(
         self,
@@ -349,14 +387,30 @@ class Loop:
                 drafted=counts.drafted + drafted,
                 accepted=counts.accepted + accepted,
             )
-            probable = tuple(given.logprobs[i]) if job.request.logprobs else None
-            on_event(job, Event(tuple(ids), drafted, accepted, job.cached or 0, reason, probable))
+            event = Event(tuple(ids), drafted, accepted, job.cached or 0, reason)
+            on_event(job, self._scored(job, event, given, i))
             job.reason = reason
         self.counts = counts
         job.gained |= bool(given.steps)
         self._name(job, len(job.tokens) - 1)
         if job.reason:
             self._leave(job)
+
+    def _scored(self, job: Job, event: Event, given: Taken, step: int) -> Event:
+        """The event of a step with the numbers that the request asks for."""
+        request, new = job.request, {}
+        if request.logprobs:
+            new["logprobs"] = tuple(given.logprobs[step])
+        if request.top_logprobs:
+            assert given.tops is not None, "read with the report"
+            new["top_logprobs"] = tuple(top[: request.top_logprobs] for top in given.tops[step])
+        first = len(job.tokens) == len(request.prompt_ids) + 1
+        if first and request.prompt_logprobs is not None:
+            new["prompt_logprobs"] = tuple(job.prompt_logprobs)
+            if request.prompt_logprobs:
+                tops = (top[: request.prompt_logprobs] for top in job.prompt_tops)
+                new["prompt_top_logprobs"] = tuple(tops)
+        return event._replace(version=self.version, **new)
 
     def _name(self, job: Job, computed: int) -> None:
         """Indexes the pages whose tokens are all computed."""
@@ -376,7 +430,8 @@ class Loop:
         if job in self.waiting:
             self.waiting.remove(job)
         self._leave(job)
-        on_event(job, Event((), cached_tokens=job.cached or 0, finish_reason=reason))
+        end = Event((), cached_tokens=job.cached or 0, finish_reason=reason, version=self.version)
+        on_event(job, end)
 
     def _leave(self, job: Job) -> None:
         """Gives slot and pages back.

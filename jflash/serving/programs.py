@@ -5,6 +5,7 @@ reads one array a call. Nothing here knows a queue.
 """
 
 import functools
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,24 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jflash.cache import LayerCache, PagedCache, RingCache
 from jflash.kernels import AUTO
 from jflash.layers import Chunk
+from jflash.logprobs import Scores, bits, judged, noted, read, scored, unasked
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
 from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import Filters, choose, cut_at_stop
-from jflash.serving.request import Request
-from jflash.shaping import Shaping, logprobs, shaped, unshaped
+from jflash.serving.request import MOST, Request, Top
+from jflash.shaping import Shaping, shaped, unshaped
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
 from pallas_kernels.block_attention import PAGE
 
+DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs read none
 CACHES = ("target_cache", "drafter_cache")  # of a State
 BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
-HEAD = 15  # numbers of a row before its stop ids and tokens
+HEAD = 17  # numbers of a row before its stop ids and tokens
+SCORED = 16  # rows of a chunk whose logits are in memory at once, for the prompt's logprobs
 
 
 class Layout(NamedTuple):
@@ -50,7 +54,7 @@ class Programs(NamedTuple):
     """Executables of one layout. `state` is donated, and its paged layers have no table.
 
     admit(state, row) -> state
-    chunk(params, state, table, control) -> (state, [token, done, logprob])
+    chunk(params, state, table, control) -> (state, Chunked)
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
     `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all, and
@@ -64,10 +68,27 @@ class Programs(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The host's view of a call; see `taken`. The survey covers all calls so far."""
+    """The host's view of a call; see `taken`. The survey covers all calls so far.
+
+    `tops` has the ids and the bits of the most probable tokens, where a program knows them.
+    """
 
     numbers: Int[Array, "B _"]
+    tops: Int[Array, "B _ _"] | None
     survey: Survey | None
+
+
+class Chunked(NamedTuple):
+    """The host's view of a chunk: a first token with its numbers, and those of the prompt's.
+
+    `first` is [token, done, bits of its logprob]; row i of `chosen` and `tops` is of the token
+    after the chunk's row i.
+    """
+
+    first: Int[Array, "3"]
+    first_top: Int[Array, "1 _"]
+    chosen: Int[Array, " C"]
+    tops: Int[Array, "C _"]
 
 
 class Row(NamedTuple):
@@ -96,9 +117,21 @@ def empty_state(models: Models, layout: Layout) -> State:
     )
     survey = None if models.rows is None else empty_survey()
     sequences = empty_sequences(shape)._replace(
-        shaping=unshaped(shape.batch, BIASED), logprobs=jnp.zeros((shape.batch, shape.capacity))
+        shaping=unshaped(shape.batch, BIASED),
+        logprobs=unasked(shape.batch, places_of(models, layout), most_of(models)),
+        best_drafts=jnp.zeros(shape.batch, bool),
     )
     return State(sequences, target, drafter, survey)
+
+
+def places_of(models: Models, layout: Layout) -> int:
+    """The tokens that a slot may get in a call."""
+    return models.block_size * layout.steps
+
+
+def most_of(models: Models) -> int:
+    """The most probable tokens that a request may ask for."""
+    return min(MOST, models.target.config.vocab_size)
 
 
 def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
@@ -123,6 +156,8 @@ def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
     floats += [request.repetition_penalty, request.frequency_penalty, request.presence_penalty]
     out[7:13] = np.array(floats, np.float32).view(np.int32)
     out[13:15] = len(request.prompt_ids), len(request.prompt_ids) + request.min_tokens
+    out[15] = max(request.top_logprobs, request.prompt_logprobs or 0)
+    out[16] = (request.logprobs_mode == "processed") + 2 * request.best_drafts
     stops = out[HEAD : HEAD + layout.shape.stop_slots]
     stops[:] = -1
     stops[: len(request.stop_ids)] = request.stop_ids
@@ -143,6 +178,8 @@ def row_size(shape: Shape) -> int:
 def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
     """Puts the row into its slot, which idles until its last chunk has run."""
     slot, length, limit, accept, top_k = row[:5]
+    asked = state.sequences.logprobs
+    assert asked is not None, "the engine's slots have them"
     seed, index = lax.bitcast_convert_type(row[5:7], jnp.uint32)
     floats = lax.bitcast_convert_type(row[7:13], jnp.float32)
     temperature, top_p, min_p, repetition, frequency, presence = floats
@@ -158,7 +195,10 @@ def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
         key=jax.random.fold_in(jax.random.key(seed), index),
         filters=Filters(temperature, top_k, top_p, min_p),
         shaping=Shaping(ids, bias, repetition, frequency, presence, row[13], row[14]),
-        logprobs=jnp.zeros(shape.capacity),
+        logprobs=jax.tree.map(lambda x: x[slot], asked)._replace(
+            count=row[15], processed=row[16] % 2 > 0
+        ),
+        best_drafts=row[16] >= 2,
     )
     caches = {name: tuple(x.cleared(slot) for x in getattr(state, name)) for name in CACHES}
     return state._replace(sequences=put(state.sequences, slot, new), **caches)
@@ -170,15 +210,15 @@ def chunk(
     params: Params,
     state: State,
     table: Int[Array, "1 _"],
-    control: Int[Array, "5"],
-) -> tuple[State, Int[Array, "3"]]:
+    control: Int[Array, "6"],
+) -> tuple[State, Chunked]:
     """Computes keys, values and context of the slot's tokens offset … end - 1, at most `size`.
 
-    `control` is slot, offset, end, last, commits. After the last chunk the slot steps. If that
-    chunk commits, it chooses the token after `end`, and the result is [token, done, the bits of its
-    logprob]; else the slot continues from its newest token, which it had before.
+    `control` is slot, offset, end, last, commits, scores. After the last chunk the slot steps. If
+    that chunk commits, it chooses the token after `end`; else the slot continues from its newest
+    token, which it had before. With `scores` the tokens after the chunk's are scored.
     """
-    slot, offset, end, last, commits = control
+    slot, offset, end, last, commits, scores = control
     s = state.sequences
     kernels = models.kernels.chunk
     positions = (offset + jnp.arange(size))[None]
@@ -205,10 +245,13 @@ def chunk(
         none = jnp.zeros((1, 0), jnp.int32)
         changed = shaped(logits, one.shaping, one.tokens, end[None], none, one.stops)
         first = choose(changed, end[None, None], one.key, one.filters)
+        of = judged(logits, changed, one.filters, one.logprobs)
+        keep = jnp.ones((1, 1), bool)
+        numbers = noted(one.logprobs, of, first, end[None], keep)
         _, stopped = cut_at_stop(first, jnp.ones(1, jnp.int32), row.stops[None])
         return row._replace(
             tokens=row.tokens.at[end].set(first[0, 0]),
-            logprobs=row.logprobs.at[end].set(logprobs(logits, first)[0, 0]),
+            logprobs=jax.tree.map(lambda x: x[0], numbers),
             length=end + 1,
             done=stopped[0] | (end + 1 >= row.limit),
         )
@@ -218,8 +261,36 @@ def chunk(
         sequences=put(s, slot, row), target_cache=target_cache, drafter_cache=drafter_cache
     )
     state = with_table(state, None)
-    probable = lax.bitcast_convert_type(row.logprobs[end], jnp.int32)
-    return state, jnp.stack([row.tokens[end], row.done.astype(jnp.int32), probable])
+    chosen, first_top = read(jax.tree.map(lambda x: x[None], row.logprobs.scores), end[None], 1)
+    first = jnp.stack([row.tokens[end], row.done.astype(jnp.int32), chosen[0, 0]])
+    following = jnp.take(s.tokens[slot], positions[0] + 1, mode="clip")
+    prompt = score_rows(models, params, hidden[0], following, scores > 0)
+    tops = jnp.concatenate([prompt.ids, bits(prompt.top)], axis=-1)
+    return state, Chunked(first, first_top[0], bits(prompt.chosen), tops)
+
+
+def score_rows(
+    models: Models,
+    params: Params,
+    hidden: Float[Array, "C D"],
+    following: Int[Array, " C"],
+    wanted: Bool[Array, ""],
+) -> Scores:
+    """The numbers of the tokens that follow each row, by the unchanged logits; else zeros."""
+    size, most, kernels = len(hidden), most_of(models), models.kernels.chunk
+    rows = math.gcd(size, SCORED)
+
+    def some(piece):
+        hidden, tokens = piece
+        logits = apply(models.target, params.target, hidden[None], kernels.matmul, method="logits")
+        return jax.tree.map(lambda x: x[0], scored(logits, tokens[None], most, jnp.bool_(True)))
+
+    def all_rows() -> Scores:
+        pieces = (hidden.reshape(-1, rows, hidden.shape[1]), following.reshape(-1, rows))
+        return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), lax.map(some, pieces))
+
+    nothing = jax.tree.map(lambda x: x[0], unasked(1, size, most).scores)
+    return lax.cond(wanted, all_rows, lambda: nothing)
 
 
 def run(
@@ -237,9 +308,9 @@ def run(
     that draw nothing change no logits and give no logprobs.
     """
     s, width = state.sequences, models.block_size
-    kept = {name: getattr(s, name) for name in ("shaping", "logprobs")}
+    kept = {name: getattr(s, name) for name in DRAWN}
     if not models.sampled:
-        state = state.with_sequences(shaping=None, logprobs=None)
+        state = state.with_sequences(**dict.fromkeys(DRAWN))
     begin, taken, done = s.length, s.steps, s.done
     state = with_table(state.with_sequences(done=done | ~live), table)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
@@ -253,12 +324,15 @@ def run(
     if not models.sampled:
         state = state.with_sequences(**kept)
     state = with_table(state, None)
-    assert state.sequences.logprobs is not None, "the engine's slots have them"
-    probable = lax.bitcast_convert_type(state.sequences.logprobs, jnp.int32)
     ends = jnp.stack([s.steps - taken, s.done.astype(jnp.int32)], axis=1)
-    numbers = [cut(x, begin, width * steps) for x in (s.tokens, probable)]
+    numbers, tops = [cut(s.tokens, begin, width * steps)], None
+    if s.logprobs is not None:
+        chosen, tops = read(s.logprobs.scores, begin, width * steps)
+        numbers.append(chosen)
+    else:
+        numbers.append(jnp.zeros_like(numbers[0]))
     numbers += [cut(s.acceptance_lengths, taken, steps), ends]
-    return state, Report(jnp.concatenate(numbers, axis=1), state.survey)
+    return state, Report(jnp.concatenate(numbers, axis=1), tops, state.survey)
 
 
 class Taken(NamedTuple):
@@ -267,17 +341,32 @@ class Taken(NamedTuple):
     steps: list[list[int]]
     logprobs: list[list[float]]
     done: bool
+    tops: list[list[Top]] | None = None
 
 
-def taken(report: Int[np.ndarray, " _"], width: int, steps: int) -> Taken:
-    """One slot's row of a `run`'s report."""
+def taken(
+    report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
+) -> Taken:
+    """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
     count, done = report[-2:]
-    tokens, bits = report[: width * steps], report[width * steps : 2 * width * steps]
-    probable = np.ascontiguousarray(bits).view(np.float32)
+    tokens, probable = report[: width * steps], floats(report[width * steps : 2 * width * steps])
     ends = np.cumsum(report[2 * width * steps :][:count]).tolist()
     cuts = list(zip([0, *ends], ends, strict=False))
     given, numbers = ([x[a:b].tolist() for a, b in cuts] for x in (tokens, probable))
-    return Taken(given, numbers, bool(done))
+    likely = None if tops is None else [tops_of(tops[a:b]) for a, b in cuts]
+    return Taken(given, numbers, bool(done), likely)
+
+
+def floats(bits: Int[np.ndarray, "*lead"]) -> Float[np.ndarray, "*lead"]:
+    """The numbers whose bits these are."""
+    return np.ascontiguousarray(bits).view(np.float32)
+
+
+def tops_of(rows: Int[np.ndarray, "_ _"]) -> list[Top]:
+    """The most probable tokens of each place."""
+    ids, top = np.split(rows, 2, axis=1)
+    pairs = zip(ids.tolist(), floats(top).tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
 def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:
@@ -313,7 +402,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
     return Programs(
         jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
-        one_chunk.lower(params, state, ints(1, layout.columns), ints(5)).compile(),
+        one_chunk.lower(params, state, ints(1, layout.columns), ints(6)).compile(),
         greedy,
         steps(draws),
     )

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jflash.decoding import GREEDY, Decoding, Sampling
+from jflash.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+Top = tuple[tuple[int, float], ...]  # the most probable tokens of a place, the likeliest first
+MOST = 20  # most probable tokens of a place; OpenAI's limit
 KEYS = 2**32  # seeds and indices are below
 
 
@@ -31,6 +33,14 @@ class Request:
     `presence_penalty` once; before `min_tokens` new tokens no stop id is chosen. With `logprobs`
     events have the log-probability of each token by the unchanged logits. Only requests with the
     same `cache_salt` share prefixes.
+
+    Events also have the `top_logprobs` most probable tokens of each place, at most MOST. With
+    `logprobs_mode` 'processed' both are of the logits after these changes, temperature and filters.
+    With `prompt_logprobs` the first event has those of the prompt's tokens after the first, by the
+    unchanged logits, with as many most probable tokens; such a request takes no cached prefix.
+
+    `draft_rule` 'greedy' makes a seed's draws those of plain decoding; 'sampled' accepts more
+    drafts. Unless given, it is 'greedy' with a seed, and the pair's without one.
     """
 
     prompt_ids: Sequence[int]
@@ -48,6 +58,10 @@ class Request:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    draft_rule: str | None = None
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
@@ -70,6 +84,17 @@ class Request:
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise ValueError(f"logit_bias {bias} of token {token} must be a number")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(self, name) or 0) <= MOST:
+                raise ValueError(f"{name} {getattr(self, name)} must be within 0 … {MOST}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs {self.top_logprobs} needs logprobs")
+        for name, known in (
+            ("logprobs_mode", ("raw", "processed")),
+            ("draft_rule", (None, *DRAFT_RULES)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} must be one of {known}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout {self.timeout} must be above 0 seconds")
 
@@ -81,6 +106,13 @@ class Request:
         )
         plain &= not (self.logit_bias or self.min_tokens or self.logprobs)
         return bool(self.sampling.temperature) or not plain
+
+    @property
+    def best_drafts(self) -> bool:
+        """Whether it takes the drafter's best tokens, where the pair draws them."""
+        if self.draft_rule is None:
+            return self.seed is not None
+        return self.draft_rule == "greedy"
 
     @property
     def decoding(self) -> Decoding:
@@ -108,6 +140,10 @@ class Event(NamedTuple):
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] | None = None  # of token_ids, if the request asks for them
+    top_logprobs: tuple[Top, ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None  # of the prompt's tokens after the first
+    prompt_top_logprobs: tuple[Top, ...] | None = None
+    version: int = 0  # of the weights, the same in every event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +157,10 @@ class Result:
     finish_reason: FinishReason
     cached_tokens: int = 0
     logprobs: list[float] | None = None  # of token_ids, if the request asks for them
+    top_logprobs: list[Top] | None = None
+    prompt_logprobs: list[float] | None = None  # of the prompt's tokens after the first
+    prompt_top_logprobs: list[Top] | None = None
+    version: int = 0  # of the weights; see Engine.update_weights
 
 
 class Full(Exception):

@@ -118,4 +118,5 @@ def test_new_weights_are_a_new_engine(pair):
     assert lost.result().finish_reason == "cancelled"
     with Engine(replace(pair, params=other), **how) as fresh:
         want = fresh.generate([request])[0]
-    assert got == want and got.token_ids != before.token_ids
+    assert (before.version, got.version, lost.result().version) == (0, 1, 1)
+    assert replace(got, version=0) == want and got.token_ids != before.token_ids

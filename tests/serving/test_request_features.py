@@ -10,9 +10,10 @@ import pytest
 
 from jflash.decoding import Sampling
 from jflash.generate import Pair
+from jflash.logprobs import scored
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
-from jflash.shaping import Shaping, logprobs, shaped
+from jflash.shaping import Shaping, shaped
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair
 
@@ -95,17 +96,94 @@ def test_the_rows_of_a_block_see_the_drafts_before_them():
             np.testing.assert_allclose(got[row, token], x, rtol=1e-6)
 
 
-def test_logprobs_are_log_softmax():
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 67)) * 4, jnp.float32)
+def test_scores_are_log_softmax_and_its_largest():
+    logits = np.random.default_rng(1).normal(size=(2, 3, 67)).astype(np.float32) * 4
+    logits[0, 0, [11, 40, 60]] = 9.5  # the lowest id first
     chosen = jnp.asarray([[0, 66, 5], [1, 2, 3]])
-    want = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(logprobs(logits, chosen), want, rtol=1e-5)
+    want = np.asarray(jax.nn.log_softmax(logits))
+    got = scored(jnp.asarray(logits), chosen, 4, jnp.bool_(True))
+    np.testing.assert_allclose(
+        got.chosen, np.take_along_axis(want, np.asarray(chosen)[..., None], -1)[..., 0], rtol=1e-5
+    )
+    order = np.argsort(-want, axis=-1, kind="stable")[..., :4]
+    assert order[0, 0, :3].tolist() == [11, 40, 60]
+    np.testing.assert_array_equal(got.ids, order)
+    np.testing.assert_allclose(got.top, np.take_along_axis(want, order, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_most_probable_tokens_at_every_width(engines):
+    """With drafts that are judged together, and by plain decoding; in both modes."""
+    how: dict[str, Any] = dict(
+        repetition_penalty=1.3, logit_bias={5: 2.0}, logprobs=True, top_logprobs=5
+    )
+    requests = [
+        Request(prompt_ids=PROMPT, max_tokens=24, seed=1, **ways, **how)
+        for ways in (
+            {},
+            {"sampling": DRAWN},
+            {"logprobs_mode": "processed"},
+            {"logprobs_mode": "processed", "sampling": Sampling(temperature=0.8, top_k=3)},
+        )
+    ]
+    quiet = replace(requests[0], logprobs=False, top_logprobs=0, seed=2)
+    wide, narrow, plain = (engine.generate([*requests, quiet]) for engine in engines)
+    for one, other, want in zip(wide, narrow, plain, strict=True):
+        assert one.top_logprobs == other.top_logprobs == want.top_logprobs
+        assert one.logprobs == other.logprobs == want.logprobs
+    assert plain[-1].top_logprobs is None and plain[-1].token_ids == plain[0].token_ids
+    for result in plain[:-1]:
+        assert result.top_logprobs is not None and result.logprobs is not None
+        for token, number, top in zip(
+            result.token_ids, result.logprobs, result.top_logprobs, strict=True
+        ):
+            assert len(top) == 5 and [x for _, x in top] == sorted((x for _, x in top))[::-1]
+            assert dict(top).get(token, number) == number
+    raw, processed, drawn = plain[0], plain[2], plain[3]
+    assert raw.token_ids == processed.token_ids and raw.logprobs != processed.logprobs
+    # What was chosen greedily is the most probable token of the changed logits.
+    assert [top[0][0] for top in processed.top_logprobs] == processed.token_ids
+    assert [top[0][0] for top in raw.top_logprobs] != raw.token_ids
+    assert min(x for top in drawn.top_logprobs for _, x in top) == -np.inf  # top_k left fewer
+
+
+def test_a_prompts_logprobs_are_those_of_its_generation(engines):
+    """Bit for bit: computed by chunks of a prompt, and by the steps that made it."""
+    how: dict[str, Any] = dict(logprobs=True, top_logprobs=3)
+    made = engines[1].generate([replace(ALL_KNOWN, **how)])[0]
+    text = [*PROMPT, *made.token_ids]
+    again = Request(prompt_ids=text, max_tokens=1, prompt_logprobs=3)
+    for engine in engines:
+        engine.generate([again])  # its pages are known now
+        got = engine.generate([again])[0]
+        assert got.prompt_logprobs is not None and got.prompt_top_logprobs is not None
+        assert got.cached_tokens == 0 and got.logprobs is None
+        assert len(got.prompt_logprobs) == len(text) - 1 > 64  # two chunks
+        assert got.prompt_logprobs[len(PROMPT) - 1 :] == made.logprobs
+        assert got.prompt_top_logprobs[len(PROMPT) - 1 :] == made.top_logprobs
+
+
+def test_a_request_chooses_its_draft_rule(engines):
+    """By rule greedy the draws are plain decoding's beside neighbours by rule sampled."""
+    pair = engines[0].pair
+    drawing = Pair(replace(pair.models, draft_rule="sampled"), pair.params)
+    one = Request(prompt_ids=PROMPT, max_tokens=40, sampling=DRAWN, seed=3)
+    ways = [one, replace(one, draft_rule="sampled"), replace(one, draft_rule="greedy", seed=4)]
+    want = [result.token_ids for result in engines[2].generate([one, ways[2]])]
+    with Engine(drawing, max_batch=4, max_context=192, prefill_chunk=64, steps_per_call=2) as e:
+        got = [result.token_ids for result in e.generate(ways)]
+        assert e.submit(replace(one, seed=None)).request.best_drafts is False
+    assert [got[0], got[2]] == want and got[1] != got[0]
+    with pytest.raises(ValueError, match="draft_rule 'sampled'"):
+        engines[0].submit(ways[1])
 
 
 def test_refusals(engines):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"min_tokens": 257}, "min_tokens 257"),
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+        ({"top_logprobs": 3}, "top_logprobs 3 needs logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs 21"),
+        ({"logprobs_mode": "x"}, "logprobs_mode 'x'"),
         ({"presence_penalty": float("nan")}, "presence_penalty nan"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias inf"),
         ({"logit_bias": {67: 1.0}, "max_tokens": 9}, "logit_bias of token 67"),
