@@ -9,6 +9,7 @@ from jflash.io import hf_config
 from jflash.io.checkpoint import open_checkpoint
 from jflash.io.load import DTYPES
 from jflash.io.orbax_checkpoint import save_orbax
+from jflash.io.quantised.scheme import quantisation, unquantised
 from jflash.io.whole_folder import check_destination, write_whole
 
 
@@ -32,8 +33,7 @@ def convert_checkpoint(
     def write(part: Path) -> None:
         for name, content in companions.items():
             (part / name).write_bytes(content)
-        if dtype is not None:
-            _name_dtype(part / "config.json", dtype)
+        _describe(part / "config.json", dtype)
         save_orbax(part, fill(dtype, False))
 
     write_whole(destination, overwrite, write)
@@ -53,8 +53,10 @@ def _either(raw: dict[str, Any]) -> TargetConfig | DrafterConfig:
     return (hf_config.drafter_config if drafter else hf_config.target_config)(raw)
 
 
-def _name_dtype(config: Path, dtype: str) -> None:
-    """Corrects the weights' dtype in config.json, whose key is dtype or torch_dtype."""
+def _describe(config: Path, dtype: str | None) -> None:
+    """Corrects what config.json says of the weights: their dtype, and that none are quantised."""
     raw = hf_config.read_json(config)
-    corrected = {key: dtype for key in ("dtype", "torch_dtype") if key in raw}
-    config.write_text(json.dumps(raw | corrected, indent=2) + "\n", encoding="utf-8")
+    corrected = {key: dtype for key in ("dtype", "torch_dtype") if dtype and key in raw}
+    if corrected or quantisation(raw):
+        text = json.dumps(unquantised(raw | corrected), indent=2)
+        config.write_text(text + "\n", encoding="utf-8")

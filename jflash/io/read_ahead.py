@@ -22,11 +22,12 @@ PIECE = 64 * 2**20  # bytes read and moved at a time, of whole rows
 READERS = 8  # threads
 AHEAD = 32  # pieces under way: the device may hold that many before they are used
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-DTYPES |= {"I64": np.int64, "I32": np.int32}  # of ids, which JAX holds as int32
+DTYPES |= {"I64": np.int64, "I32": np.int32}  # of ids, which JAX holds as int32, and of words
+DTYPES |= {"I8": np.int8, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}  # codes
 
 
 class Piece(NamedTuple):
-    """Whole rows of a tensor, or all of it, and where they lie."""
+    """Lines of a tensor, or all of it, and where they lie."""
 
     file: Path
     name: str
@@ -34,11 +35,22 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]  # as stored
     dtype: np.dtype
     transposed: bool = False  # on its way to the device
-    decode: Callable[[np.ndarray], np.ndarray] | None = None  # from stored rows to numbers
+    # From what is stored, here and in the pieces beside it, to numbers.
+    decode: Callable[..., np.ndarray] | None = None
+    beside: tuple["Piece", ...] = ()
+    stride: int | None = None  # from a row to the next one, bytes, if others lie between
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def lines(self, first: int, count: int, axis: int = 0) -> "Piece":
+        """Some rows, or with `axis` 1 columns, of a whole tensor."""
+        row = self.nbytes // self.shape[0]
+        if axis == 0:
+            return self._replace(begin=self.begin + first * row, shape=(count, *self.shape[1:]))
+        begin, shape = self.begin + first * self.dtype.itemsize, (self.shape[0], count)
+        return self._replace(begin=begin, shape=shape, stride=row)
 
 
 def find_tensors(file: Path) -> dict[str, Piece]:
@@ -109,16 +121,25 @@ def read_ahead(
 
 def read(piece: Piece) -> np.ndarray:
     """The rows of a piece, decoded, in new memory."""
-    rows = np.empty(piece.nbytes, np.uint8)
-    view, done = memoryview(rows), 0
+    octets = np.empty(piece.nbytes, np.uint8)
+    runs = [octets] if piece.stride is None else np.split(octets, piece.shape[0])
     try:
         with piece.file.open("rb", buffering=0) as stream:
-            while done < piece.nbytes:
-                count = os.preadv(stream.fileno(), [view[done:]], piece.begin + done)
-                if not count:
+            for i, run in enumerate(runs):
+                if not _filled(run, stream.fileno(), piece.begin + i * (piece.stride or 0)):
                     raise ValueError(f"{piece.file} is corrupt or truncated at {piece.name}")
-                done += count
     except OSError as error:
         raise ValueError(f"{piece.file} cannot be read at {piece.name}: {error}") from None
-    stored = rows.view(piece.dtype).reshape(piece.shape)
-    return piece.decode(stored) if piece.decode else stored
+    stored = octets.view(piece.dtype).reshape(piece.shape)
+    return piece.decode(stored, *map(read, piece.beside)) if piece.decode else stored
+
+
+def _filled(octets: np.ndarray, file: int, begin: int) -> bool:
+    """Reads as many bytes as there is room for; False if the file ends before."""
+    view, done = memoryview(octets), 0
+    while done < len(octets):
+        count = os.preadv(file, [view[done:]], begin + done)
+        if not count:
+            return False
+        done += count
+    return True

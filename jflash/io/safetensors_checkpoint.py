@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,27 +16,25 @@ from safetensors.numpy import save_file
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
+from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import one_line
 from jflash.io.hf_config import names_of, read_json
 from jflash.io.hf_values import shown
 from jflash.io.names import Names, Source, leaf_sources
 from jflash.io.problems import check_problems
+from jflash.io.quantised.scheme import quantisation, scheme_of
+from jflash.io.quantised.tensors import (
+    Header,
+    Weight,
+    check_biases,
+    find_weights,
+    is_spare,
+)
 from jflash.io.read_ahead import Piece, find_tensors, split_rows
 from jflash.models.params import leaf_paths
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-WHOLE = {"d2t": ("I64", "I32")}  # tensors of ids
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
-
-
-class Tensor(NamedTuple):
-    """A tensor in a file, by the name that it has there."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -80,16 +78,46 @@ class Safetensors(Folder):
             owners[self.names.canonical(tensor.name)].append(tensor)
         names = self.names.fitting(owners)
         sources = leaf_sources(config, names)
-        check_problems(self.path, _problems(config, names, sources, owners))
-        places = {file: find_tensors(file) for file in {t.file for t in self.tensors}}
-        plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
-        for leaf, parts in sources.items():
-            for part in parts:
-                tensor = owners[part.name][0]
-                plan[leaf] += split_rows(places[tensor.file][tensor.name])
+        weights = self._weights(sources, owners)
+
+        def is_dropped(name: str) -> bool:
+            return names.is_dropped(config, name) or is_spare(name, weights)
+
+        expected = expected_tensors(sources, weights)
+        check_problems(self.path, tensor_problems(expected, owners, is_dropped))
+        places = self._places(owners)
+        check_biases(self.path, {n: places[n] for n in places if n not in expected}, weights)
+        plan: dict[str, list[Piece]] = {
+            leaf: [piece for part in parts for piece in _pieces(part.name, places, weights)]
+            for leaf, parts in sources.items()
+        }
         arranged = arrangements(config, names)
         leaves, name = leaf_paths(config), self.path.name
         return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
+
+    def _weights(self, sources: dict[str, tuple[Source, ...]], owners: Owners) -> dict[str, Weight]:
+        """The quantised weights among the sources, by name."""
+        raw = quantisation(read_json(self.path / "config.json"))
+        headers = {name: Header(t.shape, t.dtype) for name, (t, *_) in owners.items()}
+        shapes = {part.name: part.shape for parts in sources.values() for part in parts}
+        try:
+            return find_weights(scheme_of(raw), shapes, headers) if raw else {}
+        except ValueError as error:
+            raise ValueError(f"{self.path} does not fit: {error}") from None
+
+    def _places(self, owners: Owners) -> dict[str, Piece]:
+        """Where each tensor lies."""
+        files = {file: find_tensors(file) for file in {t.file for t in self.tensors}}
+        firsts = {name: tensor for name, (tensor, *_) in owners.items()}
+        return {
+            name: files[tensor.file][tensor.name]
+            for name, tensor in firsts.items()
+            if tensor.name in files[tensor.file]
+        }
+
+
+def _pieces(name: str, places: dict[str, Piece], weights: dict[str, Weight]) -> list[Piece]:
+    return weights[name].pieces(places) if name in weights else split_rows(places[name])
 
 
 def save_safetensors(
@@ -179,29 +207,4 @@ def _miscounted(config: TargetConfig | DrafterConfig, stored: list[str]) -> list
         there = max((int(m[1]) for m in map(pattern.search, stored) if m), default=-1) + 1
         if there and there != count:
             problems.append(f"{key} is {count}, the tensors are those of {there}")
-    return problems
-
-
-def _problems(
-    config: TargetConfig | DrafterConfig,
-    names: Names,
-    sources: dict[str, tuple[Source, ...]],
-    owners: dict[str, list[Tensor]],
-) -> list[str]:
-    """Every problem of a checkpoint's tensors."""
-    expected = {part.name: part.shape for parts in sources.values() for part in parts}
-    problems = [f"missing: {name}" for name in expected if name not in owners]
-    for name, tensors in owners.items():
-        if name not in expected:
-            if not names.is_dropped(config, name):
-                problems.append(f"unknown: {name}")
-            continue
-        if len(tensors) > 1:
-            where = ", ".join(f"{tensor.name} in {tensor.file.name}" for tensor in tensors)
-            problems.append(f"given twice: {name} ({where})")
-        shape, dtype = tensors[0].shape, tensors[0].dtype
-        if shape != expected[name]:
-            problems.append(f"wrong shape: {name} is {shape}, expected {expected[name]}")
-        if dtype not in WHOLE.get(name, FLOATS):
-            problems.append(f"unsupported dtype: {name} is {dtype}")
     return problems

@@ -73,7 +73,7 @@ FEATURES = [
     ("drafter", {"layer_types": ["sliding_attention"]}, "sliding_window"),
     ("target", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     ("target", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "longrope"),
-    ("target", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config (fp8)"),
+    ("target", {"quantization_config": {"quant_method": "exl2"}}, "quantization_config (exl2)"),
     ("target", {"hidden_act": "gelu"}, "gelu"),
     ("target", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("target", {"hidden_size": "32"}, "hidden_size must be a whole number"),

@@ -277,7 +277,7 @@ REFUSED_DRAFTERS = [
     ({"rope_scaling": {"type": "longrope", "factor": 64.0}}, "'longrope'"),
     ({"rope_scaling": {"type": "linear"}}, "number factor"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of full_attention"),
-    ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+    ({"quantization_config": {"quant_method": "exl2"}}, r"quantization_config \(exl2\)"),
     ({"is_causal": "yes"}, "is_causal must be true or false"),
     ({"dflash_config": {"is_causal": False, "mask_token_id": 3}}, "says is_causal: put it at the"),
     ({"num_target_layers": None}, "num_target_layers"),

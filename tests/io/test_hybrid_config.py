@@ -116,7 +116,7 @@ def _stored(name: str) -> np.ndarray:
         ({"linear_num_value_heads": 3}, "is not a multiple of linear_num_key_heads 2"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim must be"),
         ({"num_experts": 7}, "num_experts is 7, the tensors are those of 6"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "exl2"),
         ({"linear_num_value_heads": 8}, "wrong shape: model.layers.0.linear_attn"),
         ({"layer_types": ["full_attention"] * 2}, "missing: model.layers.0.self_attn.q_proj"),
     ],

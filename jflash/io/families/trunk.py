@@ -10,6 +10,7 @@ from jflash.config import AttentionSpec, DenseSpec, TargetConfig
 from jflash.io.hf_rope import rope_config
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import Names
+from jflash.io.quantised.scheme import scheme_of
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -66,8 +67,7 @@ def read_trunk(
     """DecoderConfig's common fields, and the family's keys with defaults filled in."""
     value = defaults | checked(raw, (*defaults, *_KEYS))
     if "quantization_config" in value:
-        method = value["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"quantization_config ({method}): quantised weights are not supported")
+        scheme_of(value["quantization_config"])  # refuses what is not read
     if value["hidden_act"] != "silu":
         raise ValueError(f"hidden_act {shown(value['hidden_act'])} is not supported, only 'silu'")
     heads = value["num_attention_heads"]

@@ -1,0 +1,91 @@
+"""compressed-tensors' config: groups of modules, each with the form of its weights.
+
+A module belongs to the group that names it, else to that of its class, `Linear`.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jflash.io.hf_values import shown
+from jflash.io.quantised import fp8, integers
+from jflash.io.quantised.groups import group_size
+from jflash.io.quantised.weight import Layout
+
+Shapes = Mapping[str, tuple[int, ...]]  # of a module's tensors
+Layouts = Callable[[tuple[int, int], Shapes], Layout]  # of a weight's shape
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
+_REFUSED = ("sparsity_config", "transform_config")
+_STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+def layouts(raw: Mapping[str, Any]) -> Callable[[str], Layouts | None]:
+    """The layouts of a module's weight, by its name; None where no group has the module."""
+    for key in _REFUSED:
+        if (value := raw.get(key)) and value != {"format": "dense"}:
+            raise ValueError(f"{key} {shown(value)} is not supported")
+    groups = raw.get("config_groups")
+    if type(groups) is not dict or not all(type(group) is dict for group in groups.values()):
+        raise ValueError(f"config_groups must be an object of objects, got {shown(groups)}")
+    read = [(_targets(group), _layouts(group, raw.get("format"))) for group in groups.values()]
+
+    def of(module: str) -> Layouts | None:
+        named = (form for targets, form in read if any(matches(module, t) for t in targets))
+        linear = (form for targets, form in read if "Linear" in targets)
+        return next(named, None) or next(linear, None)
+
+    return of
+
+
+def matches(module: str, target: str) -> bool:
+    """Whether a target names a module; those of `re:` are patterns of the name's beginning."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return module == target
+
+
+def _targets(group: dict[str, Any]) -> list[str]:
+    targets = group.get("targets", ["Linear"])
+    if type(targets) is not list or not all(type(target) is str for target in targets):
+        raise ValueError(f"targets must be a list of names, got {shown(targets)}")
+    for target in targets:
+        check_pattern(target)
+    return targets
+
+
+def check_pattern(target: str) -> None:
+    """ValueError if a target is a pattern that does not compile."""
+    try:
+        re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        if target.startswith("re:"):
+            raise ValueError(f"{shown(target)} is not a pattern: {error}") from None
+
+
+def _layouts(group: dict[str, Any], format: Any) -> Layouts:
+    form, weights = group.get("format") or format, group.get("weights")
+    if form not in FORMATS:
+        raise ValueError(f"format {shown(form)} is not supported; supported: {', '.join(FORMATS)}")
+    if type(weights) is not dict:
+        raise ValueError(f"weights must be an object, got {shown(weights)}")
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy {shown(strategy)} is not supported")
+    zeros = weights.get("symmetric", True) is False
+    if kind == "float" and bits == 8 and strategy != "group" and not zeros:
+        block = weights.get("block_structure") if strategy == "block" else None
+        return functools.partial(fp8.layout, block=fp8.block_of(block, "block_structure"))
+    if kind != "int" or bits not in integers.BITS or strategy == "block":
+        what = f"type {shown(kind)}, {shown(bits)} bits, strategy {shown(strategy)}"
+        raise ValueError(f"weights of {what}{', with zeros' if zeros else ''} are not supported")
+    size = group_size(weights) if strategy == "group" else -1
+    return functools.partial(_integers, bits=bits, size=size, zeros=zeros)
+
+
+def _integers(shape: tuple[int, int], found: Shapes, bits: int, size: int, zeros: bool) -> Layout:
+    group = shape[1] if size == -1 else size
+    if "weight_packed" in found or bits != 8:
+        return integers.packed(shape, bits, group, zeros, "weight_g_idx" in found)
+    return integers.whole(shape, group, found, zeros)

@@ -1,0 +1,66 @@
+"""GPTQ: words hold neighbouring inputs of a column, the lowest bits first.
+
+The group of an input is in `g_idx`, which act-order permutes. Format `gptq` stores zeros less 1,
+`gptq_v2` as they are.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jflash.io.hf_values import shown
+from jflash.io.quantised.groups import check_words, group_size
+from jflash.io.quantised.weight import FLOAT_SCALES, Layout, Stored, floats, unpacked
+
+BITS = (2, 4, 8)
+FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
+
+
+def check(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Bits, group size (-1: all inputs), and what is added to zeros."""
+    if (bits := raw.get("bits")) not in BITS or type(bits) is not int:
+        raise ValueError(f"bits {shown(bits)} is not supported; supported: 2, 4, 8")
+    kind = raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    if kind not in FORMATS or raw.get("is_marlin_format"):
+        raise ValueError(f"checkpoint_format {shown(kind)} is not supported, only gptq, gptq_v2")
+    if raw.get("dynamic"):
+        raise ValueError("dynamic: GPTQ with other settings by module is not supported")
+    return bits, group_size(raw), FORMATS[kind]
+
+
+def layout(
+    shape: tuple[int, int], found: Mapping[str, tuple[int, ...]], bits: int, group: int, added: int
+) -> Layout:
+    """The layout of a weight whose module has tensors of these shapes."""
+    rows, columns = shape
+    group = columns if group == -1 else group
+    groups, per = -(-columns // group), 32 // bits
+    check_words(shape, per, per)
+    codes = Stored(
+        "qweight", (columns // per, rows), ("I32",), functools.partial(_codes, bits=bits), axis=1
+    )
+    zeros = Stored(
+        "qzeros", (groups, rows // per), ("I32",),
+        functools.partial(_zeros, bits=bits, added=added), axis=1, per=per,
+    )  # fmt: skip
+    scales = Stored("scales", (groups, rows), FLOAT_SCALES, _scales, axis=1)
+    order = Stored("g_idx", (columns,), ("I32",), _order, per=0) if "g_idx" in found else None
+    return Layout(shape, group, codes, scales, zeros, order)
+
+
+def _codes(strip: np.ndarray, outputs: int, bits: int) -> np.ndarray:
+    return unpacked(strip.T, bits)
+
+
+def _zeros(strip: np.ndarray, outputs: int, bits: int, added: int) -> np.ndarray:
+    return unpacked(strip, bits).T[:outputs].astype(np.int32) + added
+
+
+def _scales(strip: np.ndarray, outputs: int) -> np.ndarray:
+    return floats(strip.T)
+
+
+def _order(strip: np.ndarray, outputs: int) -> np.ndarray:
+    return strip

@@ -1,0 +1,105 @@
+"""The quantised weights among a checkpoint's tensors.
+
+A weight's tensors have its module's name and a suffix. Experts in one tensor [E, O, I] have no
+module each: the suffix's ending follows the tensor's name.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jflash.io.problems import check_problems
+from jflash.io.quantised.scheme import PLAIN, UNREAD, Scheme
+from jflash.io.quantised.weight import Layout, Stored
+from jflash.io.read_ahead import Piece, read
+
+PACKED = ("weight_packed", "qweight")
+FORMS = ("weight", *PACKED, "weight_scale", "weight_scale_inv", "g_idx", "weight_g_idx")
+
+
+class Header(NamedTuple):
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Weight(NamedTuple):
+    """A quantised weight [O, I], or one such for each of E experts; E is 0 for a single one."""
+
+    source: str
+    layout: Layout
+    experts: int
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """Its tensors by name, each with the shape that the file must give it."""
+        lead = (self.experts,) if self.experts else ()
+        for suffix, stored in self.layout.tensors.items():
+            yield named(self.source, suffix), stored._replace(shape=(*lead, *stored.shape))
+
+    def pieces(self, places: Mapping[str, Piece]) -> list[Piece]:
+        """Its pieces, by the names of its tensors."""
+        tensors = {suffix: places[named(self.source, suffix)] for suffix in self.layout.tensors}
+        if not self.experts:
+            return self.layout.pieces(tensors)
+        return [
+            piece
+            for e in range(self.experts)
+            for piece in self.layout.pieces({s: _expert(t, e) for s, t in tensors.items()})
+        ]
+
+
+def find_weights(
+    scheme: Scheme | None, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, Header]
+) -> dict[str, Weight]:
+    """The quantised ones of the weights with these names and shapes.
+
+    ValueError for one that the scheme leaves out.
+    """
+    weights = {}
+    for source, shape in shapes.items() if scheme else ():
+        found = {s: headers[n] for s in FORMS if (n := named(source, s)) in headers}
+        plain = "weight" in found and found["weight"].dtype in PLAIN
+        if not found or plain or len(shape) < 2:
+            continue
+        assert scheme
+        experts = shape[0] if len(shape) == 3 else 0
+        seen = {suffix: header.shape[bool(experts) :] for suffix, header in found.items()}
+        layout = scheme.layout(source.removesuffix(".weight"), (shape[-2], shape[-1]), seen)
+        weights[source] = Weight(source, layout, experts)
+    return weights
+
+
+def named(source: str, suffix: str) -> str:
+    """The name of a tensor of the weight that is called `source` where it is not quantised."""
+    if source.endswith(".weight"):
+        return source.removesuffix("weight") + suffix
+    return source + suffix.removeprefix("weight")
+
+
+def is_spare(name: str, weights: Mapping[str, Weight]) -> bool:
+    """Whether a tensor of a quantised checkpoint is known and fills no leaf.
+
+    Some belong to activations or caches. AutoGPTQ writes a bias for every module, of zeros where
+    the model has none.
+    """
+    return bool(weights) and (name.endswith(UNREAD) or _is_zero_bias(name, weights))
+
+
+def check_biases(path: Path, spare: Mapping[str, Piece], weights: Mapping[str, Weight]) -> None:
+    """ValueError if a bias that fills no leaf has numbers other than 0."""
+    biases = [name for name in spare if _is_zero_bias(name, weights)]
+    wrong = [name for name in biases if read(spare[name]).any()]
+    check_problems(path, [f"unknown: {name}, and not zero" for name in wrong])
+
+
+def _is_zero_bias(name: str, weights: Mapping[str, Weight]) -> bool:
+    module, _, last = name.rpartition(".")
+    weight = weights.get(f"{module}.weight")
+    return last == "bias" and weight is not None and "qweight" in weight.layout.tensors
+
+
+def _expert(tensor: Piece, e: int) -> Piece:
+    one = tensor.lines(e, 1)
+    return one._replace(shape=tensor.shape[1:])

@@ -1,0 +1,136 @@
+"""A quantised weight [O, I] in a file: its tensors, how they are cut, and the numbers they make.
+
+Each format says how its tensors become codes, scales and zeros by row of the weight. The number is
+(code − zero)·scale in float32, which the loader rounds once. This file knows no format.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Int32, Integer, Num, UInt8
+
+from jflash.io import read_ahead
+from jflash.io.read_ahead import Piece
+
+FLOAT_SCALES = ("F32", "BF16", "F16")
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_NUMBERS = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # of float8 codes
+
+
+class Stored(NamedTuple):
+    """One tensor of a weight, by what follows the name of its module.
+
+    `decode(strip, outputs)` turns what a strip of `outputs` rows of the weight needs of it into
+    rows [outputs, ·].
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    decode: Callable[[np.ndarray, int], np.ndarray]
+    axis: int = 0  # along which the weight's rows lie
+    per: int = 1  # rows of the weight in one line; 0: every strip takes the whole tensor
+
+
+class Layout(NamedTuple):
+    """The tensors of a weight [O, I]; `order` has the group of each column."""
+
+    shape: tuple[int, int]
+    group: int  # columns that share a scale
+    codes: Stored
+    scales: Stored
+    zeros: Stored | None = None
+    order: Stored | None = None
+    zero: int = 0  # where there are no zeros
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """All tensors, by name."""
+        stored = (self.codes, self.scales, self.zeros, self.order)
+        return {each.suffix: each for each in stored if each}
+
+    @property
+    def unit(self) -> int:
+        """Strips have a multiple of so many rows, except the last."""
+        return math.lcm(*(each.per for each in self.tensors.values() if each.per))
+
+    def pieces(self, tensors: Mapping[str, Piece]) -> list[Piece]:
+        """The weight as pieces of its rows, decoded to float32 when they are read."""
+        (rows, columns), pieces = self.shape, []
+        step = max(1, read_ahead.PIECE // (4 * columns) // self.unit) * self.unit
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            main, *beside = (
+                _strip(tensors[each.suffix], each, first, count) for each in self.tensors.values()
+            )
+            decode = functools.partial(self._decode, outputs=count, name=main.name)
+            pieces.append(main._replace(decode=decode, beside=tuple(beside)))
+        return pieces
+
+    def _decode(self, *strips: np.ndarray, outputs: int, name: str) -> Float[np.ndarray, "o I"]:
+        stored = self.tensors.values()
+        parts = {
+            each.suffix: each.decode(strip, outputs)
+            for each, strip in zip(stored, strips, strict=True)
+        }
+        groups = np.arange(self.shape[1]) // self.group
+        scales = parts[self.scales.suffix]
+        if self.order:
+            groups = _checked(parts[self.order.suffix].reshape(-1), scales.shape[1], name)
+        zeros = parts[self.zeros.suffix] if self.zeros else None
+        return numbers(parts[self.codes.suffix], scales, zeros, groups, self.zero)
+
+
+def numbers(
+    codes: Num[np.ndarray, "o I"],
+    scales: Float[np.ndarray, "o G"],
+    zeros: Integer[np.ndarray, "o G"] | None,
+    groups: Int[np.ndarray, " I"],
+    zero: int = 0,
+) -> Float[np.ndarray, "o I"]:
+    """(code − zero)·scale in float32, with the zero and the scale of each column's group."""
+    if codes.dtype == FLOAT8:
+        out = np.take(_NUMBERS, codes.view(np.uint8))
+    else:
+        out = codes.astype(np.float32)
+    if zeros is not None:
+        out -= np.take(zeros.astype(np.float32), groups, axis=1)
+    elif zero:
+        out -= zero
+    with np.errstate(over="ignore"):  # past float32 a product is infinite, as in torch
+        out *= np.take(scales, groups, axis=1)
+    return out
+
+
+def floats(scales: np.ndarray) -> Float[np.ndarray, "..."]:
+    """Scales in float32; those of one byte are powers of two (e8m0)."""
+    if scales.dtype == np.uint8:
+        powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+        return np.where(scales == 255, np.float32(np.nan), powers)
+    return scales.astype(np.float32)
+
+
+def unpacked(words: Int32[np.ndarray, "r w"], bits: int) -> UInt8[np.ndarray, "r n"]:
+    """The numbers of `bits` bits in rows of int32, the lowest bits first."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets
+    parts = [octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(len(words), -1)
+
+
+def _strip(tensor: Piece, stored: Stored, first: int, count: int) -> Piece:
+    if not stored.per:
+        return tensor
+    begin, end = first // stored.per, math.ceil((first + count) / stored.per)
+    return tensor.lines(begin, end - begin, stored.axis)
+
+
+def _checked(order: Int[np.ndarray, " I"], groups: int, name: str) -> Int[np.ndarray, " I"]:
+    if order.min() < 0 or order.max() >= groups:
+        raise ValueError(f"{name}: g_idx names groups outside the {groups} that have scales")
+    return order

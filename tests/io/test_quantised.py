@@ -1,0 +1,158 @@
+"""Quantised checkpoints against their formats' definitions, written out in numpy, bit for bit."""
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jflash.io import convert_checkpoint, load_target, open_checkpoint, read_ahead
+from jflash.io.hf_config import target_config
+from jflash.io.quantised.scheme import scheme_of
+from jflash.io.quantised.tensors import Header, find_weights
+from tests.support.quantised_files import CASES, of_compressed, of_gptq, quantise
+from tests.support.small_checkpoints import edit_config, make_pair
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def target(tmp_path):
+    return make_pair(tmp_path).target
+
+
+def as_leaves(weights: dict, layer: int) -> dict[str, np.ndarray]:
+    """The kernels of a layer: transposes, side by side."""
+    prefix = f"model.layers.{layer}."
+    parts = {
+        "qkv": [f"self_attn.{x}_proj" for x in "qkv"],
+        "out": ["self_attn.o_proj"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }
+    return {
+        leaf: np.concatenate([weights[f"{prefix}{name}.weight"].T for name in names], axis=1)
+        for leaf, names in parts.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_format_gives_the_numbers_of_its_definition(target, monkeypatch, case):
+    """In pieces that are smaller than the tensors; other tensors stay."""
+    plain = load_file(target / "model.safetensors")
+    weights = quantise(target, CASES[case])
+    monkeypatch.setattr(read_ahead, "PIECE", 16 * 4 * 32)  # 16 rows of float32
+    params = load_target(target, "float32")[1]
+    for layer in (0, 1):
+        mine = params[f"layers_{layer}"]
+        for leaf, expected in as_leaves(weights, layer).items():
+            part = mine["attention" if leaf in ("qkv", "out") else "mlp"][leaf]["kernel"]
+            np.testing.assert_array_equal(part, expected, err_msg=leaf)
+    np.testing.assert_array_equal(params["embedding"], plain["model.embed_tokens.weight"])
+
+
+def test_bfloat16_is_rounded_once(target):
+    weights = quantise(target, CASES["fp8-block"])
+    kernel = load_target(target, "bfloat16")[1]["layers_1"]["mlp"]["down"]["kernel"]
+    exact = as_leaves(weights, 1)["down"]
+    assert (exact != exact.astype(kernel.dtype).astype(np.float32)).any(), "nothing to round"
+    np.testing.assert_array_equal(kernel, exact.astype(kernel.dtype))
+
+
+def problem(folder) -> str:
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(ValueError) as error:
+        checkpoint.check(checkpoint.config(target_config))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+SCALE = f"{Q}.weight_scale_inv"
+DAMAGE = [
+    ("fp8-block", {"drop": (SCALE,)}, f"missing: {SCALE}"),
+    ("fp8-block", {SCALE: np.ones((2, 2), np.float32)}, f"wrong shape: {SCALE} is (2, 2)"),
+    ("fp8-block", {SCALE: np.ones((2, 1), np.int32)}, f"unsupported dtype: {SCALE} is I32"),
+    ("fp8-block", {f"{Q}.weight_scale_3": np.ones(1, np.float32)}, "unknown: "),
+    ("awq", {"drop": (f"{Q}.qzeros",)}, f"missing: {Q}.qzeros"),
+    ("gptq", {f"{Q}.bias": np.ones(32, np.float16)}, f"unknown: {Q}.bias, and not zero"),
+    ("ct-int4-group", {f"{Q}.weight_packed": np.ones((32, 3), np.int32)}, "wrong shape: "),
+]
+
+
+@pytest.mark.parametrize("case, damage, message", DAMAGE)
+def test_what_does_not_fit_is_named_before_weights_are_read(target, case, damage, message):
+    quantise(target, CASES[case], **damage)
+    assert message in problem(target)
+
+
+def test_groups_out_of_range_are_no_index_error(target):
+    quantise(target, CASES["gptq-act-order"], **{f"{Q}.g_idx": np.full(32, 9, np.int32)})
+    with pytest.raises(ValueError, match="g_idx names groups outside the 2"):
+        load_target(target)
+
+
+def test_a_module_that_the_config_leaves_out_is_not_quantised(target):
+    quantise(target, CASES["fp8-block"])
+    edit_config(target, quantization_config=CASES["fp8-block"].config | {"ignored_layers": [Q]})
+    assert f"{Q} is quantised, and quantization_config leaves it out" in problem(target)
+
+
+def test_modules_outside_all_groups_and_named_by_a_pattern(target):
+    config = of_compressed("pack-quantized", num_bits=4, type="int", group_size=16)
+    quantise(target, CASES["ct-int4-group"])
+    config["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
+    edit_config(target, quantization_config=config)
+    assert "self_attn" in problem(target)
+    config["config_groups"]["group_0"]["targets"].append("re:.*self_attn.*")
+    edit_config(target, quantization_config=config)
+    load_target(target)
+
+
+REFUSED = [
+    ({"quant_method": "bitsandbytes"}, "quantization_config (bitsandbytes): not supported"),
+    ({"quant_method": ["fp8"]}, "not supported"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two sizes"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+    ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
+    ({"quant_method": "awq", "group_size": 0}, "group_size must be -1 or a multiple of 8, got 0"),
+    (of_gptq(bits=3), "bits 3 is not supported"),
+    (of_gptq(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+    (of_gptq(dynamic={"lm_head": {}}), "dynamic"),
+    (of_compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4-pack-quantized"),
+    (of_compressed("pack-quantized", num_bits=3, type="int"), "3 bits"),
+    (of_compressed("dense", type="int") | {"transform_config": {"a": 1}}, "transform_config"),
+    (of_compressed("dense", type="int") | {"ignore": ["re:("]}, "is not a pattern"),
+]
+
+
+@pytest.mark.parametrize("config, message", REFUSED)
+def test_what_is_not_read_is_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=r"^quantization_config") as error:
+        scheme_of(config)
+    assert message in str(error.value)
+
+
+def test_experts_in_one_tensor_have_their_blocks_each(tmp_path, monkeypatch):
+    name, shape, rng = "mlp.experts.gate_up_proj", (3, 40, 48), np.random.default_rng(4)
+    made = [CASES["fp8-block"].make(shape[1:], rng) for _ in range(shape[0])]
+    stacks = {s: np.stack([tensors[s] for tensors, _ in made]) for s in made[0][0]}
+    tensors = {name: stacks["weight"], f"{name}_scale_inv": stacks["weight_scale_inv"]}
+    save_file(tensors, tmp_path / "file")
+    headers = {name: Header(shape, "F8_E4M3"), f"{name}_scale_inv": Header((3, 3, 2), "F32")}
+    scheme = scheme_of(CASES["fp8-block"].config)
+    weight = find_weights(scheme, {name: shape}, headers)[name]
+    assert {n: stored.shape for n, stored in weight.tensors} == {
+        n: h[0] for n, h in headers.items()
+    }
+    monkeypatch.setattr(read_ahead, "PIECE", 16 * 4 * 48)
+    pieces = weight.pieces(read_ahead.find_tensors(tmp_path / "file"))
+    numbers = np.concatenate([read_ahead.read(piece) for piece in pieces])
+    np.testing.assert_array_equal(numbers.reshape(shape), [weight for _, weight in made])
+
+
+def test_a_converted_checkpoint_is_no_longer_quantised(target, tmp_path):
+    quantise(target, CASES["awq"])
+    convert_checkpoint(target, tmp_path / "orbax")
+    ours, theirs = load_target(target)[1], load_target(tmp_path / "orbax")[1]
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert "quantization_config" not in (tmp_path / "orbax" / "config.json").read_text()
