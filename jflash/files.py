@@ -8,7 +8,7 @@ import fcntl
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +67,6 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
         finally:
             with contextlib.suppress(OSError):  # a full disc fails the second time too
                 file.close()
-
-
-def keep_newest(path: Path | None, lines: Iterable[str]) -> str:
-    """The last of `lines`; each replaces the content of `path`, if one is given, when it comes.
-
-    So a run that is cut off leaves its newest line.
-    """
-    line = ""
-    for line in lines:
-        if path is not None:
-            with whole_file(path, overwrite=True) as write:
-                write(line)
-    return line
 
 
 def check_whole_file(path: Path, overwrite: bool) -> None:

@@ -25,7 +25,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> int:
     results = read_results(args.results)
     stale = False
     for file in args.documents:
@@ -39,8 +39,7 @@ def main(args: argparse.Namespace) -> None:
             stale = True
         else:
             file.write_text(made, encoding="utf-8")
-    if stale:
-        raise SystemExit(1)
+    return int(stale)
 
 
 if __name__ == "__main__":

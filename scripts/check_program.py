@@ -1,8 +1,5 @@
 """`jflash check-program` of this clone: python scripts/check_program.py --help."""
 
-import sys
-
 import tree
 
-if __name__ == "__main__":
-    sys.exit(tree.run("check-program"))
+tree.run("check-program")

@@ -1,8 +1,5 @@
 """`jflash soak` of this clone: python scripts/soak.py --help."""
 
-import sys
-
 import tree
 
-if __name__ == "__main__":
-    sys.exit(tree.run("soak"))
+tree.run("soak")

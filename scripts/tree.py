@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 
-def run(name: str) -> int:
-    """The exit code of `jflash NAME`, with this process's arguments."""
+def run(name: str) -> None:
+    """Ends with the exit code of `jflash NAME`, with this process's arguments."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from jflash.cli import main
 
-    return main.run(name)
+    sys.exit(main.run(name))

@@ -1,12 +1,11 @@
 """README, CONTRIBUTING, benchmarks/*.md, the cards: short enough, and what they name is there."""
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from jflash.cli.main import COMMANDS
+from jflash.cli.main import COMMANDS, make_parser
 from tables.documents import documents
 
 ROOT = Path(__file__).parents[1]
@@ -36,8 +35,7 @@ OF_ALL = {"--help"} | options_in(ROOT / "jflash" / "cli" / "command.py")
 
 def options(command: str) -> set[str]:
     """The options of `jflash COMMAND`."""
-    module = import_module(f"jflash.cli.options.{command.replace('-', '_')}")
-    return set(module.make_parser()._option_string_actions) | OF_ALL
+    return set(make_parser(command)._option_string_actions) | OF_ALL
 
 
 def options_of_script(name: str) -> set[str]:

@@ -10,9 +10,8 @@ from jflash.bench.floors import measure_rates
 from jflash.bench.kernel_cases import OPS, make_case
 from jflash.bench.kernel_times import COLUMNS, measure, row_text
 from jflash.cli.options.values import refuse
-from jflash.cli.results import json_line
+from jflash.cli.results import partial
 from jflash.device import describe_device
-from jflash.files import keep_newest
 
 
 def make_plan(args: argparse.Namespace) -> list[tuple[str, str, str]]:
@@ -37,8 +36,11 @@ def _check_names(what: str, names: Sequence[str], known: Collection[str]) -> Non
         refuse(name not in known, f"no {what} is called {name!r}: use {', '.join(known)}")
 
 
-def benchmark(args: argparse.Namespace, plan: list[tuple[str, str, str]]) -> Iterator[str]:
-    """Prints the table row by row, and yields all rows so far as one JSON line after each."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prints the table row by row, and yields all rows so far after each."""
+    plan = make_plan(args)
+    if jax.default_backend() != "gpu":
+        raise ValueError("nothing to time: kernels run on a GPU, and JAX sees none here")
     rate = measure_rates(args.dtype)
     bandwidth = rate["bytes_per_second"]
     print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.2f} TB/s\n\n{COLUMNS}")
@@ -51,11 +53,4 @@ def benchmark(args: argparse.Namespace, plan: list[tuple[str, str, str]]) -> Ite
         row = measure(make_case(op, shape, args.dtype, backend), bandwidth, args.rounds)
         print(row_text(row), flush=True)
         result["rows"].append(row)
-        yield json_line(result, missing=len(plan) - len(result["rows"]))
-
-
-def run(args: argparse.Namespace) -> None:
-    plan = make_plan(args)
-    if jax.default_backend() != "gpu":
-        raise ValueError("nothing to time: kernels run on a GPU, and JAX sees none here")
-    print(keep_newest(args.json, benchmark(args, plan)))
+        yield partial(result, missing=len(plan) - len(result["rows"]))

@@ -6,15 +6,13 @@ from itertools import cycle, islice
 from typing import Any
 
 from jflash.bench.row_speed import measured
-from jflash.cli.results import json_line
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
-from jflash.files import keep_newest
 from jflash.io import configure_pair, encode_prompt, load_weights
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     files = configure_pair(args.target, args.drafter)
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
@@ -31,17 +29,13 @@ def run(args: argparse.Namespace) -> None:
         "runs": [],
     }
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
-
-    def lines() -> Iterator[str]:
-        for batch in args.batch:
-            count = batch * args.answers
-            repeated = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
-            for row in measured(pair, repeated, batch, decoding, args.widths, args.rounds):
-                print(row_text(row), flush=True)
-                result["runs"].append(row)
-                yield json_line(result)
-
-    print(keep_newest(args.json, lines()))
+    for batch in args.batch:
+        count = batch * args.answers
+        repeated = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
+        for row in measured(pair, repeated, batch, decoding, args.widths, args.rounds):
+            print(row_text(row), flush=True)
+            result["runs"].append(row)
+            yield result
 
 
 def row_text(row: dict[str, Any]) -> str:

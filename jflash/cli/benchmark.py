@@ -28,9 +28,8 @@ from jflash.cli.command import BAD_INPUT
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
-from jflash.cli.results import json_line
+from jflash.cli.results import partial
 from jflash.decoding import Decoding
-from jflash.files import keep_newest
 from jflash.generate import check_request
 from jflash.io import open_checkpoint, pair_models
 
@@ -169,18 +168,14 @@ def measure_reference(args: argparse.Namespace, task: Task, case: dict[str, Any]
     return result
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prints each case, and yields all cases so far after it."""
     if args.stage:
         run_stage(args.stage[0], Path(args.stage[1]), Path(args.stage[2]))
         return
     task = make_task(args)
     if args.against:
         call([args.reference_python, "-P", str(REFERENCE), "check"])
-    print(keep_newest(args.json, results(args, task)))
-
-
-def results(args: argparse.Namespace, task: Task) -> Iterator[str]:
-    """Prints each case, and yields all cases so far as one JSON line after it."""
     cases, reference = [], None
     batches = sorted(set(args.batch))
     for batch in batches:
@@ -194,4 +189,4 @@ def results(args: argparse.Namespace, task: Task) -> Iterator[str]:
         if args.against and batch == 1:
             reference = measure_reference(args, task, case)
             print(reference_text(reference), flush=True)
-        yield json_line(collect(cases, reference), missing=len(batches) - len(cases))
+        yield partial(collect(cases, reference), missing=len(batches) - len(cases))

@@ -1,10 +1,9 @@
 """check-lossless: whether greedy decoding is lossless on this device, or where it is not."""
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from tqdm import tqdm
 from jflash.bench.shapes import SHAPES
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
-from jflash.files import keep_newest
 from jflash.io import default_dtype
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
@@ -226,8 +224,8 @@ def print_oracle(report: dict[str, Any]) -> None:
     print(f"{backends}, {report['seconds']:.0f} s")
 
 
-def run(args: argparse.Namespace) -> None:
-    """SystemExit with DIFFERS if the check is not passed."""
+def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+    """Its exit code is DIFFERS if the check is not passed."""
     on_cpu = jax.default_backend() == "cpu"
     args.pairs = args.pairs or (("tiny-math",) if on_cpu else ("qwen3-8b", "qwen3-coder-30b"))
     large = [name for name in args.pairs if name in SHAPES]
@@ -237,6 +235,5 @@ def run(args: argparse.Namespace) -> None:
     if "checks" in report:
         print_oracle(report)
     print_verdict(report)
-    print(keep_newest(args.json, [json.dumps(report, allow_nan=False)]))
-    if report["failures"]:
-        raise SystemExit(DIFFERS)
+    yield report
+    return DIFFERS if report["failures"] else 0

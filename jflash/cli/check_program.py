@@ -1,9 +1,9 @@
 """check-program: the step of all layers, compiled for this GPU, held to the gates."""
 
 import argparse
-import json
 import sys
 import time
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
-from jflash.files import keep_newest
 from jflash.platform import leave_compilation_cache
 from jflash.proof.compile_target import inspect
 from jflash.proof.gates import Result, check
@@ -54,7 +53,7 @@ def print_results(name: str, results: list[Result], seconds: float) -> None:
     sys.stdout.flush()
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
     if jax.default_backend() != "gpu":
         why = "this compiles for the NVIDIA GPU of this machine, and JAX sees none"
         raise ValueError(f"{why}: tests/proof/test_gates.py compiles for an H200 anywhere")
@@ -72,6 +71,5 @@ def run(args: argparse.Namespace) -> None:
                         "offences": r.offences} for r in results},
         }  # fmt: skip
         report["failed"] += sum(not r.passed for r in results)
-    print(keep_newest(args.json, [json.dumps(report)]))
-    if report["failed"]:
-        raise SystemExit(FAILED)
+    yield report
+    return FAILED if report["failed"] else 0

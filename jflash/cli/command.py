@@ -57,7 +57,7 @@ class _Version(argparse.Action):
 
 def run_command(
     parser: Parser,
-    body: Callable[[argparse.Namespace], None],
+    body: Callable[[argparse.Namespace], int | None],
     argv: Sequence[str] | None,
     check: Callable[[argparse.Namespace], None] | None = None,
 ) -> int:
@@ -73,7 +73,7 @@ def run_command(
         if check is not None:
             check(options)
         _configure(options)
-        body(options)
+        code = body(options)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: without this Python complains once more while it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,7 +87,7 @@ def run_command(
         if module not in EXTRAS:
             raise
         return refused(parser.prog, _not_installed(module))
-    return 0
+    return code or 0
 
 
 def require(*modules: str) -> None:

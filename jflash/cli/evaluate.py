@@ -58,7 +58,7 @@ class Run(NamedTuple):
     settings: dict[str, Any]
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     name = options.dataset
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.steps_per_call is None:
@@ -79,8 +79,8 @@ def run(options: argparse.Namespace) -> None:
             raise
     print(table(summary))
     print(f"\n{folder}: summary.json, answers.jsonl and pictures")
-    if others and summary["same_as"]["identical_outputs"] < len(others):
-        raise SystemExit(DIFFERENT)
+    different = others and summary["same_as"]["identical_outputs"] < len(others)
+    return DIFFERENT if different else 0
 
 
 def _problems(o: argparse.Namespace) -> list[Problem]:

@@ -1,15 +1,19 @@
 """`jflash COMMAND …`, and the scripts, each of which is one command under its older name.
 
 A command is two modules of one name. jflash.cli.options.NAME declares and checks its options, and
-help and refusals import nothing else; jflash.cli.NAME does the work, and imports JAX.
+help, which its docstring begins and ends, and refusals import nothing else. jflash.cli.NAME does
+the work, and imports JAX: `run(args)` may return an exit code. A command that measures or checks
+names by KEPT how its result is kept, and its `run` yields that result, as often as it grows.
 """
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from jflash.cli.command import Parser, refused, run_command
+from jflash.cli.options.results import check_result, keep_newest, result_options
 
 COMMANDS = {
     "generate": "decode a prompt, or a file of prompts",
@@ -30,6 +34,7 @@ COMMANDS = {
     "check-program": "compile the step for this GPU and look at it",
 }
 BODIES = {"eval-gsm8k": "evaluate"}  # a command that shares the work of another
+SCRIPTS = {"convert": "convert_checkpoint", "train": "train_drafter"}  # of other names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,10 +53,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs one command and returns its exit code; argv None means the process's arguments."""
     options = _module(f"options.{name}")
-    parser = options.make_parser(prog) if prog else options.make_parser()
-    return run_command(
-        parser, lambda args: _module(BODIES.get(name, name)).run(args), argv, options.check
-    )
+    measures = hasattr(options, "KEPT")
+
+    def check(args: argparse.Namespace) -> None:
+        options.check(args)
+        if measures:  # last, because it looks at the disk
+            check_result(args)
+
+    def body(args: argparse.Namespace) -> int | None:
+        done = _module(BODIES.get(name, name)).run(args)
+        return keep_newest(args.json, done) if measures else done
+
+    return run_command(make_parser(name, prog), body, argv, check)
+
+
+def make_parser(name: str, prog: str | None = None) -> Parser:
+    """The command line of a command; `prog` is the name of its script by default."""
+    options = _module(f"options.{name}")
+    what, _, more = (options.__doc__ or "").partition("\n\n")
+    parser = Parser(prog or f"{SCRIPTS.get(name, name)}.py".replace("-", "_"), what, more)
+    options.declare(parser)
+    if hasattr(options, "KEPT"):
+        result_options(parser, options.KEPT)
+    return parser
 
 
 def _module(name: str) -> ModuleType:

@@ -65,9 +65,14 @@ def record(
     return result
 
 
-def json_line(result: dict[str, Any], missing: int = 0) -> str:
-    """A result as one line without NaN; `missing` cases are still to come, and it names them."""
-    return json.dumps(result | ({"missing_cases": missing} if missing else {}), allow_nan=False)
+def partial(result: dict[str, Any], missing: int) -> dict[str, Any]:
+    """A result that names how many cases are still to come, if any."""
+    return result | ({"missing_cases": missing} if missing else {})
+
+
+def json_line(result: dict[str, Any]) -> str:
+    """A result as one line without NaN."""
+    return json.dumps(result, allow_nan=False)
 
 
 def tokens_per_second(batch: Sequence[Generation]) -> float | None:

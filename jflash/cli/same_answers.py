@@ -1,21 +1,19 @@
 """same-answers: a real pair's answers in several ways, each beside plain decoding's."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
-from jflash.cli.results import json_line
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
-from jflash.files import keep_newest
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.proof.same_answers import compared
 
 DIFFERENT = 1
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
     files = configure_pair(args.target, args.drafter, dtype=args.dtype)
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
@@ -30,15 +28,8 @@ def run(args: argparse.Namespace) -> None:
         "backends": pair.models.kernels._asdict(),
     }
     newest: dict[str, Any] = {}
-
-    def lines() -> Iterator[str]:
-        for result in compared(pair, prompts, args.batch, decoding):
-            newest.update(result)
-            yield json_line(about | result)
-
-    line = keep_newest(args.json, lines())
+    for newest in compared(pair, prompts, args.batch, decoding):
+        yield about | newest
     for name, same in newest["same"].items():
         print(f"{name}: {same} of {newest['answers']} answers are plain decoding's at batch 1")
-    print(line)
-    if any(same < newest["answers"] for same in newest["same"].values()):
-        raise SystemExit(DIFFERENT)
+    return DIFFERENT if min(newest["same"].values()) < newest["answers"] else 0

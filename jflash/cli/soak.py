@@ -1,18 +1,18 @@
 """soak: a server under load for minutes; exit code 1 if a text, a slot or memory went wrong."""
 
 import argparse
-import json
+from collections.abc import Generator
+from typing import Any
 
 from jflash.cli.command import require
 from jflash.cli.options.pair import DEFAULT_TARGET
 from jflash.cli.options.values import option_name
 from jflash.device import describe_device
-from jflash.files import keep_newest
 
 FAILED = 1
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
     require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec")
     from jflash.proof.soak import soak
 
@@ -32,7 +32,5 @@ def run(options: argparse.Namespace) -> None:
     ends = ", ".join(f"{count} {how}" for how, count in sorted(result.ends.items()))
     first, last = result.resident[0] / 2**20, result.resident[-1] / 2**20
     print(f"{ends}; memory {first:.0f} → {last:.0f} MiB; {result.compiled} programs compiled")
-    record = {"check": "soak", "server": served} | result.body() | describe_device()
-    print(keep_newest(o.json, [json.dumps(record, allow_nan=False)]))
-    if result.problems:
-        raise SystemExit(FAILED)
+    yield {"check": "soak", "server": served} | result.body() | describe_device()
+    return FAILED if result.problems else 0

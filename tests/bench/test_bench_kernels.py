@@ -12,7 +12,6 @@ from jflash.bench import kernel_cases
 from jflash.bench.kernel_cases import Op, make_attention_case, make_case
 from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_per_call, table
 from jflash.cli import bench_kernels, main
-from jflash.cli.options.bench_kernels import check, make_parser
 from pallas_kernels.block_attention import triton
 from pallas_kernels.shapes import (
     GROUPED_MATMUL,
@@ -169,9 +168,8 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # else it refuses, as below
     file = tmp_path / "kernels.json"
-    parser = make_parser()
     argv = ["--op", "tiny", "--dtype", "float32", "--rounds", "1", "--json", str(file)]
-    bench_kernels.run(parser.parse_args(argv))
+    assert main.run("bench-kernels", argv) == 0
     last = capsys.readouterr().out.strip().split("\n")[-1]
     assert file.read_text().strip() == last
     result = json.loads(last)
@@ -180,18 +178,18 @@ def test_the_last_line_is_json_and_goes_to_the_file(monkeypatch, capsys, tmp_pat
     assert result["rows"][0]["share"] > 0 and result["rows"][1]["why"] == "not here"
     assert "missing_cases" not in result
 
-    again = parser.parse_args([*argv, "--overwrite"])
+    again = [*argv, "--overwrite"]
     monkeypatch.setattr(bench_kernels, "row_text", lambda row: row["why"])  # the first has none
     with pytest.raises(KeyError):
-        bench_kernels.run(again)
+        main.run("bench-kernels", again)
     assert json.loads(file.read_text()) == result  # cut off before any row was whole
     monkeypatch.setattr(bench_kernels, "row_text", lambda row: str(1 / ("us" in row)))
     with pytest.raises(ZeroDivisionError):
-        bench_kernels.run(again)
+        main.run("bench-kernels", again)
     cut = json.loads(file.read_text())
     assert (len(cut["rows"]), cut["missing_cases"]) == (1, 1)
-    with pytest.raises(ValueError, match="exists already"):
-        check(parser.parse_args(argv))
+    assert main.run("bench-kernels", argv) == 2
+    assert "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

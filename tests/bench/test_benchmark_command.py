@@ -10,8 +10,6 @@ import jax
 import pytest
 
 from jflash.cli import benchmark, main
-from jflash.cli.options import bench_kernels, check_lossless, check_program
-from jflash.cli.options import benchmark as benchmark_options
 from jflash.kernels import BACKENDS
 from tests.support.reference import PYTHON, needs, path_of
 from tests.support.small_checkpoints import make_pair
@@ -101,7 +99,7 @@ def test_refusals(options, named, capsys):
     assert named in captured.err
 
 
-def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch):
+def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch, capsys):
     """A GPU's memory is for the processes that measure."""
 
     def touched(*_):
@@ -114,8 +112,13 @@ def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2]}\n')
     argv += ["--prompts", str(tmp_path / "in.jsonl"), "--max-new-tokens", "9"]
     tasks = []
-    monkeypatch.setattr(benchmark, "results", lambda _, task: iter(tasks.append(task) or ["{}"]))
-    assert main.run("benchmark", argv) == 0
+
+    def measure(task, _):
+        tasks.append(task)
+        raise ValueError("that is all")
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    assert main.run("benchmark", argv) == 2 and "that is all" in capsys.readouterr().err
     assert tasks[0].target == str(pair.target) and tasks[0].prompts == ((1, 2),)
 
 
@@ -152,7 +155,7 @@ def test_against_the_reference(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [benchmark_options, bench_kernels, check_lossless, check_program]
+    "command", ["benchmark", "bench-kernels", "check-lossless", "check-program"]
 )
-def test_json_without_a_file_is_the_printed_line_alone(options):
-    assert options.make_parser().parse_args(["--json"]).json is None
+def test_json_without_a_file_is_the_printed_line_alone(command):
+    assert main.make_parser(command).parse_args(["--json"]).json is None

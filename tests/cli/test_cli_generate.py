@@ -12,7 +12,7 @@ from jflash import memory
 from jflash.cli import generate as cli
 from jflash.cli import main
 from jflash.cli.live_text import paint, texts
-from jflash.cli.options.generate import make_parser
+from jflash.cli.main import make_parser
 from jflash.generate import Chunk, Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.incremental import held_back
@@ -224,7 +224,7 @@ def test_a_bar_for_each_model_while_it_is_loaded_on_a_terminal(
     random, terminal, json, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    options = make_parser().parse_args([*models(random), *["--json"] * json])
+    options = make_parser("generate").parse_args([*models(random), *["--json"] * json])
     cli._load(options, cli._prepare(options, []).files)
     out, err = capsys.readouterr()
     assert out == "" and bool(err) == (terminal and not json)
@@ -234,7 +234,7 @@ def test_a_bar_for_each_model_while_it_is_loaded_on_a_terminal(
 
 def test_dtype_and_block_size_reach_the_pair(random):
     argv = [*models(random), "--dtype", "bfloat16", "--block-size", "3"]
-    options = make_parser().parse_args(argv)
+    options = make_parser("generate").parse_args(argv)
     pair, setup = cli._load(options, cli._prepare(options, []).files)
     assert pair.params.drafter["fc"]["kernel"].dtype == setup.shared["dtype"] == "bfloat16"
     assert pair.models.block_size == setup.shared["block_size"] == 3

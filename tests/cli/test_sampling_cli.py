@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jflash.cli import main
-from jflash.cli.options import evaluate, generate
+from jflash.cli.main import make_parser
 from tests.support.refusals import decode
 from tests.support.small_checkpoints import Folders, make_pair
 
@@ -110,7 +110,7 @@ def test_a_line_draws_as_it_says(pair, capsys, tmp_path):
     assert len({tuple(line["token_ids"]) for line in got}) > 1
 
 
-@pytest.mark.parametrize("parser", [generate.make_parser(), evaluate.make_parser()])
+@pytest.mark.parametrize("parser", [make_parser("generate"), make_parser("evaluate")])
 def test_help_says_where_the_drafter_changes_no_token(parser):
     """Drafts drawn from q decide which tokens are drawn; greedy ones never do."""
     text = " ".join(parser.format_help().split())

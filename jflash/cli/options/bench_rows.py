@@ -1,18 +1,18 @@
-"""The options of bench-rows."""
+"""Measure tokens a second by the rows that a step verifies: chosen, fixed or plain.
+
+The engine decodes records of data sets greedily with a real pair.
+"""
 
 import argparse
 from pathlib import Path
 
 from jflash.cli.command import Parser
-from jflash.cli.options.results import check_result, result_options
 from jflash.cli.options.values import at_least_1, counts
 
-WHAT = "Measure tokens a second by the rows that a step verifies: chosen, fixed or plain."
-EPILOG = "The engine decodes records of data sets greedily with a real pair."
+KEPT = "kept there row by row, so that a run cut off keeps its rows"
 
 
-def make_parser(prog: str = "bench_rows.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="SOURCE", help="as for generate")
     add("--drafter", required=True, metavar="SOURCE")
@@ -23,8 +23,6 @@ def make_parser(prog: str = "bench_rows.py") -> Parser:
     add("--answers", type=int, default=3, metavar="N", help="of each slot, default 3")
     add("--rounds", type=int, default=2, help="the fastest counts, default 2")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
-    result_options(parser, "kept there row by row, so that a run cut off keeps its rows")
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -32,4 +30,3 @@ def check(args: argparse.Namespace) -> None:
     if args.gsm8k is None and args.mt_bench is None:
         raise ValueError("nothing to decode: give --gsm8k FILE, --mt-bench FILE or both")
     at_least_1(args, "answers", "rounds", "max_new_tokens")
-    check_result(args)

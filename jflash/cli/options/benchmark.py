@@ -1,4 +1,8 @@
-"""The options of benchmark, and which of them contradict each other."""
+"""Step times of a pair beside the device's limits: plain decoding, verify, draft, step.
+
+Random weights (--shape) give times of steps, never a speed: that takes a real pair, or an
+acceptance that you state. Every batch size runs in separate processes, one after the other.
+"""
 
 import argparse
 import sys
@@ -6,18 +10,13 @@ from pathlib import Path
 
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Parser
-from jflash.cli.options.results import backend_options, check_result, result_options
+from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
-WHAT = "Step times of a pair beside the device's limits: plain decoding, verify, draft, step."
-EPILOG = """
-Random weights (--shape) give times of steps, never a speed: that takes a real pair, or an
-acceptance that you state. Every batch size runs in separate processes, one after the other.
-"""
+KEPT = "kept there case by case"
 
 
-def make_parser(prog: str = "benchmark.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--shape", help=f"random weights of a published shape: {', '.join(SHAPES)}")
     add("--target", type=Path, metavar="DIR", help="a real pair instead, with --drafter")
@@ -38,10 +37,8 @@ def make_parser(prog: str = "benchmark.py") -> Parser:
     add("--steps", type=int, default=64, help="of one repeat, default 64")
     add("--repeats", type=int, default=5, help="default 5")
     add("--no-memory", action="store_true", help="no second process: no warm compile, no peak")
-    result_options(parser, "kept there case by case")
     # One stage of one case, in a separate process: TASK and RESULT are files.
     add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -64,4 +61,3 @@ def check(args: argparse.Namespace) -> None:
     refuse(args.against and not whole, why)
     timed = "--no-compilation-cache: a cache of its own, new for each case, is what is timed"
     refuse(args.no_compilation_cache, timed)
-    check_result(args)

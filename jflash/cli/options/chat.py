@@ -1,4 +1,9 @@
-"""The options of chat."""
+"""Talk to a model, turn by turn, several tokens a step.
+
+A line is a turn; /reset forgets all turns, /quit or the end of the input ends. Ctrl-C stops an
+answer, which stays in the conversation as far as it came. On a terminal the tokens of each step
+have one colour (not with NO_COLOR or TERM=dumb); τ and tokens/s follow each answer on stderr.
+"""
 
 import argparse
 
@@ -6,19 +11,11 @@ from jflash.cli.command import Parser
 from jflash.cli.options.pair import check_pair, model_options, prompt_options, sampling_options
 from jflash.cli.options.values import at_least_1
 
-EPILOG = """
-A line is a turn; /reset forgets all turns, /quit or the end of the input ends. Ctrl-C stops an
-answer, which stays in the conversation as far as it came. On a terminal the tokens of each step
-have one colour (not with NO_COLOR or TERM=dumb); τ and tokens/s follow each answer on stderr.
-"""
 
-
-def make_parser(prog: str = "chat.py") -> Parser:
-    parser = Parser(prog, "Talk to a model, turn by turn, several tokens a step.", EPILOG)
+def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
     prompt_options(parser.add_argument_group("prompts"))
     sampling_options(parser.add_argument_group("decoding"), max_new_tokens=512)
-    return parser
 
 
 def check(options: argparse.Namespace) -> None:

@@ -1,16 +1,5 @@
-"""The options of check-logits."""
+"""Compares the logits of the program that decodes with float32's, and with XLA's rounding.
 
-import argparse
-import math
-
-from jflash.bench.shapes import SHAPES, model_shape
-from jflash.cli.command import Parser
-from jflash.cli.options.results import backend_options, check_result, result_options
-from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
-
-SCALE = 0.02
-WHAT = "Compares the logits of the program that decodes with float32's, and with XLA's rounding."
-EPILOG = """
 Random weights of a published shape, normal(0, 0.02), and random texts, which go through prefill and
 blocks at width 1 and at the drafter's width: in bfloat16 by the kernels that decode, the same by
 XLA's operations, and in float32 by a separate pass. Our kernels may be 3 times as far from
@@ -18,9 +7,19 @@ float32 as XLA's rounding is. A fault planted in the weights of one pass must be
 Exit code 0: the logits are right; 1: not so, and where; 2: bad input.
 """
 
+import argparse
+import math
 
-def make_parser(prog: str = "check_logits.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import Parser
+from jflash.cli.options.results import backend_options
+from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
+
+SCALE = 0.02
+KEPT = "written there too"
+
+
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     default = "qwen3-coder-30b"
     add("--shape", default=default, help=f"one of {', '.join(SHAPES)}, default {default}")
@@ -30,8 +29,6 @@ def make_parser(prog: str = "check_logits.py") -> Parser:
     text = "of the embedding's random numbers, default 0.02; larger makes tokens differ more"
     add("--embedding-scale", type=float, default=SCALE, metavar="X", help=text)
     backend_options(parser)
-    result_options(parser, "written there too")
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -42,4 +39,3 @@ def check(args: argparse.Namespace) -> None:
     why = f"--embedding-scale {scale}: the head of {args.shape} is its embedding"
     refuse(tied and scale != SCALE, why)
     check_seed(args.seed)
-    check_result(args)

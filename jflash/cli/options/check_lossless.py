@@ -1,15 +1,5 @@
-"""The options of check-lossless."""
+"""Shows that greedy decoding is lossless on this device, bit for bit, or where it is not.
 
-import argparse
-
-from jflash.cli.command import Parser
-from jflash.cli.options.results import backend_options, check_result, result_options
-from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
-from jflash.proof.pairs import PAIRS
-
-CHECKS = ("law", "oracle")
-WHAT = "Shows that greedy decoding is lossless on this device, bit for bit, or where it is not."
-EPILOG = """
 law: plain decoding at width 1 and batch 1 against other widths, batches, capacities, chunks and
 drafters, a replay with wrong tokens, and texts given as prompts. Tokens, logits, keys and values
 must have the same bits. oracle: trained, random and replaying drafters decode --tokens for every
@@ -18,9 +8,18 @@ draft; the law implies this. Faults planted on purpose must be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
+import argparse
 
-def make_parser(prog: str = "check_lossless.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+from jflash.cli.command import Parser
+from jflash.cli.options.results import backend_options
+from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
+from jflash.proof.pairs import PAIRS
+
+CHECKS = ("law", "oracle")
+KEPT = "written there too"
+
+
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     usual = "a dense and a MoE pair on a GPU, tiny-math on a CPU"
     add("--pairs", type=names, help=f"of {','.join(PAIRS)}; by default {usual}")
@@ -34,8 +33,6 @@ def make_parser(prog: str = "check_lossless.py") -> Parser:
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     backend_options(parser)
     add("--seed", type=int, default=0, help="of prompts, wrong drafts and a random drafter")
-    result_options(parser, "written there too")
-    return parser
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -52,4 +49,3 @@ def check(args: argparse.Namespace) -> None:
     layers = () if args.layers is None else ("layers",)
     at_least_1(args, "tokens", "min_count", "min_distinct", *layers)
     check_seed(args.seed)
-    check_result(args)

@@ -1,29 +1,26 @@
-"""The options of check-program."""
+"""Compiles the step of all layers for this GPU, autotuned, and shows what it must show.
 
-import argparse
-
-from jflash.bench.shapes import SHAPES, model_shape
-from jflash.cli.command import Parser
-from jflash.cli.options.results import backend_options, check_result, result_options
-from jflash.cli.options.values import counts, refuse
-
-WHAT = "Compiles the step of all layers for this GPU, autotuned, and shows what it must show."
-EPILOG = """
 The gates of tests/proof/test_gates.py, which compiles four layers without a GPU: one command
 buffer, no copy of a cache or of weights, bounded temporaries, no spills. Nothing is run and no
 weights exist. Exit code 0: all hold; 1: not so, and where; 2: bad input or no GPU.
 """
 
+import argparse
 
-def make_parser(prog: str = "check_program.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import Parser
+from jflash.cli.options.results import backend_options
+from jflash.cli.options.values import counts, refuse
+
+KEPT = "written there too"
+
+
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--shape", default="qwen3-8b", help=f"one of {', '.join(SHAPES)}, default qwen3-8b")
     add("--batch", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
     add("--capacity", type=int, default=2048, help="cache slots a sequence, default 2048")
     backend_options(parser)
-    result_options(parser, "written there too")
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -31,4 +28,3 @@ def check(args: argparse.Namespace) -> None:
     size = args.capacity
     refuse(size < 256 or size % 256, f"--capacity {size}: a multiple of 256")
     model_shape(args.shape)
-    check_result(args)

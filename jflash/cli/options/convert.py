@@ -1,4 +1,4 @@
-"""The options of convert."""
+"""Write a target or a drafter as an Orbax checkpoint."""
 
 import argparse
 from pathlib import Path
@@ -6,14 +6,12 @@ from pathlib import Path
 from jflash.cli.command import Parser
 
 
-def make_parser(prog: str = "convert_checkpoint.py") -> Parser:
-    parser = Parser(prog, "Write a target or a drafter as an Orbax checkpoint.")
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder in either form, a .gguf file or a hub id")
     add("destination", metavar="DST", type=Path, help="the folder to write")
     add("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
     add("--overwrite", action="store_true", help="replace an existing DST")
-    return parser
 
 
 def check(options: argparse.Namespace) -> None:

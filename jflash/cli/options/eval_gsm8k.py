@@ -1,11 +1,10 @@
-"""The options of eval-gsm8k: those of evaluate, for that data set."""
+"""Evaluate a pair on gsm8k: accuracy, τ, speed."""
 
-from jflash.cli.command import Parser
+import functools
+
 from jflash.cli.options import evaluate
 from jflash.cli.options.evaluate import check
 
-__all__ = ["check", "make_parser"]
+__all__ = ["check", "declare"]
 
-
-def make_parser(prog: str = "eval_gsm8k.py") -> Parser:
-    return evaluate.make_parser(prog, "gsm8k")
+declare = functools.partial(evaluate.declare, dataset="gsm8k")

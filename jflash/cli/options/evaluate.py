@@ -1,4 +1,4 @@
-"""The options of evaluate, and which of them contradict each other."""
+"""Evaluate a pair on a data set: accuracy, τ, speed."""
 
 import argparse
 from pathlib import Path
@@ -24,9 +24,8 @@ and ended with it. That is no sandbox: they run as you, may read, write and kill
 use your network"""
 
 
-def make_parser(prog: str = "evaluate.py", dataset: str | None = None) -> Parser:
-    """The command line, for one data set if it is given."""
-    parser = Parser(prog, f"Evaluate a pair on {dataset or 'a data set'}: accuracy, τ, speed.")
+def declare(parser: Parser, dataset: str | None = None) -> None:
+    """Declares the options, for one data set if it is given."""
     parser.set_defaults(dataset=dataset)
     model_options(parser.add_argument_group("models"))
     problems = parser.add_argument_group("problems")
@@ -53,7 +52,6 @@ def make_parser(prog: str = "evaluate.py", dataset: str | None = None) -> Parser
     add("--baseline", action="store_true", help="plain decoding of the same prompts as well")
     add("--same-as", type=Path, metavar="DIR", help=SAME_AS)
     add("--execute", action="store_true", help=EXECUTE)
-    return parser
 
 
 def check(options: argparse.Namespace) -> None:

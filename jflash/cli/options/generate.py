@@ -1,4 +1,4 @@
-"""The options of generate, and which of them contradict each other."""
+"""Decode a prompt with DFlash, several tokens a step."""
 
 import argparse
 from pathlib import Path
@@ -14,8 +14,7 @@ from jflash.cli.options.pair import (
 from jflash.cli.options.values import at_least_1, ids, refuse
 
 
-def make_parser(prog: str = "generate.py") -> Parser:
-    parser = Parser(prog, "Decode a prompt with DFlash, several tokens a step.")
+def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
     add = parser.add_mutually_exclusive_group().add_argument
     standard = "-, or a pipe: standard input; default: a word problem"
@@ -39,7 +38,6 @@ def make_parser(prog: str = "generate.py") -> Parser:
     add = parser.add_argument_group("output").add_argument
     add("--show-steps", action="store_true", help="colour each step's tokens")
     add("--json", action="store_true", help="one JSON object on stdout")
-    return parser
 
 
 def check(options: argparse.Namespace) -> None:

@@ -1,4 +1,7 @@
-"""The options of make-prompts, and which of them contradict each other."""
+"""Collects prompts to train a drafter on: from files, made up, and written by the target.
+
+Every line says its source. What the test sets ask is left out: name them all.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,12 +10,8 @@ from jflash.cli.command import Parser
 from jflash.cli.options.values import check_seed, option_name, refuse
 from jflash.decoding import Sampling
 
-WHAT = "Collects prompts to train a drafter on: from files, made up, and written by the target."
-EPILOG = "Every line says its source. What the test sets ask is left out: name them all."
 
-
-def make_parser(prog: str = "make_prompts.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.jsonl")
     add("--overwrite", action="store_true")
@@ -30,7 +29,6 @@ def make_parser(prog: str = "make_prompts.py") -> Parser:
     add("--max-new-tokens", type=int, default=256, help="of a user turn")
     add("--batch", type=int, default=64)
     add("--seed", type=int, default=0)
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:

@@ -1,11 +1,14 @@
 """Options of the commands that measure or check: which kernels, and where the result goes."""
 
 import argparse
+import json
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 from jflash.cli.command import Parser
 from jflash.cli.options.values import option_name, refuse
-from jflash.files import check_whole_file
+from jflash.files import check_whole_file, whole_file
 from jflash.kernels import BACKENDS
 
 
@@ -27,7 +30,26 @@ def result_options(parser: Parser, kept: str) -> None:
 
 
 def check_result(args: argparse.Namespace) -> None:
-    """ValueError if the result could not be written; called last, because it looks at the disk."""
+    """ValueError if the result could not be written."""
     refuse(args.overwrite and args.json is None, "--overwrite without --json")
     if args.json is not None:
         check_whole_file(args.json, args.overwrite)
+
+
+def keep_newest(
+    file: Path | None, results: Generator[dict[str, Any], None, int | None]
+) -> int | None:
+    """Writes each result over the one before, so that a run cut off leaves its newest.
+
+    Prints the last as a line, and returns what the generator does: an exit code.
+    """
+    line = ""
+    while True:
+        try:
+            line = json.dumps(next(results))
+        except StopIteration as end:
+            print(line, end="\n" * bool(line))
+            return end.value
+        if file is not None:
+            with whole_file(file, overwrite=True) as write:
+                write(line)

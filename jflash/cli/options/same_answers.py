@@ -1,18 +1,18 @@
-"""The options of same-answers."""
+"""Decode answers with and without drafts, one by one and in a batch, and count equal ones.
+
+Every answer is compared with plain decoding's at width 1 and batch 1.
+"""
 
 import argparse
 from pathlib import Path
 
 from jflash.cli.command import Parser
-from jflash.cli.options.results import check_result, result_options
 from jflash.cli.options.values import at_least_1
 
-WHAT = "Decode answers with and without drafts, one by one and in a batch, and count equal ones."
-EPILOG = "Every answer is compared with plain decoding's at width 1 and batch 1."
+KEPT = "kept there as it grows, so that a run cut off keeps its counts"
 
 
-def make_parser(prog: str = "same_answers.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="SOURCE", help="as for generate")
     add("--drafter", required=True, metavar="SOURCE", help="a trained one")
@@ -21,11 +21,8 @@ def make_parser(prog: str = "same_answers.py") -> Parser:
     add("--batch", type=int, default=32, metavar="B", help="beside batch 1; default 32")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
-    result_options(parser, "kept there as it grows, so that a run cut off keeps its counts")
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:
     """ValueError for what is wrong before anything is read."""
     at_least_1(args, "questions", "batch", "max_new_tokens")
-    check_result(args)

@@ -1,4 +1,9 @@
-"""The options of serve."""
+"""Serve a model over HTTP, in the form of OpenAI's API.
+
+The HTTP server has OpenAI's routes under /v1 and a chat page at /. Without --host it listens on
+this machine only. SIGTERM ends it after the running requests, or after --shutdown-timeout. Its exit
+code is 1 if the device fails or hangs.
+"""
 
 import argparse
 
@@ -7,11 +12,6 @@ from jflash.cli.options.pair import check_pair, model_options
 from jflash.cli.options.values import at_least_1, refuse
 from jflash.decoding import DRAFT_RULES
 
-EPILOG = """
-The HTTP server has OpenAI's routes under /v1 and a chat page at /. Without --host it listens on
-this machine only. SIGTERM ends it after the running requests, or after --shutdown-timeout. Its exit
-code is 1 if the device fails or hangs.
-"""
 KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
 or as many as fit"""
@@ -19,15 +19,13 @@ DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from i
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
 
-def make_parser(prog: str = "serve.py") -> Parser:
-    parser = Parser(prog, "Serve a model over HTTP, in the form of OpenAI's API.", EPILOG)
+def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
     _server_options(parser.add_argument_group("server"))
     _engine_options(parser.add_argument_group("engine"))
     _default_options(parser.add_argument_group("defaults of a request"))
     # `check_pair` reads these; a server leaves them to its requests.
     parser.set_defaults(system=None, no_chat_template=False, seed=0)
-    return parser
 
 
 def _server_options(group: argparse._ArgumentGroup) -> None:

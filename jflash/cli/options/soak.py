@@ -1,21 +1,20 @@
-"""The options of soak."""
+"""Load a server for minutes, and compare every text.
 
-import argparse
-
-from jflash.cli.command import Parser
-from jflash.cli.options.pair import check_pair, model_options
-from jflash.cli.options.results import check_result, result_options
-from jflash.cli.options.values import at_least_1, check_seed, refuse
-
-EPILOG = """
 The command starts `jflash serve` with the pair and loads it from many clients: some disconnect in
 the middle of an answer, some read slowly, some send garbage. Every text that is read to its end
 must equal the idle server's. The last line is a JSON object; the exit code is 1 after a failure.
 """
 
+import argparse
 
-def make_parser(prog: str = "soak.py") -> Parser:
-    parser = Parser(prog, "Load a server for minutes, and compare every text.", EPILOG)
+from jflash.cli.command import Parser
+from jflash.cli.options.pair import check_pair, model_options
+from jflash.cli.options.values import at_least_1, check_seed, refuse
+
+KEPT = "kept"
+
+
+def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, metavar="M", help="default 30")
@@ -23,11 +22,9 @@ def make_parser(prog: str = "soak.py") -> Parser:
     add("--seed", type=int, default=0, help="of the load, default 0")
     add("--max-batch", type=int, default=4, metavar="B", help="of the server, default 4")
     add("--max-context", type=int, default=512, metavar="N", help="of the server, default 512")
-    result_options(parser, "kept")
     # `check_pair` reads these beside the pair.
     parser.set_defaults(system=None, no_chat_template=False, reasoning="off", draft_rule="greedy")
     parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    return parser
 
 
 def check(options: argparse.Namespace) -> None:
@@ -36,4 +33,3 @@ def check(options: argparse.Namespace) -> None:
     check_seed(options.seed)
     refuse(not 0 < options.minutes < 1e6, f"--minutes {options.minutes}: above 0")
     check_pair(options, drawn=False)
-    check_result(options)

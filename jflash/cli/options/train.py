@@ -1,4 +1,9 @@
-"""The options of train, by what they are about, and their first checks."""
+"""Trains a DFlash drafter for your target, on prompts that the target itself answers.
+
+A line of --data holds "prompt" (text, put through the target's chat template) or "prompt_ids", and
+with --keep-answers also "answer" (text) or "answer_ids" (stop token included). The same command
+goes on where it was stopped or killed; OUTPUT-work/training holds the curves.
+"""
 
 import argparse
 from pathlib import Path
@@ -9,12 +14,6 @@ from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, opt
 from jflash.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
 
-WHAT = "Trains a DFlash drafter for your target, on prompts that the target itself answers."
-EPILOG = """
-A line of --data holds "prompt" (text, put through the target's chat template) or "prompt_ids", and
-with --keep-answers also "answer" (text) or "answer_ids" (stop token included). The same command
-goes on where it was stopped or killed; OUTPUT-work/training holds the curves.
-"""
 # A new drafter's form without options; version 2 takes the second part as well.
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 FORM = {
@@ -23,8 +22,7 @@ FORM = {
 }
 
 
-def make_parser(prog: str = "train_drafter.py") -> Parser:
-    parser = Parser(prog, WHAT, EPILOG)
+def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="checkpoint folder, .gguf file or hub id; stays as it is")
     add("--data", type=Path, required=True, metavar="FILE.jsonl", help="a prompt a line")
@@ -36,7 +34,6 @@ def make_parser(prog: str = "train_drafter.py") -> Parser:
     _drafter_options(parser.add_argument_group("drafter").add_argument)
     _training_options(parser.add_argument_group("training").add_argument)
     _evaluation_options(parser.add_argument_group("τ on prompts that are not learnt").add_argument)
-    return parser
 
 
 def _answer_options(add) -> None:
