@@ -43,7 +43,8 @@ SPARSE = (0, 2)
 
 def moe_pair(drafter_seed: int = 1, moe: MoeSpec = MOE):
     """A target with experts in two of its three layers, and a drafter that agrees on little."""
-    target, drafter = target_config(moe=moe, sparse=SPARSE), drafter_config()
+    target = target_config(num_layers=3, moe=moe, sparse=SPARSE)
+    drafter = drafter_config(num_target_layers=3, target_layer_ids=(0, 2))
     models = Models(Target(target), Drafter(drafter), drafter.block_size)
     return Pair(models, Params(random_params(target, 0), random_params(drafter, drafter_seed)))
 

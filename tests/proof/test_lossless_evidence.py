@@ -123,13 +123,13 @@ def test_one_bit_of_any_compared_thing_is_found(case, decoded):
     longer = state.with_sequences(length=state.sequences.length + jnp.asarray([0, 1]))
     assert found(longer) == [("tokens", 1, end)]
     assert int(compare(run, run._replace(state=longer), lengths, True, 8).unrecorded) == 1
-    target = state._replace(target_cache=flipped(state.target_cache, 2, end - 2))
-    assert found(target) == [("target K/V of layer 2", 1, end - 2)]
+    target = state._replace(target_cache=flipped(state.target_cache, 1, end - 2))
+    assert found(target) == [("target K/V of layer 1", 1, end - 2)]
     drafter = state._replace(drafter_cache=flipped(state.drafter_cache, 1, 0))
     assert found(drafter) == [("context K/V of layer 1", 1, 0)]
     assert found(drafter, own_drafter=False) == []
     # The newest token has no K/V yet: what lies there is garbage.
-    assert found(state._replace(target_cache=flipped(state.target_cache, 2, end - 1))) == []
+    assert found(state._replace(target_cache=flipped(state.target_cache, 1, end - 1))) == []
 
 
 def test_kv_alone_is_told_with_the_logits_computed_from_it(case, decoded):
@@ -179,7 +179,7 @@ def test_width_1_partings_are_where_generate_parts(case, decoded):
     assert lossless_width_1.summary(same)["nats_at_width_w"] is None
 
     norm = case.params.target["norm"]["scale"]
-    target = case.params.target | {"norm": {"scale": norm * (1 + 0.5 * jnp.arange(32) / 32)}}
+    target = case.params.target | {"norm": {"scale": norm * (1 + jnp.arange(32) / 32)}}
     other = narrow._replace(params=Params(target, None))
     parted = lossless_width_1.partings(other, decoded.oracle, decoded.run, task)
     pair = random_pair()

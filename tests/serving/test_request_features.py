@@ -38,7 +38,7 @@ DRAWN = Sampling(temperature=0.8, top_p=0.9)
 def engines():
     """The pair at width 8, plain decoding, and width 4 with a drafter that knows one text: that
     which plain decoding gives for `ALL_KNOWN`."""
-    pair = one_arithmetic(random_pair())
+    pair = one_arithmetic(random_pair(2))
     pair = Pair(replace(pair.models, draft_rule="greedy"), pair.params)
     how: dict[str, Any] = dict(max_batch=4, max_context=192, prefill_chunk=64, steps_per_call=2)
     with Engine(pair, **how) as wide, Engine(pair.plain(), **how) as plain:

@@ -90,8 +90,8 @@ BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": False
 KINDS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
-    "hybrid, shared expert": {"moe": replace(MOE, shared_size=20), "sparse": (0, 1), **HYBRID},
-    "biases, experts": {"moe": MOE, "sparse": (0, 2), "tie_embeddings": True, **BIASES},
+    "hybrid, shared expert": {"moe": replace(MOE, shared_size=20), "sparse": (0,), **HYBRID},
+    "biases, experts": {"moe": MOE, "sparse": (1,), "tie_embeddings": True, **BIASES},
 }
 
 

@@ -41,7 +41,7 @@ WITHOUT = {
 
 
 def mixed_pair() -> Pair:
-    pair, config = random_pair(), target_config().attending(*LAYERS)
+    pair, config = random_pair(), target_config(num_layers=3).attending(*LAYERS)
     models = replace(pair.models, target=Target(config))
     return Pair(models, pair.params._replace(target=random_params(config, 0)))
 

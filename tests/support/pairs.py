@@ -22,7 +22,7 @@ TRUNK = {
     "vocab_size": 67,
     "hidden_size": 32,
     "intermediate_size": 40,
-    "num_layers": 3,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 16,
@@ -36,7 +36,7 @@ TRUNK = {
 }
 DELTA = DeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=12, taps=4)
 HYBRID = {
-    "deltas": (0, 2),
+    "deltas": (0,),
     "gated": True,
     "norm_shift": 1.0,
     "rope": RopeConfig(theta=1e4, scaling=None, rotary_dim=8),
@@ -59,8 +59,8 @@ def drafter_config(**changes) -> DrafterConfig:
         "num_layers": 2,
         "block_size": 8,
         "mask_token_id": 66,
-        "target_layer_ids": (0, 2),
-        "num_target_layers": 3,
+        "target_layer_ids": (0, 1),
+        "num_target_layers": 2,
         "input_embedding_scale": 1.0,
         "output_multiplier": 1.0,
         "final_logit_softcapping": None,

@@ -59,10 +59,8 @@ def decoding_hidden(tokens, anchor, drafter):
     config, params = drafter.config, PAIR.params
     ids, positions = tokens[None], jnp.arange(T)[None]
     alone = Rows(ids, positions, jnp.ones_like(ids), jnp.ones_like(ids, bool))
-    taps = config.target_layer_ids
-    _, features, _ = apply(
-        TARGET, params.target, ids, positions, (None,) * 3, causal_attend(alone), taps
-    )
+    taps, none = config.target_layer_ids, (None,) * TARGET.config.num_layers
+    _, features, _ = apply(TARGET, params.target, ids, positions, none, causal_attend(alone), taps)
     context = apply(drafter, params.drafter, features, positions, method="context")
     # What lies past the length is garbage by definition.
     garbage = [

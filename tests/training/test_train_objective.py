@@ -141,7 +141,12 @@ def test_loss_follows_its_objective(objective):
 @jax.jit
 def target_hidden(rows):
     out, _, _ = apply(
-        TARGET, PAIR.params.target, rows.tokens, rows.positions, (None,) * 3, causal_attend(rows)
+        TARGET,
+        PAIR.params.target,
+        rows.tokens,
+        rows.positions,
+        (None,) * TARGET.config.num_layers,
+        causal_attend(rows),
     )
     return out
 
