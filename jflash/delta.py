@@ -42,9 +42,8 @@ class DeltaNet(nn.Module):
         s, kernels = self.spec, over.kernels
         fused = self.inputs(x, kernels.matmul)
         heads = s.num_value_heads
-        edges = [s.mixed_width, s.mixed_width + s.out_width]
-        raw, z, ba = jnp.split(fused, edges, axis=-1)
-        out, cache = self._over(over, cache, raw, ba[..., :heads], ba[..., heads:])
+        raw, z, b, a = self.inputs.leaf.parts(fused)
+        out, cache = self._over(over, cache, raw, b, a)
         z = z.reshape(*z.shape[:2], heads, -1)
         out = op.gated_norm(out, z, self.norm.scale, self.eps, backend=kernels.delta)
         return self.out(out.reshape(*x.shape[:2], -1), kernels.matmul, residual), cache

@@ -38,7 +38,7 @@ class Kernel(nn.Module):
 
 
 class Experts(nn.Module):
-    """Parameters: router [D, E], gate_up [E, D, 2F] (the gate's columns first), down [E, F, D].
+    """Parameters: router [D, E], gate_up [E, D, 2F], down [E, F, D].
 
     A shared expert adds shared_gate_up, shared_down and shared_gate [D, 1].
     """
@@ -71,7 +71,9 @@ class Experts(nn.Module):
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
         rows, backend = flat[order // k], kernels.experts
-        inner = grouped_gate_up(rows, self.gate_up.kernel, sizes, backend=backend)
+        inner = grouped_gate_up(
+            rows, self.gate_up.kernel, sizes, self.gate_up.leaf.firsts, backend=backend
+        )
         outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
         # The inverse of the sort brings rows back to the tokens' order.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
@@ -83,7 +85,8 @@ class Experts(nn.Module):
 
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
         """The shared expert's output times its gate, whose logit is summed in a fixed order."""
-        inner = gate_up(x, self.shared_gate_up.kernel, backend=backend)
+        both = self.shared_gate_up
+        inner = gate_up(x, both.kernel, both.leaf.firsts, backend=backend)
         out = matmul(inner, self.shared_down.kernel, backend=backend)
         column = self.shared_gate.kernel[:, 0].astype(jnp.float32)
         gate = row_sum(rounded(x.astype(jnp.float32) * column)).astype(x.dtype)

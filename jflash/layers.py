@@ -60,10 +60,9 @@ class Projected(NamedTuple):
             *self[:5], heads=self.heads, dtype=dtype or self.x.dtype, backend=backend
         )
 
-    def gate(self, dtype: DTypeLike) -> Float[Array, "B T _"]:
-        """The columns after the heads."""
-        N, K, H = self.heads[:3]
-        pieces = self.x[:, :, : self.cos.shape[1], self.heads.first + (N + 2 * K) * H :]
+    def columns(self, first: int, count: int, dtype: DTypeLike) -> Float[Array, "B T _"]:
+        """Some columns as they are, rounded to `dtype`."""
+        pieces = self.x[:, :, : self.cos.shape[1], first : first + count]
         return pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0).astype(dtype)
 
     def write[C: Cache](
@@ -273,27 +272,38 @@ class Attention(nn.Module):
     ) -> Projected:
         """Keys and values without queries, from x's columns `first` …, as a projection."""
         s = self.spec
-        heads = heads_op.Heads(0, s.num_kv_heads, s.head_dim, self.eps, first)
+        k, v = (first + column for column in self.context_format.firsts)
+        heads = heads_op.Heads(0, s.num_kv_heads, s.head_dim, self.eps, (k, k, v))
         scale = self.k_norm.scale if s.qk_norm else None
         return Projected(x[None], None, scale, *rope_angles(positions, s.rope, s.head_dim), heads)
 
+    @property
+    def context_format(self) -> SideBySide:
+        """How `context_kernel` holds keys and values."""
+        return SideBySide((self.spec.kv_width // 2,) * 2)
+
     def context_kernel(self) -> tuple[Float[Array, "D C"], Float[Array, " C"] | None]:
         """The columns of keys and values of the fused kernel, and of its bias."""
-        first = self.spec.num_heads * self.spec.head_dim
-        columns = slice(first, first + self.spec.kv_width)
-        bias = self.qkv.bias[columns] if self.qkv.use_bias else None
-        return self.qkv.kernel[:, columns], bias
+
+        def keys_values(x):
+            _, k, v, *_ = self.qkv.leaf.parts(x)
+            return self.context_format.join([k, v])
+
+        bias = keys_values(self.qkv.bias) if self.qkv.use_bias else None
+        return keys_values(self.qkv.kernel), bias
 
     def __call__(self, x, positions, cache, over: Pass, residual):
         s = self.spec
-        heads = heads_op.Heads(s.num_heads, s.num_kv_heads, s.head_dim, self.eps)
+        q, k, v, *gate = self.qkv.leaf.firsts
+        heads = heads_op.Heads(s.num_heads, s.num_kv_heads, s.head_dim, self.eps, (q, k, v))
         scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else (None, None)
         angles = rope_angles(positions, s.rope, s.head_dim)
         projected = Projected(self.qkv.pieces(x, over.kernels.matmul), *scales, *angles, heads)
         out, cache = over.attend(s, projected, cache, self.sinks if s.sinks else None)
         out = out.reshape(*out.shape[:2], -1)
         if s.gated:
-            out = sigmoid_times(projected.gate(out.dtype), out, backend=over.kernels.matmul)
+            opened = projected.columns(gate[0], s.out_width, out.dtype)
+            out = sigmoid_times(opened, out, backend=over.kernels.matmul)
         return self.out(out, over.kernels.matmul, residual), cache
 
 
@@ -310,11 +320,12 @@ class MLP(nn.Module):
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
         if self.spec.bias:
-            gate, up = jnp.split(self.gate_up(x, kernels.matmul), 2, axis=-1)
+            gate, up = self.gate_up.leaf.parts(self.gate_up(x, kernels.matmul))
             inner = silu_times(gate, up, backend=kernels.matmul)
         else:
             flat = x.reshape(-1, x.shape[-1])
-            inner = gate_up(flat, self.gate_up.kernel, backend=kernels.matmul)
+            both = self.gate_up
+            inner = gate_up(flat, both.kernel, both.leaf.firsts, backend=kernels.matmul)
             inner = inner.reshape(*x.shape[:-1], -1)
         return self.down(inner, kernels.matmul, residual)
 

@@ -24,14 +24,19 @@ class SideBySide(NamedTuple):
 
     columns: tuple[int, ...]  # of each part
 
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first column of each part. This property and the two functions define the order."""
+        return tuple(itertools.accumulate(self.columns, initial=0))[:-1]
+
     def join(self, parts: Sequence[Any], axis: int = -1) -> Any:
-        """The array from its parts: this function alone defines their order."""
+        """The array from its parts."""
         return jnp.concatenate(parts, axis=axis)
 
     def split(self, x: Any) -> list[Any]:
         """The parts of an array, along its last axis."""
-        edges = itertools.pairwise([0, *itertools.accumulate(self.columns)])
-        return [x[..., first:last] for first, last in edges]
+        pairs = zip(self.firsts, self.columns, strict=True)
+        return [x[..., first : first + count] for first, count in pairs]
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,17 @@ class Leaf:
         if self.format is None:
             return self.shape
         return *self.shape[:-2], sum(self.format.columns)
+
+    @property
+    def firsts(self) -> Any:
+        """The first column of each part of a fused leaf."""
+        assert self.format is not None, self
+        return self.format.firsts
+
+    def parts(self, x: Any) -> list[Any]:
+        """The parts of a fused leaf, or of a product with it."""
+        assert self.format is not None, self
+        return self.format.split(x)
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:

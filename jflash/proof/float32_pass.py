@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import AttentionSpec, MoeSpec, TargetConfig
+from jflash.leaves import SideBySide
 from jflash.rope import rope_angles
 
 _dot = functools.partial(jnp.matmul, precision="highest")
@@ -58,8 +59,8 @@ def _attention(spec: AttentionSpec, params: Any, x: Array, eps: float) -> Array:
     assert not spec.sinks and not spec.gated
     T, N, K, H = len(x), spec.num_heads, spec.num_kv_heads, spec.head_dim
     cos, sin = (angle[0] for angle in rope_angles(jnp.arange(T)[None], spec.rope, H))
-    heads = _project(x, params["qkv"]).reshape(T, N + 2 * K, H)
-    q, k, v = heads[:, :N], heads[:, N : N + K], heads[:, N + K :]
+    fused = SideBySide((N * H, K * H, K * H)).split(_project(x, params["qkv"]))
+    q, k, v = (part.reshape(T, -1, H) for part in fused)
     if spec.qk_norm:
         q, k = _norm(q, params["q_norm"], eps), _norm(k, params["k_norm"], eps)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -92,7 +93,7 @@ def _project(x: Array, params: Any) -> Array:
 
 
 def _swiglu(x: Array) -> Array:
-    gate, up = jnp.split(x, 2, axis=-1)
+    gate, up = SideBySide((x.shape[-1] // 2,) * 2).split(x)
     return gate * jax.nn.sigmoid(gate) * up
 
 

@@ -4,8 +4,9 @@ Axes: R rows (each token once for every expert it goes to), E experts, K summed 
 F an expert's MLP width. Rows are sorted by expert: the first sizes[0] belong to expert 0, and so
 on; the sizes add up to R. Products are summed in float32; results have x's dtype.
 - grouped_matmul: every row times its own expert's w, rounded once.
-- grouped_gate_up: w holds the gate's F columns, then the up projection's F. Both products are
-  rounded to x's dtype, as a projection's output is; silu(gate) * up is rounded once more.
+- grouped_gate_up: w holds F columns of the gate and F of the up projection, from the columns
+  `firsts` on (None: the gate's first). Both products are rounded to x's dtype, as a projection's
+  output is; silu(gate) * up is rounded once more.
 - probabilities and weighted_sum: what comes before and after, by token; the reference's, which XLA
   compiles, with every backend but "canonical" and "cpu".
 A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.grouped_matmul import canonical, cpu, reference, triton, xla
+from pallas_kernels.halves import Firsts
 
 BACKENDS = {
     "canonical": canonical,
@@ -50,10 +52,15 @@ def grouped_matmul(
 
 
 def grouped_gate_up(
-    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"], *, backend: str
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K FF"],
+    sizes: Int[Array, " E"],
+    firsts: Firsts | None = None,
+    *,
+    backend: str,
 ) -> Float[Array, "R F"]:
     """silu(x @ gate) * (x @ up) by expert; see the contract. ValueError as `grouped_matmul`."""
-    return _backend(backend).grouped_gate_up(x, w, sizes)
+    return _backend(backend).grouped_gate_up(x, w, sizes, firsts)
 
 
 def probabilities(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fixed_order import rounded, row_sum
+from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.cpu import TILE, silu_times
 
 
@@ -39,9 +40,12 @@ def grouped_matmul(
 
 
 def grouped_gate_up(
-    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"]
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K FF"],
+    sizes: Int[Array, " E"],
+    firsts: Firsts | None = None,
 ) -> Float[Array, "R F"]:
-    return silu_times(*jnp.split(grouped_matmul(x, w, sizes), 2, axis=-1))
+    return silu_times(*halves(grouped_matmul(x, w, sizes), firsts))
 
 
 def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:

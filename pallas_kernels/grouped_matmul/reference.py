@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.halves import Firsts, halves
+
 
 def _product(x, w, sizes):
     every = jnp.einsum(
@@ -26,9 +28,12 @@ def grouped_matmul(
 
 
 def grouped_gate_up(
-    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"]
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K FF"],
+    sizes: Int[Array, " E"],
+    firsts: Firsts | None = None,
 ) -> Float[Array, "R F"]:
-    gate, up = jnp.split(_product(x, w, sizes).astype(jnp.float32), 2, axis=-1)
+    gate, up = halves(_product(x, w, sizes).astype(jnp.float32), firsts)
     return (gate / (1 + jnp.exp(-gate)) * up).astype(x.dtype)
 
 

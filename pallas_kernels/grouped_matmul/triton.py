@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
+from pallas_kernels.halves import Firsts
 
 BLOCK_N = 64
 BLOCK_K = 64
@@ -33,14 +34,19 @@ def grouped_matmul(
     x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"], interpret=False
 ) -> Float[Array, "R N"]:
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
-    return _call(x, w, sizes, w.shape[2], False, interpret)
+    return _call(x, w, sizes, w.shape[2], (0,), interpret)
 
 
 def grouped_gate_up(
-    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"], interpret=False
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K FF"],
+    sizes: Int[Array, " E"],
+    firsts: Firsts | None = None,
+    interpret=False,
 ) -> Float[Array, "R F"]:
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
-    return _call(x, w, sizes, w.shape[2] // 2, True, interpret)
+    columns = w.shape[2] // 2
+    return _call(x, w, sizes, columns, firsts or (0, columns), interpret)
 
 
 def divides(K: int, columns: int) -> bool:
@@ -71,7 +77,7 @@ def tiles_of(sizes: Int[Array, " E"], rows: int, block: int) -> Tiles:
     return Tiles(*(part.astype(jnp.int32) for part in (expert, begin, end)))
 
 
-def _call(x, w, sizes, columns: int, gated: bool, interpret: bool):
+def _call(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
     (R, K), E = x.shape, w.shape[0]
     if not (x.dtype == w.dtype == jnp.bfloat16 and divides(K, columns)):
         raise ValueError(
@@ -80,10 +86,10 @@ def _call(x, w, sizes, columns: int, gated: bool, interpret: bool):
         )
     block = row_block(R, E)
     tiles = tiles_of(sizes, R, block)
-    kernel = functools.partial(_kernel, block=block, columns=columns, gated=gated)
+    kernel = functools.partial(_kernel, block=block, firsts=firsts)
     return pl.pallas_call(
         kernel,
-        name="grouped_gate_up" if gated else "grouped_matmul",
+        name="grouped_gate_up" if len(firsts) > 1 else "grouped_matmul",
         grid=(columns // BLOCK_N, tiles.begin.shape[0]),
         out_shape=jax.ShapeDtypeStruct((R, columns), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
@@ -91,7 +97,7 @@ def _call(x, w, sizes, columns: int, gated: bool, interpret: bool):
     )(*tiles, x, w)
 
 
-def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, columns, gated):
+def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, firsts):
     column, tile = pl.program_id(0), pl.program_id(1)
     expert, begin, end = expert_ref[tile], begin_ref[tile], end_ref[tile]
 
@@ -99,7 +105,6 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, col
     def _():
         rows = begin + jnp.arange(block)
         at_column = column * BLOCK_N + jnp.arange(BLOCK_N)
-        halves = (0, columns) if gated else (0,)
 
         def add(i, sums):
             k = i * BLOCK_K + jnp.arange(BLOCK_K)
@@ -107,14 +112,14 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, col
             inside = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_K))
             x = plt.load(grid(x_ref, rows, k), mask=inside, other=0.0)
             return tuple(
-                total + plt.dot(x, plt.load(grid(w_ref, k, at_column + half, expert)))
-                for total, half in zip(sums, halves, strict=True)
+                total + plt.dot(x, plt.load(grid(w_ref, k, at_column + first, expert)))
+                for total, first in zip(sums, firsts, strict=True)
             )
 
         zeros = jnp.zeros((block, BLOCK_N), jnp.float32)
-        sums = lax.fori_loop(0, x_ref.shape[1] // BLOCK_K, add, tuple(zeros for _ in halves))
+        sums = lax.fori_loop(0, x_ref.shape[1] // BLOCK_K, add, tuple(zeros for _ in firsts))
         out = sums[0]
-        if gated:
+        if len(firsts) > 1:
             gate, up = (total.astype(out_ref.dtype).astype(jnp.float32) for total in sums)
             out = gate / (1 + jnp.exp(-gate)) * up
         mask = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_N))

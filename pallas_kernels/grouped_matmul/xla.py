@@ -1,9 +1,10 @@
 """The grouped GEMMs as XLA compiles `ragged_dot` for any device."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.halves import Firsts, halves
 
 
 def grouped_matmul(
@@ -13,7 +14,10 @@ def grouped_matmul(
 
 
 def grouped_gate_up(
-    x: Float[Array, "R K"], w: Float[Array, "E K FF"], sizes: Int[Array, " E"]
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K FF"],
+    sizes: Int[Array, " E"],
+    firsts: Firsts | None = None,
 ) -> Float[Array, "R F"]:
-    gate, up = jnp.split(grouped_matmul(x, w, sizes), 2, axis=-1)
+    gate, up = halves(grouped_matmul(x, w, sizes), firsts)
     return jax.nn.silu(gate) * up

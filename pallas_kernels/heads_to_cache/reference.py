@@ -21,8 +21,10 @@ def split_heads(
     x = x[:, :, :T]
     x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(dtype)
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
-    rows = x[:, :, heads.first : heads.first + (N + 2 * K) * H].reshape(B, T, N + 2 * K, H)
-    q, k, v = jnp.split(rows, [N, N + K], axis=2)
+    q, k, v = (
+        x[:, :, first : first + count * H].reshape(B, T, count, H)
+        for first, count in zip(heads.firsts, (N, K, K), strict=True)
+    )
     if q_scale is not None:
         q = rms_norm(q, q_scale, heads.eps)
     if k_scale is not None:

@@ -63,11 +63,14 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads, dtype, *, interpret=False)
 
 def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     *scale_refs, _, _, q_ref, k_ref, v_ref = rest
-    N, K, H, eps, first = heads
+    N, K, H, eps, (q_first, k_first, v_first) = heads
     P, T, half, dtype = x_ref.shape[0], slots_ref.shape[1], H // 2, q_ref.dtype
     head, b = pl.program_id(0), pl.program_id(1)
     row = pl.program_id(2) * ROWS + jnp.arange(ROWS)
     real = (row < T)[:, None]
+    # The column of head 0, if all heads were of this one's kind.
+    q_0, k_0, v_0 = (jnp.int32(n) for n in (q_first, k_first - N * H, v_first - (N + K) * H))
+    first = lax.select(head < N, q_0, lax.select(head < N + K, k_0, v_0))
     columns = first + head * H + jnp.arange(half)
 
     def rows_at(offset):

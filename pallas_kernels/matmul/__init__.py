@@ -8,8 +8,9 @@ float32; results have x's dtype.
   is x @ w, for a consumer that can add them up as it reads. P depends only on shape and backend: 1
   is the product itself in x's dtype, and more pieces are float32. R is M, but a single row may
   come back as several, of which the first counts.
-- gate_up: w holds the gate's F columns, then the up projection's F. Both products are rounded to
-  x's dtype, as a projection's output is; silu(gate) * up is float32 and rounded once.
+- gate_up: w holds F columns of the gate and F of the up projection, from the columns `firsts` on
+  (None: the gate's first). Both products are rounded to x's dtype, as a projection's output is;
+  silu(gate) * up is float32 and rounded once.
 - head_argmax: per row the id of the largest float32 logit, the lowest of equal ones. The head is
   [V, K]. The logits are never written.
 - head_logits: those logits in float32, by "cpu", by "canonical" or else by XLA.
@@ -41,6 +42,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, mosaic_gpu, reference, tuned, xla
 
 BACKENDS = {
@@ -82,10 +84,10 @@ def partial_products(
 
 
 def gate_up(
-    x: Float[Array, "M K"], w: Float[Array, "K FF"], *, backend: str
+    x: Float[Array, "M K"], w: Float[Array, "K FF"], firsts: Firsts | None = None, *, backend: str
 ) -> Float[Array, "M F"]:
     """silu(x @ gate) * (x @ up); see the module's contract. ValueError as `matmul`."""
-    return _backend(backend).gate_up(x, w)
+    return _backend(backend).gate_up(x, w, firsts)
 
 
 def silu_times(

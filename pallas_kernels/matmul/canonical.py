@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import few_rows, mosaic_gpu
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
@@ -34,7 +35,7 @@ def matmul(
         sums = partial_products(x, w, interpret=interpret)
         return add_pieces(sums, residual, dtype=x.dtype, interpret=interpret)
     if tuning is None:
-        return _few_rows(x, w, residual, 1, False, interpret)
+        return _few_rows(x, w, residual, 1, interpret)
     return mosaic_gpu.matmul(x, w, residual, tuning=tuning, interpret=interpret)
 
 
@@ -43,20 +44,24 @@ def partial_products(
 ) -> Float[Array, "P M N"]:
     P, tuning = _cut("matmul", x, w)
     if P > 1 and tuning is None:
-        return _few_rows(x, w, None, P, False, interpret)
+        return _few_rows(x, w, None, P, interpret)
     if P > 1 and tuning is not None and tuning.split_k > 1:
         return mosaic_gpu.partial_products(x, w, tuning=tuning, interpret=interpret)
     return matmul(x, w, interpret=interpret)[None]
 
 
 def gate_up(
-    x: Float[Array, "M K"], w: Float[Array, "K FF"], *, interpret: bool = False
+    x: Float[Array, "M K"],
+    w: Float[Array, "K FF"],
+    firsts: Firsts | None = None,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "M F"]:
     _pieces("gate_up", x, w)
     if len(x) > FEW_ROWS:
         tuning = canonical_tuning("gate_up", x.shape[0], x.shape[1], w.shape[1], 1)
-        return mosaic_gpu.gate_up(x, w, tuning=tuning, interpret=interpret)
-    return _few_rows(x, w, None, 1, True, interpret)
+        return mosaic_gpu.gate_up(x, w, firsts, tuning=tuning, interpret=interpret)
+    return _few_rows_gate_up(x, w, firsts or (0, w.shape[1] // 2), interpret)
 
 
 def head_argmax(
@@ -138,11 +143,16 @@ def _pieces(op: str, x, w) -> int:
 
 
 # One inner jit each: the call sites of all layers then share one compiled kernel.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _few_rows(x, w, residual, P: int, gated: bool, interpret: bool):
-    columns = w.shape[1] // (2 if gated else 1)
-    tile = few_rows_tile("gate_up" if gated else "matmul", len(x), x.shape[1], columns, P)
-    return few_rows.product(x, w, residual, pieces=P, tile=tile, gated=gated, interpret=interpret)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _few_rows(x, w, residual, P: int, interpret: bool):
+    tile = few_rows_tile("matmul", len(x), *w.shape, P)
+    return few_rows.product(x, w, residual, pieces=P, tile=tile, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _few_rows_gate_up(x, w, firsts: Firsts, interpret: bool):
+    tile = few_rows_tile("gate_up", len(x), x.shape[1], w.shape[1] // 2, 1)
+    return few_rows.product(x, w, pieces=1, tile=tile, halves=firsts, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(2,))

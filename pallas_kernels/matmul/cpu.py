@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fixed_order import rounded
+from pallas_kernels.halves import Firsts, halves
 
 TILE = 16
 
@@ -22,8 +23,10 @@ def matmul(
     return out if residual is None else residual + out
 
 
-def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
-    return silu_times(*jnp.split(matmul(x, w), 2, axis=-1))
+def gate_up(
+    x: Float[Array, "M K"], w: Float[Array, "K FF"], firsts: Firsts | None = None
+) -> Float[Array, "M F"]:
+    return silu_times(*halves(matmul(x, w), firsts))
 
 
 def silu_times(

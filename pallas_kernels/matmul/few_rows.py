@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
+from pallas_kernels.halves import Firsts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,15 +46,16 @@ def product(
     *,
     pieces: int,
     tile: Tile,
-    gated: bool = False,
+    halves: Firsts | None = None,
     interpret: bool = False,
 ) -> Float[Array, "..."]:
     """The sums of all pieces [P, M, N] in float32; of one piece the result in x's dtype.
 
-    The result is [M, N], or with `gated` [M, N / 2]. ValueError if the tile does not divide it.
+    The result is [M, N], or [M, N / 2] of two `halves`: one gates the other. ValueError if the tile
+    does not divide it.
     """
     (M, K), N = x.shape, w.shape[1]
-    columns = N // 2 if gated else N
+    columns = N // 2 if halves else N
     if columns % tile.columns or K % (pieces * tile.depth):
         raise ValueError(f"{tile} divides neither {columns} columns nor {pieces} pieces of {K}")
     out = (
@@ -61,11 +63,11 @@ def product(
         if pieces == 1
         else jax.ShapeDtypeStruct((pieces, M, N), jnp.float32)
     )
-    assert pieces == 1 or not (gated or residual is not None), "pieces are added first"
+    assert pieces == 1 or not (halves or residual is not None), "pieces are added first"
     inputs = (x, w) if residual is None else (x, w, residual)
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tile, length=K // pieces, gated=gated),
-        name="few_rows_gate_up" if gated else "few_rows",
+        functools.partial(_kernel, tile=tile, length=K // pieces, halves=halves),
+        name="few_rows_gate_up" if halves else "few_rows",
         grid=(columns // tile.columns, pieces, pl.cdiv(M, tile.rows)),
         out_shape=out,
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
@@ -73,30 +75,30 @@ def product(
     )(*inputs)
 
 
-def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, gated: bool):
+def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None):
     *residual, out_ref = rest
     M, many = x_ref.shape[0], len(out_ref.shape) == 3
     column, piece = pl.program_id(0) * tile.columns, pl.program_id(1)
     rows = pl.program_id(2) * tile.rows + jnp.arange(tile.rows)
     columns = column + jnp.arange(tile.columns)
-    halves = (0, w_ref.shape[1] // 2) if gated else (0,)
+    firsts = halves or (0,)
 
     def add(i, totals):
         k = piece * length + i * tile.depth + jnp.arange(tile.depth)
         x = _load(x_ref, rows, k, M)
         return tuple(
-            total + plt.dot(x, plt.load(grid(w_ref, k, columns + half)))
-            for total, half in zip(totals, halves, strict=True)
+            total + plt.dot(x, plt.load(grid(w_ref, k, columns + first)))
+            for total, first in zip(totals, firsts, strict=True)
         )
 
     zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    totals = lax.fori_loop(0, length // tile.depth, add, tuple(zeros for _ in halves))
+    totals = lax.fori_loop(0, length // tile.depth, add, tuple(zeros for _ in firsts))
     inside = jnp.broadcast_to((rows < M)[:, None], zeros.shape)
     if many:
         plt.store(grid(out_ref, rows, columns, piece), totals[0], mask=inside)
         return
     out = totals[0].astype(out_ref.dtype)
-    if gated:
+    if halves:
         out = silu_times(*(t.astype(out_ref.dtype).astype(jnp.float32) for t in totals))
     elif residual:
         added = _load(residual[0], rows, columns, M).astype(jnp.float32)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.tuning import (
     HEADS,
     WARPGROUP_ROWS,
@@ -59,12 +60,13 @@ def partial_products(
 def gate_up(
     x: Float[Array, "M K"],
     w: Float[Array, "K FF"],
+    firsts: Firsts | None = None,
     *,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M F"]:
     tuning = tuning or tuning_for("gate_up", x.shape[0], x.shape[1], w.shape[1])
-    return _gate_up(x, w, tuning, interpret)
+    return _gate_up(x, w, firsts or (0, w.shape[1] // 2), tuning, interpret)
 
 
 def head_argmax(
@@ -111,13 +113,12 @@ def _residual(x, w, residual, tuning, interpret):
     return _add_residual(out, residual)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _gate_up(x, w, tuning, interpret):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _gate_up(x, w, firsts, tuning, interpret):
     if tuning.split_k == 1:
-        return _launch("gate_up", x, w, None, tuning, interpret)
+        return _launch("gate_up", x, w, None, tuning, interpret, firsts)
     out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
-    gate, up = jnp.split(out, 2, axis=-1)
-    return _silu_times(gate, up, x.dtype)
+    return _silu_times(*halves(out, firsts), x.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -156,13 +157,13 @@ def plan_for(op: str, x, w, tuning: Tuning) -> Plan:
     return make_plan(op, x.shape[0], K, N, tuning)
 
 
-def _launch(op, x, w, residual, tuning, interpret):
+def _launch(op, x, w, residual, tuning, interpret, firsts=(0,)):
     """Runs the kernel: [M, N], or [S, M, N] float32 partial sums, or the argmax's two [C, M']."""
     M = len(x)
     if M > SWIZZLED_ROWS and M % SWIZZLED_ROWS:  # TMA takes whole tiles, or one that is not full
         missing = ((0, -M % SWIZZLED_ROWS), (0, 0))
         x, residual = (None if a is None else jnp.pad(a, missing) for a in (x, residual))
-        out = _launch(op, x, w, residual, tuning, interpret)
+        out = _launch(op, x, w, residual, tuning, interpret, firsts)
         return out if op == "head_argmax" else out[..., :M, :]
     plan, t = plan_for(op, x, w, tuning), tuning
     padded = pl.cdiv(plan.M, t.block_m) * t.block_m
@@ -174,7 +175,7 @@ def _launch(op, x, w, residual, tuning, interpret):
         shape = (t.split_k, *shape) if plan.split else shape
         out_type = jax.ShapeDtypeStruct(shape, _out_dtype(plan))
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
+        functools.partial(_kernel, plan=plan, firsts=firsts),
         out_type=out_type,
         scratch_types=_scratch(plan),
         grid=(plan.row_groups * plan.clusters,),
@@ -237,7 +238,7 @@ def _empty_barrier(plan: Plan):
     )
 
 
-def _kernel(*refs, plan: Plan, x_smem, w_smem, full, empty, **epilogue_refs):
+def _kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_refs):
     inputs, outputs = (refs[:3], refs[3:]) if plan.op == "residual" else (refs[:2], refs[2:])
     wg = lax.axis_index("wg")
     ring = _Ring(x_smem, w_smem, full, empty)
@@ -248,7 +249,7 @@ def _kernel(*refs, plan: Plan, x_smem, w_smem, full, empty, **epilogue_refs):
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _produce(plan, tiles, ring, inputs[0], inputs[1])
+        _produce(plan, tiles, ring, firsts, inputs[0], inputs[1])
 
     @pl.when(wg < plan.consumers)
     def _():
@@ -289,7 +290,7 @@ class _Tiles:
         return lax.div(column, per_split), tile * self.plan.half_n
 
 
-def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem):
+def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, firsts, x_gmem, w_gmem):
     t = plan.tuning
     tile_steps = t.walk * plan.k_steps
     steps = tiles.count * tile_steps
@@ -301,8 +302,8 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, x_gmem, w_gmem):
 
     def load_w(step):
         slot, k, column = place(step)
-        for half in range(plan.halves):
-            n = pl.ds(column + half * (plan.N // plan.halves), plan.half_n)
+        for half, first in enumerate(firsts):
+            n = pl.ds(column + first, plan.half_n)
             plgpu.copy_gmem_to_smem(
                 w_gmem.at[n, k] if plan.is_head else w_gmem.at[k, n],
                 ring.w.at[slot, half], ring.full.at[slot],

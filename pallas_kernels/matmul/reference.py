@@ -5,6 +5,8 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.halves import Firsts, halves
+
 
 def _product(x, w):
     return jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
@@ -19,9 +21,11 @@ def matmul(
     return (residual.astype(jnp.float32) + out.astype(jnp.float32)).astype(x.dtype)
 
 
-def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
+def gate_up(
+    x: Float[Array, "M K"], w: Float[Array, "K FF"], firsts: Firsts | None = None
+) -> Float[Array, "M F"]:
     rounded = _product(x, w).astype(x.dtype).astype(jnp.float32)
-    gate, up = jnp.split(rounded, 2, axis=-1)
+    gate, up = halves(rounded, firsts)
     return (gate / (1 + jnp.exp(-gate)) * up).astype(x.dtype)
 
 

@@ -8,6 +8,7 @@ makes XLA leave its tensor-core kernels for reductions on the vector units (at [
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import mosaic_gpu, xla
 from pallas_kernels.matmul.tuning import pieces_of, winner
 
@@ -33,11 +34,13 @@ def partial_products(x: Float[Array, "M K"], w: Float[Array, "K N"]) -> Float[Ar
     return jnp.einsum("RPK,PKN->PRN", *cut, preferred_element_type=jnp.float32)
 
 
-def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
+def gate_up(
+    x: Float[Array, "M K"], w: Float[Array, "K FF"], firsts: Firsts | None = None
+) -> Float[Array, "M F"]:
     tuning = winner("gate_up", x.shape[0], x.shape[1], w.shape[1])
     if tuning and x.dtype == w.dtype == jnp.bfloat16:
-        return mosaic_gpu.gate_up(x, w, tuning=tuning)
-    return xla.gate_up(_several(x), w)[: len(x)]
+        return mosaic_gpu.gate_up(x, w, firsts, tuning=tuning)
+    return xla.gate_up(_several(x), w, firsts)[: len(x)]
 
 
 def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array, " M"]:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.halves import Firsts, halves
+
 
 def matmul(
     x: Float[Array, "M K"], w: Float[Array, "K N"], residual: Float[Array, "M N"] | None = None
@@ -12,8 +14,10 @@ def matmul(
     return out if residual is None else residual + out
 
 
-def gate_up(x: Float[Array, "M K"], w: Float[Array, "K FF"]) -> Float[Array, "M F"]:
-    return silu_times(*jnp.split(jnp.matmul(x, w, precision="highest"), 2, axis=-1))
+def gate_up(
+    x: Float[Array, "M K"], w: Float[Array, "K FF"], firsts: Firsts | None = None
+) -> Float[Array, "M F"]:
+    return silu_times(*halves(jnp.matmul(x, w, precision="highest"), firsts))
 
 
 def silu_times(

@@ -10,13 +10,14 @@ import pytest
 from pallas_kernels.heads_to_cache import Heads, heads_to_cache, reference, triton
 from tests.support.attention_checks import ON_GPU
 
-# P, B, T, N, K, H, S, normed, first column, dtype
+# P, B, T, N, K, H, S, normed, first column (TURNED: the heads in reverse order), dtype
+TURNED = -1
 CASES = [
     (1, 2, 16, 8, 2, 64, 64, True, 0, "bfloat16"),
     (1, 3, 5, 4, 4, 128, 32, True, 0, "float32"),
     (1, 1, 1, 8, 2, 64, 64, False, 0, "bfloat16"),
     (1, 2, 10, 0, 2, 64, 64, True, 256, "float32"),  # keys and values of a drafter's context
-    (1, 2, 3, 6, 2, 16, 40, True, 0, "float32"),
+    (1, 2, 3, 6, 2, 16, 40, True, TURNED, "float32"),
     (4, 2, 5, 8, 2, 64, 64, True, 0, "bfloat16"),  # the pieces of a product split over K
     (3, 1, 1, 4, 2, 16, 40, True, 0, "float32"),
 ]
@@ -50,9 +51,12 @@ def inputs(case, seed=0):
     begin = np.array([S - T // 2 if b == 0 and T > 1 else 3 + b for b in range(B)])
     slots = jnp.asarray(begin[:, None] + np.arange(T), jnp.int32)
     rows = 16 if P > 1 and B * T == 1 else T  # a single row comes with company
+    columns = first, first + N * H, first + (N + K) * H
+    if first == TURNED:
+        first, columns = 0, (2 * K * H, K * H, 0)
     x = normal(P, B, rows, first + (N + 2 * K) * H).astype(dtype if P == 1 else "float32")
     caches = normal(B, S, K, H), normal(B, S, K, H)
-    return (x, *scales, cos, sin, *caches, slots), Heads(N, K, H, 1e-6, first)
+    return (x, *scales, cos, sin, *caches, slots), Heads(N, K, H, 1e-6, columns)
 
 
 def test_a_rows_bits_do_not_depend_on_the_width():
@@ -76,13 +80,14 @@ def by_hand(args, heads):
         None if a is None else np.asarray(a, np.float64) for a in args
     )
     x = x.sum(axis=0)
-    N, K, H, eps, first = heads
+    N, K, H, eps, firsts = heads
     B, T = slots.shape
     q, k, v = np.zeros((B, T, N, H)), k.copy(), v.copy()
     for b in range(B):
         for t in range(T):
             for head in range(N + 2 * K):
-                row = x[b, t, first + head * H : first + (head + 1) * H]
+                kind, number = (0, head) if head < N else (1 + (head - N) // K, (head - N) % K)
+                row = x[b, t, firsts[kind] + number * H :][:H]
                 scale = q_scale if head < N else k_scale
                 if head < N + K:
                     if scale is not None:

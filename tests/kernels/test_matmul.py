@@ -59,6 +59,7 @@ def test_reference_is_the_contract():
     close(matmul(x, w, r, backend="reference"), wide[2] + product)
     gate, up = np.split(product, 2, axis=1)
     close(gate_up(x, w, backend="reference"), gate / (1 + np.exp(-gate)) * up)
+    close(gate_up(x, w, (6, 0), backend="reference"), up / (1 + np.exp(-up)) * gate)
     ids = head_argmax(x, w.T, backend="reference")
     np.testing.assert_array_equal(ids, (wide[0] @ wide[1]).argmax(axis=1))
 
@@ -70,7 +71,9 @@ def test_xla_equals_reference(dtype):
         got = matmul(*args, backend="xla")
         assert got.dtype == dtype
         close(got, matmul(*args, backend="reference"), dtype)
-    close(gate_up(x, w, backend="xla"), gate_up(x, w, backend="reference"), dtype)
+    for firsts in (None, (16, 0)):
+        got = gate_up(x, w, firsts, backend="xla")
+        close(got, gate_up(x, w, firsts, backend="reference"), dtype)
     ids = [head_argmax(x, w.T, backend=name) for name in ("xla", "reference")]
     np.testing.assert_array_equal(*ids)
 
@@ -99,7 +102,8 @@ def test_mosaic_equals_reference(cut):
     close(mosaic_gpu.matmul(x, w, **how), matmul(x, w, backend="reference"))
     close(mosaic_gpu.matmul(x, w, r, **how), matmul(x, w, r, backend="reference"))
     if tuning.block_n % 32 == 0:  # halves of 16, the least that a swizzle takes
-        close(mosaic_gpu.gate_up(x, w, **how), gate_up(x, w, backend="reference"))
+        firsts = (N // 2, 0)  # the other order: the usual one has 0 first
+        close(mosaic_gpu.gate_up(x, w, firsts, **how), gate_up(x, w, firsts, backend="reference"))
 
 
 @interpreted

@@ -97,7 +97,7 @@ def test_xlas_norm_is_caught():
 
 
 def heads_of(backend: str, dtype):
-    heads = heads_to_cache.Heads(4, 2, 64, 1e-6)
+    heads = heads_to_cache.Heads(4, 2, 64, 1e-6, (0, 4 * 64, 6 * 64))
     scale = draw(5, 64, dtype=dtype)
 
     def op(x, angle):

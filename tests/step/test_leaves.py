@@ -8,13 +8,15 @@ import pytest
 from jflash.bench.shapes import model_shape
 from jflash.config import MoeSpec
 from jflash.io import assemble, load_target, save_checkpoint
+from jflash.kernels import XLA
+from jflash.layers import Block
 from jflash.leaves import Leaf, SideBySide
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
-from jflash.models.params import abstract_params, decoding_params, random_params
+from jflash.models.params import abstract_params, decoding_params, leaf_paths, random_params
 from jflash.programs import Shape, compile_programs, new_state
 from jflash.speculative import Models, Params
-from tests.support.pairs import target_config
+from tests.support.pairs import drafter_config, target_config
 
 AXES = {"qkv": ("embed", "kv_heads", "qkv"), "gate_up": ("embed", "gate_up", "mlp")}
 
@@ -58,11 +60,15 @@ def turned_round(monkeypatch):
     def split(self, x):
         return jnp.split(x, np.cumsum(self.columns[::-1])[:-1], -1)[::-1]
 
+    def firsts(self):
+        return tuple(sum(self.columns[i + 1 :]) for i in range(len(self.columns)))
+
     def turn():
         for compiled in (assemble._join, assemble._join_experts):
             compiled.clear_cache()
         monkeypatch.setattr(SideBySide, "join", join)
         monkeypatch.setattr(SideBySide, "split", split)
+        monkeypatch.setattr(SideBySide, "firsts", property(firsts))
 
     yield turn
     for compiled in (assemble._join, assemble._join_experts):
@@ -83,6 +89,55 @@ def test_only_the_format_knows_where_parts_lie(experts, tmp_path, turned_round):
     save_checkpoint(tmp_path / "two", config, turned, "float32")
     files = [tmp_path / name / "model.safetensors" for name in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qkv_bias": True, "mlp_bias": True}, {"gated": True, "moe": MOE, "deltas": (1,)}],
+    ids=["dense", "hybrid"],
+)
+def test_a_format_changes_no_result(changes, turned_round):
+    """Turned round, models compute what they did: no layer and no kernel knows the order."""
+    configs = target_config(**changes), drafter_config()
+    params = [random_params(config, i) for i, config in enumerate(configs)]
+    parts = [split_leaves(config, p) for config, p in zip(configs, params, strict=True)]
+    want = features_and_context(*configs, *params)
+    turned_round()
+    turned = [join_leaves(*pair) for pair in zip(configs, parts, strict=True)]
+    unequal = jax.tree.map(lambda a, b: not np.array_equal(a, b), params, turned)
+    assert sum(jax.tree.leaves(unequal)) > 6
+    got = features_and_context(*configs, *turned)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+def split_leaves(config, params):
+    """The parts of each fused leaf by path, the whole of each other."""
+    values = dict(zip(leaf_paths(config), jax.tree.leaves(params), strict=True))
+    return {
+        path: leaf.format.split(values[path]) if leaf.format else values[path]
+        for path, leaf in leaf_paths(config).items()
+    }
+
+
+def join_leaves(config, parts):
+    formats = {path: leaf.format for path, leaf in leaf_paths(config).items()}
+    joined = {p: formats[p].join(x) if formats[p] else x for p, x in parts.items()}
+    return assemble.nest(joined)
+
+
+def features_and_context(target, drafter, target_params, drafter_params):
+    """A block through the target, and the keys and values that the drafter takes of it."""
+    models = Models(Target(target), Drafter(drafter), 8)
+    caches = models.target.empty_states(1, 64, 8, "float32")
+    over = Block(jnp.zeros(1, jnp.int32), jnp.full(1, 8), XLA)
+    positions = jnp.arange(8)[None]
+    hidden, features, _ = models.target.apply(
+        {"params": target_params}, positions % 7, positions, caches, over, models.taps
+    )
+    context = models.drafter.apply(
+        {"params": drafter_params}, features, positions, method="context"
+    )
+    return hidden, [projected.split() for projected in context]
 
 
 def test_a_later_load_joins_as_before(tmp_path):

@@ -113,7 +113,9 @@ class ReplayDrafter(Drafter):
     def context(self, features, positions, kernels=XLA):
         c = self.config
         mixer = c.mixers[0]
-        heads = Heads(0, mixer.num_kv_heads, mixer.head_dim, c.rms_norm_eps)
+        heads = Heads(
+            0, mixer.num_kv_heads, mixer.head_dim, c.rms_norm_eps, (0, 0, mixer.kv_width // 2)
+        )
         rows = jnp.zeros((*positions.shape, mixer.kv_width))
         angles = rope_angles(positions, mixer.rope, mixer.head_dim)
         return (Projected(rows[None], None, None, *angles, heads),) * c.num_layers
