@@ -15,7 +15,7 @@ does not hold for rings, which only drafters have.
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import mosaic_gpu
-from pallas_kernels.block_attention.mosaic_gpu import ROWS, Tiles
+from pallas_kernels.block_attention.mosaic_task import ROWS, Tiles
 from pallas_kernels.block_attention.pieces import PIECE
 
 BLOCK = 64

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_attention import canonical, mosaic_gpu, pieces, reference
-from pallas_kernels.block_attention.mosaic_gpu import Tiles
+from pallas_kernels.block_attention.mosaic_task import Tiles
 from tests.support.attention_checks import ON_GPU
 
 interpreted = pytest.mark.skipif(

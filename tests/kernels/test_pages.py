@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_attention import PAGE, cpu, gathered, mosaic_gpu, xla
-from pallas_kernels.block_attention.mosaic_gpu import Tiles
+from pallas_kernels.block_attention.mosaic_task import Tiles
 from tests.support.attention_checks import ON_GPU
 
 # Sequences of 3 columns; two share a page, one ends before its last column, which is no page.

@@ -1,0 +1,129 @@
+"""How block attention on Hopper is cut: the tiles, and the slots that a row and a tile see.
+
+This file knows no kernel: the same constants serve the launch, the walk and the sum of chunks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+ROWS = 64  # of a wgmma
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the work is cut. Results depend on `chunk` and `block` in their last bits."""
+
+    chunk: int  # slots a CTA walks
+    block: int  # slots loaded and multiplied at a time
+    stages: int  # blocks of K and of V on their way or in use
+    walk: bool = False  # a CTA takes all chunks in turn, and merges each with those before
+    ordered: bool = False  # chunks of several CTAs are merged one after the other, as by a walk
+
+    def __post_init__(self):
+        if self.block % 64 or not 64 <= self.block <= 256:
+            raise ValueError(f"block is {self.block}: it must be 64, 128, 192 or 256")
+        if self.chunk < 1 or self.chunk % self.block:
+            raise ValueError(f"chunk is {self.chunk}: it must be a multiple of {self.block=}")
+        if not 1 <= self.stages <= self.chunk // self.block:
+            raise ValueError(f"stages is {self.stages}: it must be 1 to {self.chunk // self.block}")
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Upper bound of the first kernel's shared memory."""
+        columns = min(head_dim, 128)
+        once = ROWS * (head_dim + self.block + columns)  # queries, weights, the result
+        return 2 * (once + self.stages * self.block * (head_dim + columns)) + 2048
+
+
+def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
+    """Tiles for sizes known at compile time.
+
+    T is not among them, so a block of any width is cut alike. A full cache makes about two CTAs a
+    multiprocessor; one more chunk costs 64·H floats written and read again, so chunks are 128 at
+    least (a whole step of an 8B pair at batch 1 and 2048 slots on an H200: 5.55 ms, with chunks of
+    64 5.59; at batch 8 chunks of 512 took 6.99, of 256 7.07, of 128 7.20).
+    """
+    block = 64
+    chunks = max(1, min(2 * 132 // (B * K), S // (2 * block)))
+    chunk = -(-S // (chunks * block)) * block
+    # Two CTAs a multiprocessor must fit.
+    stages = min({64: 4, 128: 2, 256: 1}[H], chunk // block)
+    return Tiles(chunk=chunk, block=block, stages=stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The constants of a compiled kernel."""
+
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+    H: int
+    tiles: Tiles
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    ring: bool
+    paged: bool = False
+
+    @property
+    def row_tiles(self) -> int:
+        return pl.cdiv(self.T, ROWS // self.G)
+
+    @property
+    def queries(self) -> int:
+        """Whole queries of a row tile: row r is query r // G, head r % G."""
+        return pl.cdiv(self.T, self.row_tiles)
+
+    @property
+    def chunks(self) -> int:
+        """CTAs along the slots."""
+        return 1 if self.tiles.walk else pl.cdiv(self.S, self.tiles.chunk)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result in a CTA's registers; a wide head takes two CTAs."""
+        return min(self.H, 128)
+
+    @property
+    def grid(self) -> dict[str, Any]:
+        # The last axis runs fastest: CTAs that read the same slots, then neighbours in memory.
+        return {
+            "grid": (self.B, self.chunks, self.K, self.row_tiles, self.H // self.columns),
+            "grid_names": ("batch", "chunk", "head", "tile", "part"),
+        }
+
+    def seen(self, length, width, query):
+        """[first, last) slot that `query` of the block sees: always one run of slots."""
+        # T more than any width: so `last` is a number a row even where all rows see alike.
+        last = length + jnp.minimum(query + (1 if self.causal else self.T), width)
+        first = jnp.zeros_like(query)
+        if self.window is not None:
+            first = jnp.maximum(length + query - self.window + 1, 0)
+            if not self.causal:
+                last = jnp.minimum(last, length + query + self.window)
+        return first, last if self.ring else jnp.minimum(last, self.S)
+
+    def seen_by_tile(self, length, width, tile):
+        """[first, last) slot that some query of a row tile sees; of a ring, positions."""
+        top = tile * self.queries
+        return self.seen(length, width, top)[0], self.seen(length, width, top + self.queries - 1)[1]
+
+    def read_by_tile(self, length, width, tile):
+        """[first, last) slot to read: all, once a ring's last positions have come around."""
+        first, last = self.seen_by_tile(length, width, tile)
+        if self.ring:
+            around = last > self.S
+            first, last = jnp.where(around, 0, first), jnp.where(around, self.S, last)
+        return first, last
+
+    def after(self, place, first):
+        """How many slots of a ring `place` comes after `first`; both may be positions."""
+        steps = lax.rem(place, self.S) - lax.rem(first, self.S)
+        return steps + jnp.where(steps < 0, self.S, 0)

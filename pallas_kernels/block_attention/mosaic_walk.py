@@ -1,0 +1,217 @@
+"""The walk of a CTA: the online softmax over the blocks of slots that its rows see.
+
+Keys and values pass through a ring of shared memory; see `mosaic_gpu` for the whole.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.block_attention.combine import LOG2E
+from pallas_kernels.block_attention.mosaic_task import ROWS, Task
+from pallas_kernels.block_attention.pieces import LOWEST, merge
+
+LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT = LAYOUT.reduce(1)
+# pyright: reportAbstractUsage=false
+SWIZZLED_ROWS = 8
+SWIZZLED = (plgpu.TilingTransform((SWIZZLED_ROWS, 64)), plgpu.SwizzleTransform(128))
+
+
+class Memory(NamedTuple):
+    """A CTA's shared memory and barriers."""
+
+    q: Any  # [ROWS, H]
+    k: Any  # [stages, block, H]
+    v: Any  # [stages, block, columns]
+    p: Any  # [ROWS, block]
+    q_bar: Any
+    k_bar: Any
+    v_bar: Any
+
+
+def scratch(task: Task) -> list[Any]:
+    """The types of Memory's fields."""
+    tiles = task.tiles
+
+    def operand(*shape):
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+
+    return [
+        operand(ROWS, task.H),
+        operand(tiles.stages, tiles.block, task.H),
+        operand(tiles.stages, tiles.block, task.columns),
+        # The weights pass through shared memory: ptxas before 13.3 is reported to miscompile a
+        # pipelined wgmma whose left operand is in registers.
+        operand(ROWS, tiles.block),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_barriers=tiles.stages),
+        plgpu.Barrier(num_barriers=tiles.stages),
+    ]
+
+
+def walk(
+    task: Task,
+    q_ref,  # [B, K, tiles, up to ROWS, H]
+    k_ref,  # [B, S, K, H], or pages [_, block, K, H]
+    v_ref,
+    table_ref,  # [B, S / block]: the page of each block; None without pages
+    length,
+    width,
+    at,  # batch, chunk, head, tile, part
+    memory: Memory,
+):
+    """The online softmax over a chunk's visible blocks, or over all of them: sums of values
+    [ROWS, columns], the scale of each row and the sum of its weights [ROWS], see `pieces`.
+    """
+    b, chunk, head, tile, part = at
+    block, stages, steps = task.tiles.block, task.tiles.stages, task.tiles.chunk // task.tiles.block
+    first_read, last_read = task.read_by_tile(length, width, tile)
+    begin, end = lax.div(first_read, block), lax.div(last_read + block - 1, block)
+    if not task.tiles.walk:
+        begin, end = jnp.maximum(chunk * steps, begin), jnp.minimum((chunk + 1) * steps, end)
+
+    def fetch(i):
+        slot = lax.rem(i - begin, stages)
+        if task.paged:
+            here = (table_ref[b, i], pl.ds(0, block), head)
+        else:
+            here = (b, pl.ds(i * block, block), head)
+        values = v_ref.at[(*here, pl.ds(part * task.columns, task.columns))]
+        plgpu.copy_gmem_to_smem(k_ref.at[here], memory.k.at[slot], memory.k_bar.at[slot])
+        plgpu.copy_gmem_to_smem(values, memory.v.at[slot], memory.v_bar.at[slot])
+
+    # Rows past the last are zeros by TMA.
+    plgpu.copy_gmem_to_smem(q_ref.at[b, head, tile, pl.ds(0, ROWS)], memory.q, memory.q_bar)
+    for i in range(stages):
+        pl.when(begin + i < end)(partial(fetch, begin + i))
+    sight = _sight(task, length, width, tile)
+    plgpu.barrier_wait(memory.q_bar)
+
+    def step(i, carry):
+        carry = _add_block(task, sight, memory, i, lax.rem(i - begin, stages), carry)
+        if task.tiles.walk or steps > stages:
+            pl.when(i + stages < end)(partial(fetch, i + stages))
+        return carry
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, task.columns), jnp.float32), LAYOUT)
+    zero = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW_LAYOUT)
+    lowest = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
+    nothing = (zeros, lowest, zero)
+    if not task.tiles.walk:
+        return lax.fori_loop(begin, end, step, nothing)
+
+    def piece(j, before):
+        first, last = jnp.maximum(begin, j * steps), jnp.minimum(end, (j + 1) * steps)
+        return merge(before, lax.fori_loop(first, last, step, nothing), across)
+
+    return lax.fori_loop(lax.div(begin, steps), lax.div(end + steps - 1, steps), piece, nothing)
+
+
+class _Sight(NamedTuple):
+    """[first, last) slot that some row of the tile sees, and that each row sees [ROWS]."""
+
+    first: Any
+    last: Any
+    row_first: Any
+    row_last: Any
+    row_begin: Any  # of a ring: the slot of row_first
+
+
+def _sight(task: Task, length, width, tile) -> _Sight:
+    first, last = task.seen_by_tile(length, width, tile)
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+    row_first, row_last = task.seen(length, width, tile * task.queries + lax.div(row, task.G))
+    return _Sight(first, last, row_first, row_last, lax.rem(row_first, task.S))
+
+
+def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, carry):
+    """The sums with block i, which lies or arrives at `slot` of the ring."""
+    acc, top, total = carry
+    plgpu.barrier_wait(memory.k_bar.at[slot])
+
+    def qk(acc_ref):
+        plgpu.wgmma(acc_ref, memory.q, memory.k.at[slot].transpose((1, 0)))
+        return acc_ref[...]
+
+    scores = plgpu.WGMMAAccumulatorRef((ROWS, task.tiles.block), jnp.float32)
+    logits = _logits(task, pl.run_scoped(qk, scores))
+    logits = jnp.where(_visible(task, sight, i), logits, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.round(logits.max(axis=1)))
+    weights = jnp.exp2(logits - across(new_top, logits))
+    shrink = jnp.exp2(top - new_top)
+    total = total * shrink + weights.sum(axis=1)
+
+    memory.p[...] = weights.astype(jnp.bfloat16)
+    plgpu.barrier_wait(memory.v_bar.at[slot])
+    _clear_unseen(task, sight, memory.v.at[slot], i)
+    plgpu.commit_smem()
+
+    def pv(acc_ref):
+        plgpu.wgmma(acc_ref, memory.p, memory.v.at[slot])
+        return acc_ref[...]
+
+    added = pl.run_scoped(pv, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
+    return acc * across(shrink, acc) + added, new_top, total
+
+
+def _visible(task: Task, sight: _Sight, i):
+    """Which slots of block i each row sees: [ROWS, block]."""
+    block = task.tiles.block
+    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, block), 1, layout=LAYOUT)
+    if task.ring:
+        after = column - across(sight.row_begin - i * block, column)
+        after += jnp.where(after < 0, task.S, 0)
+        return after < across(sight.row_last - sight.row_first, column)
+    visible = column < across(sight.row_last - i * block, column)
+    if task.window is not None:
+        visible &= column >= across(sight.row_first - i * block, column)
+    return visible
+
+
+def _clear_unseen(task: Task, sight: _Sight, v_s, i):
+    """Zeroes values that no row sees: 0 * NaN is NaN. At most two blocks have any."""
+    block, (first, last, *_) = task.tiles.block, sight
+    if task.ring:
+        dead = task.S - (last - first)
+        outside = task.after(i * block, last) < dead
+        outside |= (task.after(last, i * block) < block) & (dead > 0)
+        pl.when(outside)(lambda: _clear_ring(task, v_s, i * block, first, last))
+        return
+    outside = (i + 1) * block > last
+    if task.window is not None:
+        outside |= i * block < first
+    pl.when(outside)(lambda: _clear(v_s, first - i * block, last - i * block))
+
+
+def across(per_row, like):
+    """[ROWS] to the shape of `like` [ROWS, …]."""
+    return lax.broadcast_in_dim(per_row, like.shape, [0])
+
+
+def _logits(task: Task, products):
+    """Scores in units of log 2, for exp2."""
+    if task.softcap is None:
+        return products * (task.scale * LOG2E)
+    # The device's tanh has only 11 good bits, which is too few once multiplied by the cap.
+    twice = jnp.exp2(products * (2 * task.scale * LOG2E / task.softcap))
+    return task.softcap * LOG2E - (2 * task.softcap * LOG2E) / (twice + 1)
+
+
+def _clear(v_s, first, last):
+    """Zeroes the rows of v_s [block, columns] outside [first, last)."""
+    row = plgpu.broadcasted_iota(jnp.int32, v_s.shape, 0, layout=LAYOUT)
+    values = plgpu.load(v_s, layout=LAYOUT)
+    v_s[...] = jnp.where((row >= first) & (row < last), values, jnp.zeros_like(values))
+
+
+def _clear_ring(task: Task, v_s, begin, first, last):
+    """Zeroes rows of v_s, a ring's slots from begin, whose position is not in [first, last)."""
+    row = plgpu.broadcasted_iota(jnp.int32, v_s.shape, 0, layout=LAYOUT)
+    values = plgpu.load(v_s, layout=LAYOUT)
+    seen = task.after(row + begin, first) < last - first
+    v_s[...] = jnp.where(seen, values, jnp.zeros_like(values))
