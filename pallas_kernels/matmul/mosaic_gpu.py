@@ -11,28 +11,23 @@ with zeros by TMA on the way in and clipped on the way out, so they cost no memo
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts, halves
-from pallas_kernels.matmul.tuning import (
-    HEADS,
-    WARPGROUP_ROWS,
-    Plan,
-    Tuning,
-    make_plan,
-    tuning_for,
+from pallas_kernels.matmul.mosaic_kernel import (
+    SWIZZLED_ROWS,
+    add_residual,
+    kernel,
+    out_dtype,
+    scratch,
+    silu_times,
 )
-
-PRODUCER_REGISTERS = 40
-WGMMA = plgpu.Layout.WGMMA
-SWIZZLED_ROWS = 8  # of a tile of shared memory's layout, see `_tiled`
+from pallas_kernels.matmul.tuning import HEADS, Plan, Tuning, make_plan, tuning_for
 
 
 def matmul(
@@ -110,7 +105,7 @@ def _residual(x, w, residual, tuning, interpret):
     if tuning.split_k == 1:
         return _launch("residual", x, w, residual, tuning, interpret)
     out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
-    return _add_residual(out, residual)
+    return add_residual(out, residual)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -118,7 +113,7 @@ def _gate_up(x, w, firsts, tuning, interpret):
     if tuning.split_k == 1:
         return _launch("gate_up", x, w, None, tuning, interpret, firsts)
     out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
-    return _silu_times(*halves(out, firsts), x.dtype)
+    return silu_times(*halves(out, firsts), x.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -136,16 +131,6 @@ def _head_logits(x, head, tuning, interpret):
 def _sum_splits(out):
     """[S, M, N] partial sums, added in the order of K; an unsplit result passes through."""
     return out if out.ndim == 2 else functools.reduce(jnp.add, list(out))
-
-
-def _add_residual(out, residual):
-    rounded = out.astype(residual.dtype).astype(jnp.float32)
-    return (residual.astype(jnp.float32) + rounded).astype(residual.dtype)
-
-
-def _silu_times(gate, up, dtype):
-    gate, up = (v.astype(dtype).astype(jnp.float32) for v in (gate, up))
-    return (gate / (1 + jnp.exp(-gate)) * up).astype(dtype)
 
 
 def plan_for(op: str, x, w, tuning: Tuning) -> Plan:
@@ -173,11 +158,11 @@ def _launch(op, x, w, residual, tuning, interpret, firsts=(0,)):
     else:
         shape = (plan.M, plan.N // plan.halves)
         shape = (t.split_k, *shape) if plan.split else shape
-        out_type = jax.ShapeDtypeStruct(shape, _out_dtype(plan))
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, firsts=firsts),
+        out_type = jax.ShapeDtypeStruct(shape, out_dtype(plan))
+    launch = plgpu.kernel(
+        functools.partial(kernel, plan=plan, firsts=firsts),
         out_type=out_type,
-        scratch_types=_scratch(plan),
+        scratch_types=scratch(plan),
         grid=(plan.row_groups * plan.clusters,),
         grid_names=("cluster",),
         cluster=(t.cluster_m, t.cluster_n),
@@ -187,267 +172,4 @@ def _launch(op, x, w, residual, tuning, interpret, firsts=(0,)):
         kernel_name=f"matmul_{op}",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
-    return kernel(x, w) if residual is None else kernel(x, w, residual)
-
-
-def _scratch(plan: Plan) -> dict[str, Any]:
-    t = plan.tuning
-    tile = _tiled(plan.swizzle, 2)
-    w_tile = (t.block_n, t.block_k) if plan.is_head else (t.block_k, plan.half_n)
-    shared: dict[str, Any] = {
-        "x_smem": plgpu.SMEM((t.stages, t.block_m, t.block_k), jnp.bfloat16, transforms=tile),
-        "w_smem": plgpu.SMEM((t.stages, plan.halves, *w_tile), jnp.bfloat16, transforms=tile),
-        "full": plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=t.stages),
-        "empty": _empty_barrier(plan),
-    }
-    if plan.op == "head_argmax":
-        return shared
-    item = plan.out_bytes
-    out_tile = _tiled(plgpu.find_swizzle(plan.half_n * item * 8), item)
-    out = plgpu.SMEM(
-        (plan.consumers, WARPGROUP_ROWS, plan.half_n), _out_dtype(plan), transforms=out_tile
-    )
-    shared["out_smem"] = out
-    if t.walk > 1:
-        shared["sum_smem"] = plgpu.SMEM(
-            (plan.consumers, plan.halves, WARPGROUP_ROWS, plan.half_n),
-            jnp.float32,
-            transforms=_tiled(plgpu.find_swizzle(plan.half_n * 32), 4),
-        )
-    if plan.op == "residual":
-        shared["r_full"] = plgpu.Barrier(num_barriers=plan.consumers)
-    return shared
-
-
-def _out_dtype(plan: Plan):
-    return jnp.float32 if plan.out_bytes == 4 else jnp.bfloat16
-
-
-def _tiled(swizzle: int, item: int):
-    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, swizzle // item))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-
-
-def _empty_barrier(plan: Plan):
-    """A slot is free once every CTA that the slot's loads are multicast to has consumed it."""
-    t = plan.tuning
-    if t.cluster_m * t.cluster_n == 1:
-        return plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=t.stages)
-    return plgpu.ClusterBarrier(
-        collective_axes=("m", "n"), num_arrivals=plan.consumers, num_barriers=t.stages
-    )
-
-
-def _kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_refs):
-    inputs, outputs = (refs[:3], refs[3:]) if plan.op == "residual" else (refs[:2], refs[2:])
-    wg = lax.axis_index("wg")
-    ring = _Ring(x_smem, w_smem, full, empty)
-    tiles = _Tiles(plan)
-    consumer_registers = (512 - PRODUCER_REGISTERS) // plan.consumers // 8 * 8
-
-    @pl.when(wg == plan.consumers)
-    def _():
-        if plan.consumers > 1:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _produce(plan, tiles, ring, firsts, inputs[0], inputs[1])
-
-    @pl.when(wg < plan.consumers)
-    def _():
-        if plan.consumers > 1:
-            plgpu.set_max_registers(min(consumer_registers, 240), action="increase")
-        if plan.op == "head_argmax":
-            _consume_argmax(plan, tiles, ring, *outputs)
-        else:
-            _consume(plan, tiles, ring, inputs[2:], *outputs, **epilogue_refs)
-
-
-class _Ring(NamedTuple):
-    """The ring of tiles between producer and consumers."""
-
-    x: Any  # [stages, block_m, block_k]
-    w: Any  # [stages, halves, block_k, half_n], for the head [stages, 1, block_n, block_k]
-    full: Any
-    empty: Any
-
-
-class _Tiles:
-    """This CTA's column tiles, numbered from 0: where tile i lies."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        cluster = lax.axis_index("cluster")
-        self.first = lax.div(cluster, plan.row_groups)
-        row_tile = lax.rem(cluster, plan.row_groups) * plan.tuning.cluster_m + lax.axis_index("m")
-        self.row = row_tile * plan.tuning.block_m
-        self.count = lax.div(plan.columns - self.first + plan.clusters - 1, plan.clusters)
-
-    def at(self, i):
-        """(split over K, first column of the tile, of one half for gate_up)."""
-        t = self.plan.tuning
-        column = self.first + i * self.plan.clusters
-        per_split = self.plan.columns // t.split_k
-        tile = lax.rem(column, per_split) * t.cluster_n + lax.axis_index("n")
-        return lax.div(column, per_split), tile * self.plan.half_n
-
-
-def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, firsts, x_gmem, w_gmem):
-    t = plan.tuning
-    tile_steps = t.walk * plan.k_steps
-    steps = tiles.count * tile_steps
-
-    def place(step):
-        split, column = tiles.at(lax.div(step, tile_steps))
-        k = (split * tile_steps + lax.rem(step, tile_steps)) * t.block_k
-        return lax.rem(step, t.stages), pl.ds(k, t.block_k), column
-
-    def load_w(step):
-        slot, k, column = place(step)
-        for half, first in enumerate(firsts):
-            n = pl.ds(column + first, plan.half_n)
-            plgpu.copy_gmem_to_smem(
-                w_gmem.at[n, k] if plan.is_head else w_gmem.at[k, n],
-                ring.w.at[slot, half], ring.full.at[slot],
-                collective_axes=("m",) if t.cluster_m > 1 else None,
-            )  # fmt: skip
-
-    # The ring fills with weights first: they are the larger part, and rows are small.
-    pl.loop(0, jnp.minimum(steps, t.stages))(load_w)
-
-    @pl.loop(0, steps)
-    def _load(step):
-        slot, k, _column = place(step)
-
-        @pl.when(step >= t.stages)
-        def _():
-            plgpu.barrier_wait(ring.empty.at[slot])
-            load_w(step)
-
-        plgpu.copy_gmem_to_smem(
-            x_gmem.at[pl.ds(tiles.row, t.block_m), k], ring.x.at[slot], ring.full.at[slot],
-            collective_axes=("n",) if t.cluster_n > 1 else None,
-        )  # fmt: skip
-
-    # A CTA may not end while others can still arrive at its barriers.
-    @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
-    def _drain(step):
-        plgpu.barrier_wait(ring.empty.at[lax.rem(step, t.stages)])
-
-
-def _accumulate(plan: Plan, ring: _Ring, piece, accs):
-    """Adds all K steps of piece number `piece` to the accumulators and frees its slots."""
-    stages = plan.tuning.stages
-    rows = pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    first = piece * plan.k_steps
-
-    @pl.loop(0, plan.k_steps)
-    def _step(k):
-        slot = lax.rem(first + k, stages)
-        plgpu.barrier_wait(ring.full.at[slot])
-        for half, acc in enumerate(accs):
-            w = ring.w.at[slot, half]
-            w = w.transpose((1, 0)) if plan.is_head else w
-            plgpu.wgmma(acc, ring.x.at[slot, rows], w)
-        plgpu.wgmma_wait(plan.halves)  # the step before this one has been read
-
-        @pl.when(k > 0)
-        def _():
-            plgpu.barrier_arrive(ring.empty.at[lax.rem(first + k - 1, stages)])
-
-    values = [acc[...] for acc in accs]
-    plgpu.barrier_arrive(ring.empty.at[lax.rem(first + plan.k_steps - 1, stages)])
-    return values
-
-
-def _sum_pieces(plan: Plan, ring: _Ring, tile, sums):
-    """The sums of tile number `tile`: its pieces one by one, each added to those before it.
-
-    A second accumulator in registers would spill, so the sum so far lies in shared memory, where
-    every thread reads back what it wrote.
-    """
-    walk = plan.tuning.walk
-
-    def piece(p):
-        add = functools.partial(_accumulate, plan, ring, tile * walk + p)
-        return pl.run_scoped(lambda *accs: add(accs), *_accumulators(plan))
-
-    def with_sums(values):
-        loaded = (plgpu.load(sums.at[h], layout=WGMMA) for h in range(plan.halves))
-        return [before + value for before, value in zip(loaded, values, strict=True)]
-
-    def keep(values):
-        for h, value in enumerate(values):
-            sums[h] = value
-        plgpu.commit_smem()
-
-    if walk == 1:
-        return piece(0)
-    keep(piece(0))
-    if walk > 2:
-        pl.loop(1, walk - 1)(lambda p: keep(with_sums(piece(p))))
-    return with_sums(piece(walk - 1))
-
-
-def _accumulators(plan: Plan):
-    return [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, plan.half_n)) for _ in range(plan.halves)]
-
-
-def _consume(
-    plan: Plan, tiles: _Tiles, ring: _Ring, residual, out_gmem,
-    *, out_smem: Any, r_full: Any = None, sum_smem: Any = None,
-):  # fmt: skip
-    wg = lax.axis_index("wg")
-    rows = pl.ds(tiles.row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-    @pl.loop(0, tiles.count)
-    def _tile(i):
-        split, column = tiles.at(i)
-        columns = pl.ds(column, plan.half_n)
-        if residual:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the residual lies where its sum will
-            plgpu.copy_gmem_to_smem(residual[0].at[rows, columns], out_smem.at[wg], r_full.at[wg])
-        sums = None if sum_smem is None else sum_smem.at[wg]
-        values = _sum_pieces(plan, ring, i, sums)
-        if plan.op == "gate_up":
-            out = _silu_times(values[0], values[1], jnp.bfloat16)
-        elif residual:
-            plgpu.barrier_wait(r_full.at[wg])
-            out = _add_residual(values[0], plgpu.load(out_smem.at[wg], layout=WGMMA))
-            plgpu.commit_smem()  # all have read it
-        else:
-            out = values[0].astype(_out_dtype(plan))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left out_smem
-        out_smem[wg] = out
-        plgpu.commit_smem()
-        target = out_gmem.at[split] if plan.split else out_gmem
-        plgpu.copy_smem_to_gmem(out_smem.at[wg], target.at[rows, columns])
-
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _consume_argmax(plan: Plan, tiles: _Tiles, ring: _Ring, best_gmem, index_gmem):
-    """Keeps each row's best value and its lowest id over this CTA's tiles, which ascend in id."""
-    rows_layout = WGMMA.reduce(1)
-    per_row = (WARPGROUP_ROWS,)
-
-    def tile(i, carry):
-        best, index = carry
-        _, column = tiles.at(i)
-        (logits,) = pl.run_scoped(
-            lambda *accs: _accumulate(plan, ring, i, accs), *_accumulators(plan)
-        )
-        ids = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=WGMMA) + column
-        if plan.N % (plan.tuning.block_n * plan.tuning.cluster_n):  # ids past V came as zeros
-            logits = jnp.where(ids < plan.N, logits, -jnp.inf)
-        top = logits.max(axis=1)
-        is_top = logits == lax.broadcast_in_dim(top, logits.shape, [0])
-        lowest = jnp.where(is_top, ids, jnp.int32(2**31 - 1)).min(axis=1)
-        better = top > best
-        return jnp.where(better, top, best), jnp.where(better, lowest, index)
-
-    none = plgpu.layout_cast(jnp.full(per_row, -jnp.inf, jnp.float32), rows_layout)
-    first = plgpu.layout_cast(jnp.zeros(per_row, jnp.int32), rows_layout)
-    best, index = lax.fori_loop(0, tiles.count, tile, (none, first))
-    rows = pl.ds(tiles.row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    cta = tiles.first * plan.tuning.cluster_n + lax.axis_index("n")
-    best_gmem.at[cta][rows] = best
-    index_gmem.at[cta][rows] = index
+    return launch(x, w) if residual is None else launch(x, w, residual)
