@@ -145,7 +145,7 @@ def _pieces(op: str, x, w) -> int:
 # One inner jit each: the call sites of all layers then share one compiled kernel.
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _few_rows(x, w, residual, P: int, interpret: bool):
-    tile = few_rows_tile("matmul", len(x), *w.shape, P)
+    tile = few_rows_tile("matmul", len(x), x.shape[1], w.shape[1], P)
     return few_rows.product(x, w, residual, pieces=P, tile=tile, interpret=interpret)
 
 
