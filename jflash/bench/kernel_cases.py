@@ -6,16 +6,16 @@ why there is none, and one line in OPS.
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax import lax
+from jaxtyping import Array, Float
 
 from jflash.bench.kernel_times import Case, Missing, Where, normal, relative_error
-from jflash.bench.layer_case import layer_case
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels import grouped_matmul, matmul
 from pallas_kernels.block_attention import block_attention
@@ -27,6 +27,7 @@ from pallas_kernels.shapes import (
     MATMUL,
     BlockShape,
     GroupedShape,
+    LayerShape,
     MatmulShape,
 )
 
@@ -136,24 +137,11 @@ def matmul_case(where: Where, shape: MatmulShape) -> Case:
     run, reference = _both(getattr(matmul, op), backend)
     check("matmul", matmul, backend, [matmul.Sizes(dtype)], jax.devices()[0])
     jax.eval_shape(run, *(jax.ShapeDtypeStruct(size, dtype) for size in ((M, K), weights)))
-    x = normal(0, (M, K), dtype)
-
-    def error(inputs: tuple[Array]) -> float:
-        got, want = (jax.jit(f)(x, *inputs) for f in (run, reference))
-        if op == "head_argmax":  # the share of rows with another id
-            return float((got != want).mean())
-        return relative_error(got, want)
-
     results = {"matmul": M * N, "gate_up": M * N // 2, "head_argmax": 0}[op]
-    return Case(
-        where,
-        calls={backend: lambda x, _, w: _chained(x, run(x, w))},
-        x=x,
-        numbers=(),
-        make_inputs=lambda i: (normal(i + 1, weights, dtype, K**-0.5),),
-        bytes=(M * K + K * N + results) * jnp.dtype(dtype).itemsize,
-        error=error,
-    )
+    # Of ids the error is the share of rows with another one.
+    error = (lambda a, b: float((a != b).mean())) if op == "head_argmax" else relative_error
+    entries = M * K + K * N + results
+    return _case(where, run, reference, (M, K), [(weights, K**-0.5)], entries, error=error)
 
 
 def grouped_case(where: Where, shape: GroupedShape) -> Case:
@@ -168,18 +156,42 @@ def grouped_case(where: Where, shape: GroupedShape) -> Case:
     jax.eval_shape(run, *(jax.ShapeDtypeStruct(*array) for array in arrays))
     odds = np.random.default_rng(0).random((M, E))
     counts = np.bincount(np.argsort(odds)[:, :k].ravel(), minlength=E)
-    x, rows = normal(0, (M * k, K), dtype), jnp.asarray(counts, jnp.int32)
     results = M * k * (N if plain else N // 2)
     entries = M * k * K + int((counts > 0).sum()) * K * N + results
-    return Case(
-        where,
-        calls={backend: lambda x, numbers, w: _chained(x, run(x, w, *numbers))},
-        x=x,
-        numbers=(rows,),
-        make_inputs=lambda i: (normal(i + 1, (E, K, N), dtype, K**-0.5),),
-        bytes=entries * jnp.dtype(dtype).itemsize,
-        error=lambda w: relative_error(*(jax.jit(f)(x, *w, rows) for f in (run, reference))),
-    )
+    rows, weights = jnp.asarray(counts, jnp.int32), [((E, K, N), K**-0.5)]
+    return _case(where, run, reference, (M * k, K), weights, entries, numbers=(rows,))
+
+
+def layer_case(where: Where, shape: LayerShape) -> Case:
+    """A layer's four products as a step has them: chained, with norms between and nothing else.
+
+    A product may lose to the kernels around it what it gains by itself, so this case chooses
+    backends. Each layer's result is the next one's input; the error is that of the whole layer's.
+    """
+    _, _, dtype, backend = where
+    check("matmul", matmul, backend, [matmul.Sizes(dtype)], jax.devices()[0])
+    M, D, A, Q, F = shape
+    sizes = ((D, Q), (A, D), (D, 2 * F), (F, D))
+    entries = sum(K * N for K, N in sizes) + M * (Q + A + 5 * D + 2 * F)
+    weights = [(size, size[0] ** -0.5) for size in sizes]
+    run, reference = _both(_layer, backend)
+    return _case(where, run, reference, (M, D), weights, entries, chain=lambda _, x: x)
+
+
+def _layer(x: Array, qkv: Array, out: Array, gate_up: Array, down: Array, *, backend: str) -> Array:
+    """The next layer's x, normed so that no chain of them grows."""
+    pieces = matmul.partial_products(_norm(x), qkv, backend=backend)
+    # The kernel that cuts heads adds the pieces in this way.
+    total = functools.reduce(jnp.add, list(pieces))[: len(x)].astype(x.dtype)
+    x = matmul.matmul(total[:, : out.shape[0]], out, x, backend=backend)
+    inner = matmul.gate_up(_norm(x), gate_up, backend=backend)
+    return _norm(matmul.matmul(inner, down, x, backend=backend))
+
+
+def _norm(x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(mean + 1e-6)).astype(x.dtype)
 
 
 def _both(op: Callable[..., Array], backend: str) -> tuple[Callable[..., Array], ...]:
@@ -191,6 +203,35 @@ def _chained(x: Array, result: Array) -> Array:
     """The next x: it depends on the result, by a small kernel of ours."""
     first = jnp.clip(result.ravel()[0].astype(jnp.float32), -1, 1)
     return x.at[0, 0].set(first.astype(x.dtype))
+
+
+def _case(
+    where: Where,
+    run: Callable[..., Array],
+    reference: Callable[..., Array],
+    size: tuple[int, int],
+    weights: Sequence[tuple[tuple[int, ...], float]],
+    entries: int,
+    *,
+    numbers: tuple[Array, ...] = (),
+    chain: Callable[[Array, Array], Array] = _chained,
+    error: Callable[[Array, Array], float] = relative_error,
+) -> Case:
+    """The case of run(x, *weights, *numbers): x by its size, weights by theirs and their scales."""
+    _, _, dtype, backend = where
+    x, many = normal(0, size, dtype), len(weights)
+    return Case(
+        where,
+        calls={backend: lambda x, numbers, *w: chain(x, run(x, *w, *numbers))},
+        x=x,
+        numbers=numbers,
+        make_inputs=lambda i: tuple(
+            normal(many * i + j, shape, dtype, scale)
+            for j, (shape, scale) in enumerate(weights, start=1)
+        ),
+        bytes=entries * jnp.dtype(dtype).itemsize,
+        error=lambda w: error(*(jax.jit(f)(x, *w, *numbers) for f in (run, reference))),
+    )
 
 
 OPS: dict[str, Op] = {

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jflash.cli.prompts import DEFAULT_PROMPT
+from jflash.cli.main import make_parser
+from jflash.cli.prompts import DEFAULT_PROMPT, read_prompts
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?"
@@ -26,10 +27,10 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-def start(*argv: str, **variables: str) -> tuple[subprocess.Popen, int]:
+def start(*argv: str) -> tuple[subprocess.Popen, int]:
     """A chat on a terminal of its own, and the terminal's other end."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **variables}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     process = subprocess.Popen(
         [sys.executable, "-c", TAKE_TERMINAL, str(ROOT / "scripts" / "chat.py"), *argv],
         stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
@@ -74,27 +75,6 @@ def test_turns_on_a_terminal_with_ctrl_c():
         assert "\x1b[36m" in answer and "\x1b[33m" in answer  # the steps' two colours
         found = STATISTICS.search(answer)
         assert found and int(found[1]) > 10
-        os.write(terminal, b"/quit\n")
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-
-
-def test_a_terminal_without_colours():
-    process, terminal = start(TERM="dumb")
-    try:
-        until(terminal, "> ")
-        os.write(terminal, f"{QUESTION}\n".encode())
-        # The next prompt too: an end of file that comes sooner may be lost with its mode.
-        answer = until(terminal, re.compile("tokens/s.*> ", re.DOTALL))
-        assert (
-            STATISTICS.search(answer)
-            and "7" in answer
-            and "\x1b[3" not in answer
-            and "Traceback" not in answer
-        )
         os.write(terminal, b"\x04")
         assert process.wait(60) == 0
     finally:
@@ -103,12 +83,11 @@ def test_a_terminal_without_colours():
         os.close(terminal)
 
 
-def piped(command: str, text: str | bytes, *argv: str) -> subprocess.CompletedProcess:
-    data = text if isinstance(text, bytes) else text.encode()
+def piped(command: str, text: str, *argv: str) -> subprocess.CompletedProcess:
     script = str(ROOT / "scripts" / f"{command}.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, script, *argv], input=data, capture_output=True, env=environment
+        [sys.executable, script, *argv], input=text, capture_output=True, text=True, env=environment
     )
 
 
@@ -121,12 +100,12 @@ def test_a_piped_conversation():
     turns = [LONG, QUESTION, "", LONG, "/reset", QUESTION, LONG, "/quit", "never read"]
     done = piped("chat", "\n".join(turns) + "\n")
     assert done.returncode == 0, done.stderr
-    alone = piped("chat", f"{QUESTION}\n").stdout
-    assert b"7" in alone and done.stdout == alone + alone
-    told = done.stderr.decode()
-    assert len(STATISTICS.findall(told)) == 2 and told.count("/reset begins anew") == 3
-    first, after_a_turn, after_reset = map(int, TOKENS.findall(told))
-    assert first < after_a_turn == after_reset
+    first, again = done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :]
+    assert first == again and "7" in first and "\x1b" not in first  # and so no colours
+    assert len(STATISTICS.findall(done.stderr)) == 2
+    assert done.stderr.count("/reset begins anew") == 3
+    before, after_a_turn, after_reset = map(int, TOKENS.findall(done.stderr))
+    assert before < after_a_turn == after_reset
 
 
 @pytest.mark.parametrize(
@@ -142,45 +121,49 @@ def test_a_piped_conversation():
         (("hello",), "hello"),
     ],
 )
-def test_refusals(argv, named):
-    done = piped("chat", "", *argv)
-    assert done.returncode == 2 and done.stdout == b""
-    [line] = done.stderr.decode().splitlines()
-    assert line.startswith("chat.py: ") and named in line
+def test_refusals(argv, named, refused):
+    refused([*argv], "chat.py: ", named, command="chat")
+
+
+def test_generate_reads_a_pipe():
+    done = piped("generate", f"{QUESTION}\n", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "#### 7" in result["text"] and result["mean_acceptance_length"] > 2
+
+
+@pytest.fixture
+def prompt_of(monkeypatch):
+    """The prompt that generate reads from a pipe, into which `data` was written, if any."""
+
+    def read(data: bytes | None, *argv: str) -> str | None:
+        reading, writing = os.pipe()
+        if data is not None:
+            os.write(writing, data)
+            os.close(writing)
+        with os.fdopen(reading) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            [prompt] = read_prompts(make_parser("generate").parse_args(argv))
+        if data is None:
+            os.close(writing)
+        return prompt.text
+
+    return read
 
 
 @pytest.mark.parametrize("argv", [(), ("-",)])
-def test_generate_reads_a_pipe(argv):
-    few = ("--json", "--max-new-tokens", "8")
-    through = piped("generate", f"{QUESTION}\n", *argv, *few)
-    assert through.returncode == 0, through.stderr
-    told = piped("generate", b"", QUESTION, *few)
-    assert json.loads(through.stdout)["token_ids"] == json.loads(told.stdout)["token_ids"]
+def test_what_a_pipe_may_bring(argv, prompt_of):
+    assert prompt_of(b"two\nlines\n", *argv) == "two\nlines"
+    assert prompt_of(b"ended by\r\n", *argv) == "ended by"
+    with pytest.raises(ValueError, match="standard input is not UTF-8"):
+        prompt_of(b"\xff", *argv)
+    with pytest.raises(ValueError, match="the prompt ' ' is empty"):
+        prompt_of(b" \n", *argv)
 
 
-def test_what_a_pipe_may_bring():
-    few = ("--json", "--max-new-tokens", "8")
-    default = piped("generate", b"", *few)  # closed and empty: as without a pipe
-    same = piped("generate", b"", DEFAULT_PROMPT, *few)
-    assert json.loads(default.stdout)["token_ids"] == json.loads(same.stdout)["token_ids"]
-    for data, argv, named in (
-        (b"\xff", (), "standard input is not UTF-8"),
-        (b" \n", ("-",), "standard input: the prompt ' ' is empty"),
-    ):
-        done = piped("generate", data, *argv)
-        assert done.returncode == 2 and done.stdout == b""
-        assert done.stderr.decode().count("\n") == 1 and named in done.stderr.decode()
-
-
-def test_a_pipe_that_stays_silent_is_not_waited_for():
-    reading, writing = os.pipe()
-    script = str(ROOT / "scripts" / "generate.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, script, "--max-new-tokens", "8"],
-        stdin=reading, capture_output=True, env=environment, timeout=240,
-    )  # fmt: skip
-    os.close(reading)
-    os.close(writing)
-    assert done.returncode == 0 and done.stdout
-    assert b"nothing comes on standard input" in done.stderr
+def test_a_prompt_needs_no_pipe(prompt_of, capsys):
+    """A closed one is as none, a silent one is not waited for, and an argument comes first."""
+    assert prompt_of(b"") == DEFAULT_PROMPT and capsys.readouterr().err == ""
+    assert prompt_of(b"unread", "typed") == "typed"
+    assert prompt_of(None) == DEFAULT_PROMPT
+    assert "nothing comes on standard input" in capsys.readouterr().err

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from jflash.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -22,111 +20,142 @@ SLOW = {
     *("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"),
     *("jaxtyping", "jinja2", "tqdm", "scipy", "importlib.metadata"),
 }
-# Runs code, then prints on the last line of stderr which of SLOW were imported.
-LOOK = """
-import json, sys
-def look():
-    print(json.dumps(sorted({slow!r} & set(sys.modules))), file=sys.stderr)
-import atexit
-atexit.register(look)
+# Calls a function with the arguments of each line of standard input, and prints as a line what came
+# of it and what is imported of SLOW: a process that has imported nothing slow is as good as new.
+EACH = f"""
+import contextlib, io, json, runpy, sys
+def main(*argv):
+    from jflash.cli.main import main
+    return main(argv)
+def without(module, *argv):
+    sys.modules[module] = None
+    try:
+        return main(*argv)
+    finally:
+        del sys.modules[module]
+def script(*argv):
+    forget()
+    sys.path[:], sys.argv = [{str(ROOT / "scripts")!r}, *path], [*argv]
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        print(sys.modules["jflash.cli.main"].__file__, file=sys.stderr)
+def forget():
+    for name in [name for name in sys.modules if name.split(".")[0] in ("jflash", "tree")]:
+        del sys.modules[name]
+def each(call):
+    for line in sys.stdin:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = call(*json.loads(line))
+            except SystemExit as end:
+                code = end.code
+        slow = sorted({SLOW!r} & set(sys.modules))
+        print(json.dumps([code, out.getvalue(), err.getvalue(), slow]))
+path = sys.path[:]
 """
 
 
-def python(code: str, *argv: str, root: Path = ROOT) -> tuple[subprocess.CompletedProcess, list]:
-    """Runs code in a process that has not imported anything; what it imported of SLOW."""
-    command = [sys.executable, "-P", "-c", LOOK.format(slow=SLOW) + code, *argv]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return done, json.loads(done.stderr.splitlines()[-1])
+def python(code: str, given: str = "", **options) -> subprocess.CompletedProcess:
+    """Runs code in a process that has not imported anything."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-c", EACH + code]
+    options = {"env": environment} | options
+    return subprocess.run(command, capture_output=True, text=True, input=given, **options)
 
 
-MAIN = "from jflash.cli.main import main\nsys.exit(main())"
+def outcomes(call: str, argvs: list[list[str]], **options) -> list[tuple[int, str, str, list[str]]]:
+    """Of each call: exit code, both outputs, and slow imports."""
+    done = python(f"each({call})", "\n".join(map(json.dumps, argvs)), **options)
+    assert done.returncode == 0, done.stderr
+    found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(found) == len(argvs)
+    return found
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_imports_nothing_slow(command):
-    done, imported = python(MAIN, command, "--help")
-    assert done.returncode == 0 and imported == []
-    assert done.stdout.startswith(f"usage: jflash {command} ")
+def test_help_imports_nothing_slow():
+    calls = [["--help"], *([command, "--help"] for command in COMMANDS)]
+    (code, whole, _, slow), *each = outcomes("main", calls)
+    assert code == 0 and not slow and all(f"\n  {name} " in whole for name in COMMANDS)
+    for command, (code, out, _, imported) in zip(COMMANDS, each, strict=True):
+        assert (code, imported) == (0, []), command
+        assert out.startswith(f"usage: jflash {command} "), out
 
 
-def test_help_of_all_names_every_command():
-    done, imported = python(MAIN, "--help")
-    assert done.returncode == 0 and imported == []
-    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+REFUSALS = [
+    ([], "COMMAND"),
+    (["speak"], "'speak'"),
+    (["--loud"], "COMMAND"),
+    (["generate", "--loud"], "--loud"),
+    (["generate", "--temperature", "-1"], "--temperature -1"),
+    (["generate", "--drafter", "random:x"], "random:x"),
+    (["serve", "--port", "70000"], "--port 70000"),
+    (["soak", "--minutes", "0"], "--minutes 0"),
+    (["evaluate", "--dataset", "odd"], "'odd'"),
+    (["eval-gsm8k", "--batch", "0"], "--batch 0"),
+    (["benchmark", "--shape", "huge"], "'huge'"),
+    (["bench-kernels", "--rounds", "0"], "--rounds 0"),
+    (["check-lossless", "--pairs", "gpt"], "'gpt'"),
+    (["check-program", "--capacity", "3"], "--capacity 3"),
+    (["check-logits", "--layers", "0"], "--layers 0"),
+    (["convert", "one"], "DST"),
+    (["make-prompts", "--output", "x"], "no source of prompts"),
+    (["train", "--target", "x", "--data", "x", "--output", "y", "--loss", "l1"], "'l1'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ([], "COMMAND"),
-        (["speak"], "'speak'"),
-        (["--loud"], "COMMAND"),
-        (["generate", "--loud"], "--loud"),
-        (["generate", "--temperature", "-1"], "--temperature -1"),
-        (["generate", "--drafter", "random:x"], "random:x"),
-        (["serve", "--port", "70000"], "--port 70000"),
-        (["soak", "--minutes", "0"], "--minutes 0"),
-        (["evaluate", "--dataset", "odd"], "'odd'"),
-        (["eval-gsm8k", "--batch", "0"], "--batch 0"),
-        (["benchmark", "--shape", "huge"], "'huge'"),
-        (["bench-kernels", "--rounds", "0"], "--rounds 0"),
-        (["check-lossless", "--pairs", "gpt"], "'gpt'"),
-        (["check-program", "--capacity", "3"], "--capacity 3"),
-        (["check-logits", "--layers", "0"], "--layers 0"),
-        (["convert", "one"], "DST"),
-        (["make-prompts", "--output", "x"], "no source of prompts"),
-        (["train", "--target", "x", "--data", "x", "--output", "y", "--loss", "l1"], "'l1'"),
-    ],
-)
-def test_a_refusal_is_one_line_and_imports_nothing_slow(argv, named):
-    done, imported = python(MAIN, *argv)
-    assert done.returncode == 2 and done.stdout == "" and imported == []
-    [line, _] = done.stderr.splitlines()
-    assert line.startswith("jflash") and named in line
+def test_a_refusal_is_one_line_and_imports_nothing_slow():
+    found = outcomes("main", [argv for argv, _ in REFUSALS])
+    for (argv, named), (code, out, err, imported) in zip(REFUSALS, found, strict=True):
+        assert (code, out, imported) == (2, "", []), argv
+        [line] = err.splitlines()
+        assert line.startswith("jflash") and named in line
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_the_command_of_its_own_tree(script, tmp_path):
+def test_a_script_is_the_command_of_its_own_tree(tmp_path):
     """Without PYTHONPATH and whatever is installed, with the options of the command."""
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-v", str(ROOT / "scripts" / f"{script}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: {script}.py ")
-    assert str(ROOT / "jflash" / "cli" / "main.py") in done.stderr
+    folder = ROOT / "scripts"
+    given = {"env": environment, "cwd": tmp_path}
+    first = [sys.executable, str(folder / "generate.py"), "--help"]
+    done = subprocess.run(first, capture_output=True, text=True, **given)
+    assert done.returncode == 0 and done.stdout.startswith("usage: generate.py ")
+    calls = [[str(folder / f"{script}.py"), "--help"] for script in SCRIPTS]
+    found = outcomes("script", calls, **given)
+    for script, (code, out, err, _) in zip(SCRIPTS, found, strict=True):
+        assert code == 0 and out.startswith(f"usage: {script}.py ")
+        assert err == f"{ROOT / 'jflash' / 'cli' / 'main.py'}\n"
 
 
 def test_the_public_names_come_when_they_are_used():
-    code = "import jflash\nassert 'generate' in dir(jflash) and len(jflash.__all__) == 11"
-    done, imported = python(code)
-    assert done.returncode == 0 and imported == []
+    light = "import jflash\nassert 'generate' in dir(jflash) and len(jflash.__all__) == 11\n"
+    light += f"assert not {SLOW!r} & set(sys.modules)\n"
     # A module and a function are called jflash.generate: the function is the public one.
-    for first in ("import jflash", "import jflash.generate", "from jflash.generate import Pair"):
-        code = f"{first}\nfrom jflash import generate, load_pair\nassert callable(generate)\n"
-        done, _ = python(code + "import jflash\nassert callable(jflash.generate)")
-        assert done.returncode == 0, done.stderr
-    done, _ = python("from jflash import nothing")
-    assert "cannot import name 'nothing'" in done.stderr
+    forms = ("import jflash", "import jflash.generate", "from jflash.generate import Pair")
+    public = "from jflash import generate, load_pair\nassert callable(generate)\n"
+    public += "import jflash\nassert callable(jflash.generate)\n"
+    code = light + "".join(f"forget()\n{first}\n{public}" for first in forms)
+    done = python(code + "from jflash import nothing")
+    assert done.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'nothing'")
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "argv"),
-    [
-        ("gguf", "gguf", "generate hi --target m.gguf --drafter none"),
-        ("math_verify", "eval", "eval-gsm8k --data none.jsonl"),
-        ("matplotlib", "eval", "evaluate --dataset mt-bench --data none.jsonl"),
-        ("datasets", "eval", "eval-gsm8k"),
-        ("uvicorn", "serve", "serve"),
-        ("optax", "train", "train --target x --data data --output new"),
-    ],
-)
-def test_what_is_not_installed_is_named_by_its_extra(module, extra, argv, tmp_path):
+MISSING = [
+    ("gguf", "gguf", "generate hi --target m.gguf --drafter none"),
+    ("math_verify", "eval", "eval-gsm8k --data none.jsonl"),
+    ("matplotlib", "eval", "evaluate --dataset mt-bench --data none.jsonl"),
+    ("datasets", "eval", "eval-gsm8k"),
+    ("uvicorn", "serve", "serve"),
+    ("optax", "train", "train --target x --data data --output new"),
+]
+
+
+def test_what_is_not_installed_is_named_by_its_extra(tmp_path):
     (tmp_path / "data").write_text("")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    code = f"import sys\nsys.modules[{module!r}] = None\n{MAIN}"
-    command = [sys.executable, "-P", "-c", code, *argv.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    [line] = done.stderr.splitlines()
-    assert line.endswith(f"{module} is not installed: pip install 'jflash[{extra}]'")
+    calls = [[module, *argv.split()] for module, _, argv in MISSING]
+    found = outcomes("without", calls, cwd=tmp_path)
+    for (module, extra, _), (code, out, err, _) in zip(MISSING, found, strict=True):
+        assert (code, out) == (2, "")
+        [line] = err.splitlines()
+        assert line.endswith(f"{module} is not installed: pip install 'jflash[{extra}]'")
