@@ -178,16 +178,16 @@ def measure_rates(dtype: str) -> dict[str, float]:
     rates and the sizes: bytes_per_second, operations_per_second, array_bytes, matrix_size.
     """
     cpu = jax.default_backend() == "cpu"
-    array_bytes, size = (2**26, 512) if cpu else (2**31, 8192)
+    array_bytes, size, calls = (2**26, 512, 4) if cpu else (2**31, 8192, 20)
     key = jax.random.key(0)
     entries = array_bytes // jnp.dtype(dtype).itemsize
     array = _normal(key, (entries // 2**16, 2**16), dtype)
     total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-    reading = _median_seconds(total, array)
+    reading = _median_seconds(total, array, calls)
     del array
     matrix = _normal(key, (size, size), dtype)
     product = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.dtype(dtype)))
-    computing = _median_seconds(product, matrix)
+    computing = _median_seconds(product, matrix, calls)
     return {
         "bytes_per_second": array_bytes / reading,
         "operations_per_second": 2 * size**3 / computing,
@@ -200,7 +200,7 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
     return jax.jit(lambda key: jax.random.normal(key, shape, jnp.dtype(dtype)))(key)
 
 
-def _median_seconds(f: Callable[[Array], Array], x: Array, calls: int = 20) -> float:
+def _median_seconds(f: Callable[[Array], Array], x: Array, calls: int) -> float:
     """Median over 9 rounds of the mean of `calls` calls, which the device runs back to back."""
     result = jax.block_until_ready(f(x))
     seconds = []

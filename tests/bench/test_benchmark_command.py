@@ -1,10 +1,7 @@
 """scripts/benchmark.py: its processes and files, what it calls measured, and what it refuses."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -14,25 +11,31 @@ from jflash.kernels import BACKENDS
 from tests.support.reference import PYTHON, needs, path_of
 from tests.support.small_checkpoints import make_pair
 
-ROOT = Path(__file__).parents[2]
+
+@pytest.fixture
+def run_cli(capfd):
+    """Runs the command here; the processes that measure are processes. Exit code and outputs."""
+
+    def run(*options: str) -> tuple[int, str, str]:
+        try:
+            code = main.run("benchmark", options)
+        except SystemExit as refused:  # by a process that it started
+            assert isinstance(refused.code, int)
+            code = refused.code
+        return code, *capfd.readouterr()
+
+    return run
 
 
-def run_cli(*options: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["OMP_NUM_THREADS"] = "1"  # of torch, whose threads wait busily
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-
-
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, run_cli):
     out = tmp_path / "result.json"
-    done = run_cli(
+    code, printed, err = run_cli(
         *("--shape", "tiny", "--context", "200", "--capacity", "512", "--only-step"),
         *("--steps", "4", "--repeats", "1", "--acceptance", "3", "--json", str(out)),
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, err
     result = json.loads(out.read_text())
-    assert json.loads(done.stdout.splitlines()[-1]) == result
+    assert json.loads(printed.splitlines()[-1]) == result
     assert set(result) == {"device", "versions", "xla_flags", "date", "cases", *BACKENDS}
     assert "CPU" in result["device"] and result["versions"]["jax"] == jax.__version__
     [case] = result["cases"]
@@ -42,7 +45,7 @@ def test_the_command(tmp_path):
     assumed = case["assumed_speed"]
     assert assumed["assumed_tokens_per_second"] == pytest.approx(3e3 / case["step"]["ms"])
     assert [k for k in assumed if "tokens_per_second" in k] == ["assumed_tokens_per_second"]
-    assert "at an assumed acceptance of 3 tokens a step, not measured" in done.stdout
+    assert "at an assumed acceptance of 3 tokens a step, not measured" in printed
     assert "speed_up" not in out.read_text()
 
 
@@ -122,28 +125,29 @@ def test_a_pair_is_read_without_its_device(tmp_path, monkeypatch, capsys):
     assert tasks[0].target == str(pair.target) and tasks[0].prompts == ((1, 2),)
 
 
-def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(tmp_path):
+def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(tmp_path, run_cli):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     out = tmp_path / "result.json"
-    done = run_cli(
+    code, printed, err = run_cli(
         *("--shape", "tiny", "--against", "reference", "--json", str(out)),
         *("--reference-python", str(bare)),
     )
-    assert done.returncode == 2 and done.stdout == "" and not out.exists()
-    assert "dflash==0.1.0" in done.stderr and done.stderr.count("\n") == 1
+    assert code == 2 and printed == "" and not out.exists()
+    assert "dflash==0.1.0" in err and err.count("\n") == 1
 
 
 @needs(PYTHON)
-def test_against_the_reference(tmp_path):
+def test_against_the_reference(tmp_path, run_cli, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of torch, whose threads wait busily
     out = tmp_path / "result.json"
-    done = run_cli(
+    code, printed, err = run_cli(
         *("--shape", "tiny", "--context", "200", "--capacity", "512", "--no-memory"),
         *("--steps", "12", "--repeats", "2", "--json", str(out)),
         *("--against", "reference", "--reference-python", path_of(PYTHON)),
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, err
     result = json.loads(out.read_text())
     theirs, [ours] = result["reference"], result["cases"]
     assert theirs["versions"]["dflash"] == "0.1.0"
@@ -151,7 +155,7 @@ def test_against_the_reference(tmp_path):
     for name, mine in (("plain", "plain"), ("dflash", "step")):
         ratio = theirs[name]["ms_per_step"] / ours[mine]["ms"]
         assert theirs["times_as_long"][mine] == pytest.approx(ratio)
-    assert "× jflash's" in done.stdout and "tokens/s" not in done.stdout.split("PyTorch")[1]
+    assert "× jflash's" in printed and "tokens/s" not in printed.split("PyTorch")[1]
 
 
 @pytest.mark.parametrize(
