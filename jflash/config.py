@@ -5,7 +5,7 @@ Knows no file format and no array. A value that decodes wrongly if guessed has n
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 
 def _at_least_1(record: Any, *names: str) -> None:
@@ -169,6 +169,9 @@ class MoeSpec:
     """Experts in place of an MLP; `intermediate_size` is that of one expert.
 
     `shared_size`: that of an expert for every token, whose output is gated by σ of a logit.
+    `scores`: a token's weights are the softmax over all experts, or over its chosen ones.
+    `clamped`: the activation is gpt-oss's in place of SwiGLU. `bias`: of the router and of both
+    products of an expert.
     """
 
     num_experts: int
@@ -176,6 +179,9 @@ class MoeSpec:
     intermediate_size: int
     renormalise: bool  # the weights of a token's experts add up to 1
     shared_size: int | None = None
+    scores: Literal["softmax", "softmax of the chosen"] = "softmax"
+    clamped: bool = False
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -295,11 +301,13 @@ class TargetConfig(DecoderConfig):
     """A decoder: families differ in their layers.
 
     `norm_shift`: a constant that files leave out of the norms' weights; with it these stay float32.
+    `float32_norms`: they do so in any case, and a norm is rounded once, after its weight.
     `unread_ids`: tokens that stand for images and videos, refused in a prompt.
     """
 
     tie_embeddings: bool
     norm_shift: float = 0.0
+    float32_norms: bool = False
     unread_ids: tuple[int, ...] = ()
 
 

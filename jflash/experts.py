@@ -1,4 +1,4 @@
-"""A mixture-of-experts MLP: each token goes to k of E SwiGLU experts, chosen by a router.
+"""A mixture-of-experts MLP: each token goes to k of E gated experts, chosen by a router.
 
 Shapes are fixed: M tokens make M·k rows whatever the routing, sorted by expert on the device. A
 token's bits depend only on that token: its k outputs are added in the order of its ranking, never
@@ -18,23 +18,27 @@ from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
 from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
+    clamped_gate,
     grouped_gate_up,
     grouped_matmul,
     probabilities,
     weighted_sum,
 )
-from pallas_kernels.matmul import added, gate_up, matmul, sigmoid_times
+from pallas_kernels.matmul import added, gate_up, matmul, sigmoid_times, silu_times
 
 ROUTING = "routing"  # of Flax's collections
 
 
 class Kernel(nn.Module):
-    """A matrix, or one for every expert, as a parameter without a product."""
+    """A matrix, or one for every expert, and a bias as parameters without a product."""
 
     leaf: Leaf
+    use_bias: bool = False
 
     def setup(self) -> None:
         self.kernel = declare(self, "kernel", self.leaf)
+        if self.use_bias:
+            self.bias = declare(self, "bias", self.leaf.bias)
 
 
 class Experts(nn.Module):
@@ -48,10 +52,11 @@ class Experts(nn.Module):
 
     def setup(self) -> None:
         c, width = self.config, self.hidden_size
-        self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")))
+        self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")), c.bias)
         down = Leaf((c.intermediate_size, width), ("mlp", "embed"))
-        self.gate_up = Kernel(gate_up_leaf(width, c.intermediate_size).of_experts(c.num_experts))
-        self.down = Kernel(down.of_experts(c.num_experts))
+        both = gate_up_leaf(width, c.intermediate_size)
+        self.gate_up = Kernel(both.of_experts(c.num_experts), c.bias)
+        self.down = Kernel(down.of_experts(c.num_experts), c.bias)
         if c.shared_size is not None:
             self.shared_gate = Kernel(Leaf((width, 1), ("embed", "gate")))
             self.shared_gate_up = Kernel(gate_up_leaf(width, c.shared_size))
@@ -66,22 +71,46 @@ class Experts(nn.Module):
         """
         flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
         logits = matmul(flat, self.router.kernel, backend=kernels.matmul)
-        weights, ids = route(logits, k, self.config.renormalise, kernels.experts)
+        if self.config.bias:
+            logits = added(logits, self.router.bias, backend=kernels.matmul)
+        weights, ids = route(logits, self.config, kernels.experts)
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
-        rows, backend = flat[order // k], kernels.experts
-        inner = grouped_gate_up(
-            rows, self.gate_up.kernel, sizes, self.gate_up.leaf.firsts, backend=backend
-        )
-        outer = grouped_matmul(inner, self.down.kernel, sizes, backend=backend)
+        outer = self._experts(flat[order // k], ids.reshape(-1)[order], sizes, kernels)
         # The inverse of the sort brings rows back to the tokens' order.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
-        out = weighted_sum(outputs, weights, backend=backend).astype(x.dtype)
+        out = weighted_sum(outputs, weights, backend=kernels.experts).astype(x.dtype)
         if self.config.shared_size is not None:
             out = added(out, self._shared(flat, kernels.matmul), backend=kernels.matmul)
         out = out.reshape(x.shape)
         return out if residual is None else added(residual, out, backend=kernels.matmul)
+
+    def _experts(
+        self,
+        rows: Float[Array, "R D"],
+        ids: Int[Array, " R"],
+        sizes: Int[Array, " E"],
+        kernels: Kernels,
+    ) -> Float[Array, "R D"]:
+        """Each row's output of its expert, whose id is in `ids`, in ascending order."""
+        products = functools.partial(grouped_matmul, backend=kernels.experts)
+        first, backend = self.gate_up, kernels.matmul
+        if not (self.config.bias or self.config.clamped):
+            inner = grouped_gate_up(
+                rows, first.kernel, sizes, first.leaf.firsts, backend=kernels.experts
+            )
+            return products(inner, self.down.kernel, sizes)
+        both = products(rows, first.kernel, sizes)
+        if self.config.bias:
+            both = added(both, first.bias[ids], backend=backend)
+        gate, up = first.leaf.parts(both)
+        if self.config.clamped:
+            inner = clamped_gate(gate, up, backend=kernels.experts)
+        else:
+            inner = silu_times(gate, up, backend=backend)
+        outer = products(inner, self.down.kernel, sizes)
+        return added(outer, self.down.bias[ids], backend=backend) if self.config.bias else outer
 
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
         """The shared expert's output times its gate, whose logit is summed in a fixed order."""
@@ -94,14 +123,18 @@ class Experts(nn.Module):
 
 
 def route(
-    logits: Float[Array, "M E"], k: int, renormalise: bool, backend: str = "xla"
+    logits: Float[Array, "M E"], spec: MoeSpec, backend: str = "xla"
 ) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
     """The k most probable experts of each token, the best first, and their float32 weights.
 
     Equal probabilities go to the lowest expert id. Without `renormalise` weights are the
     probabilities over all experts, with it they add up to 1.
     """
+    k = spec.experts_per_token
+    if spec.scores == "softmax of the chosen":
+        chosen, ids = lax.top_k(logits, k)
+        return probabilities(chosen, backend=backend), ids
     weights, ids = lax.top_k(probabilities(logits, backend=backend), k)
-    if renormalise:
+    if spec.renormalise:
         weights /= functools.reduce(jnp.add, (weights[:, i] for i in range(k)))[:, None]
     return weights, ids

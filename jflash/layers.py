@@ -170,21 +170,43 @@ class Rows(NamedTuple):
     kernels: Kernels = XLA
 
     def attend(self, spec, projected, cache, sinks=None):
-        check_trains(spec)
         mask = self.mask
         if spec.window is not None:
             ahead = jnp.arange(mask.shape[3]) - jnp.arange(mask.shape[2])[:, None]
             mask &= jnp.abs(ahead) < spec.window
+        check_trains(spec)
+        if sinks is not None:
+            q, k, v = projected.split()
+            return _attention_with_sinks(q, k, v, sinks, mask, spec.scale), cache
         out = jax.nn.dot_product_attention(
             *projected.split(), mask=mask, scale=spec.scale, implementation=self.implementation
         )
         return out, cache
 
 
+def _attention_with_sinks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    sinks: Float[Array, " N"],
+    mask: Bool[Array, "B 1 T S"],
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """jax.nn.dot_product_attention with one more logit a head, which has no value."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    f32 = jnp.float32
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=f32) * scale
+    scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    sink = sinks.astype(f32).reshape(1, k.shape[2], -1, 1, 1)
+    scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :-1].astype(v.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v).reshape(q.shape)
+
+
 def check_trains(spec: AttentionSpec) -> None:
     """ValueError for features that only the step's kernels have."""
-    if spec.sinks or spec.softcap is not None:
-        raise ValueError(f"no training has sinks ({spec.sinks}) or a soft cap ({spec.softcap}) yet")
+    if spec.softcap is not None:
+        raise ValueError(f"no training has a soft cap of scores yet, here {spec.softcap}")
 
 
 class RMSNorm(nn.Module):

@@ -93,7 +93,13 @@ class Leaf:
     @property
     def bias(self) -> "Leaf":
         """The leaf of the bias that is added to the product with this leaf."""
-        return replace(self, shape=self.shape[1:], axes=self.axes[1:])
+        kept = slice(0, int(self.experts > 0))  # its axis of experts
+        shape, axes = self.shape, self.axes
+        return replace(
+            self,
+            shape=shape[kept] + shape[kept.stop + 1 :],
+            axes=axes[kept] + axes[kept.stop + 1 :],
+        )
 
     def of_experts(self, count: int) -> "Leaf":
         """One such leaf for each expert."""

@@ -17,7 +17,7 @@ from jflash.cache import ring_slots
 from jflash.config import AttentionSpec, Drafter2Config, DrafterConfig, MoeSpec, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.models.params import abstract_params, decoding_params
-from jflash.programs import Shape, capacity_for, new_state
+from jflash.programs import Shape, capacity_for, new_state, target_rows
 from jflash.speculative import Models
 from pallas_kernels.gated_delta import CHUNK
 
@@ -182,8 +182,8 @@ def _mixers(models: Models, shape: Shape) -> Iterator[tuple[AttentionSpec, int]]
     """Every kind of layer, with the slots of its cache: fewer than the capacity with a window."""
     for config in models.configs:
         rows = models.block_size
-        if config is models.target.config:  # prompts attend in chunks there
-            rows = max(rows, shape.chunk)
+        if config is models.target.config:
+            rows = target_rows(models, shape)
         for mixer in set(config.mixers):
             slots = shape.capacity
             if mixer.window is not None:

@@ -106,13 +106,23 @@ def new_state(models: Models, shape: Shape) -> State:
     """A state of empty slots, all done: they idle until a prompt is admitted."""
 
     sizes, width = (shape.batch, shape.capacity), models.block_size
-    # A prompt's chunk attends in the target alone; of a drafter it only writes the context.
-    target_cache = models.target.empty_states(*sizes, max(width, shape.chunk), models.dtype)
+    target_cache = models.target.empty_states(*sizes, target_rows(models, shape), models.dtype)
     drafter_cache = ()
     if models.drafter is not None:
         drafter_cache = models.drafter.empty_states(*sizes, width, models.dtype)
     survey = None if models.rows is None else empty_survey()
     return State(empty_sequences(shape), target_cache, drafter_cache, survey)
+
+
+def target_rows(models: Models, shape: Shape) -> int:
+    """Tokens at once that a ring of the target has places for.
+
+    A prompt's chunk attends in the target alone; of a drafter it only writes the context. The
+    canonical attention cuts its pieces by slots: its rings are long enough never to wrap.
+    """
+    if models.kernels.attention == "canonical":
+        return shape.capacity
+    return max(models.block_size, shape.chunk)
 
 
 def empty_sequences(shape: Shape) -> Sequences:

@@ -1,8 +1,8 @@
 """How fast a step could be: bytes and operations it cannot do without, and what a device delivers.
 
 It counts weights, once for every time they are applied, and keys and values. It does not count
-activations, norms, rows of the embedding, or the arithmetic of softmax. It measures the device's
-two rates, and it does not know how the step is implemented.
+activations, norms, biases, rows of the embedding, or the arithmetic of softmax. It measures the
+device's two rates, and it does not know how the step is implemented.
 """
 
 import statistics

@@ -4,6 +4,7 @@ The numbers come from the models' public config.json; `-window` and `-dflash2` g
 target another kind of drafter. A shape has no weights: it decodes nothing of meaning.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jflash.config import (
     MoeSpec,
     RopeConfig,
     TargetConfig,
+    YarnScaling,
     second_version,
 )
 
@@ -175,6 +177,36 @@ def _tiny_hybrid() -> ModelShape:
     return ModelShape(replace(target, layers=tuple(mixed)), drafter)
 
 
+def _gpt_oss(layers: int, experts: int, block: int, taps: tuple[int, ...]) -> ModelShape:
+    """gpt-oss, bfloat16 weights, with its 8-layer drafter."""
+    scaling = YarnScaling(
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        attention_factor=0.1 * math.log(32.0) + 1,
+        truncate=False,
+    )
+    trunk = _trunk(
+        2880, 7680, 64, 8, head_dim=64, vocab_size=201088, rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=150000.0, scaling=scaling), max_position_embeddings=131072,
+    )  # fmt: skip
+    plain = dict(qk_norm=False, qkv_bias=True, out_bias=True, sinks=True, float32_norms=True)
+    target = TargetConfig.alike(**trunk | plain, num_layers=layers, tie_embeddings=False)
+    moe = MoeSpec(
+        num_experts=experts,
+        experts_per_token=4,
+        intermediate_size=2880,
+        renormalise=True,
+        scores="softmax of the chosen",
+        clamped=True,
+        bias=True,
+    )
+    windows = [{"window": 128 if i % 2 == 0 else None} for i in range(layers)]
+    target = target.attending(*windows).with_experts(moe, range(layers))
+    return ModelShape(target, _drafter(trunk, 8, block, 200000, taps, layers))
+
+
 SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(4096, 12288, tied=False),
     "qwen3-4b": _qwen3(2560, 9728, tied=True),
@@ -182,6 +214,8 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-coder-30b": _qwen3_coder_30b(),
     "qwen3.5-27b": _qwen35_27b(),
     "qwen3.5-35b-a3b": _qwen35_35b(),
+    "gpt-oss-20b": _gpt_oss(24, 32, 8, (1, 6, 11, 16, 21)),
+    "gpt-oss-120b": _gpt_oss(36, 128, 10, (1, 9, 17, 25, 33)),
     "tiny": _tiny(),
     "tiny-hybrid": _tiny_hybrid(),
     "tiny-moe": _tiny_moe(),

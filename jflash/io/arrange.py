@@ -37,8 +37,8 @@ def arrangements(config: TargetConfig | DrafterConfig, names: Names) -> dict[str
         i, name = in_layer(path)
         mixer = None if i is None else config.layers[i].mixer
         order = _attention(mixer, name) if isinstance(mixer, AttentionSpec) else None
-        if name in names.orders:
-            order = names.orders[name](mixer)
+        if i is not None and name in names.orders:
+            order = names.orders[name](config.layers[i])
         shifted = leaf.dtype and path.endswith("/scale")
         shift = config.norm_shift if shifted and isinstance(config, TargetConfig) else 0.0
         if order is not None or shift:

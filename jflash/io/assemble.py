@@ -59,7 +59,7 @@ def fill_leaves(
                 piece, rows = next(arrivals)
                 bar.update(piece.nbytes)
                 parts.append(rows)
-            if spec.experts:
+            if spec.experts and _is_kernel(leaf):
                 made[leaf] = _join_experts(parts, spec.experts, spec.format, spec.dtype or dtype)
             else:
                 names = itertools.groupby(piece.name for piece in plan[leaf])

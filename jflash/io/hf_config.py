@@ -10,6 +10,7 @@ from typing import Any
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
     dflash,
+    gpt_oss,
     llama,
     mistral,
     qwen2,
@@ -24,7 +25,7 @@ from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
 from jflash.io.hf_values import checked
 from jflash.io.names import Names
 
-FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next)
+FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss)
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 
 

@@ -42,7 +42,8 @@ class Names:
     """The tensors of a family's files: those outside the layers, of every layer, and by its parts.
 
     A layer's tensors stand without the prefix `layer`. Of experts, "{e}" is the expert's number,
-    and a name without it is one tensor for all experts, [E, out, in].
+    and a name without it is one tensor for all experts: [E, out, in], or with `inputs_first`
+    [E, in, out] unless it is quantised.
     """
 
     ends: Table
@@ -50,10 +51,12 @@ class Names:
     mixers: dict[type[AttentionSpec | DeltaSpec], Table]
     mlps: dict[type[DenseSpec | MoeSpec], Table]
     stacked: Table = field(default_factory=dict)  # experts in files that have one tensor for all
+    inputs_first: bool = False
     layer: str = "model.layers.{i}."
     # Which parts of a fused leaf each tensor holds, where a tensor holds several.
     parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    # Column i of a leaf is row order[i] of its tensors, where these lie in an order of their own.
+    # Column i of a leaf is row order[i] of its tensors, where these lie in an order of their own;
+    # it comes from the layer's config.
     orders: dict[str, Callable[..., Int[np.ndarray, " C"]]] = field(default_factory=dict)
     prefix: tuple[str, str] = ("", "")  # of some files, and what stands in the table in its place
     dropped: str = ROTARY  # a pattern of tensors that are never read
@@ -64,7 +67,9 @@ class Names:
         return ours + name.removeprefix(theirs) if name.startswith(theirs) else name
 
     def fitting(self, stored: Iterable[str]) -> "Names":
-        """The table for a file with tensors of these names: its experts may be stacked."""
+        """The table for a file with tensors of these names: its experts may be in another form."""
+        if self.inputs_first and any(name.endswith("_blocks") for name in stored):
+            return replace(self, inputs_first=False)
         endings = tuple(name for names in self.stacked.values() for name in names)
         if not endings or not any(name.endswith(endings) for name in stored):
             return self
@@ -113,8 +118,12 @@ def _sources(leaf: Leaf, tensors: tuple[str, ...], name: str, names: Names) -> t
     return tuple(Source(tensor, (n, *rest)) for tensor, n in zip(tensors, rows, strict=True))
 
 
-def _expert_sources(leaf: Leaf, tensors: tuple[str, ...], *_: object) -> tuple[Source, ...]:
+def _expert_sources(
+    leaf: Leaf, tensors: tuple[str, ...], name: str, names: Names
+) -> tuple[Source, ...]:
     """The tensors of a leaf [E, in, out], expert by expert unless one tensor holds all."""
+    if names.inputs_first or not name.endswith("/kernel"):
+        return (Source(tensors[0], leaf.stored),)
     experts, inputs, outputs = leaf.stored
     if "{e}" not in tensors[0]:
         return (Source(tensors[0], (experts, outputs, inputs)),)

@@ -91,6 +91,8 @@ class Safetensors(Folder):
             leaf: [piece for part in parts for piece in _pieces(part.name, places, weights)]
             for leaf, parts in sources.items()
         }
+        if names.inputs_first:
+            plan = {leaf: _outputs_first(leaf, pieces) for leaf, pieces in plan.items()}
         arranged = arrangements(config, names)
         leaves, name = leaf_paths(config), self.path.name
         return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
@@ -118,6 +120,13 @@ class Safetensors(Folder):
 
 def _pieces(name: str, places: dict[str, Piece], weights: dict[str, Weight]) -> list[Piece]:
     return weights[name].pieces(places) if name in weights else split_rows(places[name])
+
+
+def _outputs_first(leaf: str, pieces: list[Piece]) -> list[Piece]:
+    """The pieces of a kernel of experts turned from [.., in, out] to [.., out, in]."""
+    if not (leaf.endswith("/kernel") and len(pieces[0].shape) == 3):
+        return pieces
+    return [piece._replace(decode=lambda rows: rows.swapaxes(1, 2)) for piece in pieces]
 
 
 def save_safetensors(

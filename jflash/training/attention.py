@@ -44,6 +44,7 @@ class BlocksAttend(NamedTuple):
 
     def attend(self, spec, projected, cache, sinks=None):
         check_trains(spec)
+        assert sinks is None, "drafters have none"
         q, k, v = projected.split()
         B, A, _ = self.context.shape
         N, H = q.shape[2:]
@@ -86,6 +87,7 @@ class GroupedBlocksAttend(NamedTuple):
 
     def attend(self, spec, projected, cache, sinks=None):
         check_trains(spec)
+        assert sinks is None, "drafters have none"
         q, k, v = projected.split()
         B, _, N, H = q.shape
         C, _, Q, _ = self.mask.shape

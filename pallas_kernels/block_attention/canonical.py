@@ -9,7 +9,7 @@ batch 32 49.5 and 48.8. Long texts pay more: batch 1 at 32,000 tokens 66.9 and 4
 pieces are written and read again. In pieces of 128 batch 32 would take twice as long by a second
 kernel, in pieces of 512 batch 1 15.0.
 Blocks of more than 32 tokens are a prompt's chunks. In a ring, pieces are cut by slot: the form
-does not hold for rings, which only drafters have.
+does not hold for rings that wrap, which only drafters have.
 """
 
 from jaxtyping import Array, Float, Int

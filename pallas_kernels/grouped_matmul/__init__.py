@@ -7,8 +7,11 @@ on; the sizes add up to R. Products are summed in float32; results have x's dtyp
 - grouped_gate_up: w holds F columns of the gate and F of the up projection, from the columns
   `firsts` on (None: the gate's first). Both products are rounded to x's dtype, as a projection's
   output is; silu(gate) * up is rounded once more.
-- probabilities and weighted_sum: what comes before and after, by token; the reference's, which XLA
-  compiles, with every backend but "canonical" and "cpu".
+- clamped_gate: gpt-oss's activation in place of SwiGLU's, (up + 1) · gate · σ(ALPHA · gate), of a
+  gate of at most LIMIT and an up within ± LIMIT, in float32 and rounded once. Products with biases
+  come before it, so gate and up are two arrays.
+- probabilities and weighted_sum: what comes before and after, by token. These and clamped_gate are
+  the reference's, which XLA compiles, with every backend but "canonical" and "cpu".
 A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
 rows its expert has, or on the other rows; with "canonical" and "cpu" not on R either. (With the
 others they may: see the step's fixed shapes.)
@@ -61,6 +64,13 @@ def grouped_gate_up(
 ) -> Float[Array, "R F"]:
     """silu(x @ gate) * (x @ up) by expert; see the contract. ValueError as `grouped_matmul`."""
     return _backend(backend).grouped_gate_up(x, w, sizes, firsts)
+
+
+def clamped_gate(
+    gate: Float[Array, "R F"], up: Float[Array, "R F"], *, backend: str
+) -> Float[Array, "R F"]:
+    """gpt-oss's activation; see the contract. ValueError as `grouped_matmul`."""
+    return _by_token(backend).clamped_gate(gate, up)
 
 
 def probabilities(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:

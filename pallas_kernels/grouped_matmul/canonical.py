@@ -13,11 +13,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.grouped_matmul.triton import grouped_gate_up, grouped_matmul
 from pallas_kernels.in_pairs import sum_in_pairs
 
-__all__ = ["grouped_gate_up", "grouped_matmul", "probabilities", "weighted_sum"]
+__all__ = ["clamped_gate", "grouped_gate_up", "grouped_matmul", "probabilities", "weighted_sum"]
 COLUMNS = 1024
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def clamped_gate(
+    gate: Float[Array, "R F"], up: Float[Array, "R F"], interpret: bool = False
+) -> Float[Array, "R F"]:
+    R, F = gate.shape
+    return pl.pallas_call(
+        _clamped_gate,
+        name="clamped_gate",
+        grid=(pl.cdiv(F, COLUMNS), R),
+        out_shape=jax.ShapeDtypeStruct((R, F), gate.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(gate, up)
+
+
+def _clamped_gate(gate_ref, up_ref, out_ref):
+    columns = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
+    at, inside = (jnp.full(columns.shape, pl.program_id(1)), columns), columns < out_ref.shape[1]
+    gate, up = (
+        plt.load(ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
+        for ref in (gate_ref, up_ref)
+    )
+    gate = jnp.minimum(gate, LIMIT)
+    out = (jnp.clip(up, -LIMIT, LIMIT) + 1) * (gate / (1 + jnp.exp(-ALPHA * gate)))
+    plt.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

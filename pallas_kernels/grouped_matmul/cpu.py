@@ -6,11 +6,13 @@ however many rows there are and wherever it lies. Experts without rows cost noth
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fixed_order import rounded, row_sum
+from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.cpu import TILE, silu_times
 
@@ -46,6 +48,13 @@ def grouped_gate_up(
     firsts: Firsts | None = None,
 ) -> Float[Array, "R F"]:
     return silu_times(*halves(grouped_matmul(x, w, sizes), firsts))
+
+
+def clamped_gate(gate: Float[Array, "R F"], up: Float[Array, "R F"]) -> Float[Array, "R F"]:
+    open_ = jnp.minimum(gate.astype(jnp.float32), LIMIT)
+    bounded = rounded(jnp.clip(up.astype(jnp.float32), -LIMIT, LIMIT) + 1)
+    open_ *= jax.nn.sigmoid(rounded(ALPHA * open_))
+    return rounded((bounded * open_).astype(gate.dtype))
 
 
 def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts, halves
 
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's activation
+
 
 def _product(x, w, sizes):
     every = jnp.einsum(
@@ -35,6 +37,12 @@ def grouped_gate_up(
 ) -> Float[Array, "R F"]:
     gate, up = halves(_product(x, w, sizes).astype(jnp.float32), firsts)
     return (gate / (1 + jnp.exp(-gate)) * up).astype(x.dtype)
+
+
+def clamped_gate(gate: Float[Array, "R F"], up: Float[Array, "R F"]) -> Float[Array, "R F"]:
+    open_ = jnp.minimum(gate.astype(jnp.float32), LIMIT)
+    bounded = jnp.clip(up.astype(jnp.float32), -LIMIT, LIMIT)
+    return ((bounded + 1) * (open_ / (1 + jnp.exp(-ALPHA * open_)))).astype(gate.dtype)
 
 
 def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:

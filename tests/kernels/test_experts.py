@@ -87,10 +87,12 @@ def test_the_layer_is_its_formula(renormalise):
 
 def test_ties_go_to_the_lowest_expert():
     logits = jnp.array([[0, 2, 1, 2, 1, 1], [0, 0, 0, 0, 0, 0], [5, 1, 1, 1, 5, 5]], jnp.float32)
-    weights, ids = route(logits, K, renormalise=True)
+    weights, ids = route(logits, MOE)
     np.testing.assert_array_equal(ids, [[1, 3, 2], [0, 1, 2], [0, 4, 5]])
     np.testing.assert_allclose(np.sum(weights, axis=1), 1, rtol=1e-6)
-    assert np.sum(route(logits, K, renormalise=False)[0], axis=1)[1] == pytest.approx(0.5)
+    assert np.sum(route(logits, replace(MOE, renormalise=False))[0], axis=1)[1] == pytest.approx(
+        0.5
+    )
 
 
 def test_experts_are_added_in_the_tokens_own_ranking():
@@ -113,7 +115,7 @@ def test_a_tokens_bits_are_its_own():
         for place in np.ndindex(4, 16):
             x = others.at[place].set(own)
             seen.add(np.asarray(run(params, x, zero)[place]).tobytes())
-        ids = route(others.reshape(-1, D) @ params["router"]["kernel"], K, True)[1]
+        ids = route(others.reshape(-1, D) @ params["router"]["kernel"], MOE)[1]
         sizes.add(tuple(np.bincount(np.ravel(ids), minlength=E)))
     assert len(seen) == 1
     assert len(sizes) > 4  # the rows were sorted to other places

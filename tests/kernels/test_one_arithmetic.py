@@ -16,6 +16,7 @@ from jflash.rope import rope_angles
 from pallas_kernels import grouped_matmul, heads_to_cache, matmul, rms_norm
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.block_attention import cpu as attention_cpu
+from pallas_kernels.grouped_matmul import canonical
 from tests.support.attention_checks import ON_GPU
 
 COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
@@ -167,6 +168,21 @@ def routed(backend: str):
         return grouped_matmul.weighted_sum(outputs, weights, backend=backend)
 
     return op
+
+
+def test_clamped_gate():
+    """Of products whose gates and ups go past the limit; a GPU's form by its interpreter."""
+    gate, up = draw(0, 512, 40) * 8, draw(1, 512, 40) * 8
+    want = grouped_matmul.clamped_gate(gate, up, backend="reference")
+    assert np.abs(np.asarray(up)).max() > 7 and np.asarray(gate).max() > 7
+    g, u = np.minimum(np.asarray(gate, np.float64), 7), np.clip(np.asarray(up, np.float64), -7, 7)
+    np.testing.assert_allclose(want, (u + 1) * g / (1 + np.exp(-1.702 * g)), rtol=2e-5, atol=1e-5)
+    assert not broken(functools.partial(grouped_matmul.clamped_gate, backend="cpu"), gate, up)
+    for got in (
+        grouped_matmul.clamped_gate(gate, up, backend="cpu"),
+        canonical.clamped_gate(gate, up, interpret=True),
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_router_and_the_sum_of_experts():

@@ -25,6 +25,7 @@ from reference_cases import plain_run
 from reference_hybrid import exact_rollback
 from reference_hybrid import randomise as randomise_hybrid
 from reference_pairs import FAMILIES, HYBRIDS, WITH_EXPERTS, Experts, halved, round_weights
+from reference_windows import randomise_gpt_oss
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config
@@ -67,6 +68,8 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
             parameter.normal_(0, 3.0 / hidden**0.5)
         else:
             parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
+    if family == "gpt_oss":
+        randomise_gpt_oss(model)
     if family in HYBRIDS:
         randomise_hybrid(model)
     round_weights(model)

@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from dflash.model import DFlashDraftModel
 from reference_hybrid import hybrid, randomise
+from reference_windows import gpt_oss, randomise_gpt_oss
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -55,9 +57,10 @@ FAMILIES = {
         hybrid(Qwen3NextConfig, shared_expert_intermediate_size=24),
         Qwen3NextForCausalLM,
     ),
+    "gpt_oss": (gpt_oss, GptOssForCausalLM),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "gpt_oss")
 
 
 class Unusable(Exception):
@@ -145,6 +148,11 @@ SMALL_SHAPES = [
     Shape(
         "qwen3_next", 40, 2, (2, 2, 16), 48, False, 4, (0, 1), 2, (2, 1, 16), 40, "inner", False,
         experts=Experts(6, 2, 16, False, 1, (1,), False), small_files=True, learnable=0.5,
+    ),
+    # Every layer is tapped; windows narrower than a block.
+    Shape(
+        "gpt_oss", 32, 4, (4, 2, 16), 24, False, 11, (0, 1, 2, 3), 2, (2, 1, 16), 40, "inner",
+        False, experts=Experts(6, 2, 24, True, 1, (), False), small_files=True, learnable=0.4,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
@@ -266,6 +274,8 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
     _randomise_norms(model)
     if shape.family in HYBRIDS:
         randomise(model)
+    if shape.family == "gpt_oss":
+        randomise_gpt_oss(model)
     return model
 
 

@@ -87,12 +87,17 @@ def asked() -> list[list[int]]:
 
 
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": False}
+CLAMPED = replace(MOE, scores="softmax of the chosen", clamped=True, bias=True)
 KINDS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "hybrid, shared expert": {"moe": replace(MOE, shared_size=20), "sparse": (0,), **HYBRID},
+    "sinks, windows, clamped experts": {
+        "moe": CLAMPED, **BIASES, "mlp_bias": False, "sinks": True, "float32_norms": True,
+        "sights": ({"window": 20}, {}),
+    },
     "biases, experts": {"moe": MOE, "sparse": (1,), "tie_embeddings": True, **BIASES},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from jflash import cache, generate, load_pair, stream
 from jflash.io.hf_config import TARGETS
 from jflash.kernels import XLA
-from jflash.layers import Block, Rows
+from jflash.layers import Block, Chunk, Rows
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 from tests.support.reference import case_folders, case_sets, close, pair, record
@@ -28,6 +28,7 @@ SETS = case_sets(COMMITTED, "JFLASH_FRESH_CASES")
 WINDOW_FOLDERS = case_folders(pytest.param(WINDOWS, id=WINDOWS.name))
 FOLDERS = [*case_folders(*SETS), *WINDOW_FOLDERS]
 PLAIN = ("cases-pair00", "cases-pair01", "window_cases-pair00")  # Qwen2, Llama, Qwen3
+ALL_TAPPED = ("cases-pair04", "cases-pair08")  # features of every layer are recorded
 CONTEXT = 12  # tokens before the recorded block
 CAPACITY = 512  # of all cases: each width of a pair is compiled once
 
@@ -74,6 +75,31 @@ def test_logits_features_and_drafter_states(folder: Path):
     names = ("logits", "features", "draft_hidden", "draft_logits")
     for name, got in zip(names, found, strict=True):
         close(got[0], want[name])
+
+
+@pytest.mark.parametrize("folder", [case for case in FOLDERS if case.id in ALL_TAPPED])
+def test_hidden_states_of_chunks_and_blocks(folder: Path):
+    """A prompt in two chunks, then the rest in blocks of 5, with rings as short as can be."""
+    both, want = pair(folder), load_file(folder / "tensors.safetensors")
+    models, params = both.models, both.params
+    tokens = jnp.asarray(want["prompt_ids"], jnp.int32)[None]
+    caches = models.target.empty_states(1, 64, 5, "float32")
+
+    def through(over, first, caches):
+        positions, ids = first + jnp.arange(5)[None], tokens[:, first : first + 5]
+        return apply(models.target, params.target, ids, positions, caches, over, models.taps)
+
+    found = []
+    for first in range(0, tokens.shape[1], 5):
+        if first < 10:
+            over = Chunk(jnp.int32(0), jnp.int32(first), jnp.int32(10), XLA)
+        else:
+            over = Block(jnp.full(1, first), jnp.full(1, 5), XLA)
+        hidden, features, caches = through(over, first, caches)
+        logits = apply(models.target, params.target, hidden, method="logits")
+        found.append((logits[0], features[0]))
+    for name, got in zip(("logits", "features"), zip(*found, strict=True), strict=True):
+        close(jnp.concatenate(got), want[name])
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

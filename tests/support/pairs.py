@@ -44,12 +44,17 @@ HYBRID = {
 
 
 def target_config(**changes) -> TargetConfig:
-    """`moe` stands in `sparse` layers, in all by default; a delta net in the layers `deltas`."""
+    """`moe` stands in `sparse` layers, in all by default; a delta net in the layers `deltas`.
+
+    `sights`: other values of some fields of each layer's mixer.
+    """
+    sights = changes.pop("sights", None)
     moe, sparse = changes.pop("moe", None), changes.pop("sparse", None)
     deltas = changes.pop("deltas", ())
     config = TargetConfig.alike(**(TRUNK | {"tie_embeddings": False} | changes))
     mixed = [replace(x, mixer=DELTA) if i in deltas else x for i, x in enumerate(config.layers)]
     config = replace(config, layers=tuple(mixed))
+    config = config.attending(*sights) if sights else config
     return config if moe is None else config.with_experts(moe, sparse or range(config.num_layers))
 
 

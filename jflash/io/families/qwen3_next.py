@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jflash.config import DeltaSpec, TargetConfig
+from jflash.config import DeltaSpec, LayerConfig, TargetConfig
 from jflash.io.families import qwen3_5, qwen3_5_moe
 from jflash.io.hf_values import checked
 
@@ -22,8 +22,10 @@ DEFAULTS: dict[str, Any] = (
 _INPUTS = "attention/inputs/kernel"
 
 
-def by_kind(mixer: DeltaSpec) -> Int[np.ndarray, " C"]:
+def by_kind(layer: LayerConfig) -> Int[np.ndarray, " C"]:
     """Order that takes rows by key head (q, k, v, z; then b, a) to rows by kind, of all heads."""
+    mixer = layer.mixer
+    assert isinstance(mixer, DeltaSpec)
     Hk, Hv, dk, dv = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
     r = Hv // Hk
     sizes = (dk, dk, r * dv, r * dv)

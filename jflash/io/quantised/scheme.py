@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jflash.io.hf_values import shown
-from jflash.io.quantised import awq, compressed, fp8, gptq
+from jflash.io.quantised import awq, compressed, fp8, gptq, mxfp4
 from jflash.io.quantised.compressed import Layouts, check_pattern, matches
 from jflash.io.quantised.weight import Layout
 
@@ -107,6 +107,7 @@ _METHODS: dict[Any, Callable[[Mapping[str, Any]], Callable[[str], Layouts | None
     "modelopt": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": lambda raw: _one(mxfp4.layout),
 }
 
 

@@ -15,6 +15,7 @@ from jflash.io.read_ahead import Piece, read
 
 PACKED = ("weight_packed", "qweight")
 FORMS = ("weight", *PACKED, "weight_scale", "weight_scale_inv", "g_idx", "weight_g_idx")
+FORMS += ("weight_blocks", "weight_scales")
 
 
 class Header(NamedTuple):

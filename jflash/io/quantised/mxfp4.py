@@ -1,0 +1,34 @@
+"""MXFP4 (gpt-oss's experts): numbers of four bits in groups of 32, which share a power of two.
+
+A byte has two numbers, the first in its low bits. bfloat16 has every product of a number and a
+usual power of two, so dequantising rounds nothing.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from jflash.io.quantised.weight import Layout, Stored, floats
+
+GROUP = 32
+_POSITIVE = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+NUMBERS = np.asarray([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)  # of the 16 codes
+
+
+def layout(shape: tuple[int, int], found: Mapping[str, tuple[int, ...]]) -> Layout:
+    """The layout of a weight [O, I]; ValueError if I is not in whole groups."""
+    rows, columns = shape
+    if columns % GROUP:
+        raise ValueError(f"weights in MXFP4 have columns in {GROUP}s, not {columns}")
+    groups = columns // GROUP
+    return Layout(
+        shape,
+        GROUP,
+        Stored("weight_blocks", (rows, groups, GROUP // 2), ("U8",), _numbers),
+        Stored("weight_scales", (rows, groups), ("U8",), lambda scales, outputs: floats(scales)),
+    )
+
+
+def _numbers(codes: UInt8[np.ndarray, "o G _"], outputs: int) -> Float[np.ndarray, "o I"]:
+    return NUMBERS[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(outputs, -1)
