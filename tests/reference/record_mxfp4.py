@@ -1,8 +1,8 @@
 """A tiny gpt-oss whose experts are in MXFP4, and what transformers makes of it.
 
 python tests/reference/record_mxfp4.py --seed N --out DIR
-Needs torch and transformers. DIR gets target/ and recorded.safetensors: the first layer's experts as
-transformers dequantises them (bfloat16), prompt_ids and logits (float32).
+Needs torch and transformers. DIR gets target/ and recorded.safetensors: the first layer's experts
+as transformers dequantises them (bfloat16), prompt_ids and logits (float32).
 """
 
 import argparse
