@@ -301,13 +301,13 @@ class TargetConfig(DecoderConfig):
     """A decoder: families differ in their layers.
 
     `norm_shift`: a constant that files leave out of the norms' weights; with it these stay float32.
-    `float32_norms`: they do so in any case, and a norm is rounded once, after its weight.
+    `norm_dtype`: the norms' weights have it, not the model's.
     `unread_ids`: tokens that stand for images and videos, refused in a prompt.
     """
 
     tie_embeddings: bool
     norm_shift: float = 0.0
-    float32_norms: bool = False
+    norm_dtype: str = ""
     unread_ids: tuple[int, ...] = ()
 
 

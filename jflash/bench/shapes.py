@@ -191,7 +191,7 @@ def _gpt_oss(layers: int, experts: int, block: int, taps: tuple[int, ...]) -> Mo
         2880, 7680, 64, 8, head_dim=64, vocab_size=201088, rms_norm_eps=1e-5,
         rope=RopeConfig(theta=150000.0, scaling=scaling), max_position_embeddings=131072,
     )  # fmt: skip
-    plain = dict(qk_norm=False, qkv_bias=True, out_bias=True, sinks=True, float32_norms=True)
+    plain = dict(qk_norm=False, qkv_bias=True, out_bias=True, sinks=True, norm_dtype="float32")
     target = TargetConfig.alike(**trunk | plain, num_layers=layers, tie_embeddings=False)
     moe = MoeSpec(
         num_experts=experts,

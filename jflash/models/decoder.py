@@ -33,7 +33,7 @@ class Target(nn.Module):
     @property
     def norm_dtype(self) -> str:
         """The dtype of the norms' weights: bfloat16 would lose bits of w in 1 + w."""
-        return "float32" if self.config.norm_shift or self.config.float32_norms else ""
+        return "float32" if self.config.norm_shift else self.config.norm_dtype
 
     @nn.nowrap
     def make_layer(self, i: int) -> nn.Module:

@@ -93,7 +93,7 @@ KINDS = {
     "bfloat16": {"dtype": "bfloat16"},
     "hybrid, shared expert": {"moe": replace(MOE, shared_size=20), "sparse": (0,), **HYBRID},
     "sinks, windows, clamped experts": {
-        "moe": CLAMPED, **BIASES, "mlp_bias": False, "sinks": True, "float32_norms": True,
+        "moe": CLAMPED, **BIASES, "mlp_bias": False, "sinks": True, "norm_dtype": "float32",
         "sights": ({"window": 20}, {}),
     },
     "biases, experts": {"moe": MOE, "sparse": (1,), "tie_embeddings": True, **BIASES},

@@ -66,7 +66,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
         qkv_bias=bias,
         out_bias=bias,
         sinks=True,
-        float32_norms=True,
+        norm_dtype="float32",
     )
     types = _layer_types(value, config.num_layers)
     if LAYER_TYPES[0] in types and (type(window) is not int or window < 1):
