@@ -1,11 +1,12 @@
 """A request's changes to the target's logits before a token is chosen.
 
 Their order, in float32, is: bias; the repetition, frequency and presence penalties; the minimum
-length, before which no stop token can be chosen. Temperature and filters come after them. The
-changes to a row depend on the tokens before it, the block's drafts included, so drafts are verified
-against plain decoding's logits. This file knows no model.
+length, before which no stop token can be chosen; the grammar. Temperature and filters come after
+them. The changes to a row depend on the tokens before it, the block's drafts included, so drafts
+are verified against plain decoding's logits. This file knows no model.
 
-Axes: B batch, W rows of a block, D = W - 1 drafts, S capacity, E entries, V vocabulary.
+Axes: B batch, W rows of a block, D = W - 1 drafts, S capacity, E entries, V vocabulary, M words of
+32 bits.
 """
 
 from typing import NamedTuple
@@ -86,6 +87,21 @@ def _shaped(logits, s: Shaping, tokens, length, drafts, stops):
     is_stop = _scattered(stops, jnp.ones(stops.shape, jnp.int32), V) > 0
     early = (length[:, None] + jnp.arange(logits.shape[1])) < s.shortest[:, None]
     return jnp.where(early[..., None] & is_stop[:, None], -jnp.inf, logits)
+
+
+def constrained(
+    logits: Float[Array, "B W V"], raw: Float[Array, "B W V"], allowed: Int[Array, "B W M"]
+) -> Float[Array, "B W V"]:
+    """The logits of the tokens whose bits are set, and -inf.
+
+    The grammar has the last word: if the other changes leave none of its tokens, as a minimum
+    length does where a text must end, the raw logits of its tokens decide.
+    """
+    bits = (allowed[..., None] >> jnp.arange(32)) & 1
+    free = bits.reshape(*allowed.shape[:2], -1)[..., : logits.shape[-1]] != 0
+    kept = jnp.where(free, logits, -jnp.inf)
+    none = jnp.all(kept == -jnp.inf, axis=-1, keepdims=True)
+    return jnp.where(none & free, raw, kept)
 
 
 def _scattered(

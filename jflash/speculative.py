@@ -36,7 +36,7 @@ from jflash.sampling import (
     probabilities,
     verify_drafts,
 )
-from jflash.shaping import Shaping, shaped
+from jflash.shaping import Shaping, constrained, shaped
 from pallas_kernels.gated_delta import CHUNK
 
 
@@ -176,6 +176,15 @@ class State(NamedTuple):
         return self._replace(sequences=self.sequences._replace(**changes))
 
 
+class Seen(NamedTuple):
+    """The target's pass over the blocks, before a token is chosen; its rows as `rows` lie."""
+
+    hidden: Float[Array, "_ _ D"]
+    logits: Float[Array, "_ _ V"]
+    features: Float[Array, "_ _ PD"]  # its tapped layers, for the drafter's context
+    rows: Rows
+
+
 class Verdict(NamedTuple):
     """What the target says of a block; of rows that were not verified, anything."""
 
@@ -263,6 +272,12 @@ def rows_of(models: Models, state: State, proposal: Proposal, widths: Int[Array,
 def verify(
     models: Models, params: Params, state: State, proposal: Proposal
 ) -> tuple[Verdict, State]:
+    """What the target says of the drafts, by its one pass over the blocks."""
+    seen, state = look(models, params, state, proposal)
+    return judge(models, params, state, proposal, seen)
+
+
+def look(models: Models, params: Params, state: State, proposal: Proposal) -> tuple[Seen, State]:
     """The target's one pass over the anchor and the drafts, which writes their keys and values."""
     positions, room = block_positions(models, state)
     rows, s = rows_of(models, state, proposal, room), state.sequences
@@ -275,11 +290,32 @@ def verify(
     )  # fmt: skip
     # Logits that nobody reads are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
+    return Seen(hidden, logits, features, rows), state._replace(target_cache=cache)
+
+
+def judge(
+    models: Models,
+    params: Params,
+    state: State,
+    proposal: Proposal,
+    seen: Seen,
+    allowed: Int[Array, "B W _"] | None = None,
+) -> tuple[Verdict, State]:
+    """Chooses the target's tokens, and tells which drafts they confirm.
+
+    `allowed` has a bit for each token that a grammar allows at a row, if every draft before that
+    row is accepted. So a row that is read has plain decoding's mask.
+    """
+    positions, room = block_positions(models, state)
+    hidden, raw, features, rows = seen
+    s, logits = state.sequences, raw
     key, filters = rows.per_row((s.key, s.filters))
-    raw = logits
     if s.shaping is not None:
         assert models.sampled and isinstance(rows, Whole), "shaped logits are of whole blocks"
         logits = shaped(raw, s.shaping, s.tokens, s.length, proposal.tokens, s.stops)
+    if allowed is not None:
+        assert models.sampled and isinstance(rows, Whole), "a grammar's rows are those of the block"
+        logits = constrained(logits, raw, allowed)
     if s.logprobs is not None:
         raw = judged(raw, logits, filters, s.logprobs)
     if proposal.q is not None:
@@ -293,7 +329,6 @@ def verify(
             choices = apply(models.target, params.target, hidden, backend, method="best")
         choices = rows.unpack(choices)
         accepted = accepted_drafts(proposal.tokens, choices, rows.widths)
-    state = state._replace(target_cache=cache)
     if state.survey is not None and proposal.confidence is not None:
         survival = survivals(proposal.confidence)
         survey = state.survey.seen(survival, room, rows.widths, accepted, s.done)

@@ -17,6 +17,7 @@ import jax
 
 from jflash.generate import Pair, check_request
 from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.loop import Job, Loop
 from jflash.serving.programs import BIASED, Layout, most_of
@@ -135,10 +136,24 @@ class Engine:
         room = self._layout.shape.stop_slots
         if len(request.stop_ids) > room:
             raise ValueError(f"{len(request.stop_ids)} stop_ids: at most {room} fit")
+        if request.grammar is not None:
+            missing = set(request.grammar.stop_ids) - set(request.stop_ids)
+            if missing:
+                raise ValueError(f"the grammar's end {min(missing)} is not among the stop_ids")
+            if request.grammar.vocabulary != vocabulary:
+                raise ValueError(
+                    f"the grammar is of {request.grammar.vocabulary} tokens, the model has "
+                    f"{vocabulary}"
+                )
 
     def submit(self, request: Request) -> Handle:
-        """Queues a request. ValueError as `check`; Full, Failed; RuntimeError once closed."""
+        """Queues a request. ValueError as `check`; Full, Failed; RuntimeError once closed.
+
+        The first request with a grammar compiles the programs for all of them, in this thread.
+        """
         self.check(request)
+        if request.grammar is not None:
+            self._loop.prepare_grammars()
         handle = Handle(request, lambda _: self._cancel(job))
         now, seed = time.monotonic(), request.seed
         with self._changed:
@@ -154,6 +169,7 @@ class Engine:
                 seed=secrets.randbelow(KEYS) if seed is None else seed,
                 deadline=None if request.timeout is None else now + request.timeout,
                 tokens=list(request.prompt_ids),
+                matcher=request.grammar and Matcher(request.grammar),
             )
             self._arrived += 1
             self._inbox.append(job)

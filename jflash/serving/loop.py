@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from jflash.kernels import AUTO
+from jflash.serving.constrained import Constrained, compile_constrained
+from jflash.serving.grammar import GrammarError, Matcher, fill
 from jflash.serving.handle import Handle
 from jflash.serving.pages import Name, Pages, chain
 from jflash.serving.programs import (
@@ -27,6 +29,7 @@ from jflash.serving.programs import (
     compile_programs,
     empty_state,
     floats,
+    mask_words,
     packed,
     taken,
     tops_of,
@@ -58,8 +61,9 @@ class Job:
     unread: int = 0  # calls with it that the host has not read
     gained: bool = False
     cached: int | None = None  # tokens of the prompt that were cached when it first ran
+    matcher: Matcher | None = None  # at the place of `tokens` in the grammar
     cancelled: bool = False
-    reason: FinishReason | None = None
+    reason: FinishReason | Literal["failed"] | None = None  # its handle has the failure
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_tops: list[Top] = field(default_factory=list)
 
@@ -86,6 +90,7 @@ class Read(NamedTuple):
     scored: range = range(0)  # the prompt's tokens whose logprobs the chunk brings
     report: Report | None = None
     jobs: tuple[Job, ...] = ()  # of the report
+    steps: int = 0  # of the report
 
 
 class Counts(NamedTuple):
@@ -117,6 +122,8 @@ class Loop:
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
         self.counts = Counts()
+        self._constrained: Constrained | None = None
+        self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
         self._salt = salt
         self._rounds = deque[list[Read]]()
         self._tables = np.full((layout.shape.batch, layout.columns), layout.pages, np.int32)
@@ -129,6 +136,11 @@ class Loop:
     def quiet(self) -> bool:
         """Whether no text is under way; requests that have no token yet may wait."""
         return not (self.running or self._rounds or any(job.begun for job in self.waiting))
+
+    def prepare_grammars(self) -> None:
+        """Compiles what requests with a grammar need, before the first of them comes."""
+        if self._constrained is None:
+            self._constrained = compile_constrained(self.models, self.params, self.layout)
 
     def new_weights(self, params: Params) -> None:
         """Takes other parameters of the same shapes; the loop must be quiet."""
@@ -160,6 +172,8 @@ class Loop:
         """Plans and dispatches a round, then reads the one before it."""
         for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
             self._end(job, "cancelled", on_event)
+        if any(job.matcher for job in self.running):
+            self.drain(on_event)  # masks are of the whole text
         what = self._plan()
         if what.preempted and self._rounds:
             self.drain(on_event)  # tokens that are on their way are not computed twice
@@ -178,7 +192,12 @@ class Loop:
         stepping = [job for job in jobs(what.steps) if job.slot is not None]
         ready = {id(job): job for job in jobs(what.chunks) if job.slot is not None and not job.end}
         stepping += ready.values()
-        if stepping:
+        if any(job.matcher for job in stepping):
+            self._read(reads, on_event)
+            reads, stepping = [], [job for job in stepping if job.reason is None]
+        if any(job.matcher for job in stepping):
+            reads.append(self._constrained_call(stepping))
+        elif stepping:
             reads.append(self._call(stepping))
         if reads:
             self._rounds.append(reads)
@@ -296,7 +315,13 @@ class Loop:
         scores = job.request.prompt_logprobs is not None and not job.begun
         control = np.array([job.slot, offset, job.end, last, commits, scores], np.int32)
         table = self._tables[job.slot : job.slot + 1].copy()
-        self.state, out = self.programs.chunk(self.params, self.state, table, control)
+        allowed = self._free
+        if commits and job.matcher is not None:
+            masks = np.full((1, 1, len(allowed)), -1, np.int32)
+            fill(masks, [(0, job.matcher, ())])
+            allowed = masks[0, 0]
+            self._drop_failed([job])
+        self.state, out = self.programs.chunk(self.params, self.state, table, control, allowed)
         job.computed = min(offset + size, job.end)
         self._name(job, job.computed)
         if last:
@@ -305,17 +330,46 @@ class Loop:
         return Read(out, job, first=commits, scored=scored if scores else range(0))
 
     def _call(self, jobs: Sequence[Job]) -> Read:
-        live = np.zeros(len(self.slots), bool)
-        for job in jobs:
-            live[job.slot] = True
-            job.unread += 1
-        table = np.where(live[:, None], self._tables, self.layout.pages).astype(np.int32)
+        live, table = self._places(jobs)
         draws = any(job.request.needs_logits for job in jobs)
         rows = max(self.programs.greedy)
         if self.rows is not None and not draws:
             rows = self.rows.pick()[0]
         program = self.programs.drawn if draws else self.programs.greedy[rows]
         self.state, report = program(self.params, self.state, table, live)
+        return self._called(jobs, rows, report, self.layout.steps)
+
+    def _constrained_call(self, jobs: Sequence[Job]) -> Read:
+        """One step; the host computes the masks while the device verifies the drafts."""
+        programs = self._constrained
+        assert programs is not None, "the engine prepares it before the first such request"
+        live, table = self._places(jobs)
+        self.state, begun = programs.propose(self.params, self.state, table, live)
+        begun.proposal.tokens.copy_to_host_async()
+        self.state, seen = programs.look(self.params, self.state, table, begun)
+        drafts = np.asarray(begun.proposal.tokens)
+        words = mask_words(self.models)
+        masks = np.full((len(self.slots), self.models.block_size, words), -1, np.int32)
+        blocks = []
+        for job in jobs:
+            if job.matcher is not None and job.slot is not None:
+                blocks.append((job.slot, job.matcher, drafts[job.slot].tolist()))
+        fill(masks, blocks)
+        self._drop_failed(jobs)
+        self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
+        return self._called(jobs, max(self.programs.greedy), report, 1)
+
+    def _places(self, jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that step, and their pages."""
+        live = np.zeros(len(self.slots), bool)
+        for job in jobs:
+            live[job.slot] = True
+        return live, np.where(live[:, None], self._tables, self.layout.pages).astype(np.int32)
+
+    def _called(self, jobs: Sequence[Job], rows: int, report: Report, steps: int) -> Read:
+        """Notes a dispatched call, whose report is on its way."""
+        for job in jobs:
+            job.unread += 1
         if self.rows is not None:
             self.rows.ran(rows, report.survey)
         if not any(job.request.top_logprobs for job in jobs):
@@ -323,7 +377,7 @@ class Loop:
         jax.copy_to_host_async((report.numbers, report.tops))
         counts = self.counts
         self.counts = counts._replace(calls=counts.calls + 1, live=counts.live + len(jobs))
-        return Read(report=report, jobs=tuple(jobs))
+        return Read(report=report, jobs=tuple(jobs), steps=steps)
 
     def drain(self, on_event: Callable[[Job, Event], None]) -> None:
         """Reads all dispatched calls."""
@@ -343,8 +397,8 @@ class Loop:
                     assert job.slot is not None, "who leaves a slot has read all of its calls"
                     job.unread -= 1
                     likely = None if tops is None else tops[job.slot]
-                    width, steps = self.models.block_size, self.layout.steps
-                    self._gain(job, taken(numbers[job.slot], likely, width, steps), on_event)
+                    width = self.models.block_size
+                    self._gain(job, taken(numbers[job.slot], likely, width, read.steps), on_event)
 
     def _read_chunk(
         self, read: Read, chunk: Chunked, on_event: Callable[[Job, Event], None]
@@ -379,6 +433,8 @@ class Loop:
                 drafted = min(self.models.max_accept, job.limit - len(job.tokens))
                 accepted = len(ids) - 1
             job.tokens += ids
+            if job.matcher is not None:
+                job.matcher.take(ids)
             reason: FinishReason | None = None
             if given.done and i == len(given.steps) - 1:
                 reason = "stop" if ids[-1] in job.request.stop_ids else "length"
@@ -395,6 +451,15 @@ class Loop:
         self._name(job, len(job.tokens) - 1)
         if job.reason:
             self._leave(job)
+        self._drop_failed([job])
+
+    def _drop_failed(self, jobs: Sequence[Job]) -> None:
+        """Ends requests whose grammar cannot be followed; calls on their way are not read."""
+        for job in jobs:
+            if job.matcher is not None and job.matcher.error and job.reason is None:
+                job.reason = "failed"
+                self._leave(job)
+                job.handle.fail(GrammarError(job.matcher.error))
 
     def _scored(self, job: Job, event: Event, given: Taken, step: int) -> Event:
         """The event of a step with the numbers that the request asks for."""

@@ -27,7 +27,7 @@ from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import Filters, choose, cut_at_stop
 from jflash.serving.request import MOST, Request, Top
-from jflash.shaping import Shaping, shaped, unshaped
+from jflash.shaping import Shaping, constrained, shaped, unshaped
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
 from pallas_kernels.block_attention import PAGE
 
@@ -54,7 +54,7 @@ class Programs(NamedTuple):
     """Executables of one layout. `state` is donated, and its paged layers have no table.
 
     admit(state, row) -> state
-    chunk(params, state, table, control) -> (state, Chunked)
+    chunk(params, state, table, control, allowed) -> (state, Chunked)
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
     `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all, and
@@ -175,6 +175,11 @@ def row_size(shape: Shape) -> int:
     return HEAD + shape.stop_slots + shape.capacity + 2 * BIASED
 
 
+def mask_words(models: Models) -> int:
+    """32-bit words of a mask over the target's vocabulary."""
+    return -(-models.target.config.vocab_size // 32)
+
+
 def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
     """Puts the row into its slot, which idles until its last chunk has run."""
     slot, length, limit, accept, top_k = row[:5]
@@ -211,12 +216,14 @@ def chunk(
     state: State,
     table: Int[Array, "1 _"],
     control: Int[Array, "6"],
+    allowed: Int[Array, " M"],
 ) -> tuple[State, Chunked]:
     """Computes keys, values and context of the slot's tokens offset … end - 1, at most `size`.
 
     `control` is slot, offset, end, last, commits, scores. After the last chunk the slot steps. If
-    that chunk commits, it chooses the token after `end`; else the slot continues from its newest
-    token, which it had before. With `scores` the tokens after the chunk's are scored.
+    that chunk commits, it chooses the token after `end`, of those whose bits `allowed` has; else
+    the slot continues from its newest token, which it had before. With `scores` the tokens after
+    the chunk's are scored.
     """
     slot, offset, end, last, commits, scores = control
     s = state.sequences
@@ -244,6 +251,7 @@ def chunk(
         one = jax.tree.map(lambda x: x[None], row)
         none = jnp.zeros((1, 0), jnp.int32)
         changed = shaped(logits, one.shaping, one.tokens, end[None], none, one.stops)
+        changed = constrained(changed, logits, allowed[None, None])
         first = choose(changed, end[None, None], one.key, one.filters)
         of = judged(logits, changed, one.filters, one.logprobs)
         keep = jnp.ones((1, 1), bool)
@@ -311,28 +319,32 @@ def run(
     kept = {name: getattr(s, name) for name in DRAWN}
     if not models.sampled:
         state = state.with_sequences(**dict.fromkeys(DRAWN))
-    begin, taken, done = s.length, s.steps, s.done
-    state = with_table(state.with_sequences(done=done | ~live), table)
+    state = with_table(state.with_sequences(done=s.done | ~live), table)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
+    report = report_of(s, state, width, steps)
+    state = state.with_sequences(done=jnp.where(live, state.sequences.done, s.done))
+    if not models.sampled:
+        state = state.with_sequences(**kept)
+    return with_table(state, None), report
+
+
+def report_of(before: Sequences, state: State, width: int, steps: int) -> Report:
+    """What `steps` steps of blocks of `width` rows added; see `run`."""
     s = state.sequences
 
     def cut(x: Array, first: Array, count: int) -> Array:
         index = first[:, None] + jnp.arange(count)
         return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
 
-    state = state.with_sequences(done=jnp.where(live, s.done, done))
-    if not models.sampled:
-        state = state.with_sequences(**kept)
-    state = with_table(state, None)
-    ends = jnp.stack([s.steps - taken, s.done.astype(jnp.int32)], axis=1)
-    numbers, tops = [cut(s.tokens, begin, width * steps)], None
+    ends = jnp.stack([s.steps - before.steps, s.done.astype(jnp.int32)], axis=1)
+    numbers, tops = [cut(s.tokens, before.length, width * steps)], None
     if s.logprobs is not None:
-        chosen, tops = read(s.logprobs.scores, begin, width * steps)
+        chosen, tops = read(s.logprobs.scores, before.length, width * steps)
         numbers.append(chosen)
     else:
         numbers.append(jnp.zeros_like(numbers[0]))
-    numbers += [cut(s.acceptance_lengths, taken, steps), ends]
-    return state, Report(jnp.concatenate(numbers, axis=1), tops, state.survey)
+    numbers += [cut(s.acceptance_lengths, before.steps, steps), ends]
+    return Report(jnp.concatenate(numbers, axis=1), tops, state.survey)
 
 
 class Taken(NamedTuple):
@@ -398,11 +410,11 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         int(count): steps(replace(models, sampled=False, rows=models.rows and int(count)))
         for count in counts
     }
-    row = ints(row_size(shape))
+    row, words = ints(row_size(shape)), ints(mask_words(models))
     one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
     return Programs(
         jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
-        one_chunk.lower(params, state, ints(1, layout.columns), ints(6)).compile(),
+        one_chunk.lower(params, state, ints(1, layout.columns), ints(6), words).compile(),
         greedy,
         steps(draws),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from jflash.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling
+from jflash.serving.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Top = tuple[tuple[int, float], ...]  # the most probable tokens of a place, the likeliest first
@@ -41,6 +42,9 @@ class Request:
 
     `draft_rule` 'greedy' makes a seed's draws those of plain decoding; 'sampled' accepts more
     drafts. Unless given, it is 'greedy' with a seed, and the pair's without one.
+
+    With a `grammar` the text is a beginning of one that it describes, and a whole one if it ends
+    with a stop id.
     """
 
     prompt_ids: Sequence[int]
@@ -63,6 +67,7 @@ class Request:
     logprobs_mode: str = "raw"
     draft_rule: str | None = None
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))

@@ -1,5 +1,7 @@
 """What a request changes in the logits: as plain decoding at width 1 would have it, bit for bit."""
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -7,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from jflash.decoding import Sampling
 from jflash.generate import Pair
 from jflash.logprobs import scored
 from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammars, Kind
 from jflash.serving.request import Request
-from jflash.shaping import Shaping, shaped
+from jflash.shaping import Shaping, constrained, shaped
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair
 
@@ -200,3 +206,127 @@ def test_a_salt_keeps_prefixes_apart(engines):
         for salt in ("a", "b", "a")
     ]
     assert cached == [0, 0, 128]
+
+
+END = 65  # in the tokenizer of `grammars`
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    """Of a tokenizer with a token for each of 63 characters and one for two of them."""
+    letters = '{}[]":,.-_' + "ĠĊ" + "abcdefghijklmnopqrstuvwxyz" + "ABCDEFGHIJKLMNO" + "0123456789"
+    tokens = [*letters, '":', "<other>", "<end>"]
+    bpe = BPE({token: i for i, token in enumerate(tokens)}, [('"', ":")])
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<other>", "<end>"])
+    assert tokenizer.token_to_id("<end>") == END and tokenizer.token_to_id("0") == 53
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return Grammars(fast, 67, [END]), fast
+
+
+OBJECT = {
+    "type": "object", "required": ["ab", "c"], "additionalProperties": False,
+    "properties": {
+        "ab": {"type": "array", "items": {"enum": ["x", "yz", 12]}, "maxItems": 4},
+        "c": {"type": "boolean"},
+    },
+}  # fmt: skip
+FORMS: list[tuple[Kind, str, str | None]] = [
+    ("json_schema", json.dumps(OBJECT), None),
+    ("regex", "[a-f]{3}( [0-9]{2,4}){5}", "[a-f]{3}( [0-9]{2,4}){5}"),
+    ("choice", json.dumps(["Abba", "gold_fish", "1:2"]), "Abba|gold_fish|1:2"),
+    ("grammar", 'start: "{" item+ "}"\nitem: /[a-z]+/ "," NUM\nNUM: /[0-9]+/', None),
+    ("grammar", 'root ::= "[" [a-z]* "]"', r"\[[a-z]*\]"),
+]
+
+
+def test_a_grammar_allows_what_plain_decoding_allows(engines, grammars):
+    """Constrained text and its neighbours are plain decoding's, and a whole text is of its form."""
+    compiler, tokenizer = grammars
+    wide, narrow, plain = engines
+    base = Request(prompt_ids=PROMPT, max_tokens=40, seed=1, logprobs=True, stop_ids=[END])
+    forms = [replace(base, grammar=compiler.compile(kind, text)) for kind, text, _ in FORMS]
+    odd = [replace(forms[0], min_tokens=35), replace(forms[1], repetition_penalty=1.5)]
+    drawn = [replace(one, sampling=DRAWN) for one in forms]
+    alone = [replace(base, stop_ids=[], index=i) for i in range(3)]
+    requests = [each for i in range(5) for each in (forms[i], drawn[i], *alone[i : i + 1])] + odd
+    got, want = wide.generate(requests), plain.generate(requests)
+    assert got == [
+        replace(b, acceptance_lengths=a.acceptance_lengths) for a, b in zip(got, want, strict=True)
+    ]
+    free = plain.generate(alone)
+    assert [got[requests.index(one)].token_ids for one in alone] == [x.token_ids for x in free]
+    ends = set()
+    for request, result in zip(requests, got, strict=True):
+        if request.grammar is None:
+            continue
+        text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        ends.add(result.finish_reason)
+        kind, _, pattern = FORMS[[one.grammar for one in forms].index(request.grammar)]
+        if result.finish_reason == "length":
+            assert len(result.token_ids) == 40
+        elif kind == "json_schema":
+            value = json.loads(text)
+            assert set(value) == {"ab", "c"} and set(value["ab"]) <= {"x", "yz", 12}
+        elif pattern:
+            assert re.fullmatch(pattern, text), text
+        else:
+            assert re.fullmatch(r"\{([a-z]+,[0-9]+)+\}", text), text
+    assert ends == {"stop", "length"}
+    # Every draft is right, so that each row of a block is judged by a mask of its own.
+    long = forms[1]
+    text = [*PROMPT, *plain.generate([long])[0].token_ids]
+    before = narrow.pair.params.drafter
+    knows = replay_pair(Pair(narrow.pair.models, narrow.pair.params), text)
+    narrow.update_weights(drafter=knows.params.drafter)
+    result = narrow.generate([long])[0]
+    narrow.update_weights(drafter=before)
+    assert [*PROMPT, *result.token_ids] == text and result.finish_reason == "stop"
+    assert set(result.acceptance_lengths[:-1]) == {4}
+
+
+def test_a_grammar_that_begins_after_a_mark(engines, grammars):
+    """The mark is a draft in the middle of a block, and the grammar begins in the same block."""
+    free = engines[2].generate([ALL_KNOWN])[0].token_ids
+    first = next(i for i, x in enumerate(free) if i > 4 and i % 4 == 2 and free.index(x) == i)
+    grammar = grammars[0].compile("regex", "[0-9]{5}", opens=free[first])
+    request = replace(ALL_KNOWN, stop_ids=[END], grammar=grammar)
+    wide, narrow, plain = (engine.generate([request])[0] for engine in engines)
+    ids = wide.token_ids
+    assert ids == narrow.token_ids == plain.token_ids
+    assert ids[: first + 1] == free[: first + 1] and ids[-1] == END and len(ids) == first + 7
+    assert all(53 <= i <= 62 for i in ids[first + 1 : -1])
+    assert narrow.acceptance_lengths[: first // 4] == [4] * (first // 4)
+
+
+def test_wrong_grammars_are_refused(engines, grammars):
+    compiler, _ = grammars
+    for kind, text in [
+        ("regex", "[0-9"), ("json_schema", '{"type": "nope"}'), ("json_schema", "no JSON"),
+        ("grammar", 'start: "a" b'), ("grammar", "root ::= ("), ("choice", "[]"),
+        ("json_schema", '{"enum": []}'),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError):
+            compiler.compile(kind, text)
+    grammar = compiler.compile("regex", "a")
+    assert compiler.compile("regex", "a").start is grammar.start
+    with pytest.raises(ValueError, match="end 65 is not among the stop_ids"):
+        engines[0].submit(Request(prompt_ids=[1], max_tokens=2, grammar=grammar))
+
+
+def test_the_grammar_has_the_last_word():
+    """Against the definition; -inf everywhere leaves the raw logits of what it allows."""
+    logits = np.random.default_rng(0).normal(size=(1, 3, 40)).astype(np.float32)
+    changed = logits + 1
+    changed[0, 1, 7] = changed[0, 2, :] = -np.inf
+    free = np.zeros((3, 64), np.uint32)
+    free[0, :40], free[1, [7, 31, 32]], free[2, [5, 39]] = 1, 1, 1
+    words = (free.reshape(3, 2, 32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    got = np.asarray(constrained(*map(jnp.asarray, (changed, logits, words.view(np.int32)[None]))))
+    want = np.full((3, 40), -np.inf, np.float32)
+    want[0], want[1, [31, 32]], want[2, [5, 39]] = (
+        changed[0, 0], changed[0, 1, [31, 32]], logits[0, 2, [5, 39]]
+    )  # fmt: skip
+    np.testing.assert_array_equal(got[0], want)

@@ -1,0 +1,109 @@
+"""A step whose tokens a grammar constrains, in three programs, with the host between them.
+
+The masks of a block depend on its drafts, which the device makes. `propose` gives the drafts early,
+`look` verifies them while the host computes the masks, and `decide` chooses among what the masks
+allow. Sequences without a grammar take part with masks of ones, and keep their tokens. This file
+knows masks as bits, and no grammar.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jflash.drafts import Proposal
+from jflash.kernels import AUTO
+from jflash.row_choice import row_counts
+from jflash.serving.programs import Layout, Report, empty_state, mask_words, report_of, with_table
+from jflash.speculative import Models, Params, Seen, State, commit, draft, judge
+from jflash.speculative import look as verify_rows
+
+
+class Constrained(NamedTuple):
+    """Executables of one layout; `state` is donated, as in `Programs`.
+
+    propose(params, state, table, live) -> (state, Begun)
+    look(params, state, table, begun) -> (state, seen)
+    decide(params, state, table, begun, seen, allowed) -> (state, report)
+    """
+
+    propose: Any
+    look: Any
+    decide: Any
+
+
+class Begun(NamedTuple):
+    """A step after its drafts; the state's sequences are done but for the live ones."""
+
+    proposal: Proposal
+    done: Bool[Array, " B"]  # before the step
+    live: Bool[Array, " B"]
+
+
+def propose(
+    models: Models, params: Params, state: State, table: Int[Array, "B _"], live: Bool[Array, " B"]
+) -> tuple[State, Begun]:
+    """Drafts of the live slots."""
+    done = state.sequences.done
+    state = with_table(state.with_sequences(done=done | ~live), table)
+    proposal, state = draft(models, params, state)
+    return with_table(state, None), Begun(proposal, done, live)
+
+
+def look(
+    models: Models, params: Params, state: State, table: Int[Array, "B _"], begun: Begun
+) -> tuple[State, Seen]:
+    """The target's pass over anchors and drafts."""
+    seen, state = verify_rows(models, params, with_table(state, table), begun.proposal)
+    return with_table(state, None), seen
+
+
+def decide(
+    models: Models,
+    params: Params,
+    state: State,
+    table: Int[Array, "B _"],
+    begun: Begun,
+    seen: Seen,
+    allowed: Int[Array, "B W _"],
+) -> tuple[State, Report]:
+    """Chooses, accepts and commits; the report is that of a call of one step."""
+    before = state.sequences
+    state = with_table(state, table)
+    verdict, state = judge(models, params, state, begun.proposal, seen, allowed)
+    state = commit(models, params, state, verdict)
+    report = report_of(before, state, models.block_size, 1)
+    done = jnp.where(begun.live, state.sequences.done, begun.done)
+    state = with_table(state.with_sequences(done=done), None)
+    return state, report
+
+
+def compile_constrained(models: Models, params: Params, layout: Layout) -> Constrained:
+    """The three executables; a second call returns the same ones without compiling."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
+    return _compile(models, tuple(leaves), tree, layout)
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constrained:
+    params, batch = jax.tree.unflatten(tree, leaves), layout.shape.batch
+    state = jax.eval_shape(lambda: empty_state(models, layout))
+    draws = replace(models, sampled=True)
+    if models.rows == AUTO:
+        draws = replace(draws, rows=row_counts(batch, models.block_size)[-1])
+    table = jax.ShapeDtypeStruct((batch, layout.columns), jnp.int32)
+    live = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    words = (batch, models.block_size, mask_words(models))
+    allowed = jax.ShapeDtypeStruct(words, jnp.int32)
+
+    def compiled(function: Any, *given: Any) -> tuple[Any, Any]:
+        bound = functools.partial(function, draws)
+        lowered = jax.jit(bound, donate_argnums=1).lower(params, state, table, *given)
+        return lowered.compile(), jax.eval_shape(bound, params, state, table, *given)[1]
+
+    proposes, begun = compiled(propose, live)
+    looks, seen = compiled(look, begun)
+    return Constrained(proposes, looks, compiled(decide, begun, seen, allowed)[0])

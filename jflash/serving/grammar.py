@@ -1,0 +1,142 @@
+"""Grammars of texts: which tokens may come next, after a text and along its drafts.
+
+llguidance compiles and follows them. This file knows token ids and masks of bits, no request.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+
+Kind = Literal["json_schema", "lenient_json_schema", "regex", "grammar", "choice"]
+KEPT = 128  # compiled grammars
+# Any amount of white space would be legal JSON, and a text that never ends.
+WHITE_SPACE = r"[ \t\r\n]{0,32}"
+
+
+class GrammarError(Exception):
+    """A grammar became too complex for a text, which cannot be continued."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar of the text after the first token `opens`, or of the whole text.
+
+    Where the text may end, one of `stop_ids` may come.
+    """
+
+    start: Any  # llguidance's matcher at the beginning
+    vocabulary: int
+    stop_ids: tuple[int, ...]
+    opens: int | None = None
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, a fast one of transformers; keeps the newest."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: Sequence[int]) -> None:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ModuleNotFoundError:
+            raise ValueError("llguidance is not installed: pip install 'jflash[serve]'") from None
+        self._vocabulary, self._stop_ids = vocabulary, tuple(stop_ids)
+        self._tokens = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(stop_ids))
+        self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
+
+    def compile(self, kind: Kind, text: str, opens: int | None = None) -> Grammar:
+        """The grammar that `text` describes; ValueError says what is wrong with it.
+
+        `kind` grammar is llguidance's Lark or GBNF, choice a JSON list of texts.
+        """
+        start = self._compiled(kind, text)
+        return Grammar(start, self._vocabulary, self._stop_ids, opens)
+
+    def _compile(self, kind: Kind, text: str) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokens, _source(kind, text), log_level=0)
+        if matcher.is_error():
+            raise ValueError(" ".join(matcher.get_error().split()))
+        return matcher
+
+
+def _source(kind: Kind, text: str) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        if not texts:
+            raise ValueError("there is no text to choose")
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    if kind == "grammar":
+        try:
+            return LLMatcher.grammar_from_lark(any_to_lark(text))
+        except Exception as error:  # the reader of GBNF has no narrower one
+            raise ValueError(str(error)) from None
+    options: Any = {"whitespace_pattern": WHITE_SPACE, "lenient": kind == "lenient_json_schema"}
+    return LLMatcher.grammar_from_json_schema(text, overrides=options)
+
+
+class Matcher:
+    """A text's place in its grammar."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._matcher = grammar.start.deep_copy()
+        self._opens = grammar.opens
+        self._waits = grammar.opens is not None
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot be followed any more: it became too complex; else empty."""
+        return " ".join(self._matcher.get_error().split())
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Follows the text's next tokens."""
+        for token in token_ids:
+            if self._waits:
+                self._waits = token != self._opens
+            else:
+                self._matcher.consume_token(token)
+
+    def constrained(self, drafts: Sequence[int]) -> tuple[int, Any, list[int]]:
+        """The first row of a block that is constrained, llguidance's matcher, later drafts."""
+        path = list(drafts)
+        if not self._waits:
+            return 0, self._matcher, path
+        # No row of this block, unless one of the drafts opens the grammar.
+        first = path.index(self._opens) + 1 if self._opens in path else len(path) + 1
+        return first, self._matcher, path[first:]
+
+
+def fill(masks: Int[np.ndarray, "B W M"], blocks: Sequence[tuple[int, Matcher, Sequence[int]]]):
+    """Writes the masks of (sequence, matcher, drafts): of the token after the text, and of those
+    after each of the drafts.
+
+    Rows after the first draft that a grammar refuses stay as they are, for they are not read.
+    """
+    B, W, M = masks.shape
+    assert masks.flags["C_CONTIGUOUS"] and masks.dtype == np.int32
+    asked = []
+    for sequence, matcher, drafts in blocks:
+        first, follows, path = matcher.constrained(drafts[: W - 1])
+        if first < W and not matcher.error:
+            asked.append((follows, sequence * W + first, path))
+    place, size = masks.ctypes.data, M * masks.itemsize
+    if ends := [(follows, row) for follows, row, path in asked if not path]:
+        _executor().unsafe_compute_mask_ptr(ends, place, size, B * W)
+    if paths := [one for one in asked if one[2]]:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(paths, place, size, B * W)
+
+
+@functools.cache
+def _executor() -> Any:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
