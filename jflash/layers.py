@@ -45,7 +45,7 @@ from pallas_kernels.rms_norm import rms_norm
 class Projected(NamedTuple):
     """A fused projection in P pieces, and the norms and angles that turn its columns into heads."""
 
-    x: Float[Array, "P B R C"]  # R ≥ T rows
+    x: Float[Array, "P B T C"]
     q_scale: Float[Array, " H"] | None
     k_scale: Float[Array, " H"] | None
     cos: Float[Array, "B T H/2"]
@@ -62,7 +62,7 @@ class Projected(NamedTuple):
 
     def columns(self, first: int, count: int, dtype: DTypeLike) -> Float[Array, "B T _"]:
         """Some columns as they are, rounded to `dtype`."""
-        pieces = self.x[:, :, : self.cos.shape[1], first : first + count]
+        pieces = self.x[..., first : first + count]
         return pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0).astype(dtype)
 
     def write[C: Cache](
@@ -80,7 +80,7 @@ class Projected(NamedTuple):
     def _write_pages(self, cache, places, backend):
         """`write` with the pools as one long cache, and all rows as one sequence."""
         B, T = places.shape
-        x = self.x[:, :, :T].reshape(len(self.x), 1, B * T, -1)
+        x = self.x.reshape(len(self.x), 1, B * T, -1)
         cos, sin = (a.reshape(1, B * T, -1) for a in (self.cos, self.sin))
         k, v = (pool.reshape(1, -1, *pool.shape[2:]) for pool in (cache.k, cache.v))
         q, k, v = heads_op.heads_to_cache(
@@ -256,16 +256,12 @@ class Projection(nn.Module):
             residual = residual.reshape(-1, residual.shape[-1])
         return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)
 
-    def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B R _"]:
-        """The product as the backend's partial sums; with a bias it is one piece.
-
-        A single row may come back as several, of which the first counts.
-        """
+    def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B T _"]:
+        """The product as the backend's partial sums; with a bias it is one piece."""
         if self.use_bias:
             return self(x, backend)[None]
         flat = partial_products(x.reshape(-1, x.shape[-1]), self.kernel, backend=backend)
-        rows = flat.shape[1] // x.shape[0]
-        return flat.reshape(-1, x.shape[0], rows, flat.shape[-1])
+        return flat.reshape(-1, *x.shape[:2], flat.shape[-1])
 
 
 class Attention(nn.Module):

@@ -2,10 +2,10 @@
 
 Axes: P pieces, B batch, T rows, C columns, S cache slots, N query heads, K KV heads, H head dim.
 The projection is the sum of the P pieces of `x` in float32, rounded to the caches' dtype (P = 1:
-the piece itself, in that dtype); of its R rows the first T count. It holds N query heads, K key
-heads and K value heads, each kind side by side from its column of `firsts` on. Queries and keys are
-normed per head if scales are given (x / rms in float32, rounded to the scale's dtype, times scale),
-then rotated (halves of a head, i with i + H/2, in float32 by the given cosines and sines).
+the piece itself, in that dtype). It holds N query heads, K key heads and K value heads, each kind
+side by side from its column of `firsts` on. Queries and keys are normed per head if scales are
+given (x / rms in float32, rounded to the scale's dtype, times scale), then rotated (halves of a
+head, i with i + H/2, in float32 by the given cosines and sines).
 Row t of sequence b goes to slots[b, t] of the caches; a slot at or past S is dropped. Slots must be
 distinct within a sequence, the dropped ones too, and rising unless `rising` is false. Returns
 q [B, T, N, H] and the caches, which are updated in place where the caller no longer uses the old
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
 
 
 def heads_to_cache(
-    x: Float[Array, "P B R C"],
+    x: Float[Array, "P B T C"],
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T _"],
@@ -66,7 +66,7 @@ def heads_to_cache(
 
 
 def split_heads(
-    x: Float[Array, "P B R C"],
+    x: Float[Array, "P B T C"],
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T _"],

@@ -18,7 +18,6 @@ def split_heads(
 ):
     """q [B, T, N, H], k and v [B, T, K, H] of the projection, normed and rotated."""
     B, T = cos.shape[:2]
-    x = x[:, :, :T]
     x = x[0] if len(x) == 1 else jnp.sum(x, axis=0).astype(dtype)
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     q, k, v = (

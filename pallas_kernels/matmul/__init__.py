@@ -4,10 +4,9 @@ Axes: M rows (tokens), K summed over, N columns, F MLP width, V vocabulary. Prod
 float32; results have x's dtype.
 - matmul: x @ w, rounded once. With a residual r: r + (x @ w, rounded), rounded again, as a layer
   that adds a projection's output does.
-- partial_products: pieces [P, R, N] whose sum in float32, in ascending order, rounded to x's dtype,
+- partial_products: pieces [P, M, N] whose sum in float32, in ascending order, rounded to x's dtype,
   is x @ w, for a consumer that can add them up as it reads. P depends only on shape and backend: 1
-  is the product itself in x's dtype, and more pieces are float32. R is M, but a single row may
-  come back as several, of which the first counts.
+  is the product itself in x's dtype, and more pieces are float32.
 - gate_up: w holds F columns of the gate and F of the up projection, from the columns `firsts` on
   (None: the gate's first). Both products are rounded to x's dtype, as a projection's output is;
   silu(gate) * up is float32 and rounded once.
@@ -76,7 +75,7 @@ def matmul(
 
 def partial_products(
     x: Float[Array, "M K"], w: Float[Array, "K N"], *, backend: str
-) -> Float[Array, "P R N"]:
+) -> Float[Array, "P M N"]:
     """Pieces of x @ w; see the module's contract. ValueError as `matmul`."""
     module = _backend(backend)
     in_pieces = getattr(module, "partial_products", None)

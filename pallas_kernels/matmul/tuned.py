@@ -25,13 +25,14 @@ def matmul(
     return out if residual is None else residual + out
 
 
-def partial_products(x: Float[Array, "M K"], w: Float[Array, "K N"]) -> Float[Array, "P R N"]:
+def partial_products(x: Float[Array, "M K"], w: Float[Array, "K N"]) -> Float[Array, "P M N"]:
     pieces = pieces_of(x.shape[0], x.shape[1], w.shape[1])
     if pieces == 1 or x.dtype != jnp.bfloat16:
         return matmul(x, w)[None]
     rows = _several(x)
     cut = rows.reshape(len(rows), pieces, -1), w.reshape(pieces, -1, w.shape[1])
-    return jnp.einsum("RPK,PKN->PRN", *cut, preferred_element_type=jnp.float32)
+    sums = jnp.einsum("RPK,PKN->PRN", *cut, preferred_element_type=jnp.float32)
+    return sums[:, : len(x)]
 
 
 def gate_up(

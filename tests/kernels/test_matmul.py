@@ -85,10 +85,10 @@ def test_pieces_add_up_to_the_product(M):
     whole = matmul(x, w, backend="reference")
     cut = partial_products(x, w, backend="tuned")
     assert cut.dtype == jnp.float32 and cut.shape[0] == pieces > 1
-    close(jnp.sum(cut, axis=0)[:M].astype(x.dtype), whole)
+    close(jnp.sum(cut, axis=0).astype(x.dtype), whole)
     # The pieces are products over K's consecutive parts, not copies of the whole.
     part = matmul(x[:, : K // pieces], w[: K // pieces], backend="reference")
-    close(cut[0, :M].astype(x.dtype), part)
+    close(cut[0].astype(x.dtype), part)
     (one,) = partial_products(x, w, backend="xla")
     np.testing.assert_array_equal(one, matmul(x, w, backend="xla"))
 
