@@ -13,7 +13,7 @@ from jflash.bench.shapes import model_shape
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.platform import leave_compilation_cache
-from jflash.proof.compile_target import inspect
+from jflash.proof.compiled import inspect
 from jflash.proof.gates import Result, check
 from jflash.proof.step_program import StepProgram, pair_models, plain_models, step_program
 

@@ -25,7 +25,7 @@ _MOSAIC_KERNEL = re.compile(r'kernel_hash = ("[^"]*")')
 
 
 class Program(NamedTuple):
-    """What a compilation left: see `jflash.proof.compile_target.inspect`."""
+    """What a compilation left: see `jflash.proof.compiled.inspect`."""
 
     hlo: str  # the optimised program
     thunks: str  # what the host launches, in order

@@ -102,7 +102,7 @@ def test_nothing_is_interpreted_unasked():
 
 COMPILE = """
 import json, jax, jax.numpy as jnp
-from jflash.proof.compile_target import A100, H200, L4, compile_for
+from tests.support.described_gpu import A100, H200, L4, compile_for
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.shapes import BLOCK_ATTENTION
 

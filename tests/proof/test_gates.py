@@ -16,16 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
-from jflash.proof.compile_target import (
-    A100,
-    H200,
-    L4,
-    Part,
-    compile_for,
-    device_mesh,
-    inspect,
-    lower_for,
-)
+from jflash.proof.compiled import inspect
 from jflash.proof.gates import (
     Program,
     bounded_temporaries,
@@ -51,6 +42,7 @@ from pallas_kernels import block_attention as attention_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choice import best
 from pallas_kernels.shapes import BLOCK_ATTENTION
+from tests.support.described_gpu import A100, H200, L4, Part, compile_for, device_mesh, lower_for
 
 COMPILED_FULLY = True  # what the compiler makes of the step is what is looked at
 SHAPE = cut(model_shape("qwen3-8b"), target_layers=4, drafter_layers=2)

@@ -30,8 +30,8 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, make_request, new_state, run
-from jflash.proof.compile_target import H200, compile_for, device_mesh
 from jflash.speculative import Models, Params
+from tests.support.described_gpu import H200, compile_for, device_mesh
 from tests.support.small_checkpoints import edit_config, make_pair
 
 COMPILED_FULLY = True  # its temporaries are what is looked at

@@ -107,7 +107,7 @@ GRAPHS = """
 import pathlib, jax.numpy as jnp
 from jflash.platform import configure
 configure(cuda_graphs={graphs}, compilation_cache=False)
-from jflash.proof.compile_target import H200, compile_for
+from tests.support.described_gpu import H200, compile_for
 x = jnp.zeros((512, 512), jnp.bfloat16)
 compile_for(H200, lambda a, b: jnp.sin(a @ b) @ b @ a, x, x)
 thunks = [f.read_text() for f in pathlib.Path({dump!r}).iterdir() if "thunk_sequence" in f.name]

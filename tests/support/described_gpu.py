@@ -1,30 +1,21 @@
-"""Compiles for an NVIDIA GPU on a machine that has none, and keeps what the compiler leaves.
+"""Compiles for an NVIDIA GPU on a machine that has none.
 
 XLA needs only a device's published numbers: the plugin holds the whole compiler and assembler.
 Nothing is timed, so matrix products get XLA's default tiling where a real device tries several.
-This file knows no model; `jflash.proof.gates` says what a program must show.
 
 Needs JAX's CUDA plugin (the `test` extra) and JAX_PLATFORMS=cpu, without which the plugin looks for
 a driver and gives up.
 """
 
-import contextlib
-import ctypes
 import functools
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jflash.proof.gates import Program
-
-Options = Mapping[str, str | bool | int]  # XLA flags without their dashes
+from jflash.proof.compiled import Options
 
 
 class Part(NamedTuple):
@@ -135,56 +126,3 @@ def compile_for(
     lowered = lower_for(part, fn, *args, donate=donate)
     with jax.sharding.use_abstract_mesh(device_mesh(part).abstract_mesh):
         return lowered.compile(compiler_options=dict(options or {}))
-
-
-def inspect(compile: Callable[[Options], jax.stages.Compiled]) -> Program:
-    """What a compilation leaves, for `jflash.proof.gates`; `compile` must use the options.
-
-    The device may be described or real. RuntimeError if nothing was compiled, as with a program
-    that JAX took from its compilation cache.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        log = folder / "standard_output"
-        with _assembler_prints_to(log):
-            compiled = compile({"xla_dump_to": str(folder)})
-        hlo = compiled.as_text() or ""
-        module = hlo.partition(",")[0].removeprefix("HloModule ")
-        # The first is there only if grouping launches into command buffers changed something.
-        files = list(folder.glob(f"*.{module}.thunk_sequence_after_thunk_passes.txt"))
-        files = files or list(folder.glob(f"*.{module}.thunk_sequence.txt"))
-        if len(files) != 1:
-            raise RuntimeError(
-                f"compiling {module} left {len(files)} thunk sequences instead of one: "
-                "JAX's compilation cache must be off"
-            )
-        thunks, assembler = (f.read_text(encoding="utf-8") for f in (files[0], log))
-        memory = compiled.memory_analysis()
-    assert memory is not None  # of a GPU's program; a CPU's may have none
-    return Program(hlo, thunks, memory.temp_size_in_bytes, assembler)
-
-
-@contextlib.contextmanager
-def _assembler_prints_to(log: Path) -> Iterator[None]:
-    """Lets ptxas report on Mosaic GPU's kernels, and sends this process's standard output to `log`.
-
-    C++ prints the report, so it has to be caught below Python's standard output.
-    """
-    variable = "MOSAIC_GPU_DUMP_PTXAS"
-    before = os.environ.get(variable)
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-    os.environ[variable] = "1"
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        ctypes.CDLL(None).fflush(None)  # C's own buffer
-        os.dup2(kept, 1)
-        os.close(kept)
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
