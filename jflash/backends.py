@@ -12,6 +12,7 @@ from typing import Any
 
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, MoeSpec
 from jflash.kernels import AUTO, BACKENDS, Kernels
+from jflash.mesh import local
 from jflash.speculative import Models
 from pallas_kernels import (
     block_attention,
@@ -43,7 +44,7 @@ def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Mode
     assert set(asked) <= set(BACKENDS), f"{set(asked) - set(BACKENDS)} name no operation"
     models = models.of_dtype(dtype)
     chosen = {}
-    for op, sizes in _sizes(models).items():
+    for op, sizes in _sizes(local(models)).items():
         name = asked.get(f"{op}_backend", AUTO)
         if name == AUTO:
             chosen[op] = best(OPS[op], sizes, device) if sizes else "xla"
@@ -81,21 +82,22 @@ def _sizes(models: Models) -> dict[str, list]:
 def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     """What each product sums over, and its columns: of gate and up those of one of them."""
     width = config.hidden_size
-    yield width, config.vocab_size
+    shards = config.shards
+    yield width, config.vocab_size // shards
     for layer in config.layers:
         mixer = layer.mixer
         yield width, mixer.inputs_width
-        yield mixer.out_width, width
+        yield mixer.out_width * shards, width // shards
         if isinstance(layer.mlp, MoeSpec):
             yield width, layer.mlp.num_experts
             if layer.mlp.shared_size is not None:
                 yield width, layer.mlp.shared_size
-                yield layer.mlp.shared_size, width
+                yield layer.mlp.shared_size * shards, width // shards
         else:
             yield width, layer.mlp.intermediate_size
-            yield layer.mlp.intermediate_size, width
+            yield layer.mlp.intermediate_size * shards, width // shards
     if isinstance(config, DrafterConfig):
-        yield len(config.target_layer_ids) * width, width
+        yield len(config.target_layer_ids) * width, width // shards
         yield width, sum(mixer.kv_width for mixer in config.mixers)
     if isinstance(config, Drafter2Config):
         groups = width // config.conv_group_size

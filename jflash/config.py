@@ -66,7 +66,9 @@ class AttentionSpec:
     `window`: keys fewer than that many positions away, on both sides unless `causal`. `causal`: no
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
     softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
-    the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
+    the layer projects a gate beside the queries, and its σ multiplies the heads' outputs. If
+    `shards` devices share the layer, its heads are one device's, and `copies` devices have the same
+    key and value heads.
     """
 
     num_heads: int
@@ -82,6 +84,8 @@ class AttentionSpec:
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
+    shards: int = 1
+    copies: int = 1
 
     def __post_init__(self) -> None:
         _at_least_1(self, "num_heads", "num_kv_heads", "head_dim")
@@ -115,12 +119,20 @@ class AttentionSpec:
         """Columns of the fused projection: queries, keys, values, and the gate if there is one."""
         return (1 + self.gated) * self.num_heads * self.head_dim + self.kv_width
 
+    @property
+    def whole(self) -> "AttentionSpec":
+        """The layer that the devices share."""
+        kv_heads = self.num_kv_heads * self.shards // self.copies
+        heads = self.num_heads * self.shards
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, shards=1, copies=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSpec:
     """One layer's gated delta net in place of attention: a state a value head, and a convolution.
 
-    Value heads share key heads in runs; `taps` is the length of the convolution.
+    Value heads share key heads in runs; `taps` is the length of the convolution. If `shards`
+    devices share the layer, its heads are one device's.
     """
 
     num_key_heads: int
@@ -128,6 +140,7 @@ class DeltaSpec:
     key_dim: int
     value_dim: int
     taps: int
+    shards: int = 1
 
     def __post_init__(self) -> None:
         _at_least_1(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps")
@@ -155,10 +168,11 @@ class DeltaSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
-    """A SwiGLU MLP."""
+    """A SwiGLU MLP. If `shards` devices share it, its size is one device's."""
 
     intermediate_size: int
     bias: bool = False
+    shards: int = 1
 
     def __post_init__(self) -> None:
         _at_least_1(self, "intermediate_size")
@@ -171,7 +185,8 @@ class MoeSpec:
     `shared_size`: that of an expert for every token, whose output is gated by σ of a logit.
     `scores`: a token's weights are the softmax over all experts, or over its chosen ones.
     `clamped`: the activation is gpt-oss's in place of SwiGLU. `bias`: of the router and of both
-    products of an expert.
+    products of an expert. If `shards` devices share the layer, each has a part of every expert, and
+    sizes are one device's.
     """
 
     num_experts: int
@@ -182,6 +197,7 @@ class MoeSpec:
     scores: Literal["softmax", "softmax of the chosen"] = "softmax"
     clamped: bool = False
     bias: bool = False
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -205,7 +221,11 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The fields that targets and drafters share; families differ in the data of their layers."""
+    """The fields that targets and drafters share; families differ in the data of their layers.
+
+    If `shards` devices share the model, each has a part of the vocabulary's rows and of every
+    layer; `vocab_size` counts all rows.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -213,6 +233,7 @@ class DecoderConfig:
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
     dtype: str = "float32"  # of parameters and activations, as loaded or trained
+    shards: int = 1
 
     def __post_init__(self) -> None:
         _at_least_1(self, "vocab_size", "hidden_size", "num_layers", "max_position_embeddings")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jflash.cache import DeltaCache, LayerState, empty_delta
 from jflash.config import DeltaSpec
-from jflash.layers import Block, Chunk, DecoderLayer, Pass, Projection, RMSNorm, Rows
+from jflash.layers import Block, Chunk, DecoderLayer, Pass, Projection, RMSNorm, Rows, output
 from jflash.leaves import Leaf, SideBySide, declare
 from pallas_kernels import gated_delta as op
 
@@ -30,13 +30,16 @@ class DeltaNet(nn.Module):
         heads = s.num_value_heads
         columns = SideBySide((s.mixed_width, s.out_width, heads, heads))
         shape = (width, s.num_key_heads, s.inputs_width // s.num_key_heads)
-        self.inputs = Projection(Leaf(shape, ("embed", "key_heads", "delta"), columns))
-        conv = Leaf((s.mixed_width, 1, s.taps), ("convolved", "one", "taps"))
+        convolved = (s.num_key_heads * s.key_dim,) * 2 + (s.out_width,)
+        axes, whole = ("embed", "key_heads", "delta"), s.inputs_width * s.shards
+        runs = (*convolved, s.out_width, heads, heads)
+        self.inputs = Projection(Leaf(shape, axes, columns, whole=whole, runs=runs))
+        conv = Leaf((s.mixed_width, 1, s.taps), ("convolved", "one", "taps"), runs=convolved)
         self.conv = declare(self, "conv", conv)
         of_heads = Leaf((heads,), ("value_heads",), dtype="float32")
         self.a_log, self.dt_bias = (declare(self, x, of_heads) for x in ("a_log", "dt_bias"))
         self.norm = RMSNorm(s.value_dim, self.eps, "value_dim")
-        self.out = Projection(Leaf((s.out_width, width), ("value", "embed")))
+        self.out = output(s, s.out_width, width, "value")
 
     def __call__(self, x, positions, cache: DeltaCache | None, over: Pass, residual):
         s, kernels = self.spec, over.kernels

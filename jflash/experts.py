@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import MoeSpec
+from jflash.gather import gather, share
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
 from pallas_kernels.fixed_order import rounded, row_sum
@@ -44,7 +45,8 @@ class Kernel(nn.Module):
 class Experts(nn.Module):
     """Parameters: router [D, E], gate_up [E, D, 2F], down [E, F, D].
 
-    A shared expert adds shared_gate_up, shared_down and shared_gate [D, 1].
+    A shared expert adds shared_gate_up, shared_down and shared_gate [D, 1]. Devices that share the
+    layer have F columns of each expert's first product and some of D of its second one.
     """
 
     hidden_size: int
@@ -53,14 +55,19 @@ class Experts(nn.Module):
     def setup(self) -> None:
         c, width = self.config, self.hidden_size
         self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")), c.bias)
-        down = Leaf((c.intermediate_size, width), ("mlp", "embed"))
-        both = gate_up_leaf(width, c.intermediate_size)
+        both = gate_up_leaf(width, c.intermediate_size, c.shards)
         self.gate_up = Kernel(both.of_experts(c.num_experts), c.bias)
-        self.down = Kernel(down.of_experts(c.num_experts), c.bias)
+        self.down = Kernel(self._down(c.intermediate_size).of_experts(c.num_experts), c.bias)
         if c.shared_size is not None:
             self.shared_gate = Kernel(Leaf((width, 1), ("embed", "gate")))
-            self.shared_gate_up = Kernel(gate_up_leaf(width, c.shared_size))
-            self.shared_down = Kernel(Leaf((c.shared_size, width), ("mlp", "embed")))
+            self.shared_gate_up = Kernel(gate_up_leaf(width, c.shared_size, c.shards))
+            self.shared_down = Kernel(self._down(c.shared_size))
+
+    @nn.nowrap
+    def _down(self, size: int) -> Leaf:
+        """A second product, from the columns of all devices to one device's."""
+        width, shards = self.hidden_size, self.config.shards
+        return Leaf((size * shards, width // shards), ("mlp", "embed"), whole=width)
 
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Kernels
@@ -83,8 +90,10 @@ class Experts(nn.Module):
         out = weighted_sum(outputs, weights, backend=kernels.experts).astype(x.dtype)
         if self.config.shared_size is not None:
             out = added(out, self._shared(flat, kernels.matmul), backend=kernels.matmul)
-        out = out.reshape(x.shape)
-        return out if residual is None else added(residual, out, backend=kernels.matmul)
+        out = out.reshape(*x.shape[:-1], -1)
+        if residual is not None:
+            out = added(share(residual, self.config.shards), out, backend=kernels.matmul)
+        return gather(out, self.config.shards)
 
     def _experts(
         self,
@@ -100,7 +109,7 @@ class Experts(nn.Module):
             inner = grouped_gate_up(
                 rows, first.kernel, sizes, first.leaf.firsts, backend=kernels.experts
             )
-            return products(inner, self.down.kernel, sizes)
+            return products(gather(inner, self.config.shards), self.down.kernel, sizes)
         both = products(rows, first.kernel, sizes)
         if self.config.bias:
             both = added(both, first.bias[ids], backend=backend)
@@ -109,14 +118,14 @@ class Experts(nn.Module):
             inner = clamped_gate(gate, up, backend=kernels.experts)
         else:
             inner = silu_times(gate, up, backend=backend)
-        outer = products(inner, self.down.kernel, sizes)
+        outer = products(gather(inner, self.config.shards), self.down.kernel, sizes)
         return added(outer, self.down.bias[ids], backend=backend) if self.config.bias else outer
 
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
         """The shared expert's output times its gate, whose logit is summed in a fixed order."""
-        both = self.shared_gate_up
-        inner = gate_up(x, both.kernel, both.leaf.firsts, backend=backend)
-        out = matmul(inner, self.shared_down.kernel, backend=backend)
+        both, down, shards = self.shared_gate_up, self.shared_down, self.config.shards
+        inner = gather(gate_up(x, both.kernel, both.leaf.firsts, backend=backend), shards)
+        out = matmul(inner, down.kernel, backend=backend, columns=down.leaf.columns)
         column = self.shared_gate.kernel[:, 0].astype(jnp.float32)
         gate = row_sum(rounded(x.astype(jnp.float32) * column)).astype(x.dtype)
         return sigmoid_times(gate, out, backend=backend)

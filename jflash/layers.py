@@ -24,6 +24,7 @@ from jflash.cache import (
 )
 from jflash.config import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.experts import Experts
+from jflash.gather import best_of, gather, share
 from jflash.kernels import XLA, Kernels
 from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.rope import rope_angles
@@ -32,13 +33,13 @@ from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul import (
     added,
     gate_up,
+    head_argmax,
     matmul,
     partial_products,
     sigmoid_times,
     silu_times,
 )
-from pallas_kernels.matmul import head_argmax as head_argmax  # for the models: layers is the door
-from pallas_kernels.matmul import head_logits as head_logits
+from pallas_kernels.matmul import head_logits as head_logits  # for the models: layers is the door
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -229,7 +230,11 @@ class RMSNorm(nn.Module):
 
 
 class Projection(nn.Module):
-    """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32)."""
+    """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32).
+
+    If devices share the layer, each has some columns of the kernel, of the product and of a
+    residual; x is whole.
+    """
 
     leaf: Leaf
     use_bias: bool = False
@@ -249,19 +254,47 @@ class Projection(nn.Module):
         lead = x.shape[:-1]
         flat = x.reshape(-1, x.shape[-1])
         if self.use_bias:
-            out = added(matmul(flat, self.kernel, backend=backend), self.bias, backend=backend)
+            out = matmul(flat, self.kernel, backend=backend, columns=self.leaf.columns)
+            out = added(out, self.bias, backend=backend)
             out = out.reshape(*lead, -1)
             return out if residual is None else added(residual, out, backend=backend)
         if residual is not None:
             residual = residual.reshape(-1, residual.shape[-1])
-        return matmul(flat, self.kernel, residual, backend=backend).reshape(*lead, -1)
+        out = matmul(flat, self.kernel, residual, backend=backend, columns=self.leaf.columns)
+        return out.reshape(*lead, -1)
 
     def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B T _"]:
         """The product as the backend's partial sums; with a bias it is one piece."""
         if self.use_bias:
             return self(x, backend)[None]
-        flat = partial_products(x.reshape(-1, x.shape[-1]), self.kernel, backend=backend)
+        flat, columns = x.reshape(-1, x.shape[-1]), self.leaf.columns
+        flat = partial_products(flat, self.kernel, backend=backend, columns=columns)
         return flat.reshape(-1, *x.shape[:2], flat.shape[-1])
+
+
+class Output(Projection):
+    """A layer's last product: of shards' columns of x, and its result is whole on every device."""
+
+    shards: int = 1
+
+    def __call__(self, x, backend="xla", residual=None):
+        x, residual = gather(x, self.shards), share(residual, self.shards)
+        return gather(super().__call__(x, backend, residual), self.shards)
+
+
+def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) -> Output:
+    """The last product of a layer to `width` columns, from `rows` of each device that shares it."""
+    shape = (rows * spec.shards, width // spec.shards)
+    return Output(Leaf(shape, (axis, "embed"), whole=width), use_bias, shards=spec.shards)
+
+
+def head_best(
+    x: Float[Array, "M D"], head: Float[Array, "V D"], backend: str, shards: int
+) -> Int[Array, " M"]:
+    """The id of the largest of the logits, of which each device has some columns."""
+    if shards == 1:
+        return head_argmax(x, head, backend=backend)
+    return best_of(head_logits(x, head, backend=backend), shards)
 
 
 class Attention(nn.Module):
@@ -277,8 +310,9 @@ class Attention(nn.Module):
         N, K, H = s.num_heads, s.num_kv_heads, s.head_dim
         columns = SideBySide((N * H, K * H, K * H, *[N * H] * s.gated))
         shape = (width, K, s.inputs_width // K)
-        self.qkv = Projection(Leaf(shape, ("embed", "kv_heads", "qkv"), columns), s.qkv_bias)
-        self.out = Projection(Leaf((N * H, width), ("heads", "embed")), s.out_bias)
+        leaf = Leaf(shape, ("embed", "kv_heads", "qkv"), columns, whole=s.whole.inputs_width)
+        self.qkv = Projection(leaf, s.qkv_bias)
+        self.out = output(s, N * H, width, "heads", s.out_bias)
         if s.qk_norm:
             self.q_norm = RMSNorm(H, self.eps, "head_dim", self.norm_dtype)
             self.k_norm = RMSNorm(H, self.eps, "head_dim", self.norm_dtype)
@@ -333,8 +367,9 @@ class MLP(nn.Module):
 
     def setup(self) -> None:
         s, width = self.spec, self.hidden_size
-        self.gate_up = Projection(gate_up_leaf(width, s.intermediate_size), s.bias)
-        self.down = Projection(Leaf((s.intermediate_size, width), ("mlp", "embed")), s.bias)
+        leaf = gate_up_leaf(width, s.intermediate_size, s.shards)
+        self.gate_up = Projection(leaf, s.bias)
+        self.down = output(s, s.intermediate_size, width, "mlp", s.bias)
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
         if self.spec.bias:

@@ -43,13 +43,17 @@ class SideBySide(NamedTuple):
 class Leaf:
     """A layer's declaration of a parameter; without a `format` it lies in memory as its axes.
 
-    An empty `dtype` means the model's.
+    An empty `dtype` means the model's. Of devices that share a model each has a leaf of its own:
+    `whole` counts the columns of all of them together, which the product's pieces hang on, and
+    `runs` the parts of the shared axis in memory of which each device has a slice.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     format: SideBySide | None = None
     dtype: str = ""
+    whole: int = 0  # 0: the leaf's own columns
+    runs: tuple[int, ...] = ()  # empty: the format's parts, or the whole axis
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
@@ -91,6 +95,11 @@ class Leaf:
         return jax.ShapeDtypeStruct(self.stored, jnp.dtype(self.dtype))
 
     @property
+    def columns(self) -> int:
+        """Columns of the whole, unsharded weight."""
+        return self.whole or self.stored[-1]
+
+    @property
     def bias(self) -> "Leaf":
         """The leaf of the bias that is added to the product with this leaf."""
         kept = slice(0, int(self.experts > 0))  # its axis of experts
@@ -106,10 +115,11 @@ class Leaf:
         return replace(self, shape=(count, *self.shape), axes=("experts", *self.axes))
 
 
-def gate_up_leaf(width: int, columns: int) -> Leaf:
+def gate_up_leaf(width: int, columns: int, shards: int = 1) -> Leaf:
     """The fused kernel of a SwiGLU: the gate's columns, then the up projection's."""
     format = SideBySide((columns, columns))
-    return Leaf((width, 2, columns), ("embed", "gate_up", "mlp"), format)
+    axes = ("embed", "gate_up", "mlp")
+    return Leaf((width, 2, columns), axes, format, whole=2 * columns * shards)
 
 
 def declare(module: nn.Module, name: str, leaf: Leaf) -> Any:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.decoding import GREEDY, Decoding
 from jflash.kernels import AUTO
+from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs, spread
 from jflash.prefill import prefill
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of
@@ -104,14 +105,29 @@ def run(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def new_state(models: Models, shape: Shape) -> State:
     """A state of empty slots, all done: they idle until a prompt is admitted."""
+    make = functools.partial(_new_state, local(models), shape)
+    return shared(models.mesh, make, (), state_specs(models))()
 
+
+def state_specs(models: Models) -> Any:
+    """Where the arrays of a state lie: devices share the caches, and all have the sequences."""
+    caches = specs(models, functools.partial(_caches, shape=Shape.of(1, PREFILL_CHUNK)))
+    return EVERYWHERE if models.mesh is None else State(EVERYWHERE, *caches, EVERYWHERE)
+
+
+def _new_state(models: Models, shape: Shape) -> State:
+    survey = None if models.rows is None else empty_survey()
+    return State(empty_sequences(shape), *_caches(models, shape), survey)
+
+
+def _caches(models: Models, shape: Shape) -> tuple[tuple, tuple]:
+    """The target's and the drafter's."""
     sizes, width = (shape.batch, shape.capacity), models.block_size
     target_cache = models.target.empty_states(*sizes, target_rows(models, shape), models.dtype)
     drafter_cache = ()
     if models.drafter is not None:
         drafter_cache = models.drafter.empty_states(*sizes, width, models.dtype)
-    survey = None if models.rows is None else empty_survey()
-    return State(empty_sequences(shape), target_cache, drafter_cache, survey)
+    return target_cache, drafter_cache
 
 
 def target_rows(models: Models, shape: Shape) -> int:
@@ -201,15 +217,25 @@ def lower_prefill(models: Models, params: Params, shape: Shape) -> jax.stages.Lo
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
-    jitted = jax.jit(functools.partial(prefill, models, shape.chunk), donate_argnums=1)
+    where, inner = state_specs(models), functools.partial(prefill, local(models), shape.chunk)
+    takes = (param_specs(models, params), where, EVERYWHERE, EVERYWHERE)
+    jitted = spread(models.mesh, inner, takes, where, donate=(1,))
     return jitted.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32), request)
 
 
 def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
     """The executable of `run`, and the seconds of its compilation; `state` may be abstract."""
     begin = time.perf_counter()
-    jitted = jax.jit(functools.partial(run, models), donate_argnums=1)
-    return jitted.lower(params, state, *run_limits(state)).compile(), time.perf_counter() - begin
+    return lower_run(models, params, state).compile(), time.perf_counter() - begin
+
+
+def lower_run(models: Models, params: Params, state: State) -> jax.stages.Lowered:
+    """`run` for these models; the state is donated."""
+    where = state_specs(models)
+    takes = (param_specs(models, params), where, EVERYWHERE, EVERYWHERE)
+    inner = functools.partial(run, local(models))
+    jitted = spread(models.mesh, inner, takes, (where, EVERYWHERE), donate=(1,))
+    return jitted.lower(params, state, *run_limits(state))
 
 
 def run_limits(state: State) -> tuple[Any, Any]:

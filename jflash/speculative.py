@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jflash.cache import Cache, LayerState
@@ -57,6 +58,7 @@ class Models:
     sampled: bool = False
     draft_rule: str = "sampled"
     rows: int | str | None = None  # AUTO stands for the numbers that a driver chooses from
+    mesh: Mesh | None = None  # of the devices that share the models; see jflash.mesh
 
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size

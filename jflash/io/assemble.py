@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jflash.io.arrange import Arrangement
+from jflash.io.folder import Place, as_it_lies
 from jflash.io.read_ahead import Piece, read_ahead
 from jflash.leaves import Leaf, SideBySide
 
@@ -29,12 +30,14 @@ def fill_leaves(
     progress: bool,
     *,
     arranged: Mapping[str, Arrangement] = NOTHING,
+    place: Place = as_it_lies,
 ) -> dict:
     """The parameters, each leaf joined from its pieces; `name` is for the progress bar.
 
     Files store kernels as [out, in], and those of experts one expert after the other. `arranged`
     names the leaves that differ from their tensors. `dtype` None keeps the pieces' dtype. At most
-    one leaf is on the device twice, and the host holds a few pieces of a file.
+    one leaf is on the device twice, and the host holds a few pieces of a file. `place` brings a
+    finished leaf to the devices that share it.
     """
     turning = _device_turns()
     plan = {
@@ -69,6 +72,7 @@ def fill_leaves(
             made[leaf].block_until_ready()  # and the parts are gone
             if leaf in arranged:
                 made[leaf] = arranged[leaf].of(made[leaf])
+            made[leaf] = place(leaf, made[leaf])
     return nest({leaf: made[leaf] for leaf in plan})
 
 

@@ -8,13 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jflash.io.foreign import named
 from jflash.io.hf_config import read_json
 from jflash.io.hf_values import checked
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-# (dtype, progress) -> the parameters, already checked; dtype None keeps the stored one.
-Fill = Callable[[str | None, bool], dict]
+# (dtype, progress, place=…) -> the parameters, already checked; dtype None keeps the stored one.
+Fill = Callable[..., dict]
+# A leaf by its path, whole on one device -> the same on the devices that share the model.
+Place = Callable[[str, jax.Array], jax.Array]
+
+
+def as_it_lies(path: str, leaf: jax.Array) -> jax.Array:
+    return leaf
+
+
 COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),

@@ -1,5 +1,6 @@
 """Loads models from folders, GGUF files and hub ids, and checks that a drafter fits its target."""
 
+import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from jflash.io.hf_config import drafter_config, names_of, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
+from jflash.mesh import over, place, placed, tensor_mesh, with_context
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
 from jflash.speculative import Models, Params
 
@@ -84,10 +86,12 @@ def configure_pair(
     block_size: int | None = None,
     drafter_seed: int | None = None,
     attention_backend: str = AUTO,
+    tensor_parallel: int = 1,
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
+    models = over(models, tensor_mesh(tensor_parallel))
     models = with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
     return PairFiles(models, first, second, drafter_seed)
 
@@ -124,18 +128,21 @@ def _read_pair(
 def load_weights(files: PairFiles, progress: bool = False) -> Pair:
     """Fills a configured pair; both checkpoints are checked whole before a tensor is read."""
     models, dtype = files.models, files.dtype
-    fill_target = files.target.check(models.target.config)
+    places = functools.partial(place, models.mesh)
+    target = models.target.config
+    fill_target = files.target.check(target)
     if models.drafter is None or files.drafter is None:
-        return Pair(models, Params(fill_target(dtype, progress), None))
+        filled = fill_target(dtype, progress, place=functools.partial(places, target))
+        return Pair(models, Params(filled))
     config = models.drafter.config
-    if files.drafter_seed is None:
-        fill_drafter = files.drafter.check(config)
-        target_params = fill_target(dtype, progress)
-        params = _sound(config, fill_drafter(dtype, progress))
+    fill_drafter = files.drafter.check(config) if files.drafter_seed is None else None
+    filled = fill_target(dtype, progress, place=functools.partial(places, target))
+    if fill_drafter is not None:
+        params = fill_drafter(dtype, progress, place=functools.partial(places, config))
+        params = _sound(config, params)
     else:
-        target_params = fill_target(dtype, progress)
-        params = random_params(config, files.drafter_seed)
-    return Pair(models, Params(target_params, with_context_kernel(models.drafter, params)))
+        params = placed(models.mesh, config, random_params(config, files.drafter_seed))
+    return Pair(models, with_context(models, Params(filled, params)))
 
 
 def _sound(config: DrafterConfig, params: dict) -> dict:
@@ -154,18 +161,21 @@ def load_pair(
     dtype: str | None = None,
     block_size: int | None = None,
     attention_backend: str = AUTO,
+    tensor_parallel: int = 1,
     progress: bool = False,
 ) -> Pair:
     """A target with its drafter, or without one for None, from folders or hub ids.
 
     `dtype` is 'float32' or 'bfloat16', by default default_dtype(). `block_size` is by default
     the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
-    'triton' or 'xla', by default the best that the device has. Everything that can be checked
-    without weights is checked before any are read. ValueError says what does not fit.
+    'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
+    this host share both models. Everything that can be checked without weights is checked before
+    any are read. ValueError says what does not fit.
     """
     files = configure_pair(
-        target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend
-    )
+        target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
+        tensor_parallel=tensor_parallel,
+    )  # fmt: skip
     return load_weights(files, progress)
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.assemble import nest
 from jflash.io.checksums import check_small_files, compared, write_checksums
-from jflash.io.folder import Fill, Folder
+from jflash.io.folder import Fill, Folder, Place, as_it_lies
 from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
 from jflash.io.problems import check_problems
@@ -58,6 +58,7 @@ def _fill(
     config: TargetConfig | DrafterConfig,
     dtype: str | None,
     progress: bool,
+    place: Place = as_it_lies,
 ) -> dict:
     """Parameters as device arrays."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -76,9 +77,10 @@ def _fill(
     params = {}
     with _checkpointer(ocp.PyTreeCheckpointer) as checkpointer, compared(_path(folder)), bar:
         for part in _groups(wanted):
-            params |= _restore(checkpointer, _path(folder), part)
+            leaves = _flat(_restore(checkpointer, _path(folder), part))
+            params |= {path: place(path, leaves.pop(path)) for path in list(leaves)}
             bar.update(_bytes(part))
-    return params
+    return nest(params)
 
 
 def _restore(checkpointer: ocp.Checkpointer, path: Path, part: dict) -> dict:

@@ -10,7 +10,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.cache import LayerState
 from jflash.config import DeltaSpec, TargetConfig
 from jflash.delta import DeltaLayer
-from jflash.layers import DecoderLayer, Pass, RMSNorm, head_argmax, head_logits
+from jflash.gather import gather, rows_of
+from jflash.layers import DecoderLayer, Pass, RMSNorm, head_best, head_logits
 from jflash.leaves import Leaf, declare
 
 Caches = tuple[LayerState | None, ...]
@@ -23,7 +24,7 @@ class Target(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        table = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+        table = Leaf((c.vocab_size // c.shards, c.hidden_size), ("vocab", "embed"))
         self.embedding = declare(self, "embedding", table)
         self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=self.norm_dtype)
@@ -73,17 +74,19 @@ class Target(nn.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the raw embedding matrix."""
-        return self.embedding[tokens]
+        return rows_of(self.embedding, tokens, self.config.shards)
 
     def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
         """The id of the raw head's largest float32 logit; ties go to the lowest id."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return head_argmax(flat, self._head(), backend=backend).reshape(hidden.shape[:2])
+        best = head_best(flat, self._head(), backend, self.config.shards)
+        return best.reshape(hidden.shape[:2])
 
     def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T V"]:
         """The raw head's logits in float32."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return head_logits(flat, self._head(), backend=backend).reshape(*hidden.shape[:2], -1)
+        logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
+        return logits.reshape(*hidden.shape[:2], -1)
 
     def _head(self) -> Float[Array, "V D"]:
         return self.embedding if self.config.tie_embeddings else self.head

@@ -8,6 +8,7 @@ embeddings and returns hidden states, and of these and the head's logits the can
 What version 2 adds is in `dflash2.py`.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.config import Drafter2Config, DrafterConfig
+from jflash.gather import gather, rows_of
 from jflash.kernels import XLA, Kernels
 from jflash.layers import (
     DecoderLayer,
@@ -60,15 +62,17 @@ class Drafter(nn.Module):
     def setup(self) -> None:
         c = self.config
         features = len(c.target_layer_ids) * c.hidden_size
-        self.fc = Projection(Leaf((features, c.hidden_size), ("features", "embed")))
+        leaf = Leaf((features, c.hidden_size // c.shards), ("features", "embed"))
+        self.fc = Projection(replace(leaf, whole=c.hidden_size))
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.layers = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if c.own_embedding:
-            table = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+            table = Leaf((c.vocab_size // c.shards, c.hidden_size), ("vocab", "embed"))
             self.embedding = declare(self, "embedding", table)
         if c.draft_vocab_size is not None:
-            head = Leaf((c.draft_vocab_size, c.hidden_size), ("draft_vocab", "embed"))
+            rows = c.draft_vocab_size // c.shards
+            head = Leaf((rows, c.hidden_size), ("draft_vocab", "embed"))
             self.head = declare(self, "head", head)
             if c.draft_vocab_size != c.vocab_size:
                 offsets = Leaf((c.draft_vocab_size,), ("draft_vocab",), dtype="int32")
@@ -115,9 +119,12 @@ class Drafter(nn.Module):
 
         A row is a pure function of one token's features: context never flows through the layers.
         """
-        x = self.hidden_norm(self.fc(features, kernels.matmul), kernels.norm)
+        x = gather(self.fc(features, kernels.matmul), self.config.shards)
+        x = self.hidden_norm(x, kernels.norm)
         kernel, bias = self._context_weights()
-        flat = matmul(x.reshape(-1, x.shape[-1]), kernel, backend=kernels.matmul)
+        columns = context_leaves(self.config)["context_kernel"].columns
+        flat = x.reshape(-1, x.shape[-1])
+        flat = matmul(flat, kernel, backend=kernels.matmul, columns=columns)
         rows = flat.reshape(*x.shape[:2], -1)
         rows = rows if bias is None else rows + bias
         sizes = [mixer.kv_width for mixer in self.config.mixers]
@@ -144,12 +151,13 @@ class Drafter(nn.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the drafter's own embedding."""
-        return self.embedding[tokens]
+        return rows_of(self.embedding, tokens, self.config.shards)
 
     def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T _"]:
         """Logits of the drafter's own head in float32."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return head_logits(flat, self.head, backend=backend).reshape(*hidden.shape[:2], -1)
+        logits = gather(head_logits(flat, self.head, backend=backend), self.config.shards)
+        return logits.reshape(*hidden.shape[:2], -1)
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The head's logits with the drafter's multiplier and soft cap (never the target's)."""
@@ -186,6 +194,10 @@ def context_leaves(config: DrafterConfig) -> dict[str, Leaf]:
     """What with_context_kernel adds."""
     columns = sum(mixer.kv_width for mixer in config.mixers)
     biases = sum(mixer.kv_width for mixer in config.mixers if mixer.qkv_bias)
-    kernel = Leaf((config.hidden_size, columns), ("embed", "context"))
+    whole = sum(mixer.whole.kv_width for mixer in config.mixers)
+    runs = [mixer.num_kv_heads * mixer.head_dim for mixer in config.mixers for _ in range(2)]
+    kernel = Leaf(
+        (config.hidden_size, columns), ("embed", "context"), whole=whole, runs=tuple(runs)
+    )
     bias = {"context_bias": Leaf((biases,), ("context",))} if biases else {}
     return {"context_kernel": kernel, **bias}

@@ -68,16 +68,25 @@ def matmul(
     residual: Float[Array, "M N"] | None = None,
     *,
     backend: str,
+    columns: int | None = None,
 ) -> Float[Array, "M N"]:
-    """x @ w, or residual + x @ w; see the module's contract. ValueError: no such backend, shape."""
-    return _backend(backend).matmul(x, w, residual)
+    """x @ w, or residual + x @ w; see the module's contract. ValueError: no such backend, shape.
+
+    `columns`: those of the whole weight, if w is one device's part of it.
+    """
+    module = _backend(backend)
+    if module is canonical:
+        return canonical.matmul(x, w, residual, columns=columns)
+    return module.matmul(x, w, residual)
 
 
 def partial_products(
-    x: Float[Array, "M K"], w: Float[Array, "K N"], *, backend: str
+    x: Float[Array, "M K"], w: Float[Array, "K N"], *, backend: str, columns: int | None = None
 ) -> Float[Array, "P M N"]:
-    """Pieces of x @ w; see the module's contract. ValueError as `matmul`."""
+    """Pieces of x @ w; see the module's contract. Arguments and ValueError as `matmul`."""
     module = _backend(backend)
+    if module is canonical:
+        return canonical.partial_products(x, w, columns=columns)
     in_pieces = getattr(module, "partial_products", None)
     return in_pieces(x, w) if in_pieces else module.matmul(x, w)[None]
 

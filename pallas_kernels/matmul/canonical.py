@@ -28,11 +28,12 @@ def matmul(
     w: Float[Array, "K N"],
     residual: Float[Array, "M N"] | None = None,
     *,
+    columns: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    P, tuning = _cut("matmul" if residual is None else "residual", x, w)
+    P, tuning = _cut("matmul" if residual is None else "residual", x, w, columns)
     if P > 1 and (tuning is None or tuning.split_k > 1):
-        sums = partial_products(x, w, interpret=interpret)
+        sums = partial_products(x, w, columns=columns, interpret=interpret)
         return add_pieces(sums, residual, dtype=x.dtype, interpret=interpret)
     if tuning is None:
         return _few_rows(x, w, residual, 1, interpret)
@@ -40,14 +41,18 @@ def matmul(
 
 
 def partial_products(
-    x: Float[Array, "M K"], w: Float[Array, "K N"], *, interpret: bool = False
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"],
+    *,
+    columns: int | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "P M N"]:
-    P, tuning = _cut("matmul", x, w)
+    P, tuning = _cut("matmul", x, w, columns)
     if P > 1 and tuning is None:
         return _few_rows(x, w, None, P, interpret)
     if P > 1 and tuning is not None and tuning.split_k > 1:
         return mosaic_gpu.partial_products(x, w, tuning=tuning, interpret=interpret)
-    return matmul(x, w, interpret=interpret)[None]
+    return matmul(x, w, columns=columns, interpret=interpret)[None]
 
 
 def gate_up(
@@ -122,15 +127,15 @@ def few_rows_tile(op: str, M: int, K: int, columns: int, P: int) -> Tile:
     return Tile(rows=rows, columns=width, depth=64, stages=4 if op == "gate_up" else 6)
 
 
-def _cut(op: str, x, w) -> tuple[int, Tuning | None]:
+def _cut(op: str, x, w, columns: int | None) -> tuple[int, Tuning | None]:
     """Pieces of K, and the Mosaic kernel's tuning; None for few rows."""
-    P = _pieces("matmul", x, w)
+    P = _pieces("matmul", x, w, columns)
     if len(x) <= FEW_ROWS:
         return P, None
     return P, canonical_tuning(op, x.shape[0], x.shape[1], w.shape[1], P)
 
 
-def _pieces(op: str, x, w) -> int:
+def _pieces(op: str, x, w, columns: int | None = None) -> int:
     if not x.dtype == w.dtype == jnp.bfloat16:
         raise ValueError(
             f"the canonical {op} takes bfloat16, got {x.dtype} and {w.dtype}: use the backend 'xla'"
@@ -139,7 +144,7 @@ def _pieces(op: str, x, w) -> int:
     assert x.shape[1] == K, f"{op}: x has {x.shape[1]} columns to sum over, w {K}"
     if K % 64:
         raise ValueError(f"the canonical {op} takes K in 64s, got {K}: use the backend 'xla'")
-    return pieces(op, K, N)
+    return pieces(op, K, columns or N)
 
 
 # One inner jit each: the call sites of all layers then share one compiled kernel.

@@ -1,0 +1,253 @@
+"""A model over several devices of a host: each device's part of it, and programs over all of them.
+
+Every device runs the same program on its part: some heads, MLP columns and rows of the vocabulary.
+Layers gather what a product needs whole (jflash.gather). Tokens, lengths and logits are the same on
+every device. An array's shared axis is the one along which a part is shorter than the whole.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jflash.config import (
+    AttentionSpec,
+    DecoderConfig,
+    DeltaSpec,
+    DrafterConfig,
+    LayerConfig,
+    MoeSpec,
+)
+from jflash.gather import AXIS
+from jflash.leaves import Leaf
+from jflash.models.dflash import context_leaves, with_context_kernel
+from jflash.models.params import decoding_params, leaf_paths
+from jflash.speculative import Models, Params
+
+EVERYWHERE = PartitionSpec()
+
+
+def tensor_mesh(devices: int) -> Mesh | None:
+    """The first `devices` local devices in a row, None for one; ValueError if there are fewer."""
+    local = jax.local_devices()
+    if not 1 <= devices <= len(local):
+        raise ValueError(f"tensor parallel over {devices} devices: this host has {len(local)}")
+    return Mesh(np.asarray(local[:devices]), (AXIS,)) if devices > 1 else None
+
+
+def over(models: Models, mesh: Mesh | None) -> Models:
+    """The models shared by a mesh's devices; ValueError naming all that they cannot share."""
+    models = replace(models, mesh=mesh)
+    local(models)
+    return models
+
+
+def local(models: Models) -> Models:
+    """One device's part of the models: the models themselves without a mesh."""
+    if models.mesh is None:
+        return models
+    return _local(models)
+
+
+@functools.lru_cache(maxsize=64)
+def _local(models: Models) -> Models:
+    assert models.mesh is not None
+    shards, problems, parts = models.mesh.size, [], []
+    for name, model in (("target", models.target), ("drafter", models.drafter)):
+        if model is not None:
+            problems += [f"the {name}'s {what}" for what in _indivisible(model.config, shards)]
+    if problems:
+        raise ValueError(f"{shards} devices cannot share " + "; ".join(dict.fromkeys(problems)))
+    for model in (models.target, models.drafter):
+        parts.append(model and model.clone(config=part_of(model.config, shards)))
+    return replace(models, target=parts[0], drafter=parts[1], mesh=None)
+
+
+def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
+    """What does not divide, by the kind of layer."""
+    sizes = {"vocabulary": config.vocab_size, "hidden size": config.hidden_size}
+    if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
+        sizes["draft vocabulary"] = config.draft_vocab_size
+    for layer in config.layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        if isinstance(mixer, DeltaSpec):
+            sizes["key heads of a gated delta net"] = mixer.num_key_heads
+        else:
+            N, K = mixer.num_heads, mixer.num_kv_heads
+            if N % shards or (K % shards and shards % K):
+                yield f"attention heads ({N}, {K} for keys and values)"
+        if isinstance(mlp, MoeSpec):
+            sizes["columns of an expert"] = mlp.intermediate_size
+            sizes["columns of the shared expert"] = mlp.shared_size or 0
+        else:
+            sizes["columns of an MLP"] = mlp.intermediate_size
+    yield from (f"{name} ({size})" for name, size in sizes.items() if size % shards)
+
+
+def part_of[C: DecoderConfig](config: C, shards: int) -> C:
+    """One device's part of a model whose sizes divide."""
+    model: Any = config
+    layers = tuple(_layer(layer, shards) for layer in config.layers)
+    return replace(model, layers=layers, shards=shards)
+
+
+def _layer(layer: LayerConfig, shards: int) -> LayerConfig:
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        kv_heads = max(1, mixer.num_kv_heads // shards)
+        mixer = replace(
+            mixer,
+            num_heads=mixer.num_heads // shards,
+            num_kv_heads=kv_heads,
+            shards=shards,
+            copies=kv_heads * shards // mixer.num_kv_heads,
+        )
+    else:
+        mixer = replace(
+            mixer,
+            num_key_heads=mixer.num_key_heads // shards,
+            num_value_heads=mixer.num_value_heads // shards,
+            shards=shards,
+        )
+    mlp = replace(mlp, intermediate_size=mlp.intermediate_size // shards, shards=shards)
+    if isinstance(mlp, MoeSpec) and mlp.shared_size is not None:
+        mlp = replace(mlp, shared_size=mlp.shared_size // shards)
+    return LayerConfig(mixer=mixer, mlp=mlp)
+
+
+def shared_axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
+    """The axis along which a part is shorter, None if every device has the whole array."""
+    sizes = zip(whole, part, strict=True)
+    axes = [axis for axis, (size, own) in enumerate(sizes) if size != own]
+    assert len(axes) <= 1, (whole, part)
+    return axes[0] if axes else None
+
+
+def _spec(axis: int | None) -> PartitionSpec:
+    return EVERYWHERE if axis is None else PartitionSpec(*[None] * axis, AXIS)
+
+
+def specs(models: Models, make: Callable[[Models], Any]) -> Any:
+    """Where the arrays of `make(models)` lie; `make` gives one device's of its part."""
+    if models.mesh is None:
+        return EVERYWHERE
+    whole = jax.eval_shape(lambda: make(replace(models, mesh=None)))
+    part = jax.eval_shape(lambda: make(local(models)))
+    return jax.tree.map(lambda a, b: _spec(shared_axis(a.shape, b.shape)), whole, part)
+
+
+def param_specs(models: Models, params: Any) -> Any:
+    """Where the parameters lie; the drafter's may be without its context kernel."""
+    if models.mesh is None:
+        return EVERYWHERE
+    part = local(models)
+    sides = [(models.target, part.target), (models.drafter, part.drafter)]
+    return type(params)(
+        *(given and _leaf_specs(*side, given) for side, given in zip(sides, params, strict=True))
+    )
+
+
+def _leaf_specs(model: Any, part: Any, given: dict) -> dict:
+    whole, own = decoding_params(model.config), decoding_params(part.config)
+
+    def where(a: Leaf, b: Leaf) -> PartitionSpec:
+        return _spec(shared_axis(a.stored, b.stored))
+
+    return {name: jax.tree.map(where, whole[name], own[name]) for name in given}
+
+
+def shared(mesh: Mesh | None, function: Callable, takes: Any, gives: Any) -> Callable:
+    """`function`, which works on one device's part of everything, over all devices of a mesh.
+
+    `takes` and `gives` say where its arguments and results lie, as `specs` does.
+    """
+    if mesh is None:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
+
+
+def spread(
+    mesh: Mesh | None, function: Callable, takes: Any, gives: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    """`shared`, jitted, so that arguments and results lie as `takes` and `gives` say."""
+    if mesh is None:
+        return jax.jit(function, donate_argnums=donate)
+    lie, lies = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), (takes, gives),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )  # fmt: skip
+    function = shared(mesh, function, takes, gives)
+    return jax.jit(function, in_shardings=lie, out_shardings=lies, donate_argnums=donate)
+
+
+def with_context(models: Models, params: Params) -> Params:
+    """The parameters with the leaf that makes the context of all drafter layers in one product."""
+    drafter = local(models).drafter
+    if drafter is None:
+        return params
+    if models.mesh is None:
+        return params._replace(drafter=with_context_kernel(drafter, params.drafter))
+    [where] = param_specs(models, Params(None, params.drafter))[1:]
+    names = context_leaves(drafter.config)
+    made = {name: _spec(len(leaf.stored) - 1) for name, leaf in names.items()}
+
+    def extra(own: dict) -> dict:
+        return {name: with_context_kernel(drafter, own)[name] for name in names}
+
+    return params._replace(
+        drafter=params.drafter | spread(models.mesh, extra, (where,), made)(params.drafter)
+    )
+
+
+def placed(mesh: Mesh | None, config: DecoderConfig, params: dict) -> dict:
+    """Whole parameters on one device, brought to all devices that share the model."""
+
+    def one(path: Any, leaf: Array) -> Array:
+        return place(mesh, config, "/".join(entry.key for entry in path), leaf)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def place(mesh: Mesh | None, config: DecoderConfig, path: str, leaf: Array) -> Array:
+    """A leaf of a model, whole on one device, brought to all devices that share the model."""
+    if mesh is None:
+        return leaf
+    whole, part = leaf_paths(config)[path], leaf_paths(part_of(config, mesh.size))[path]
+    axis = shared_axis(whole.stored, part.stored)
+    if axis is None:
+        return jax.device_put(leaf, NamedSharding(mesh, EVERYWHERE))
+    sizes, parts = (_runs(whole, axis), _runs(part, axis)), []
+    for i, device in enumerate(mesh.devices.flat):
+        own = _part(leaf, axis, *sizes, mesh.size, i)
+        parts.append(jax.device_put(own, device).block_until_ready())
+    shape = list(part.stored)
+    shape[axis] *= mesh.size
+    sharding = NamedSharding(mesh, _spec(axis))
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def _runs(leaf: Leaf, axis: int) -> tuple[int, ...]:
+    if leaf.runs:
+        return leaf.runs
+    if leaf.format is not None and axis == len(leaf.stored) - 1:
+        return leaf.format.columns
+    return (leaf.stored[axis],)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _part(
+    leaf: Array, axis: int, whole: tuple[int, ...], own: tuple[int, ...], shards: int, index: int
+) -> Array:
+    """Device `index`'s slice of each run: several devices' the same, if they are fewer slices."""
+    slices, first = [], 0
+    for all_columns, columns in zip(whole, own, strict=True):
+        start = first + index * all_columns // (shards * columns) * columns
+        slices.append(jax.lax.slice_in_dim(leaf, start, start + columns, axis=axis))
+        first += all_columns
+    return jnp.concatenate(slices, axis=axis)
