@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jflash.cache import ring_slots
 from jflash.config import AttentionSpec, Drafter2Config, DrafterConfig, MoeSpec, TargetConfig
 from jflash.generate import PREFILL_CHUNK
+from jflash.mesh import local
 from jflash.models.params import abstract_params, decoding_params
 from jflash.programs import Shape, capacity_for, new_state, target_rows
 from jflash.speculative import Models
@@ -49,7 +50,8 @@ class Largest(NamedTuple):
 
 
 def memory_budget(models: Models, shape: Shape) -> Budget:
-    """The bytes that the programs of `shape` take."""
+    """The bytes that the programs of `shape` take of each device."""
+    models = local(models)
     state = jax.eval_shape(lambda: new_state(models, shape))
     caches = (state.target_cache, state.drafter_cache)
     return Budget(
@@ -102,6 +104,7 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
     budget = memory_budget(models, shape)
     if limit is None or budget.total <= limit:
         return
+    each = f" of each of {models.mesh.size} devices" if models.mesh else ""
     parts = ", ".join(f"{name} {_gb(value)}" for name, value in budget._asdict().items())
     if budget.weights > limit:
         advice = "the weights alone do not fit"
@@ -115,7 +118,7 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
         )
     raise ValueError(
         f"batch {shape.batch} with {context} tokens of context (prompt and new ones) takes "
-        f"{_gb(budget.total)} ({parts}), {_gb(budget.total - limit)} more than the {_gb(limit)} "
+        f"{_gb(budget.total)}{each} ({parts}), {_gb(budget.total - limit)} more than the {_gb(limit)} "
         f"that JAX may use: {advice}"
     )
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jflash.cli.options.values import check_seed, option_name, refuse, rows
+from jflash.cli.options.values import at_least_1, check_seed, option_name, refuse, rows
 from jflash.decoding import DRAFT_RULES, Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.kernels import AUTO
@@ -19,6 +19,7 @@ BACKEND = "canonical, mosaic_gpu, triton or xla; default: the best that the devi
 WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
 all. auto: from batch 8 on as many as pay, where the text does not depend on their number"""
+SHARED = "devices of this host that share both models; the text is that of one device"
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
 temperature 0 the tokens are the same only under --draft-rule greedy"""
@@ -32,6 +33,7 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
     add("--block-size", type=int, metavar="W", help=WIDTH)
     add("--verify-rows", type=rows, metavar="R", help=ROWS)
+    add("--tensor-parallel", type=int, default=1, metavar="N", help=SHARED)
 
 
 def prompt_options(group: argparse._ActionsContainer) -> None:
@@ -100,6 +102,7 @@ def check_pair(options: argparse.Namespace, drawn: bool) -> None:
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
     thinks = o.reasoning == "on"
     refuse(thinks and o.no_chat_template, "--reasoning on without the chat template")
+    at_least_1(o, "tensor_parallel")
     check_seed(o.seed)
     sampling(o)
     drafter_choice(drafter_name(o))
