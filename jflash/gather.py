@@ -18,7 +18,7 @@ def gather(x: Float[Array, "*lead _"], shards: int) -> Float[Array, "*lead _"]:
     return x if shards == 1 else lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
 
 
-def share(x: Float[Array, "*lead _"] | None, shards: int) -> Float[Array, "*lead _"] | None:
+def share[X: Array | None](x: X, shards: int) -> X:
     """This device's part of the last axis of what all devices have."""
     if x is None or shards == 1:
         return x

@@ -118,8 +118,8 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
         )
     raise ValueError(
         f"batch {shape.batch} with {context} tokens of context (prompt and new ones) takes "
-        f"{_gb(budget.total)}{each} ({parts}), {_gb(budget.total - limit)} more than the {_gb(limit)} "
-        f"that JAX may use: {advice}"
+        f"{_gb(budget.total)}{each} ({parts}), {_gb(budget.total - limit)} more than the "
+        f"{_gb(limit)} that JAX may use: {advice}"
     )
 
 

@@ -142,15 +142,14 @@ def specs(models: Models, make: Callable[[Models], Any]) -> Any:
     return jax.tree.map(lambda a, b: _spec(shared_axis(a.shape, b.shape)), whole, part)
 
 
-def param_specs(models: Models, params: Any) -> Any:
+def param_specs(models: Models, params: Params) -> Any:
     """Where the parameters lie; the drafter's may be without its context kernel."""
     if models.mesh is None:
         return EVERYWHERE
     part = local(models)
-    sides = [(models.target, part.target), (models.drafter, part.drafter)]
-    return type(params)(
-        *(given and _leaf_specs(*side, given) for side, given in zip(sides, params, strict=True))
-    )
+    target = params.target and _leaf_specs(models.target, part.target, params.target)
+    drafter = params.drafter and _leaf_specs(models.drafter, part.drafter, params.drafter)
+    return Params(target, drafter)
 
 
 def _leaf_specs(model: Any, part: Any, given: dict) -> dict:

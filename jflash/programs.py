@@ -111,8 +111,10 @@ def new_state(models: Models, shape: Shape) -> State:
 
 def state_specs(models: Models) -> Any:
     """Where the arrays of a state lie: devices share the caches, and all have the sequences."""
-    caches = specs(models, functools.partial(_caches, shape=Shape.of(1, PREFILL_CHUNK)))
-    return EVERYWHERE if models.mesh is None else State(EVERYWHERE, *caches, EVERYWHERE)
+    if models.mesh is None:
+        return EVERYWHERE
+    target, drafter = specs(models, functools.partial(_caches, shape=Shape.of(1, PREFILL_CHUNK)))
+    return State(EVERYWHERE, target, drafter, EVERYWHERE)
 
 
 def _new_state(models: Models, shape: Shape) -> State:

@@ -135,12 +135,13 @@ def load_weights(files: PairFiles, progress: bool = False) -> Pair:
         filled = fill_target(dtype, progress, place=functools.partial(places, target))
         return Pair(models, Params(filled))
     config = models.drafter.config
-    fill_drafter = files.drafter.check(config) if files.drafter_seed is None else None
-    filled = fill_target(dtype, progress, place=functools.partial(places, target))
-    if fill_drafter is not None:
+    if files.drafter_seed is None:
+        fill_drafter = files.drafter.check(config)
+        filled = fill_target(dtype, progress, place=functools.partial(places, target))
         params = fill_drafter(dtype, progress, place=functools.partial(places, config))
         params = _sound(config, params)
     else:
+        filled = fill_target(dtype, progress, place=functools.partial(places, target))
         params = placed(models.mesh, config, random_params(config, files.drafter_seed))
     return Pair(models, with_context(models, Params(filled, params)))
 
