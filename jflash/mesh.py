@@ -30,7 +30,7 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
 from jflash.speculative import Models, Params
 
-EVERYWHERE = PartitionSpec()
+EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
 
 
 def tensor_mesh(devices: int) -> Mesh | None:
