@@ -115,19 +115,19 @@ def newest(work: Path) -> int:
     return max(map(int, steps), default=0)
 
 
-def test_killed_at_any_moment_it_gives_the_same_bits(place):
-    whole = finish(start(place, "whole"))
+def test_killed_at_any_moment_it_gives_the_same_bits(place, capsys):
+    """While it answers, then while it trains; the unbroken run is of this process."""
+    assert command(place, "whole") == 0
+    whole = capsys.readouterr().out
     work, rng = place / "killed-work", random.Random()
-    delays = [rng.uniform(0, 0.3) for _ in range(3)]
+    delays = [rng.uniform(0, 0.3) for _ in range(2)]
     print(f"killed after {delays}")  # what a failure needs to be seen again
 
     kill_when(start(place, "killed"), lambda: lines(work) >= 3, delays[0] / 3)
     assert 3 <= lines(work) < len(QUESTIONS)
     kill_when(start(place, "killed"), lambda: newest(work) > 0, delays[1])
     assert lines(work) == len(QUESTIONS)
-    before = newest(work)
-    assert 0 < before < SIZES["--steps"]
-    kill_when(start(place, "killed"), lambda: newest(work) > before, delays[2])
+    assert 0 < newest(work) < SIZES["--steps"]
     resumed = finish(start(place, "killed"))
 
     a, b = (load_file(place / name / "model.safetensors") for name in ("whole", "killed"))
