@@ -109,23 +109,16 @@ def _dflash2(shape: ModelShape) -> ModelShape:
     return shape._replace(drafter=second_version(shape.drafter))
 
 
-def _hybrid(*, layers: int, heads: tuple[int, int], values: int, **sizes: Any) -> TargetConfig:
+# Of Qwen3.5 and its drafters.
+_LONG: Any = dict(vocab_size=248320, max_position_embeddings=262144)
+
+
+def _hybrid(layers: int, heads: tuple[int, int], values: int, hidden: int, ffn: int):
     """A target of Qwen3.5's layers: every fourth attends, the others have a delta net."""
-    target = TargetConfig.alike(
-        num_layers=layers,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=256,
-        vocab_size=248320,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1e7, scaling=None, rotary_dim=64),
-        max_position_embeddings=262144,
-        tie_embeddings=False,
-        qk_norm=True,
-        gated=True,
-        norm_shift=1.0,
-        **sizes,
-    )
+    rope = RopeConfig(theta=1e7, scaling=None, rotary_dim=64)
+    trunk = _trunk(hidden, ffn, *heads, **_LONG, head_dim=256, rope=rope)
+    gates = dict(gated=True, norm_shift=1.0, tie_embeddings=False)
+    target = TargetConfig.alike(**trunk | gates, num_layers=layers)
     delta = DeltaSpec(num_key_heads=16, num_value_heads=values, key_dim=128, value_dim=128, taps=4)
     mixed = [x if i % 4 == 3 else replace(x, mixer=delta) for i, x in enumerate(target.layers)]
     return replace(target, layers=tuple(mixed))
@@ -133,38 +126,25 @@ def _hybrid(*, layers: int, heads: tuple[int, int], values: int, **sizes: Any) -
 
 def _hybrid_drafter(layers: int, target: TargetConfig, taps: tuple[int, ...], ffn: int):
     """The drafter of a hybrid: plain attention of 32 heads over 8 or 4 of keys."""
-    trunk: dict[str, Any] = dict(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=ffn,
-        num_heads=32,
-        num_kv_heads=8 if target.hidden_size > 2048 else 4,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1e7, scaling=None),
-        max_position_embeddings=target.max_position_embeddings,
-        qk_norm=True,
-    )
-    count = target.num_layers
-    return _drafter(trunk, layers=layers, block=16, mask=248070, taps=taps, target_layers=count)
+    kv_heads = 8 if target.hidden_size > 2048 else 4
+    rope = RopeConfig(theta=1e7, scaling=None)
+    trunk = _trunk(target.hidden_size, ffn, 32, kv_heads, **_LONG, rope=rope)
+    return _drafter(trunk, layers, 16, 248070, taps, target.num_layers)
 
 
 def _qwen35_27b() -> ModelShape:
     """Qwen3.5-27B and 3.6-27B, with the drafter of 5 layers."""
-    target = _hybrid(layers=64, heads=(24, 4), values=48, hidden_size=5120, intermediate_size=17408)
+    target = _hybrid(64, (24, 4), values=48, hidden=5120, ffn=17408)
     return ModelShape(target, _hybrid_drafter(5, target, (1, 16, 31, 46, 61), 17408))
 
 
 def _qwen35_35b() -> ModelShape:
     """Qwen3.5-35B-A3B, 256 experts of which 8 a token beside a shared one, and its drafter."""
-    target = _hybrid(layers=40, heads=(16, 2), values=32, hidden_size=2048, intermediate_size=512)
+    target = _hybrid(40, (16, 2), values=32, hidden=2048, ffn=512)
     moe = MoeSpec(
-        num_experts=256,
-        experts_per_token=8,
-        intermediate_size=512,
-        renormalise=True,
+        num_experts=256, experts_per_token=8, intermediate_size=512, renormalise=True,
         shared_size=512,
-    )
+    )  # fmt: skip
     target = target.with_experts(moe, range(40))
     return ModelShape(target, _hybrid_drafter(8, target, (1, 10, 19, 28, 37), 6144))
 
