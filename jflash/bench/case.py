@@ -101,8 +101,7 @@ def time_case(task: Task) -> dict[str, Any]:
     log(f"batch {task.batch}: compiling the step")
     programs = compile_programs(models, params, shape)
     compiled_peak = peak_memory()
-    seconds, state = time_run(programs.run, params, state, window)
-    experts = experts_read(models, params, rewound(state, window))
+    step, state = timed(clock, models, params, state, programs.run)
     result = {
         **where,
         "floors": measured,
@@ -116,16 +115,16 @@ def time_case(task: Task) -> dict[str, Any]:
         **named(models.kernels),
         "timed_steps": window.steps,
         "repeats": window.repeats,
-        "step": clock.part(seconds, clock.step_work(models.block_size, experts), experts),
+        "step": step,
         "compile_seconds": {"from_nothing": programs.seconds},
         "memory": memory(models, shape, state, programs.run)
         | {"peak_bytes_while_compiling": compiled_peak},
     }
-    log(f"batch {task.batch}: step {result['step']['ms']:.3f} ms")
+    log(f"batch {task.batch}: step {step['ms']:.3f} ms")
     if not task.only_step:
-        parts, state = time_parts(clock, params, state, result["step"])
+        parts, state = time_parts(clock, params, state, step)
         result |= parts
-    result["widths"], state = time_widths(task, clock, params, state, result["step"])
+    result["widths"], state = time_widths(task, clock, params, state, step)
     if task.prompts:
         del state
         log(f"batch {task.batch}: decoding prompts")
@@ -195,6 +194,15 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
     return state, jax.block_until_ready(params)
 
 
+def timed(
+    clock: Clock, models: Models, params: Params, state: State, compiled: Any
+) -> tuple[dict[str, Any], State]:
+    """The entry of a program that runs whole steps of `models`, and the state again."""
+    seconds, state = time_run(compiled, params, state, clock.window)
+    experts = experts_read(models, params, rewound(state, clock.window))
+    return clock.part(seconds, clock.work(models, experts), experts), state
+
+
 def time_parts(
     clock: Clock, params: Params, state: State, step: dict[str, Any]
 ) -> tuple[dict[str, Any], State]:
@@ -206,10 +214,8 @@ def time_parts(
     for name, width in (("verify", models.block_size), ("plain", 1)):
         target = replace(models, drafter=None, block_size=width)
         compiled, took = compile_run(target, drafterless, bare)
-        seconds, bare = time_run(compiled, drafterless, bare, clock.window)
-        experts = experts_read(target, drafterless, rewound(bare, clock.window))
-        work = clock.verify_work(width, experts)
-        parts[name] = clock.part(seconds, work, experts) | {"compile_seconds": took}
+        part, bare = timed(clock, target, drafterless, bare, compiled)
+        parts[name] = part | {"compile_seconds": took}
         log(f"batch {batch}: {name} {parts[name]['ms']:.3f} ms")
     state = bare._replace(drafter_cache=drafter_cache)
     seconds, state = time_draft(models, params, state, clock.window)
@@ -232,12 +238,10 @@ def time_widths(
         begin = time.perf_counter()
         narrow = replace(clock.models, block_size=width)
         compiled, _ = compile_run(narrow, params, state)
-        seconds, state = time_run(compiled, params, state, clock.window)
-        experts = experts_read(narrow, params, rewound(state, clock.window))
-        work = clock.step_work(width, experts)
-        rows.append({"block_size": width} | clock.part(seconds, work, experts))
+        part, state = timed(clock, narrow, params, state, compiled)
+        rows.append({"block_size": width} | part)
         took = time.perf_counter() - begin
-        log(f"batch {task.batch}: width {width} {rows[-1]['ms']:.3f} ms ({took:.0f} s)")
+        log(f"batch {task.batch}: width {width} {part['ms']:.3f} ms ({took:.0f} s)")
     return sorted(rows, key=lambda row: row["block_size"]), state
 
 

@@ -20,17 +20,16 @@ class Clock:
     window: Window
     rates: Rates
 
-    def verify_work(self, width: int, experts: float | None = None) -> Work:
-        target = self.models.target.config
-        return verify_work(target, self.shape.batch, width, self.window.context, experts)
+    def work(self, models: Models, experts: float | None = None) -> Work:
+        """Of a whole step of `models`, with a drafter or without."""
+        batch, context = self.shape.batch, self.window.context
+        verify = verify_work(models.target.config, batch, models.block_size, context, experts)
+        return verify if models.drafter is None else add(verify, self.draft_work(models.block_size))
 
     def draft_work(self, width: int) -> Work:
         assert self.models.drafter is not None
         drafter = self.models.drafter.config
         return draft_work(drafter, self.shape.batch, width, self.window.context)
-
-    def step_work(self, width: int, experts: float | None = None) -> Work:
-        return add(self.verify_work(width, experts), self.draft_work(width))
 
     def part(
         self, seconds: Sequence[float], work: Work, experts: float | None = None
