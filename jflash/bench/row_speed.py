@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.decoding import Decoding
-from jflash.engine import Job, serve
-from jflash.generate import PREFILL_CHUNK, Pair
+from jflash.generate import Pair
 from jflash.kernels import AUTO
-from jflash.programs import Shape, capacity_for, compile_programs
-from jflash.row_choice import programs_for, row_counts, with_rows
+from jflash.row_choice import with_rows
+from jflash.serving.batch import Job, layout_for, serve
+from jflash.serving.programs import Layout, choosing, compile_programs
 
 
 def ways(pair: Pair, batch: int, widths: Sequence[int]) -> dict[str, Pair]:
@@ -29,16 +29,12 @@ def ways(pair: Pair, batch: int, widths: Sequence[int]) -> dict[str, Pair]:
     }
 
 
-def warm(named: Mapping[str, Pair], shape: Shape) -> float:
+def warm(named: Mapping[str, Pair], layout: Layout) -> float:
     """Compiles everything, several programs at a time; the seconds it took."""
-    begin, wanted = time.perf_counter(), []
-    for pair in named.values():
-        counts = (None,)
-        if pair.models.rows is not None:
-            counts = row_counts(shape.batch, pair.models.block_size)
-        wanted += [(replace(pair.models, rows=count), pair.params) for count in counts]
+    begin = time.perf_counter()
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        list(pool.map(lambda each: compile_programs(each[0], each[1], shape), wanted))
+        compiled = lambda pair: compile_programs(pair.models, pair.params, layout)  # noqa: E731
+        list(pool.map(compiled, named.values()))
     return time.perf_counter() - begin
 
 
@@ -51,14 +47,15 @@ def measured(
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
     """A row of results for each set of prompts and each way."""
-    longest = max(len(prompt) for each in prompts.values() for prompt in each)
-    width = pair.models.block_size
-    capacity = capacity_for(longest, decoding.max_new_tokens, width, PREFILL_CHUNK)
-    named = ways(pair, batch, widths)
-    shape = Shape.of(batch, capacity, len(decoding.stop_token_ids))
-    compiled = warm(named, shape)
-    chosen = programs_for(named["auto"].models, pair.params, shape)
-    times = {str(rows): ms for rows, ms in getattr(chosen, "ms", {}).items()}
+    everything = [Job(0, list(prompt), decoding) for each in prompts.values() for prompt in each]
+    context = max(job.tokens for job in everything)
+    layout, named = layout_for(everything, batch), ways(pair, batch, widths)
+    compiled, models, times = warm(named, layout), named["auto"].models, {}
+    if models.rows == AUTO:
+        programs = compile_programs(models, pair.params, layout)
+        chosen = choosing(models, pair.params, layout, programs)
+        times = {str(rows): ms for rows, ms in chosen.ms.items()}
+    capacity = layout.shape.capacity
     yield {"batch": batch, "compile_seconds": compiled, "capacity": capacity, "step_ms": times}
     for name, several in prompts.items():
         jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(several)]
@@ -67,7 +64,7 @@ def measured(
             best = None
             for _ in range(rounds):
                 begin = time.perf_counter()
-                answers = list(serve(own, jobs, batch_size=batch, capacity=capacity))
+                answers = list(serve(own, jobs, batch_size=batch, context=context))
                 wall = time.perf_counter() - begin
                 decode = sum(answer.seconds.decode for _, answer in answers)
                 if best is None or decode < best[0]:

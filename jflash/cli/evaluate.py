@@ -13,7 +13,6 @@ from jflash.cli.options.pair import drafter_name, sampling
 from jflash.cli.prompts import template_options
 from jflash.decoding import Decoding
 from jflash.device import describe_device, device_name
-from jflash.engine import STEPS_PER_CALL
 from jflash.evals.datasets import (
     DATASETS,
     NEXT_EXAMPLE,
@@ -41,6 +40,7 @@ from jflash.io import PairFiles, encode_prompt, load_weights
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
 from jflash.programs import Shape
+from jflash.serving.engine import STEPS_PER_CALL
 
 DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
 # Options that decide about the answers and their times.
@@ -156,7 +156,7 @@ def _drafter_digest(files: PairFiles) -> str | None:
 def _check_device(run: Run) -> None:
     """ValueError if the largest shape takes more memory than the device has."""
     models = run.files.models
-    capacity, context = longest_capacity(run.evaluation, models)
+    capacity, context = longest_capacity(run.evaluation)
     shape = Shape.of(run.evaluation.batch_size, capacity)
     check_memory(models, shape, context, device_memory())
 
@@ -178,7 +178,7 @@ def _evaluate(
     if options.baseline:
         baseline = answer_all(
             pair.plain(), evaluation, folder / "baseline.jsonl", turns_of=answers,
-            room_for_width=width, name="plain decoding",
+            name="plain decoding",
         )  # fmt: skip
     if options.execute:
         results = execute_all(options.dataset, evaluation, answers, folder / "executed.jsonl")

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from jflash.acceptance import ending
 from jflash.decoding import Decoding
-from jflash.engine import Job, buckets, serve
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem
@@ -24,6 +23,7 @@ from jflash.evals.summary import PARTS, Record
 from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair, check_request
 from jflash.io.text import before_stop, decode
+from jflash.serving.batch import Job, layout_for, serve
 from jflash.speculative import Models
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
@@ -70,13 +70,13 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
             raise ValueError(f"problem {problem.index}: {error}") from None
 
 
-def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
-    """Cache slots of the largest bucket, and the longest prompt with all that may follow it."""
+def longest_capacity(evaluation: Evaluation) -> tuple[int, int]:
+    """Positions that a slot has pages for, and the longest prompt with all that may follow it."""
     new = evaluation.turns * evaluation.decoding.max_new_tokens
     decoding = replace(evaluation.decoding, max_new_tokens=new)
     jobs = [job._replace(decoding=decoding) for job in first_jobs(evaluation)]
-    plan = buckets(jobs, batch_size=evaluation.batch_size, block_size=models.block_size)
-    return plan[0].capacity, max(len(job.prompt_ids) for job in jobs) + new
+    layout = layout_for(jobs, evaluation.batch_size)
+    return layout.shape.capacity, max(job.tokens for job in jobs)
 
 
 def digest(evaluation: Evaluation) -> str:
@@ -94,7 +94,6 @@ def answer_all(
     file: Path,
     *,
     turns_of: Sequence[Record] | None = None,
-    room_for_width: int | None = None,
     name: str = "answers",
 ) -> list[Record]:
     """Answers to all problems, including those that `file` holds already; in no order.
@@ -114,7 +113,6 @@ def answer_all(
             served = serve(
                 pair, _jobs(evaluation, turn, texts, pair.models), answered=answered,
                 batch_size=evaluation.batch_size, steps_per_call=evaluation.steps_per_call,
-                room_for_width=room_for_width,
             )  # fmt: skip
             for job, generation in served:
                 record = _record(problems[job.index], turn, generation, evaluation)

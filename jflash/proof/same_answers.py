@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jflash.decoding import Decoding
-from jflash.engine import Job, serve
-from jflash.generate import PREFILL_CHUNK, Pair
+from jflash.generate import Pair
 from jflash.models.params import random_params
-from jflash.programs import Shape, capacity_for, compile_programs
+from jflash.serving.batch import Job, layout_for, serve
+from jflash.serving.programs import compile_programs
 
 GROUP = 64  # answers of the reference between two lines of results
 
@@ -45,22 +45,21 @@ def compared(
 ) -> Iterator[dict[str, Any]]:
     """A result after each GROUP of answers: how many of them are the same in each way."""
     width = pair.models.block_size
-    longest = max(map(len, prompts))
-    capacity = capacity_for(longest, decoding.max_new_tokens, width, PREFILL_CHUNK)
+    jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(prompts)]
+    context = max(job.tokens for job in jobs)
     named, plain = ways(pair, batch, seed), Way(pair.plain(), 1)
     begin = time.perf_counter()
-    _compile([*named.values(), plain], capacity, len(decoding.stop_token_ids))
+    _compile([*named.values(), plain], jobs)
     result: dict[str, Any] = {
         "compile_seconds": round(time.perf_counter() - begin, 1),
         "width": width,
-        "capacity": capacity,
+        "capacity": layout_for(jobs, batch).shape.capacity,
         "max_new_tokens": decoding.max_new_tokens,
     }
-    jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(prompts)]
-    texts = {name: _texts(way, jobs, capacity) for name, way in named.items()}
+    texts = {name: _texts(way, jobs, context) for name, way in named.items()}
     same, answers, tokens = dict.fromkeys(texts, 0), 0, 0
     for first in range(0, len(jobs), GROUP):
-        reference = _texts(plain, jobs[first : first + GROUP], capacity)
+        reference = _texts(plain, jobs[first : first + GROUP], context)
         for name, found in texts.items():
             same[name] += sum(found[i] == ids for i, ids in reference.items())
         answers += len(reference)
@@ -68,17 +67,17 @@ def compared(
         yield result | {"answers": answers, "tokens": tokens, "same": dict(same)}
 
 
-def _compile(all_ways: Sequence[Way], capacity: int, stops: int) -> None:
+def _compile(all_ways: Sequence[Way], jobs: Sequence[Job]) -> None:
     """Everything, several programs at a time."""
     wanted = {(w.pair.models, w.batch): w.pair.params for w in all_ways}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         for done in [
-            pool.submit(compile_programs, models, params, Shape.of(batch, capacity, stops))
+            pool.submit(compile_programs, models, params, layout_for(jobs, batch))
             for (models, batch), params in wanted.items()
         ]:
             done.result()
 
 
-def _texts(way: Way, jobs: Sequence[Job], capacity: int) -> dict[int, list[int]]:
-    answers = serve(way.pair, jobs, batch_size=way.batch, capacity=capacity)
+def _texts(way: Way, jobs: Sequence[Job], context: int) -> dict[int, list[int]]:
+    answers = serve(way.pair, jobs, batch_size=way.batch, context=context)
     return {job.index: list(answer.token_ids) for job, answer in answers}

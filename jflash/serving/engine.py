@@ -20,9 +20,11 @@ from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.loop import Job, Loop
-from jflash.serving.programs import BIASED, Layout, most_of
+from jflash.serving.programs import BIASED, KINDS, Kind, Layout, most_of
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from pallas_kernels.block_attention import PAGE
+
+STEPS_PER_CALL = 4  # more leave ended slots idle for longer, fewer let the device wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Stats:
     preempted: int
     calls: int
     live: int
+    prefill_seconds: float
+    decode_seconds: float
 
 
 class Engine:
@@ -56,7 +60,8 @@ class Engine:
     given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
     for `max_batch` of the longest unless given. When they are short, the last request gives its
     pages back, and is computed again later. At most `max_queue` requests wait; more are refused.
-    The constructor compiles the programs. The engine is a context manager.
+    The constructor compiles the programs, those of `kinds` of requests alone: 'greedy' ones need no
+    more than the argmax of the unchanged logits. The engine is a context manager.
     """
 
     def __init__(
@@ -68,8 +73,9 @@ class Engine:
         pages: int | None = None,
         max_queue: int = 1024,
         max_stop_ids: int = 16,
-        steps_per_call: int = 4,
+        steps_per_call: int = STEPS_PER_CALL,
         prefill_chunk: int = PREFILL_CHUNK,
+        kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
         positions = min(c.max_position_embeddings for c in pair.models.configs)
         self.max_context = positions if max_context is None else max_context
@@ -87,14 +93,12 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
-        if pair.models.target.config.deltas:
-            raise ValueError("a target with recurrent layers is not served in pages: generate it")
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
         self.pair = pair
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
-        self._layout = Layout(shape, pages, steps_per_call)
+        self._layout = Layout(shape, pages, steps_per_call, kinds)
         self._max_queue = max_queue
         self._loop = Loop(pair.models, pair.params, self._layout, pair.models.dtype.encode())
         self._changed = threading.Condition()
@@ -110,6 +114,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """ValueError, naming the field and its value, for what this engine can never serve."""
         check_request(self.pair.models, request.prompt_ids, request.decoding)
+        if request.needs_logits and "drawn" not in self._layout.kinds:
+            raise ValueError("the engine was made for greedy requests, without drawn ones")
         prompt, total = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
         if total > self.max_context:
             raise ValueError(

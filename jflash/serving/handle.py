@@ -27,6 +27,7 @@ class Handle:
         self._ended = False
         self._error: BaseException | None = None
         self._wake: Callable[[], None] | None = None
+        self._at_end: Callable[[], None] | None = None
 
     def cancel(self) -> None:
         """Ends the request soon, in any phase; its last event is 'cancelled'.
@@ -74,6 +75,13 @@ class Handle:
             events = list(self._past)
         return result_of(self.request, events)
 
+    def at_end(self, do: Callable[[], None]) -> None:
+        """Calls `do` once, when the request has ended or failed: in the engine's thread, or now."""
+        with self._changed:
+            self._at_end = do
+            if self._ended:
+                do()
+
     def give(self, events: list[Event]) -> None:
         """Adds events; the engine's thread calls it."""
         with self._changed:
@@ -105,6 +113,8 @@ class Handle:
         self._changed.notify_all()
         if self._wake is not None:
             self._wake()
+        if self._ended and self._at_end is not None:
+            self._at_end()
 
 
 def result_of(request: Request, events: list[Event]) -> Result:

@@ -104,6 +104,8 @@ class Counts(NamedTuple):
     preempted: int = 0
     calls: int = 0
     live: int = 0  # live slots, summed over the calls
+    prefill_seconds: float = 0.0  # in which the device computed chunks, and steps
+    decode_seconds: float = 0.0
 
 
 class Loop:
@@ -112,10 +114,9 @@ class Loop:
     def __init__(self, models: Models, params: Params, layout: Layout, salt: bytes) -> None:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
-        auto = models.rows == AUTO
+        auto = models.rows == AUTO and "greedy" in layout.kinds
         self.rows = choosing(models, params, layout, self.programs) if auto else None
-        self._empty = jax.jit(lambda: empty_state(models, layout))
-        self.state = self._empty()
+        self.state = empty_state(models, layout)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.pages = Pages(layout.pages)
@@ -126,6 +127,8 @@ class Loop:
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
         self._salt = salt
         self._rounds = deque[list[Read]]()
+        self._under_way = deque[tuple[str, jax.Array]]()  # what the device computes, in order
+        self._since = time.perf_counter()
         self._tables = np.full((layout.shape.batch, layout.columns), layout.pages, np.int32)
 
     @property
@@ -160,7 +163,7 @@ class Loop:
     def wake(self) -> None:
         """Allocates an empty state after `sleep`."""
         if self.asleep:
-            self.state = self._empty()
+            self.state = empty_state(self.models, self.layout)
         self.asleep = False
 
     @property
@@ -188,10 +191,16 @@ class Loop:
             self._grow(job)
         for job in jobs(what.admitted):
             self._admit(job)
-        reads = [self._chunk(job) for job in jobs(what.chunks) if job.slot is not None]
-        stepping = [job for job in jobs(what.steps) if job.slot is not None]
-        ready = {id(job): job for job in jobs(what.chunks) if job.slot is not None and not job.end}
-        stepping += ready.values()
+        if not self._under_way:
+            self._since = time.perf_counter()
+        chunked = jobs(what.chunks)
+        reads = [self._chunk(job) for job in chunked if job.slot is not None]
+        # A first token waits for no step: it is given out before the next call is dispatched.
+        if any(read.first for read in reads):
+            self._read(reads, on_event)
+            reads = []
+        ready = {id(job): job for job in chunked if not job.end}.values()
+        stepping = [job for job in (*jobs(what.steps), *ready) if job.slot is not None]
         if any(job.matcher for job in stepping):
             self._read(reads, on_event)
             reads, stepping = [], [job for job in stepping if job.reason is None]
@@ -203,10 +212,6 @@ class Loop:
             self._rounds.append(reads)
         while len(self._rounds) > bool(reads):
             self._read(self._rounds.popleft(), on_event)
-        # A first token is there before the call that was dispatched after it.
-        if stepping:
-            self._rounds[0] = [read for read in reads if read.chunk is None]
-            self._read([read for read in reads if read.chunk is not None], on_event)
 
     def preempt(self, job: Job) -> None:
         """Takes slot and pages from a request, which waits again; all calls must be read."""
@@ -261,8 +266,9 @@ class Loop:
 
     def _cached_pages(self, job: Job, end: int) -> list[int]:
         """The cached pages of its text; the last token is always computed, and all of a prompt
-        whose logprobs are asked."""
-        if job.request.prompt_logprobs is not None and not job.begun:
+        whose logprobs are asked. A recurrent state is not cached."""
+        whole = job.request.prompt_logprobs is not None and not job.begun
+        if whole or self.models.target.config.deltas:
             return []
         job.names = chain(
             job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
@@ -322,6 +328,7 @@ class Loop:
             allowed = masks[0, 0]
             self._drop_failed([job])
         self.state, out = self.programs.chunk(self.params, self.state, table, control, allowed)
+        self._under_way.append(("prefill_seconds", out.first))
         job.computed = min(offset + size, job.end)
         self._name(job, job.computed)
         if last:
@@ -331,11 +338,11 @@ class Loop:
 
     def _call(self, jobs: Sequence[Job]) -> Read:
         live, table = self._places(jobs)
-        draws = any(job.request.needs_logits for job in jobs)
-        rows = max(self.programs.greedy)
-        if self.rows is not None and not draws:
-            rows = self.rows.pick()[0]
-        program = self.programs.drawn if draws else self.programs.greedy[rows]
+        greedy, program = self.programs.greedy, self.programs.drawn
+        rows = max(greedy, default=0)
+        if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
+            rows = rows if self.rows is None else self.rows.pick()[0]
+            program = greedy[rows]
         self.state, report = program(self.params, self.state, table, live)
         return self._called(jobs, rows, report, self.layout.steps)
 
@@ -357,7 +364,7 @@ class Loop:
         fill(masks, blocks)
         self._drop_failed(jobs)
         self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
-        return self._called(jobs, max(self.programs.greedy), report, 1)
+        return self._called(jobs, max(self.programs.greedy, default=0), report, 1)
 
     def _places(self, jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:
         """The slots that step, and their pages."""
@@ -370,6 +377,7 @@ class Loop:
         """Notes a dispatched call, whose report is on its way."""
         for job in jobs:
             job.unread += 1
+        self._under_way.append(("decode_seconds", report.numbers))
         if self.rows is not None:
             self.rows.ran(rows, report.survey)
         if not any(job.request.top_logprobs for job in jobs):
@@ -390,6 +398,7 @@ class Loop:
                 self._read_chunk(read, read.chunk, on_event)
                 continue
             assert read.report is not None
+            self._wait_for(read.report.numbers)
             numbers = np.asarray(read.report.numbers)
             tops = None if read.report.tops is None else np.asarray(read.report.tops)
             for job in read.jobs:
@@ -400,12 +409,24 @@ class Loop:
                     width = self.models.block_size
                     self._gain(job, taken(numbers[job.slot], likely, width, read.steps), on_event)
 
+    def _wait_for(self, array: jax.Array) -> None:
+        """Waits, and counts the seconds of what the device computed up to it."""
+        while self._under_way:
+            part, one = self._under_way.popleft()
+            jax.block_until_ready(one)
+            now, seconds = time.perf_counter(), getattr(self.counts, part)
+            self.counts = self.counts._replace(**{part: seconds + now - self._since})
+            self._since = now
+            if one is array:
+                return
+
     def _read_chunk(
         self, read: Read, chunk: Chunked, on_event: Callable[[Job, Event], None]
     ) -> None:
         """A chunk's logprobs of the prompt, and its first token."""
         job = read.job
         assert job is not None
+        self._wait_for(chunk.first)
         if job.reason is not None:
             return
         if read.scored:
@@ -479,6 +500,8 @@ class Loop:
 
     def _name(self, job: Job, computed: int) -> None:
         """Indexes the pages whose tokens are all computed."""
+        if self.models.target.config.deltas:
+            return
         whole = min(computed // PAGE, len(job.pages))
         job.names = chain(
             job.tokens[: max(whole, len(job.names)) * PAGE],

@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,17 @@ HEAD = 17  # numbers of a row before its stop ids and tokens
 SCORED = 16  # rows of a chunk whose logits are in memory at once, for the prompt's logprobs
 
 
+Kind = Literal["greedy", "drawn"]
+KINDS: tuple[Kind, ...] = ("greedy", "drawn")
+
+
 class Layout(NamedTuple):
     """The static sizes; `shape.capacity` is PAGE times the columns of a table."""
 
     shape: Shape
     pages: int
     steps: int  # of a call
+    kinds: tuple[Kind, ...] = KINDS  # of requests that it serves
 
     @property
     def columns(self) -> int:
@@ -58,13 +63,13 @@ class Programs(NamedTuple):
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
     `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all, and
-    serves requests of every kind.
+    serves requests of every kind. Only the layout's kinds are there.
     """
 
     admit: Any
     chunk: Any
     greedy: dict[int, Any]
-    drawn: Any
+    drawn: Any | None
 
 
 class Report(NamedTuple):
@@ -100,6 +105,7 @@ class Row(NamedTuple):
     tokens: list[int]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def empty_state(models: Models, layout: Layout) -> State:
     """A state with empty slots and pages of zeros."""
     shape = layout.shape
@@ -182,7 +188,7 @@ def mask_words(models: Models) -> int:
 
 def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
     """Puts the row into its slot, which idles until its last chunk has run."""
-    slot, length, limit, accept, top_k = row[:5]
+    slot, _, limit, accept, top_k = row[:5]
     asked = state.sequences.logprobs
     assert asked is not None, "the engine's slots have them"
     seed, index = lax.bitcast_convert_type(row[5:7], jnp.uint32)
@@ -193,7 +199,7 @@ def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
     new = jax.tree.map(lambda x: x[0], empty_sequences(shape._replace(batch=1)))
     new = new._replace(
         tokens=row[HEAD + shape.stop_slots : -2 * BIASED],
-        length=length,
+        length=jnp.int32(1),
         limit=limit,
         stops=row[HEAD : HEAD + shape.stop_slots],
         max_accept=accept,
@@ -230,8 +236,9 @@ def chunk(
     kernels = models.kernels.chunk
     positions = (offset + jnp.arange(size))[None]
     tokens = jnp.take(s.tokens[slot], positions[0], mode="clip")[None]
-    # One sequence with its table: a layer sees only the pools of the others.
-    over = Chunk(jnp.int32(0), offset, end, kernels)
+    # One sequence with its table: a layer with pages sees only the pools of the others. (A slice
+    # from `slot` on of the table's one row is that row.)
+    over = Chunk(slot, offset, end, kernels)
     state = with_table(state, table)
     hidden, features, target_cache = apply(
         models.target, params.target, tokens, positions, state.target_cache, over, models.taps
@@ -260,11 +267,12 @@ def chunk(
         return row._replace(
             tokens=row.tokens.at[end].set(first[0, 0]),
             logprobs=jax.tree.map(lambda x: x[0], numbers),
-            length=end + 1,
             done=stopped[0] | (end + 1 >= row.limit),
         )
 
     row = lax.cond(commits > 0, committed, lambda: row._replace(done=last == 0))
+    # Steps of other slots work on this one too, at its length: a recurrent state keeps what it has.
+    row = row._replace(length=jnp.minimum(offset + size, end) + 1)
     state = state._replace(
         sequences=put(s, slot, row), target_cache=target_cache, drafter_cache=drafter_cache
     )
@@ -387,7 +395,7 @@ def compile_programs(models: Models, params: Params, layout: Layout) -> Programs
     return _compile(models, tuple(leaves), tree, layout)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Programs:
     params, shape = jax.tree.unflatten(tree, leaves), layout.shape
     state = jax.eval_shape(lambda: empty_state(models, layout))
@@ -409,6 +417,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     greedy = {
         int(count): steps(replace(models, sampled=False, rows=models.rows and int(count)))
         for count in counts
+        if "greedy" in layout.kinds
     }
     row, words = ints(row_size(shape)), ints(mask_words(models))
     one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
@@ -416,7 +425,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
         one_chunk.lower(params, state, ints(1, layout.columns), ints(6), words).compile(),
         greedy,
-        steps(draws),
+        steps(draws) if "drawn" in layout.kinds else None,
     )
 
 
@@ -434,7 +443,7 @@ def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any
     batch, half = layout.shape.batch, layout.shape.capacity // 2
     pages = np.arange(batch * layout.columns, dtype=np.int32) % layout.pages
     table, live = pages.reshape(batch, layout.columns), np.ones(batch, bool)
-    state = jax.jit(lambda: empty_state(models, layout))()
+    state = empty_state(models, layout)
     ms = {}
     for rows, program in greedy.items():
         seconds = []

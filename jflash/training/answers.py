@@ -10,9 +10,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jflash.decoding import Decoding
-from jflash.engine import Job, serve
 from jflash.files import appended, locked, read_lines
 from jflash.generate import Generation, Pair
+from jflash.serving.batch import Job, serve
 from jflash.training.recipe import WHOLE, Share
 
 

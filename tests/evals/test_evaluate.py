@@ -19,7 +19,7 @@ from jflash.files import locked
 from jflash.io import encode_prompt, load_tokenizer
 from tiny_pair.word_problems import problems
 
-# What is asked here is how answers are counted and kept; bit laws are tests/step/test_engine.py's.
+# What is asked here is how answers are counted and kept; bit laws are tests/serving's.
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 ROOT = Path(__file__).parents[2]

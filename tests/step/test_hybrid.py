@@ -13,11 +13,10 @@ import pytest
 
 from jflash.cache import DeltaCache
 from jflash.decoding import Decoding
-from jflash.engine import Job, serve
 from jflash.generate import Pair, check_request, generate
 from jflash.models.decoder import Target
 from jflash.programs import Shape, compile_programs, make_request, new_state
-from jflash.serving.engine import Engine
+from jflash.serving.batch import Job, serve
 from jflash.speculative import Models
 from pallas_kernels import gated_delta
 from tests.support.attention_checks import ON_GPU
@@ -114,7 +113,5 @@ def test_what_a_hybrid_cannot_do_is_refused():
         replace(pair.models, target=Target(config), rows=4)
     with pytest.raises(ValueError, match="token id 65 stands for an image"):
         check_request(Models(Target(config)), [1, 65], Decoding())
-    with pytest.raises(ValueError, match="not served in pages"):
-        Engine(hybrid_pair())
     wide = drafter_config(block_size=20)
     assert Models(Target(config), type(pair.models.drafter)(wide), 16).block_size == 16

@@ -15,11 +15,11 @@ from flax import linen as nn
 from jflash.cache import LayerCache
 from jflash.config import TargetConfig
 from jflash.decoding import Decoding
-from jflash.engine import Job, serve
 from jflash.generate import Pair, generate
 from jflash.kernels import Kernels
 from jflash.layers import Block, Chunk
 from jflash.models.decoder import Target
+from jflash.serving.batch import Job, serve
 from jflash.speculative import apply
 from tests.support.pairs import prompts, random_pair, random_params, replay_pair, target_config
 

@@ -9,9 +9,9 @@ import pytest
 
 from jflash.cli import main
 from jflash.decoding import Decoding, Sampling
-from jflash.engine import Job, serve
 from jflash.io import load_pair, load_tokenizer
 from jflash.io.text import decode
+from jflash.serving.batch import Job, serve
 from jflash.training.prompts import Prompt, boxed, collected
 from jflash.training.self_written import user_prefix
 from tests.support.small_checkpoints import EOS, USER, make_pair

@@ -1,4 +1,4 @@
-"""The engine: everybody's own tokens, freed slots filled at once, nothing compiled anew."""
+"""Jobs through an engine: everybody's own tokens, freed slots filled, nothing compiled anew."""
 
 import random
 import time
@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jflash import engine
 from jflash.decoding import GREEDY, Decoding, Sampling
-from jflash.engine import Job, buckets, serve
 from jflash.generate import generate
+from jflash.serving import batch
+from jflash.serving.batch import Job, layout_for, serve
+from jflash.serving.loop import Loop
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
 
 STOPS = [3, 9]
@@ -71,27 +72,23 @@ def test_draws_depend_on_seed_and_index_alone():
 
 
 def test_a_free_slot_is_filled_while_the_others_go_on(monkeypatch):
-    """One long job beside many short ones takes no more calls than the long one alone."""
+    """One long job beside many short ones takes no more calls than the long one alone, but one
+    that was dispatched before its end was known."""
     pair, short = random_pair(), some_jobs(8, new=(5, 9))
     long = Job(99, prompts(1)[0], Decoding(max_new_tokens=150))
     steps = by_itself(pair, long).steps
-    calls = []
-    compiled = engine.programs_for
+    loops, made = [], Loop.__init__
 
-    def counted(*args):
-        programs = compiled(*args)
+    def kept(self, *args):
+        loops.append(self)
+        made(self, *args)
 
-        def run(*args):
-            calls.append(1)
-            return programs.run(*args)
-
-        return programs._replace(run=run)
-
-    monkeypatch.setattr(engine, "programs_for", counted)
+    monkeypatch.setattr(Loop, "__init__", kept)
     answers = list(serve(pair, [*short, long], batch_size=2, steps_per_call=2))
     assert [job.index for job, _ in answers][-1] == 99
     assert len(answers) == 9
-    assert len(calls) == -(-steps // 2)
+    [loop] = loops
+    assert loop.counts.calls <= -(-steps // 2) + 1
 
 
 def test_nothing_compiles_anew_within_a_capacity(compilations):
@@ -121,45 +118,22 @@ def test_seconds_add_up_to_the_run():
     assert spent["compile"] < 0.5 * wall  # the second run found its programs
 
 
-def needing(slots: list[int], first: int = 0) -> list[Job]:
-    """Jobs that need as many cache slots, at width 8."""
-    return [Job(i, [1], Decoding(max_new_tokens=n - 9)) for i, n in enumerate(slots, first)]
-
-
-def test_jobs_are_grouped_by_capacity():
-    many = engine.FILLS * 2
-    how = dict(batch_size=2, block_size=8)
-
-    def sizes(slots: list[int]) -> list[tuple[int, int]]:
-        jobs = needing(slots)
-        random.Random(0).shuffle(jobs)
-        found = buckets(jobs, **how)
-        assert sorted(job.index for b in found for job in b.jobs) == list(range(len(slots)))
-        for bucket in found:
-            new = [job.decoding.max_new_tokens for job in bucket.jobs]
-            assert new == sorted(new, reverse=True)
-        return [(b.capacity, len(b.jobs)) for b in found]
-
-    assert sizes([256] * many + [1024] * many) == [(1024, many), (256, many)]
-    assert sizes([256] * 3 + [1024] * many) == [(1024, many + 3)]  # few join the next larger
-    assert sizes([256] * many + [512]) == [(512, many + 1)]  # few at the top: the rest joins
-    assert sizes([256] * many + [4096]) == [(4096, 1), (256, many)]  # not at any price
-    assert sizes([100]) == [(256, 1)]
-    assert [b.capacity for b in buckets(needing([100]), **how, capacity=999)] == [999]
-    assert buckets([], **how) == []
-
-
 def test_what_was_answered_is_not_run_and_keeps_the_shapes(monkeypatch):
-    """The rest of an interrupted run is grouped as the whole was."""
-    pair, jobs, asked = random_pair(), needing([100] * 8 + [512] * 2), []
+    """The rest of an interrupted run has the sizes of the whole; long jobs begin first."""
+    pair, asked = random_pair(), []
+    jobs = [Job(i, [1], Decoding(max_new_tokens=n)) for i, n in enumerate([90] * 3 + [500] * 2)]
     monkeypatch.setattr(
-        engine,
-        "_serve_bucket",
-        lambda way, shape, jobs: asked.append((shape.capacity, [j.index for j in jobs])) or (),
+        batch,
+        "_served",
+        lambda pair, layout, context, jobs: (
+            asked.append((layout, context, [j.index for j in jobs])) or ()
+        ),
     )
-    for answered in ((), [0, 1, 2, 8, 9], range(10)):
+    for answered in ((), [0, 3, 4], range(5)):
         assert list(serve(pair, jobs, batch_size=2, answered=answered)) == []
-    assert asked == [(512, [8, 9, *range(8)]), (512, [3, 4, 5, 6, 7])]
+    layout = layout_for(jobs, 2)
+    assert layout.shape.capacity == 512 and layout.pages == 2 * 8
+    assert asked == [(layout, 501, [3, 4, 0, 1, 2]), (layout, 501, [1, 2])]
     assert list(serve(pair, [], batch_size=2)) == []
 
 
@@ -187,7 +161,7 @@ def test_a_drafter_that_knows_the_text_is_accepted_in_any_slot():
         ([Job(2**32, [1])], {}, "index 4294967296"),
         ([Job(0, [1])], {"seed": 2**32}, "seed 4294967296"),
         ([Job(0, [1])], {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
-        ([Job(0, [1] * 500)], {"capacity": 256}, "capacity 256 is below the 768 slots"),
+        ([Job(0, [1] * 500)], {"context": 256}, "context 256 is below the 756 tokens"),
     ],
 )
 def test_bad_jobs_are_refused_at_the_call(jobs, how, named):

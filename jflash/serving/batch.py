@@ -1,0 +1,171 @@
+"""Many known jobs through an engine of their own: answers as they end, with the seconds they took.
+
+A job's tokens depend neither on its neighbours nor on the order. This file knows only token ids.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from jflash.decoding import Decoding
+from jflash.generate import DEFAULTS, Generation, Pair, Seconds, check_keys, check_request
+from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.serving.engine import STEPS_PER_CALL, Engine
+from jflash.serving.handle import Handle
+from jflash.serving.programs import KINDS, Kind, Layout
+from jflash.serving.request import Request, Result
+from jflash.speculative import Models
+from pallas_kernels.block_attention import PAGE
+
+
+class Job(NamedTuple):
+    """One sequence to decode; `index` (32 bits) names it and, with the seed, makes its key."""
+
+    index: int
+    prompt_ids: list[int]
+    decoding: Decoding = DEFAULTS
+
+    @property
+    def tokens(self) -> int:
+        """The most that its text may have."""
+        return len(self.prompt_ids) + self.decoding.max_new_tokens
+
+
+def serve(
+    pair: Pair,
+    jobs: Sequence[Job],
+    *,
+    batch_size: int,
+    steps_per_call: int = STEPS_PER_CALL,
+    context: int | None = None,
+    answered: Collection[int] = (),
+    prefill_chunk: int = PREFILL_CHUNK,
+    **options: Any,
+) -> Iterator[tuple[Job, Generation]]:
+    """Yields answers as they end, each job with the tokens that `generate` gives for it.
+
+    `options` replace fields of every job's decoding, as those of `generate` do.
+    A job draws from the key of its seed and its index, as sequence `first_index` of `generate`.
+    Jobs that may become longest begin first, so that fewer slots idle at the end. Those whose index
+    is in `answered` do not run, but count in the shapes, so that the rest of an interrupted run is
+    computed as the whole. There is room for `context` tokens of a text, as many as the longest
+    needs unless given.
+
+    The `seconds` of an answer are those between the end of the answer before it and its end, by all
+    slots together: over all answers they add up to the whole. What the caller does with an answer
+    overlaps with the device. ValueError at the call, before anything runs, for jobs that the models
+    cannot serve.
+    """
+    if options:
+        jobs = [job._replace(decoding=replace(job.decoding, **options)) for job in jobs]
+    for seed in {job.decoding.seed for job in jobs}:
+        check_keys(seed, (job.index for job in jobs), prefill_chunk)
+    _check(pair, jobs, batch_size, steps_per_call)
+    longest = max((job.tokens for job in jobs), default=1)
+    if context is not None and context < longest:
+        raise ValueError(f"context {context} is below the {longest} tokens that a job needs")
+    layout = layout_for(jobs, batch_size, context, steps_per_call, prefill_chunk)
+    todo = [job for job in sorted(jobs, key=_expected) if job.index not in answered]
+    return _served(pair, layout, context or longest, todo) if todo else iter(())
+
+
+def layout_for(
+    jobs: Sequence[Job],
+    batch_size: int,
+    context: int | None = None,
+    steps_per_call: int = STEPS_PER_CALL,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Layout:
+    """The static sizes of a run: pages for `batch_size` texts of `context` tokens."""
+    longest = max((job.tokens for job in jobs), default=1)
+    columns = -(-(context or longest) // PAGE)
+    stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
+    shape = Shape.of(batch_size, columns * PAGE, stops, prefill_chunk)
+    return Layout(shape, batch_size * columns, steps_per_call, _kinds(jobs))
+
+
+def _kinds(jobs: Sequence[Job]) -> tuple[Kind, ...]:
+    draws = {job.decoding.sampling.temperature > 0 for job in jobs}
+    return tuple(kind for kind, drawn in zip(KINDS, (False, True), strict=True) if drawn in draws)
+
+
+def _expected(job: Job) -> tuple[int, int, int]:
+    return -job.decoding.max_new_tokens, -len(job.prompt_ids), job.index
+
+
+def _check(pair: Pair, jobs: Sequence[Job], batch_size: int, steps: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if steps < 1:
+        raise ValueError(f"steps_per_call must be at least 1, got {steps}")
+    if len({job.index for job in jobs}) < len(jobs):
+        raise ValueError("two jobs have the same index: it names a job and makes its key")
+    for job in jobs:
+        try:
+            check_request(pair.models, job.prompt_ids, job.decoding)
+            if job.decoding.stop_when is not None:
+                raise ValueError("stop_when is for generate and stream: jobs end by stop tokens")
+        except ValueError as error:
+            raise ValueError(f"job {job.index}: {error}") from None
+
+
+def _request(job: Job, models: Models) -> Request:
+    decoding = job.decoding
+    return Request(
+        prompt_ids=job.prompt_ids,
+        max_tokens=decoding.max_new_tokens,
+        stop_ids=decoding.stop_token_ids,
+        sampling=decoding.sampling,
+        seed=decoding.seed,
+        index=job.index,
+        speculate=not decoding.oracle,
+        draft_rule=models.draft_rule,
+        # Without the law a cached prefix may have other bits, and which are cached is chance.
+        cache_salt="" if models.one_arithmetic else str(job.index),
+    )
+
+
+def _served(
+    pair: Pair, layout: Layout, context: int, jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Generation]]:
+    """Submits all jobs, and yields each when its end was counted in the engine's thread."""
+    ends = SimpleQueue[tuple[Job, Handle, Seconds]]()
+    begin, shape = time.perf_counter(), layout.shape
+    with Engine(
+        pair, max_batch=shape.batch, max_context=context, max_queue=len(jobs),
+        max_stop_ids=shape.stop_slots, steps_per_call=layout.steps, prefill_chunk=shape.chunk,
+        kinds=layout.kinds,
+    ) as engine:  # fmt: skip
+        spent = _Spent(engine, time.perf_counter() - begin)
+        for job in jobs:
+            handle = engine.submit(_request(job, pair.models))
+            handle.at_end(lambda job=job, handle=handle: ends.put((job, handle, spent.take())))
+        for _ in jobs:
+            job, handle, seconds = ends.get()
+            yield job, _generation(handle.result(), seconds)
+
+
+class _Spent:
+    """Seconds that belong to no answer yet."""
+
+    def __init__(self, engine: Engine, compiling: float) -> None:
+        self._engine, self._compiling, self._taken = engine, compiling, (0.0, 0.0)
+
+    def take(self) -> Seconds:
+        stats, before = self._engine.stats(), self._taken
+        self._taken = stats.prefill_seconds, stats.decode_seconds
+        prefill, decode = (now - old for now, old in zip(self._taken, before, strict=True))
+        compiling, self._compiling = self._compiling, 0.0
+        return Seconds(compile=compiling, prefill=prefill, decode=decode)
+
+
+def _generation(result: Result, seconds: Seconds) -> Generation:
+    return Generation(
+        prompt_tokens=result.prompt_tokens,
+        token_ids=result.token_ids,
+        acceptance_lengths=result.acceptance_lengths,
+        finish_reason=result.finish_reason,
+        seconds=seconds,
+    )
