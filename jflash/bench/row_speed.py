@@ -49,7 +49,7 @@ def measured(
     """A row of results for each set of prompts and each way."""
     everything = [Job(0, list(prompt), decoding) for each in prompts.values() for prompt in each]
     context = max(job.tokens for job in everything)
-    layout, named = layout_for(everything, batch), ways(pair, batch, widths)
+    layout, named = layout_for(pair.models, everything, batch), ways(pair, batch, widths)
     compiled, models, times = warm(named, layout), named["auto"].models, {}
     if models.rows == AUTO:
         programs = compile_programs(models, pair.params, layout)

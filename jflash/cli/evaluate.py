@@ -156,7 +156,7 @@ def _drafter_digest(files: PairFiles) -> str | None:
 def _check_device(run: Run) -> None:
     """ValueError if the largest shape takes more memory than the device has."""
     models = run.files.models
-    capacity, context = longest_capacity(run.evaluation)
+    capacity, context = longest_capacity(run.evaluation, models)
     shape = Shape.of(run.evaluation.batch_size, capacity)
     check_memory(models, shape, context, device_memory())
 

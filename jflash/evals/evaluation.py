@@ -70,12 +70,12 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
             raise ValueError(f"problem {problem.index}: {error}") from None
 
 
-def longest_capacity(evaluation: Evaluation) -> tuple[int, int]:
+def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
     """Positions that a slot has pages for, and the longest prompt with all that may follow it."""
     new = evaluation.turns * evaluation.decoding.max_new_tokens
     decoding = replace(evaluation.decoding, max_new_tokens=new)
     jobs = [job._replace(decoding=decoding) for job in first_jobs(evaluation)]
-    layout = layout_for(jobs, evaluation.batch_size)
+    layout = layout_for(models, jobs, evaluation.batch_size)
     return layout.shape.capacity, max(job.tokens for job in jobs)
 
 

@@ -53,7 +53,7 @@ def compared(
     result: dict[str, Any] = {
         "compile_seconds": round(time.perf_counter() - begin, 1),
         "width": width,
-        "capacity": layout_for(jobs, batch).shape.capacity,
+        "capacity": layout_for(pair.models, jobs, batch).shape.capacity,
         "max_new_tokens": decoding.max_new_tokens,
     }
     texts = {name: _texts(way, jobs, context) for name, way in named.items()}
@@ -72,7 +72,7 @@ def _compile(all_ways: Sequence[Way], jobs: Sequence[Job]) -> None:
     wanted = {(w.pair.models, w.batch): w.pair.params for w in all_ways}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         for done in [
-            pool.submit(compile_programs, models, params, layout_for(jobs, batch))
+            pool.submit(compile_programs, models, params, layout_for(models, jobs, batch))
             for (models, batch), params in wanted.items()
         ]:
             done.result()

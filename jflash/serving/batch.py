@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jflash.decoding import Decoding
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds, check_keys, check_request
-from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.programs import PREFILL_CHUNK, Shape, capacity_for
 from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.handle import Handle
 from jflash.serving.programs import KINDS, Kind, Layout
@@ -66,21 +66,26 @@ def serve(
     longest = max((job.tokens for job in jobs), default=1)
     if context is not None and context < longest:
         raise ValueError(f"context {context} is below the {longest} tokens that a job needs")
-    layout = layout_for(jobs, batch_size, context, steps_per_call, prefill_chunk)
+    layout = layout_for(pair.models, jobs, batch_size, context, steps_per_call, prefill_chunk)
     todo = [job for job in sorted(jobs, key=_expected) if job.index not in answered]
-    return _served(pair, layout, context or longest, todo) if todo else iter(())
+    return _served(pair, layout, todo) if todo else iter(())
 
 
 def layout_for(
+    models: Models,
     jobs: Sequence[Job],
     batch_size: int,
     context: int | None = None,
     steps_per_call: int = STEPS_PER_CALL,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> Layout:
-    """The static sizes of a run: pages for `batch_size` texts of `context` tokens."""
+    """The static sizes of a run: pages for `batch_size` texts of `context` tokens.
+
+    A context is rounded up to one of a few, so that other jobs find compiled programs.
+    """
     longest = max((job.tokens for job in jobs), default=1)
-    columns = -(-(context or longest) // PAGE)
+    positions = min(config.max_position_embeddings for config in models.configs)
+    columns = -(-min(capacity_for(context or longest, 0, 0, PAGE), positions) // PAGE)
     stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
     shape = Shape.of(batch_size, columns * PAGE, stops, prefill_chunk)
     return Layout(shape, batch_size * columns, steps_per_call, _kinds(jobs))
@@ -127,16 +132,15 @@ def _request(job: Job, models: Models) -> Request:
     )
 
 
-def _served(
-    pair: Pair, layout: Layout, context: int, jobs: Sequence[Job]
-) -> Iterator[tuple[Job, Generation]]:
+def _served(pair: Pair, layout: Layout, jobs: Sequence[Job]) -> Iterator[tuple[Job, Generation]]:
     """Submits all jobs, and yields each when its end was counted in the engine's thread."""
     ends = SimpleQueue[tuple[Job, Handle, Seconds]]()
     begin, shape = time.perf_counter(), layout.shape
+    positions = min(config.max_position_embeddings for config in pair.models.configs)
     with Engine(
-        pair, max_batch=shape.batch, max_context=context, max_queue=len(jobs),
-        max_stop_ids=shape.stop_slots, steps_per_call=layout.steps, prefill_chunk=shape.chunk,
-        kinds=layout.kinds,
+        pair, max_batch=shape.batch, max_context=min(shape.capacity, positions),
+        max_queue=len(jobs), max_stop_ids=shape.stop_slots, steps_per_call=layout.steps,
+        prefill_chunk=shape.chunk, kinds=layout.kinds,
     ) as engine:  # fmt: skip
         spent = _Spent(engine, time.perf_counter() - begin)
         for job in jobs:

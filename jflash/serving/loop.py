@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from jflash.cache import PagedCache
 from jflash.kernels import AUTO
 from jflash.serving.constrained import Constrained, compile_constrained
 from jflash.serving.grammar import GrammarError, Matcher, fill
@@ -117,6 +118,9 @@ class Loop:
         auto = models.rows == AUTO and "greedy" in layout.kinds
         self.rows = choosing(models, params, layout, self.programs) if auto else None
         self.state = empty_state(models, layout)
+        # A state that is not in pages, a recurrent one, is in no prefix.
+        layers = (*self.state.target_cache, *self.state.drafter_cache)
+        self._paged = all(isinstance(layer, PagedCache) for layer in layers)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.pages = Pages(layout.pages)
@@ -268,7 +272,7 @@ class Loop:
         """The cached pages of its text; the last token is always computed, and all of a prompt
         whose logprobs are asked. A recurrent state is not cached."""
         whole = job.request.prompt_logprobs is not None and not job.begun
-        if whole or self.models.target.config.deltas:
+        if whole or not self._paged:
             return []
         job.names = chain(
             job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
@@ -500,7 +504,7 @@ class Loop:
 
     def _name(self, job: Job, computed: int) -> None:
         """Indexes the pages whose tokens are all computed."""
-        if self.models.target.config.deltas:
+        if not self._paged:
             return
         whole = min(computed // PAGE, len(job.pages))
         job.names = chain(

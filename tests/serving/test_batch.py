@@ -8,7 +8,6 @@ import pytest
 
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.generate import generate
-from jflash.serving import batch
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.loop import Loop
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
@@ -36,7 +35,7 @@ def test_everybody_gets_the_tokens_of_generate():
     own = {job.index: by_itself(pair, job, stop_token_ids=stops) for job in jobs}
     assert {g.finish_reason for g in own.values()} == {"stop", "length"}
     assert any(len(g.token_ids) == 1 for g in own.values())
-    for batch, steps in ((1, 8), (2, 1), (5, 4)):
+    for batch, steps in ((1, 8), (5, 3)):
         random.Random(batch).shuffle(jobs)
         how = dict(batch_size=batch, steps_per_call=steps, stop_token_ids=stops)
         answers = list(serve(pair, jobs, **how))
@@ -47,7 +46,9 @@ def test_everybody_gets_the_tokens_of_generate():
             assert answer.acceptance_lengths == want.acceptance_lengths
             assert answer.finish_reason == want.finish_reason
             assert answer.prompt_tokens == len(job.prompt_ids)
-    for job, answer in serve(pair, jobs, batch_size=2, stop_token_ids=stops, oracle=True):
+    for job, answer in serve(
+        pair, jobs, batch_size=5, steps_per_call=3, stop_token_ids=stops, oracle=True
+    ):
         assert answer.token_ids == own[job.index].token_ids
         assert set(answer.acceptance_lengths) <= {1}
 
@@ -99,7 +100,7 @@ def test_nothing_compiles_anew_within_a_capacity(compilations):
     for seed in (1, 2):
         jobs = some_jobs(9, seed=seed)
         list(serve(pair, jobs, batch_size=2, stop_token_ids=STOPS, seed=seed))
-        list(serve(pair, jobs, batch_size=2, steps_per_call=seed, oracle=True))
+        list(serve(pair, jobs, batch_size=2, oracle=True))
     assert len(compilations) == before
 
 
@@ -123,17 +124,14 @@ def test_what_was_answered_is_not_run_and_keeps_the_shapes(monkeypatch):
     pair, asked = random_pair(), []
     jobs = [Job(i, [1], Decoding(max_new_tokens=n)) for i, n in enumerate([90] * 3 + [500] * 2)]
     monkeypatch.setattr(
-        batch,
-        "_served",
-        lambda pair, layout, context, jobs: (
-            asked.append((layout, context, [j.index for j in jobs])) or ()
-        ),
+        "jflash.serving.batch._served",
+        lambda pair, layout, jobs: iter(asked.append((layout, [j.index for j in jobs])) or ()),
     )
     for answered in ((), [0, 3, 4], range(5)):
         assert list(serve(pair, jobs, batch_size=2, answered=answered)) == []
-    layout = layout_for(jobs, 2)
+    layout = layout_for(pair.models, jobs, 2)
     assert layout.shape.capacity == 512 and layout.pages == 2 * 8
-    assert asked == [(layout, 501, [3, 4, 0, 1, 2]), (layout, 501, [1, 2])]
+    assert asked == [(layout, [3, 4, 0, 1, 2]), (layout, [1, 2])]
     assert list(serve(pair, [], batch_size=2)) == []
 
 

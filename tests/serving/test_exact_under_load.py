@@ -165,6 +165,35 @@ def test_a_hit_is_what_was_computed(pair):
         np.testing.assert_array_equal(got, np.asarray(pool[np.array(other)]))
 
 
+def test_a_first_token_waits_for_its_chunks_and_no_step(pair):
+    """Of a new prompt, of one that was there before, alone and beside a text under way."""
+    loop, calls = loop_of(pair), []
+
+    def counted(name: str, program):
+        return lambda *args: (calls.append(name), program(*args))[1]
+
+    greedy = {rows: counted("call", one) for rows, one in loop.programs.greedy.items()}
+    chunk, drawn = (counted(n, getattr(loop.programs, n)) for n in ("chunk", "drawn"))
+    loop.programs = loop.programs._replace(greedy=greedy, drawn=drawn, chunk=chunk)
+
+    def until_first(request: Request, order: int) -> list[str]:
+        job = job_of(request, order)
+        loop.waiting.append(job)
+        calls.clear()
+        given = []
+        while not given:
+            loop.round(lambda of, _: given.append(list(calls)) if of is job else None)
+        return given[0]
+
+    [ids] = prompts(1, low=100, high=101)
+    long = Request(prompt_ids=ids, max_tokens=140)
+    assert until_first(long, 0) == ["chunk"] * 4  # 100 tokens by 32
+    one = replace(long, prompt_ids=ids[:70], max_tokens=1)
+    assert until_first(one, 1) == ["chunk"]  # 64 of 70 tokens are there
+    assert until_first(replace(one, cache_salt="new"), 2) == ["chunk"] * 3
+    assert loop.slots[0] is not None, "the first text was under way all the time"
+
+
 def caches(loop: Loop):
     return loop.state.target_cache, loop.state.drafter_cache
 
