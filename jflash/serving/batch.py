@@ -14,7 +14,7 @@ from jflash.generate import DEFAULTS, Generation, Pair, Seconds, check_keys, che
 from jflash.programs import PREFILL_CHUNK, Shape, capacity_for
 from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.handle import Handle
-from jflash.serving.programs import KINDS, Kind, Layout
+from jflash.serving.programs import Kind, Layout
 from jflash.serving.request import Request, Result
 from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
@@ -88,12 +88,13 @@ def layout_for(
     columns = -(-min(capacity_for(context or longest, 0, 0, PAGE), positions) // PAGE)
     stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
     shape = Shape.of(batch_size, columns * PAGE, stops, prefill_chunk)
-    return Layout(shape, batch_size * columns, steps_per_call, _kinds(jobs))
+    return Layout(shape, batch_size * columns, steps_per_call, _kinds(models, jobs))
 
 
-def _kinds(jobs: Sequence[Job]) -> tuple[Kind, ...]:
-    draws = {job.decoding.sampling.temperature > 0 for job in jobs}
-    return tuple(kind for kind, drawn in zip(KINDS, (False, True), strict=True) if drawn in draws)
+def _kinds(models: Models, jobs: Sequence[Job]) -> tuple[Kind, ...]:
+    """One program for all jobs: so a text does not depend on its neighbours by any kernels."""
+    draws = any(job.decoding.sampling.temperature > 0 for job in jobs)
+    return ("drawn",) if models.sampled or draws else ("greedy",)
 
 
 def _expected(job: Job) -> tuple[int, int, int]:
