@@ -18,16 +18,10 @@ from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import sampling
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.io import PairFiles, load_weights
-from jflash.memory import (
-    check_memory,
-    device_memory,
-    largest_that_fit,
-    memory_budget,
-    shape_for,
-)
-from jflash.programs import Shape
+from jflash.memory import device_memory
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
+from jflash.serving.room import pages_within
 from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 
@@ -88,7 +82,7 @@ def _service(options: argparse.Namespace):
     stop_ids = files.target.stop_ids(tokenizer)
     note_idle_gpu()
     context = _context(options, files)
-    pages = options.pages or pages_that_fit(files.models, options.max_batch, context)
+    pages = _pages(options, files.models, context)
     pair = load_weights(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     name = options.served_model_name or _name(options.target)
@@ -148,19 +142,11 @@ def _context(options: argparse.Namespace, files: PairFiles) -> int:
     return options.max_context or most
 
 
-def pages_that_fit(models: Models, batch: int, context: int) -> int:
-    """The pages for `batch` requests of `context` tokens, or as many as fit into memory.
-
-    ValueError if these would not hold one such request.
-    """
-    columns, limit = -(-context // PAGE), device_memory()
-    shape = shape_for(models, Shape.of(batch, 0), batch, context)
-    if limit is None or memory_budget(models, shape).total <= limit:
-        return batch * columns
-    fitting = largest_that_fit(models, shape, context, limit).context or 0
-    if batch * fitting // PAGE < columns:
-        check_memory(models, shape, context, limit)
-    return batch * fitting // PAGE
+def _pages(options: argparse.Namespace, models: Models, context: int) -> int:
+    """The pages of the options, or as many as are useful; ValueError for those that do not fit."""
+    memory = device_memory()
+    limit = None if memory is None else int(memory * options.memory_fraction)
+    return pages_within(models, options.max_batch, context, options.pages, limit)
 
 
 def _template(tokenizer: Any) -> str:

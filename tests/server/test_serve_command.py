@@ -7,28 +7,43 @@ import pytest
 from jflash.cli import serve
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
-from jflash.memory import memory_budget, shape_for
+from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
+from jflash.serving.programs import Layout, empty_state
+from jflash.serving.room import needed
 from pallas_kernels.block_attention import PAGE
 
 
-def test_pages_are_those_of_the_longest_requests_or_those_that_fit(monkeypatch):
+def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
     models = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter").models
+    columns = 1024 // PAGE
+    need = needed(models, Shape.of(4, 1024))
+    assert need.weights == memory_budget(models, Shape.of(4, 1024)).weights
+    state = empty_state(models, Layout(Shape.of(4, 1024), 40, 1))
+    assert (
+        need.of(40) - need.of(3)
+        == 37 * need.page
+        == 37
+        * tree_bytes(
+            [x[0] for layer in (*state.target_cache, *state.drafter_cache) for x in layer[:2]]
+        )
+    )
 
-    def budget(context: int) -> int:
-        return memory_budget(models, shape_for(models, Shape.of(4, 0), 4, context)).total
-
-    def pages(limit: int | None) -> int:
+    def pages(limit: int | None, given: int | None = None, fraction: float = 1.0) -> int:
         monkeypatch.setattr(serve, "device_memory", lambda: limit)
-        return serve.pages_that_fit(models, 4, 1024)
+        options = argparse.Namespace(pages=given, memory_fraction=fraction, max_batch=4)
+        return serve._pages(options, models, 1024)
 
-    assert pages(None) == pages(budget(1024)) == 4 * 1024 // PAGE
-    half = pages(budget(512))
-    # A prompt's last chunk is padded, so that a little more than 512 tokens fit as well.
-    assert 4 * 512 // PAGE <= half < 4 * 1024 // PAGE
-    assert budget(half * PAGE // 4) <= budget(512)
-    with pytest.raises(ValueError, match="more than the"):
-        pages(budget(1) - 1)
+    assert pages(None) == pages(need.of(4 * columns)) == 4 * columns
+    assert pages(None, given=7) == 7
+    assert pages(need.of(21)) == pages(need.of(21), given=21) == 21
+    assert pages(2 * need.of(21) + 1, fraction=0.5) == 21
+    with pytest.raises(ValueError, match=r"22 pages do not fit: .* there is room for 21 pages"):
+        pages(need.of(22) - 1, given=22)
+    with pytest.raises(ValueError, match=rf"1024 tokens needs {columns} pages: .* for 15 pages"):
+        pages(need.of(columns) - 1)
+    with pytest.raises(ValueError, match="for 0 pages"):
+        pages(need.weights - 1)
 
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):

@@ -1,0 +1,69 @@
+"""The pages that a device's memory has room for, checked before a weight is read.
+
+Weights and state are exact, a program's temporaries an upper estimate; see jflash.memory.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+
+from jflash.memory import memory_budget, tree_bytes
+from jflash.programs import Shape
+from jflash.serving.programs import Layout, empty_state
+from jflash.speculative import Models
+from pallas_kernels.block_attention import PAGE
+
+
+class Need(NamedTuple):
+    """Bytes on the device: what an engine takes whatever its pages are, and each page."""
+
+    weights: int
+    others: int  # slots and temporaries
+    page: int
+
+    def of(self, pages: int) -> int:
+        return self.weights + self.others + pages * self.page
+
+
+def needed(models: Models, shape: Shape) -> Need:
+    """The bytes of an engine of this shape."""
+
+    def state(pages: int) -> int:
+        return tree_bytes(jax.eval_shape(lambda: empty_state(models, Layout(shape, pages, 1))))
+
+    page = state(2) - state(1)
+    budget = memory_budget(replace(models, sampled=True), shape)
+    return Need(budget.weights, state(1) - page + budget.temporaries, page)
+
+
+def pages_within(
+    models: Models, batch: int, context: int, pages: int | None, limit: int | None
+) -> int:
+    """`pages`, or those for `batch` requests of `context` tokens, or as many as `limit` bytes hold.
+
+    ValueError if the given ones do not fit, or if no request of `context` tokens would.
+    """
+    columns = -(-context // PAGE)
+    wanted = batch * columns if pages is None else pages
+    if limit is None:
+        return wanted
+    need = needed(models, Shape.of(batch, columns * PAGE))
+    most = max(0, limit - need.of(0)) // need.page
+    takes = (
+        f"weights take {_gb(need.weights)}, {batch} slots {_gb(need.others)} and each page of "
+        f"{PAGE} tokens {need.page / 1e6:.3g} MB; of the {_gb(limit)} that may be used "
+    )
+    if pages is not None and pages > most:
+        raise ValueError(f"{pages} pages do not fit: {takes}there is room for {most} pages")
+    if min(wanted, most) < columns:
+        raise ValueError(
+            f"a request of {context} tokens needs {columns} pages: {takes}there is room for "
+            f"{min(wanted, most)} pages; give fewer tokens of context, a smaller batch or more "
+            "pages or memory"
+        )
+    return min(wanted, most)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
