@@ -24,6 +24,7 @@ from jflash.serving.programs import BIASED, KINDS, Kind, Layout, most_of
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from pallas_kernels.block_attention import PAGE
 
+PREFILL_BETWEEN = 512  # tokens: about as long as a call of steps at 8B's sizes
 STEPS_PER_CALL = 4  # more leave ended slots idle for longer, fewer let the device wait
 
 
@@ -60,8 +61,10 @@ class Engine:
     given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
     for `max_batch` of the longest unless given. When they are short, the last request gives its
     pages back, and is computed again later. At most `max_queue` requests wait; more are refused.
-    The constructor compiles the programs, those of `kinds` of requests alone: 'greedy' ones need no
-    more than the argmax of the unchanged logits. The engine is a context manager.
+    Between two calls of steps at most `prefill_between` tokens of prompts are computed, in whole
+    chunks, so that a long prompt keeps no text waiting. The constructor compiles the programs,
+    those of `kinds` of requests alone: 'greedy' ones need no more than the argmax of the unchanged
+    logits. The engine is a context manager.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Engine:
         max_stop_ids: int = 16,
         steps_per_call: int = STEPS_PER_CALL,
         prefill_chunk: int = PREFILL_CHUNK,
+        prefill_between: int = PREFILL_BETWEEN,
         kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
         positions = min(c.max_position_embeddings for c in pair.models.configs)
@@ -88,6 +92,7 @@ class Engine:
             ("max_queue", max_queue),
             ("steps_per_call", steps_per_call),
             ("prefill_chunk", prefill_chunk),
+            ("prefill_between", prefill_between),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -100,7 +105,8 @@ class Engine:
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         self._layout = Layout(shape, pages, steps_per_call, kinds)
         self._max_queue = max_queue
-        self._loop = Loop(pair.models, pair.params, self._layout, pair.models.dtype.encode())
+        burst, salt = max(1, prefill_between // prefill_chunk), pair.models.dtype.encode()
+        self._loop = Loop(pair.models, pair.params, self._layout, salt, burst)
         self._changed = threading.Condition()
         self._inbox = list[Job]()
         self._actions = deque[tuple[Callable[[], Any], Future]]()

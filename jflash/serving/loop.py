@@ -40,7 +40,6 @@ from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
 from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import PAGE
 
-BURST = 4  # chunks of prompts before a call in which other requests step
 LOOKED_AT = 64  # waiting requests that a round considers at most
 
 
@@ -110,9 +109,14 @@ class Counts(NamedTuple):
 
 
 class Loop:
-    """The device's state, the pages and the slots; used by one thread."""
+    """The device's state, the pages and the slots; used by one thread.
 
-    def __init__(self, models: Models, params: Params, layout: Layout, salt: bytes) -> None:
+    At most `burst` chunks of prompts run between two calls of steps.
+    """
+
+    def __init__(
+        self, models: Models, params: Params, layout: Layout, salt: bytes, burst: int = 4
+    ) -> None:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
         auto = models.rows == AUTO and "greedy" in layout.kinds
@@ -129,7 +133,7 @@ class Loop:
         self.counts = Counts()
         self._constrained: Constrained | None = None
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
-        self._salt = salt
+        self._salt, self._burst = salt, burst
         self._rounds = deque[list[Read]]()
         self._under_way = deque[tuple[str, jax.Array]]()  # what the device computes, in order
         self._since = time.perf_counter()
@@ -256,7 +260,7 @@ class Loop:
         free = len(self.slots) - len(running)
         return plan(
             waiting, running, slots=free, pages=self.pages.available, clock=time.monotonic(),
-            burst=BURST,
+            burst=self._burst,
         )  # fmt: skip
 
     def _needs(self, job: Job, calls: int) -> int:

@@ -100,9 +100,22 @@ def test_exact_under_load(pair, compilations):
             assert result.acceptance_lengths == one.acceptance_lengths
 
 
-def loop_of(pair, pages: int = 8) -> Loop:
+def loop_of(pair, pages: int = 8, burst: int = 4) -> Loop:
     shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
-    return Loop(pair.models, pair.params, Layout(shape, pages, STEPS), b"")
+    return Loop(pair.models, pair.params, Layout(shape, pages, STEPS), b"", burst)
+
+
+def counted(loop: Loop) -> list[str]:
+    """The names of the device's calls from now on."""
+    calls = []
+
+    def named(name: str, program):
+        return lambda *args: (calls.append(name), program(*args))[1]
+
+    greedy = {rows: named("call", one) for rows, one in loop.programs.greedy.items()}
+    chunk, drawn = named("chunk", loop.programs.chunk), named("call", loop.programs.drawn)
+    loop.programs = loop.programs._replace(greedy=greedy, drawn=drawn, chunk=chunk)
+    return calls
 
 
 def job_of(request: Request, order: int = 0) -> Job:
@@ -167,14 +180,8 @@ def test_a_hit_is_what_was_computed(pair):
 
 def test_a_first_token_waits_for_its_chunks_and_no_step(pair):
     """Of a new prompt, of one that was there before, alone and beside a text under way."""
-    loop, calls = loop_of(pair), []
-
-    def counted(name: str, program):
-        return lambda *args: (calls.append(name), program(*args))[1]
-
-    greedy = {rows: counted("call", one) for rows, one in loop.programs.greedy.items()}
-    chunk, drawn = (counted(n, getattr(loop.programs, n)) for n in ("chunk", "drawn"))
-    loop.programs = loop.programs._replace(greedy=greedy, drawn=drawn, chunk=chunk)
+    loop = loop_of(pair)
+    calls = counted(loop)
 
     def until_first(request: Request, order: int) -> list[str]:
         job = job_of(request, order)
@@ -192,6 +199,33 @@ def test_a_first_token_waits_for_its_chunks_and_no_step(pair):
     assert until_first(one, 1) == ["chunk"]  # 64 of 70 tokens are there
     assert until_first(replace(one, cache_salt="new"), 2) == ["chunk"] * 3
     assert loop.slots[0] is not None, "the first text was under way all the time"
+
+
+@pytest.mark.parametrize("burst", [1, 2])
+def test_a_long_prompt_keeps_no_text_waiting(pair, burst):
+    """Between two calls of its steps there are `burst` chunks, whatever arrives."""
+    loop, texts = loop_of(pair, burst=burst), dict[int, list[int]]()
+    requests = [
+        Request(prompt_ids=p, max_tokens=n)
+        for p, n in zip(prompts(3, seed=2, low=180, high=181), (50, 9, 9), strict=True)
+    ]
+    short = replace(requests[0], prompt_ids=requests[0].prompt_ids[:9])
+    jobs = [job_of(request, i) for i, request in enumerate([short, *requests[1:]])]
+
+    def give(job, event):
+        texts.setdefault(job.order[1], []).extend(event.token_ids)
+
+    loop.waiting.append(jobs[0])
+    loop.round(give)
+    calls = counted(loop)
+    loop.waiting += jobs[1:]
+    while jobs[0].reason is None:
+        loop.round(give)
+    while not loop.idle:
+        loop.round(give)
+    runs = [len(list(run)) for name, run in itertools.groupby(calls) if name == "chunk"]
+    assert max(runs) == burst and sum(runs) == 2 * 6 and calls[-1] == "call"
+    assert sorted(texts) == [0, 1, 2]
 
 
 def caches(loop: Loop):
