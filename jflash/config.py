@@ -47,6 +47,17 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """The first `turning` of a head's H/2 frequencies, divided by `factor`; the others are 0.
+
+    (`rope_type: proportional`, Gemma 4's layers without a window.)
+    """
+
+    turning: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding: base frequency, scaling for long contexts, and rotated dims.
 
@@ -55,7 +66,7 @@ class RopeConfig:
     """
 
     theta: float
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling | None
     rotary_dim: int | None = None
 
 
@@ -66,9 +77,10 @@ class AttentionSpec:
     `window`: keys fewer than that many positions away, on both sides unless `causal`. `causal`: no
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
     softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
-    the layer projects a gate beside the queries, and its σ multiplies the heads' outputs. If
-    `shards` devices share the layer, its heads are one device's, and `copies` devices have the same
-    key and value heads.
+    the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
+    `value_norm`: values are normed by head, without a weight. `shared_kv`: the values' projection
+    is the keys', and files hold it once. If `shards` devices share the layer, its heads are one
+    device's, and `copies` devices have the same key and value heads.
     """
 
     num_heads: int
@@ -82,6 +94,8 @@ class AttentionSpec:
     sinks: bool = False
     gated: bool = False
     qk_norm: bool = False
+    value_norm: bool = False
+    shared_kv: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     shards: int = 1
@@ -168,10 +182,14 @@ class DeltaSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
-    """A SwiGLU MLP. If `shards` devices share it, its size is one device's."""
+    """A gated MLP: down(activation(gate) · up). `gelu_tanh` is GELU by its tanh formula.
+
+    If `shards` devices share it, its size is one device's.
+    """
 
     intermediate_size: int
     bias: bool = False
+    activation: str = "silu"
     shards: int = 1
 
     def __post_init__(self) -> None:
@@ -209,10 +227,14 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: a mixer of tokens and an MLP, each after a norm and with a residual."""
+    """One layer: a mixer of tokens and an MLP, each after a norm and with a residual.
+
+    `sandwich`: a norm also follows each, before its output is added.
+    """
 
     mixer: AttentionSpec | DeltaSpec
     mlp: DenseSpec | MoeSpec
+    sandwich: bool = False
 
     def attending(self, **changes: Any) -> "LayerConfig":
         """The layer with other values of some fields of its mixer."""
@@ -300,6 +322,8 @@ class DecoderConfig:
         rope: RopeConfig | None,
         intermediate_size: int,
         mlp_bias: bool = False,
+        activation: str = "silu",
+        sandwich: bool = False,
         **others: Any,
     ) -> C:
         """A model of layers all alike; `others` are fields of the mixers and of the model."""
@@ -311,8 +335,8 @@ class DecoderConfig:
             rope=rope,
             **{"scale": head_dim**-0.5} | {k: v for k, v in others.items() if k in names},
         )
-        mlp = DenseSpec(intermediate_size=intermediate_size, bias=mlp_bias)
-        layers = (LayerConfig(mixer=mixer, mlp=mlp),) * num_layers
+        mlp = DenseSpec(intermediate_size=intermediate_size, bias=mlp_bias, activation=activation)
+        layers = (LayerConfig(mixer=mixer, mlp=mlp, sandwich=sandwich),) * num_layers
         make: Any = cls
         return make(layers=layers, **{k: v for k, v in others.items() if k not in names})
 
@@ -322,14 +346,17 @@ class TargetConfig(DecoderConfig):
     """A decoder: families differ in their layers.
 
     `norm_shift`: a constant that files leave out of the norms' weights; with it these stay float32.
-    `norm_dtype`: the norms' weights have it, not the model's.
-    `unread_ids`: tokens that stand for images and videos, refused in a prompt.
+    `norm_dtype`: the norms' weights have it, not the model's. `unread_ids`: tokens that stand for
+    images and videos, refused in a prompt. The target multiplies its own embeddings by
+    `embedding_scale`, and its logits become cap · tanh(logit / cap) with the cap `logit_softcap`.
     """
 
     tie_embeddings: bool
     norm_shift: float = 0.0
     norm_dtype: str = ""
     unread_ids: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,18 +365,26 @@ class DrafterConfig(DecoderConfig):
 
     Its layers see the context, and of the block all rows unless they are causal or have a window.
     Embedding and head are the target's, but for drafters that bring their own: `own_embedding`, and
-    a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it.
+    a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it,
+    and `input_embedding_scale` too: in a pair it is the target's then (`meeting`).
     """
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    input_embedding_scale: float
+    input_embedding_scale: float | None
     output_multiplier: float
     final_logit_softcapping: float | None
     own_embedding: bool = False
     draft_vocab_size: int | None = None
+
+    def meeting(self, target: TargetConfig) -> "DrafterConfig":
+        """The config in a pair: drafters of a target that scales its rows were trained on these."""
+        if self.input_embedding_scale is not None:
+            return self
+        scale = 1.0 if self.own_embedding else target.embedding_scale
+        return replace(self, input_embedding_scale=scale)
 
     @property
     def reads_logits(self) -> bool:

@@ -33,6 +33,7 @@ from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul import (
     added,
     gate_up,
+    gelu_times,
     head_argmax,
     matmul,
     partial_products,
@@ -41,6 +42,8 @@ from pallas_kernels.matmul import (
 )
 from pallas_kernels.matmul import head_logits as head_logits  # for the models: layers is the door
 from pallas_kernels.rms_norm import rms_norm
+
+TIMES = {"silu": silu_times, "gelu_tanh": gelu_times}  # by DenseSpec.activation
 
 
 class Projected(NamedTuple):
@@ -360,7 +363,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU; gate and up are one kernel."""
+    """A gated MLP; gate and up are one kernel."""
 
     spec: DenseSpec
     hidden_size: int
@@ -372,9 +375,9 @@ class MLP(nn.Module):
         self.down = output(s, s.intermediate_size, width, "mlp", s.bias)
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
-        if self.spec.bias:
+        if self.spec.bias or self.spec.activation != "silu":
             gate, up = self.gate_up.leaf.parts(self.gate_up(x, kernels.matmul))
-            inner = silu_times(gate, up, backend=kernels.matmul)
+            inner = TIMES[self.spec.activation](gate, up, backend=kernels.matmul)
         else:
             flat = x.reshape(-1, x.shape[-1])
             both = self.gate_up

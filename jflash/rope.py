@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jflash.config import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -23,6 +29,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     match rope.scaling:
         case None:
             return inverse
+        case ProportionalScaling():
+            turning = np.arange(len(inverse)) < rope.scaling.turning
+            return np.where(turning, inverse / np.float32(rope.scaling.factor), np.float32(0))
         case LinearScaling():
             kept = 0.0
         case Llama3Scaling():

@@ -246,7 +246,7 @@ def propose(
         # nothing in earlier steps: what is drafted again is drawn anew.
         keys = jax.vmap(jax.random.fold_in)(keys, s.steps)
     head = target if c.draft_vocab_size is None else drafter
-    logits = apply(*head, hidden, backend, method="logits")
+    logits = apply(*head, hidden, backend, method="raw_logits")
     logits = apply(*drafter, logits, method="adjust_logits")
     found = apply(*drafter, hidden, anchor, logits, method="candidates")
     choose_drafts = choose_places if found.scores.ndim == 3 else choose_path

@@ -10,6 +10,7 @@ from typing import Any
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
     dflash,
+    gemma3,
     gpt_oss,
     llama,
     mistral,
@@ -25,7 +26,9 @@ from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
 from jflash.io.hf_values import checked
 from jflash.io.names import Names
 
-FAMILIES = (qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss)
+FAMILIES = (
+    qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss, gemma3,
+)  # fmt: skip
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 
 
@@ -59,7 +62,8 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     name = architecture(raw)
     family = _family(name)
     if family is not None:
-        return family.target(raw if name == family.ARCHITECTURE else text_config(raw))
+        tied = family.DEFAULTS["tie_word_embeddings"]
+        return family.target(raw if name == family.ARCHITECTURE else text_config(raw, tied))
     hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
 
@@ -78,14 +82,17 @@ def _family(name: str) -> Any:
     return next(known, None)
 
 
-def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The text model's config in that of a vision-language model, with the shared keys added."""
+def text_config(raw: dict[str, Any], tied: bool = False) -> dict[str, Any]:
+    """The text model's config in that of a vision-language model, with the shared keys added.
+
+    `tied`: whether the head is the embedding where the whole config does not say it.
+    """
     whole = checked(raw, ("text_config", "tie_word_embeddings", "quantization_config"))
     if "text_config" not in whole:
         raise ValueError(f"config.json of {architecture(raw)} lacks text_config")
-    kept = ("quantization_config", "image_token_id", "video_token_id")
-    tied = {"tie_word_embeddings": whole.get("tie_word_embeddings", False)}
-    return whole["text_config"] | tied | {key: whole[key] for key in kept if key in whole}
+    kept = ("quantization_config", "image_token_id", "video_token_id", "image_token_index")
+    tie = {"tie_word_embeddings": whole.get("tie_word_embeddings", tied)}
+    return whole["text_config"] | tie | {key: whole[key] for key in kept if key in whole}
 
 
 def drafter_config(raw: dict[str, Any]) -> DrafterConfig:

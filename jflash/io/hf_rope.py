@@ -7,11 +7,17 @@ A kind that is not implemented is a ValueError that names it.
 import math
 from typing import Any
 
-from jflash.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from jflash.io.hf_values import checked, is_number
+from jflash.config import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from jflash.io.hf_values import checked, is_number, shown
 
 DEFAULT_ROPE_THETA = 10000.0
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def rope_config(
@@ -33,11 +39,13 @@ def rope_config(
     theta = given.get("rope_theta") or raw.get("rope_theta")
     theta = _number({"rope_theta": theta}, "rope_theta", DEFAULT_ROPE_THETA)
     kind = given.get("rope_type") or given.get("type") or "default"
-    rotary_dim = _rotary_dim(given, raw, head_dim, share)
     if kind not in KINDS:
         raise ValueError(f"rope_type {kind!r} is not supported, only {', '.join(KINDS)}")
     if theta <= 1:
         raise ValueError(f"rope_theta must be above 1, got {theta}")
+    if kind == "proportional":
+        return RopeConfig(theta=theta, scaling=_proportional(given, head_dim))
+    rotary_dim = _rotary_dim(given, raw, head_dim, share)
     if kind == "default":
         return RopeConfig(theta=theta, scaling=None, rotary_dim=rotary_dim)
     if kind == "linear":
@@ -50,6 +58,39 @@ def rope_config(
     given = given | ({name: raw[name]} if raw.get(name) is not None else {})
     scaling = read(given, max_position_embeddings)
     return RopeConfig(theta=theta, scaling=scaling, rotary_dim=rotary_dim)
+
+
+def rope_by_kind(
+    raw: dict[str, Any], kinds: dict[str, dict[str, Any]], head_dims: dict[str, int]
+) -> dict[str, RopeConfig]:
+    """The RoPE of each kind of layer: its entry of `rope_parameters`, else that of `kinds`.
+
+    An entry without a theta has that of `kinds`.
+    """
+    given = checked(raw, ["rope_parameters"]).get("rope_parameters", {})
+    strange = [name for name in given if name not in kinds or type(given[name]) is not dict]
+    if strange:
+        raise ValueError(
+            f"rope_parameters must have an object for each of {' and '.join(kinds)}, "
+            f"got {', '.join(map(shown, strange))}"
+        )
+    ropes = {}
+    for kind, default in kinds.items():
+        own = {k: v for k, v in given.get(kind, default).items() if v is not None}
+        own = {"rope_theta": default["rope_theta"]} | own
+        most = raw["max_position_embeddings"]
+        ropes[kind] = rope_config({"rope_parameters": own}, most, head_dims[kind])
+    return ropes
+
+
+def _proportional(given: dict[str, Any], head_dim: int) -> ProportionalScaling:
+    """How many frequencies turn, as transformers counts them."""
+    name = "partial_rotary_factor"
+    share = given.get(name, 1.0)
+    turning = int(share * head_dim // 2) if is_number(share) else 0
+    if not 1 <= turning <= head_dim // 2:
+        raise ValueError(f"{name} {share!r} must turn some of the {head_dim // 2} pairs of a head")
+    return ProportionalScaling(turning=turning, factor=_number(given, "factor", 1.0))
 
 
 def _rotary_dim(

@@ -28,6 +28,7 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     usual = mixer.qk_norm and mixer.qkv_bias == mixer.out_bias
     if isinstance(config, TargetConfig):
         usual &= not (config.deltas or config.norm_shift or mixer.gated)
+        usual &= not any(layer.sandwich for layer in config.layers)
     else:
         usual &= not (config.own_embedding or config.draft_vocab_size)
     if not usual or biased or len(set(plain)) > 1 or mixer.rope is None:
@@ -77,7 +78,7 @@ def _drafter_keys(config: DrafterConfig) -> dict[str, Any]:
     drafting: dict[str, Any] = dict(
         mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
     )
-    if config.input_embedding_scale != 1.0:
+    if config.input_embedding_scale is not None:
         drafting["input_embedding_scale"] = config.input_embedding_scale
     if config.output_multiplier != 1.0:
         drafting["output_multiplier"] = config.output_multiplier

@@ -121,6 +121,7 @@ def _read_pair(
     second = opened(drafter)
     drafting = second.config(drafter_config)
     check_fit(config, drafting)
+    drafting = drafting.meeting(config)
     width = drafting.block_size if block_size is None else block_size
     return Models(Target(config), Drafter(drafting), width), first, second
 

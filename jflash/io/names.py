@@ -58,13 +58,15 @@ class Names:
     # Column i of a leaf is row order[i] of its tensors, where these lie in an order of their own;
     # it comes from the layer's config.
     orders: dict[str, Callable[..., Int[np.ndarray, " C"]]] = field(default_factory=dict)
-    prefix: tuple[str, str] = ("", "")  # of some files, and what stands in the table in its place
+    # Prefixes of some files, each with what stands in the table in its place.
+    prefixes: tuple[tuple[str, str], ...] = ()
     dropped: str = ROTARY  # a pattern of tensors that are never read
 
     def canonical(self, name: str) -> str:
         """A tensor's name as the table has it."""
-        theirs, ours = self.prefix
-        return ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        matching = (pair for pair in self.prefixes if name.startswith(pair[0]))
+        theirs, ours = next(matching, ("", ""))
+        return ours + name.removeprefix(theirs)
 
     def fitting(self, stored: Iterable[str]) -> "Names":
         """The table for a file with tensors of these names: its experts may be in another form."""

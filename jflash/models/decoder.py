@@ -13,6 +13,8 @@ from jflash.delta import DeltaLayer
 from jflash.gather import gather, rows_of
 from jflash.layers import DecoderLayer, Pass, RMSNorm, head_best, head_logits
 from jflash.leaves import Leaf, declare
+from jflash.sandwich import SandwichLayer
+from pallas_kernels.fixed_order import rounded
 
 Caches = tuple[LayerState | None, ...]
 
@@ -40,6 +42,7 @@ class Target(nn.Module):
     def make_layer(self, i: int) -> nn.Module:
         c = self.config
         kind = DeltaLayer if isinstance(c.layers[i].mixer, DeltaSpec) else DecoderLayer
+        kind = SandwichLayer if c.layers[i].sandwich else kind
         return kind(c.layers[i], c.hidden_size, c.rms_norm_eps, self.norm_dtype)
 
     @nn.nowrap
@@ -62,6 +65,8 @@ class Target(nn.Module):
         state, as in transformers' `hidden_states[i + 1]`.
         """
         x = self.embed(tokens)
+        if self.config.embedding_scale != 1:
+            x = rounded(x * jnp.asarray(self.config.embedding_scale, x.dtype))
         outputs, new = [], []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, positions, cache, over)
@@ -77,13 +82,27 @@ class Target(nn.Module):
         return rows_of(self.embedding, tokens, self.config.shards)
 
     def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
-        """The id of the raw head's largest float32 logit; ties go to the lowest id."""
+        """The id of the largest float32 logit, after the cap; ties go to the lowest id."""
+        if self.config.logit_softcap is not None:
+            return jnp.argmax(self.logits(hidden, backend), axis=-1).astype(jnp.int32)
         flat = hidden.reshape(-1, hidden.shape[-1])
         best = head_best(flat, self._head(), backend, self.config.shards)
         return best.reshape(hidden.shape[:2])
 
     def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T V"]:
-        """The raw head's logits in float32."""
+        """The target's logits in float32."""
+        return self.capped(self.raw_logits(hidden, backend))
+
+    @nn.nowrap
+    def capped(self, raw: Float[Array, "*lead V"]) -> Float[Array, "*lead V"]:
+        """The target's logits from its head's."""
+        cap = self.config.logit_softcap
+        return raw if cap is None else jnp.tanh(raw / cap) * cap
+
+    def raw_logits(
+        self, hidden: Float[Array, "B T D"], backend: str = "xla"
+    ) -> Float[Array, "B T V"]:
+        """The head's logits before the target's cap, in float32: a drafter has its own cap."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)

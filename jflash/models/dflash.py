@@ -102,7 +102,9 @@ class Drafter(nn.Module):
         over: Pass,
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Final-normed hidden states of a block: row i speaks for the token at its own position."""
-        x = embeddings * jnp.asarray(self.config.input_embedding_scale, embeddings.dtype)
+        scale = self.config.input_embedding_scale
+        assert scale is not None, "a drafter meets its target before it drafts"
+        x = embeddings * jnp.asarray(scale, embeddings.dtype)
         new = []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, positions, cache, over)
@@ -153,7 +155,9 @@ class Drafter(nn.Module):
         """Rows of the drafter's own embedding."""
         return rows_of(self.embedding, tokens, self.config.shards)
 
-    def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T _"]:
+    def raw_logits(
+        self, hidden: Float[Array, "B T D"], backend: str = "xla"
+    ) -> Float[Array, "B T _"]:
         """Logits of the drafter's own head in float32."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = gather(head_logits(flat, self.head, backend=backend), self.config.shards)

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
+from jflash.config import (
+    DecoderConfig,
+    DrafterConfig,
+    ProportionalScaling,
+    RopeConfig,
+    TargetConfig,
+    default_target_layer_ids,
+)
 from jflash.files import json_lines
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
@@ -47,7 +54,7 @@ def drafter_config_for(
         num_kv_heads=mixer.num_kv_heads,
         head_dim=mixer.head_dim,
         rms_norm_eps=target.rms_norm_eps,
-        rope=replace(mixer.rope, rotary_dim=None) if mixer.rope else None,
+        rope=_rope_for(target),
         max_position_embeddings=target.max_position_embeddings,
         # A drafter is of Qwen3's shape whatever its target: norms on q and k, no biases.
         qk_norm=True,
@@ -56,10 +63,19 @@ def drafter_config_for(
         mask_token_id=mask_token_id,
         target_layer_ids=target_layer_ids,
         num_target_layers=target.num_layers,
-        input_embedding_scale=1.0,
+        input_embedding_scale=target.embedding_scale,
         output_multiplier=1.0,
         final_logit_softcapping=None,
     )
+
+
+def _rope_for(target: TargetConfig) -> RopeConfig | None:
+    """That of the target's first layer without a window, on whole heads: a drafter sees it all."""
+    rope = next((m for m in target.mixers if m.window is None), target.mixers[0]).rope
+    if rope is None:
+        return None
+    proportional = isinstance(rope.scaling, ProportionalScaling)
+    return replace(rope, rotary_dim=None, scaling=None if proportional else rope.scaling)
 
 
 def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:

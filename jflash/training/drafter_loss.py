@@ -202,7 +202,7 @@ def chunk_loss(
 
     logits = apply(drafter, {}, logits_of(hidden), method="adjust_logits")
     logits = logits.reshape(*labels.shape, -1)
-    soft = None if wanted is None else logits_of(wanted).reshape(logits.shape)
+    soft = None if wanted is None else target.capped(logits_of(wanted)).reshape(logits.shape)
     losses, cross = place_losses(objective, logits, soft, labels)
     best = jnp.argmax(logits, axis=-1)
     if isinstance(drafter.config, Drafter2Config):

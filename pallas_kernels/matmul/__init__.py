@@ -105,6 +105,13 @@ def silu_times(
     return _whole(backend).silu_times(gate, up)
 
 
+def gelu_times(
+    gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"], *, backend: str
+) -> Float[Array, "*lead F"]:
+    """gelu(gate), by its tanh formula, * up in float32, rounded once; by "cpu" or else by XLA."""
+    return (cpu if _backend(backend) is cpu else xla).gelu_times(gate, up)
+
+
 def added(
     x: Float[Array, "*lead D"], y: Float[Array, "*#lead D"], *, backend: str
 ) -> Float[Array, "*lead D"]:

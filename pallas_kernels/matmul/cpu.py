@@ -5,6 +5,8 @@ single row has a special loop). Here it always gets TILE rows: fewer are padded 
 are multiplied tile by tile.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,7 @@ from pallas_kernels.fixed_order import rounded
 from pallas_kernels.halves import Firsts, halves
 
 TILE = 16
+GELU = (math.sqrt(2 / math.pi), 0.044715)  # tanh(a · (x + b · x³)) instead of the error function
 
 
 def matmul(
@@ -33,6 +36,16 @@ def silu_times(
     gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"]
 ) -> Float[Array, "*lead F"]:
     return jax.nn.silu(rounded(gate)) * up
+
+
+def gelu_times(
+    gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"]
+) -> Float[Array, "*lead F"]:
+    x = rounded(gate.astype(jnp.float32))
+    cube = rounded(GELU[1] * rounded(x * rounded(x * x)))
+    open_ = 1 + rounded(jnp.tanh(rounded(GELU[0] * (x + cube))))
+    half = rounded(0.5 * x)
+    return rounded((half * open_ * up.astype(jnp.float32)).astype(gate.dtype))
 
 
 def sigmoid_times(

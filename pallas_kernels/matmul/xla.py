@@ -26,6 +26,13 @@ def silu_times(
     return jax.nn.silu(gate) * up
 
 
+def gelu_times(
+    gate: Float[Array, "*lead F"], up: Float[Array, "*lead F"]
+) -> Float[Array, "*lead F"]:
+    wide = (half.astype(jnp.float32) for half in (gate, up))
+    return (jax.nn.gelu(next(wide), approximate=True) * next(wide)).astype(gate.dtype)
+
+
 def head_argmax(x: Float[Array, "M K"], head: Float[Array, "V K"]) -> Int[Array, " M"]:
     return jnp.argmax(head_logits(x, head), axis=-1).astype(jnp.int32)
 

@@ -10,4 +10,5 @@ def rms_norm(x, scale, eps):
     x32 = x.astype(jnp.float32)
     mean = rounded(row_sum(rounded(x32 * x32)) / x.shape[-1])
     normed = x32 * lax.rsqrt(mean + eps)
-    return (scale * normed.astype(scale.dtype)).astype(x.dtype)
+    # A consumer may add the result: the product must not become one operation with that sum.
+    return rounded((scale * normed.astype(scale.dtype)).astype(x.dtype))

@@ -103,7 +103,7 @@ def test_drafts_and_their_probabilities_are_of_the_targets_tokens(tmp_path):
     hidden = jnp.asarray(recorded["draft_hidden"])[None, 1:]
 
     drafter, filters = pair.models.drafter, filters_of(Sampling(temperature=1.0))
-    own = apply(drafter, pair.params.drafter, hidden, method="logits")
+    own = apply(drafter, pair.params.drafter, hidden, method="raw_logits")
     anchor = jnp.zeros(1, jnp.int32)
     scored = apply(drafter, pair.params.drafter, hidden, anchor, own, method="candidates")
     rule = Rule(

@@ -22,9 +22,18 @@ import dflash.model
 import torch
 from dflash.model import DFlash2DraftModel, dflash_generate, extract_context_feature
 from reference_cases import plain_run
+from reference_gemma import randomise as randomise_gemma
 from reference_hybrid import exact_rollback
 from reference_hybrid import randomise as randomise_hybrid
-from reference_pairs import FAMILIES, HYBRIDS, WITH_EXPERTS, Experts, halved, round_weights
+from reference_pairs import (
+    FAMILIES,
+    GEMMAS,
+    HYBRIDS,
+    WITH_EXPERTS,
+    Experts,
+    halved,
+    round_weights,
+)
 from reference_windows import randomise_gpt_oss
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -48,7 +57,7 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
     hidden, heads = draw.choice([16, 24, 32]), draw.choice([1, 2, 4])
     draw.random()  # once for `renormalise`: what follows is that of the committed set's seed
     experts = Experts(4, 2, 24, renormalise, 1, (), False)
-    fewest = 2 if family in HYBRIDS else 1  # transformers needs a layer with attention
+    fewest = 2 if family in (*HYBRIDS, *GEMMAS) else 1  # of layers of two kinds, one each
     config = config_class(
         vocab_size=draw.randrange(40, 90), hidden_size=hidden, intermediate_size=40,
         num_hidden_layers=max(fewest, draw.choice([1, 2, 3])), num_attention_heads=heads,
@@ -72,6 +81,8 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
         randomise_gpt_oss(model)
     if family in HYBRIDS:
         randomise_hybrid(model)
+    if family in GEMMAS:
+        randomise_gemma(model)
     round_weights(model)
     return model
 
@@ -106,6 +117,8 @@ def untrained_drafter(
         inner["final_logit_softcapping"] = 6.0
     if draw.random() < 0.3:
         inner["input_embedding_scale"] = 1.7
+    elif c.model_type in GEMMAS:  # without the key dflash 0.1.0 takes rows as they are
+        inner["input_embedding_scale"] = c.hidden_size**0.5
     own_layers = draw.choice([1, 2])
     outer: dict = {"num_target_layers": layers, "layer_types": ["full_attention"] * own_layers}
     if windowed:

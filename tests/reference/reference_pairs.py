@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import reference_gemma as gemma
 import torch
 from dflash.model import DFlashDraftModel
 from reference_hybrid import hybrid, randomise
@@ -21,6 +22,8 @@ from reference_windows import gpt_oss, randomise_gpt_oss
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -58,8 +61,15 @@ FAMILIES = {
         Qwen3NextForCausalLM,
     ),
     "gpt_oss": (gpt_oss, GptOssForCausalLM),
+    "gemma3_text": (
+        gemma.windowed(
+            Gemma3TextConfig, {"rope_type": "linear", "factor": 4.0}, query_pre_attn_scalar=24
+        ),
+        Gemma3ForCausalLM,
+    ),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+GEMMAS = ("gemma3_text",)
 WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "gpt_oss")
 
 
@@ -153,6 +163,11 @@ SMALL_SHAPES = [
     Shape(
         "gpt_oss", 32, 4, (4, 2, 16), 24, False, 11, (0, 1, 2, 3), 2, (2, 1, 16), 40, "inner",
         False, experts=Experts(6, 2, 24, True, 1, (), False), small_files=True, learnable=0.4,
+    ),
+    # Targets with windows, which most texts exceed; their drafters take scaled embeddings.
+    Shape(
+        "gemma3_text", 32, 4, (4, 2, 16), 48, True, 8, (0, 2), 2, (2, 1, 16), 40, "inner", False,
+        small_files=True, learnable=0.7,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
@@ -276,6 +291,8 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
         randomise(model)
     if shape.family == "gpt_oss":
         randomise_gpt_oss(model)
+    if shape.family in GEMMAS:
+        gemma.randomise(model)
     return model
 
 
@@ -292,6 +309,8 @@ def untrained_drafter(shape: Shape, target: PreTrainedModel, draw: random.Random
     if shape.scaled:
         inner |= {"input_embedding_scale": 1.7, "output_multiplier": 0.6}
         inner |= {"final_logit_softcapping": 25.0}
+    if shape.family in GEMMAS:  # without the key dflash 0.1.0 takes rows as they are
+        inner["input_embedding_scale"] = shape.hidden**0.5
     outer: dict = {"num_target_layers": shape.layers}
     (inner if shape.form == "inner" else outer)["block_size"] = shape.block
     outer |= inner if shape.form == "flat" else {"dflash_config": inner}

@@ -59,7 +59,7 @@ def recorded_forward(both, tokens, anchor):
     place = positions[:, SPLIT : SPLIT + c.block_size]
     states, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)
     hidden = states[:, 1:]
-    logits = apply(models.target, params.target, hidden, method="logits")
+    logits = apply(models.target, params.target, hidden, method="raw_logits")
     logits = apply(drafter, params.drafter, logits, method="adjust_logits")
     candidates, scores = apply(drafter, params.drafter, hidden, anchor, logits, method="candidates")
     return hidden, logits, candidates, scores

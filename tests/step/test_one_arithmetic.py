@@ -23,6 +23,7 @@ from jflash.serving.batch import Job, serve
 from jflash.speculative import Models, Params
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
+    GEMMA,
     HYBRID,
     drafter_config,
     one_arithmetic,
@@ -96,6 +97,7 @@ KINDS = {
         "moe": CLAMPED, **BIASES, "mlp_bias": False, "sinks": True, "norm_dtype": "float32",
         "sights": ({"window": 20}, {}),
     },
+    "windows, sandwich norms, cap": {"tie_embeddings": True, **GEMMA},
     "biases, experts": {"moe": MOE, "sparse": (1,), "tie_embeddings": True, **BIASES},
 }  # fmt: skip
 

@@ -60,9 +60,8 @@ def recorded_forward(both, tokens):
     embeddings = apply(models.target, params.target, block, method="embed")
     place = positions[:, CONTEXT : CONTEXT + width]
     states, _ = apply(drafter, params.drafter, embeddings, place, caches, attend)
-    logits, drafts = (
-        apply(models.target, params.target, x, method="logits") for x in (hidden, states)
-    )
+    logits = apply(models.target, params.target, hidden, method="logits")
+    drafts = apply(models.target, params.target, states, method="raw_logits")
     drafts = apply(drafter, params.drafter, drafts, method="adjust_logits")
     return logits, features, states, drafts
 

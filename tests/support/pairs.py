@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.config import DeltaSpec, DrafterConfig, RopeConfig, TargetConfig
+from jflash.config import (
+    DeltaSpec,
+    DrafterConfig,
+    ProportionalScaling,
+    RopeConfig,
+    TargetConfig,
+)
 from jflash.generate import Pair
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Projected
@@ -40,6 +46,20 @@ HYBRID = {
     "gated": True,
     "norm_shift": 1.0,
     "rope": RopeConfig(theta=1e4, scaling=None, rotary_dim=8),
+}
+
+
+# Layers with a window and one without, sandwich norms, scaled embeddings and a cap.
+GEMMA = {
+    "sandwich": True,
+    "activation": "gelu_tanh",
+    "norm_shift": 1.0,
+    "embedding_scale": 5.5,
+    "logit_softcap": 20.0,
+    "sights": (
+        {"window": 24},
+        {"rope": RopeConfig(theta=1e5, scaling=ProportionalScaling(turning=3, factor=2.0))},
+    ),
 }
 
 

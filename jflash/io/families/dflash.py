@@ -43,7 +43,7 @@ NAMES = Names(
     mixers={AttentionSpec: ATTENTION},
     mlps={DenseSpec: MLP},
     layer="layers.{i}.",
-    prefix=("model.", ""),  # some re-exported drafters prefix every tensor
+    prefixes=(("model.", ""),),  # some re-exported drafters prefix every tensor
 )
 
 
@@ -68,7 +68,7 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
     if ids is None:
         assert targets is not None
         ids = default_target_layer_ids(targets, trunk["num_layers"])
-    cap = value.get("final_logit_softcapping", 0)
+    cap, scale = value.get("final_logit_softcapping", 0), value.get("input_embedding_scale")
     shared = dict(
         **trunk,
         qk_norm=True,
@@ -78,7 +78,7 @@ def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
         mask_token_id=value["mask_token_id"],
         target_layer_ids=tuple(ids),
         num_target_layers=targets,
-        input_embedding_scale=float(value.get("input_embedding_scale", 1)),
+        input_embedding_scale=None if scale is None else float(scale),
         output_multiplier=float(value.get("output_multiplier", 1)),
         final_logit_softcapping=float(cap) if cap > 0 else None,
         draft_vocab_size=value.get("draft_vocab_size"),

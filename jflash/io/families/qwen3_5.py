@@ -39,7 +39,7 @@ NAMES = replace(
     TENSORS,
     mixers={AttentionSpec: ATTENTION, DeltaSpec: DELTA},
     parts={"attention/qkv/kernel": _WITH_GATE, "attention/qkv/bias": _WITH_GATE},
-    prefix=("model.language_model.", "model."),
+    prefixes=(("model.language_model.", "model."),),
     dropped=rf"{ROTARY}|(model\.)?visual\..*|mtp\..*",  # vision; layers that predict more tokens
 )
 

@@ -66,14 +66,19 @@ def read_trunk(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """DecoderConfig's common fields, and the family's keys with defaults filled in."""
     value = defaults | checked(raw, (*defaults, *_KEYS))
-    if "quantization_config" in value:
-        scheme_of(value["quantization_config"])  # refuses what is not read
     if value["hidden_act"] != "silu":
         raise ValueError(f"hidden_act {shown(value['hidden_act'])} is not supported, only 'silu'")
+    sizes, share = read_sizes(value), defaults.get("partial_rotary_factor")
+    rope = rope_config(raw, value["max_position_embeddings"], sizes["head_dim"], share)
+    return sizes | {"rope": rope}, value
+
+
+def read_sizes(value: dict[str, Any]) -> dict[str, Any]:
+    """DecoderConfig's common fields but for RoPE, from keys with defaults filled in."""
+    if "quantization_config" in value:
+        scheme_of(value["quantization_config"])  # refuses what is not read
     heads = value["num_attention_heads"]
     head_dim = value["head_dim"] or value["hidden_size"] // heads
-    share = defaults.get("partial_rotary_factor")
-    rope = rope_config(raw, value["max_position_embeddings"], head_dim, share)
     return dict(
         vocab_size=value["vocab_size"],
         hidden_size=value["hidden_size"],
@@ -83,6 +88,5 @@ def read_trunk(
         num_kv_heads=value["num_key_value_heads"] or heads,
         head_dim=head_dim,
         rms_norm_eps=float(value["rms_norm_eps"]),
-        rope=rope,
         max_position_embeddings=value["max_position_embeddings"],
-    ), value
+    )

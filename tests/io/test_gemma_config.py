@@ -1,0 +1,115 @@
+"""config.json and tensors of Gemma 3: what is read, what is refused before a weight is read.
+
+The checkpoint is the one that tests/reference recorded; published configs are written by hand.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from jflash import generate, load_pair
+from jflash.config import LinearScaling
+from jflash.io.families import gemma3
+from jflash.io.hf_config import target_config
+from jflash.io.load import load_target
+
+CASES = Path(__file__).parents[1] / "reference" / "cases"
+GEMMA3 = CASES / "pair09"
+# gemma-3-4b, in the form of its published file, whose keys for RoPE are the older ones.
+TEXT = {
+    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+    "model_type": "gemma3_text", "sliding_window": 1024,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}  # fmt: skip
+SEEING = {"architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 262144}
+
+
+def test_defaults_are_those_of_transformers():
+    theirs = transformers.Gemma3TextConfig()
+    for key, value in gemma3.DEFAULTS.items():
+        name = "_sliding_window_pattern" if key == "sliding_window_pattern" else key
+        assert getattr(theirs, name) == value, key
+    config = target_config({"architectures": ["Gemma3ForCausalLM"]})
+    kinds = [gemma3.LAYER_TYPES[window is None] for window in config.windows]
+    assert kinds == theirs.layer_types
+    for mixer, kind in zip(config.mixers, kinds, strict=True):
+        assert mixer.rope and mixer.rope.theta == theirs.rope_parameters[kind]["rope_theta"]
+
+
+def test_a_published_vision_model():
+    config = target_config(SEEING | {"text_config": TEXT, "vision_config": {}})
+    assert (config.num_layers, config.vocab_size, config.mixers[0].head_dim) == (34, 262208, 256)
+    assert config.tie_embeddings and config.unread_ids == (262144,)
+    assert config.windows == tuple(None if i % 6 == 5 else 1024 for i in range(34))
+    local, full = config.mixers[0].rope, config.mixers[5].rope
+    assert local and full and (local.theta, local.scaling) == (1e4, None)
+    assert (full.theta, full.scaling) == (1e6, LinearScaling(factor=8.0))
+    assert config.mixers[0].scale == 1 / 16 and config.embedding_scale == 2560**0.5
+
+
+def rewritten(folder: Path, changes: dict) -> Path:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_model_that_sees_has_the_same_text_tower(prefix, tmp_path):
+    """Both prefixes of vision models, and tensors of no use: the same bits."""
+    text = json.loads((GEMMA3 / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(SEEING | {"text_config": text}))
+    tensors = load_file(GEMMA3 / "target" / "model.safetensors")
+    moved = {name.replace("model.", prefix): x for name, x in tensors.items()}
+    moved["model.vision_tower.head.weight"] = np.zeros(4, np.float32)
+    save_file(moved, tmp_path / "model.safetensors")
+    got, want = load_target(tmp_path, "float32")[1], load_target(GEMMA3 / "target", "float32")[1]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_an_image_in_a_prompt_is_refused(tmp_path):
+    folder = shutil.copytree(GEMMA3 / "target", tmp_path / "target")
+    pair = load_pair(rewritten(folder, {"image_token_index": 7}))
+    with pytest.raises(ValueError, match="token id 7 stands for an image or a video"):
+        generate(pair, [[3, 7]], max_new_tokens=2)
+
+
+ROPE = "rope_parameters"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({ROPE: {"full_attention": {"rope_type": "longrope"}}}, "rope_type 'longrope' is not"),
+        ({ROPE: {"rope_type": "default"}}, "an object for each of sliding_attention and full"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported, only 'gelu"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be 4 of sliding_attention or"),
+        ({"sliding_window": 0}, "sliding_window must be a whole number from 1"),
+        ({"final_logit_softcapping": -1}, "final_logit_softcapping must be above 0, got -1"),
+        ({"num_hidden_layers": 2, "layer_types": None}, "num_hidden_layers is 2, the tensors are"),
+        ({"head_dim": 32}, "wrong shape: model.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, named, tmp_path):
+    folder = shutil.copytree(GEMMA3 / "target", tmp_path / "target")
+    with pytest.raises(ValueError, match=named):
+        load_target(rewritten(folder, changes), "float32")
+
+
+def test_the_scale_of_a_drafters_embeddings(tmp_path):
+    """The drafter's own if its file says it, 1 too; else the target's."""
+    folder = shutil.copytree(GEMMA3 / "drafter", tmp_path / "drafter")
+    raw = json.loads((folder / "config.json").read_text())
+    for key, value in {"own": 1.0, "none": None}.items():
+        raw["dflash_config"]["input_embedding_scale"] = value
+        (folder / "config.json").write_text(json.dumps(raw))
+        drafter = load_pair(GEMMA3 / "target", folder).models.drafter
+        want = value or raw["hidden_size"] ** 0.5
+        assert drafter and drafter.config.input_embedding_scale == want, key
