@@ -78,9 +78,8 @@ class AttentionSpec:
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
     softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
     the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
-    `value_norm`: values are normed by head, without a weight. `shared_kv`: the values' projection
-    is the keys', and files hold it once. If `shards` devices share the layer, its heads are one
-    device's, and `copies` devices have the same key and value heads.
+    If `shards` devices share the layer, its heads are one device's, and `copies` devices have the
+    same key and value heads.
     """
 
     num_heads: int
@@ -94,8 +93,6 @@ class AttentionSpec:
     sinks: bool = False
     gated: bool = False
     qk_norm: bool = False
-    value_norm: bool = False
-    shared_kv: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     shards: int = 1
