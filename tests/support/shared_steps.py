@@ -1,0 +1,150 @@
+"""A step on several devices against one device's: a hybrid with experts and DFlash 2."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+from jflash.config import DeltaSpec, MoeSpec, second_version
+from jflash.gather import AXIS
+from jflash.kernels import XLA, Kernels
+from jflash.layers import Output
+from jflash.leaves import Leaf
+from jflash.mesh import (
+    EVERYWHERE,
+    local,
+    over,
+    param_specs,
+    placed,
+    spread,
+    tensor_mesh,
+    with_context,
+)
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.programs import Shape, new_state, state_specs
+from jflash.speculative import Models, Params, commit, draft, verify
+from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
+
+TRUNK = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_heads": 8,
+    "num_kv_heads": 2, "qkv_bias": True,
+}  # fmt: skip
+DELTA = DeltaSpec(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=8, taps=4)
+MOE = MoeSpec(
+    num_experts=4, experts_per_token=2, intermediate_size=64, renormalise=True, shared_size=64
+)
+SHAPE = Shape.of(1, 64, chunk=32)
+
+
+def pair() -> tuple[Models, Params]:
+    config = target_config(
+        **TRUNK | HYBRID | {"deltas": ()}, num_layers=2, tie_embeddings=True, moe=MOE, sparse=(1,)
+    )
+    first = replace(config.layers[0], mixer=DELTA)
+    config = replace(config, layers=(first, *config.layers[1:]))
+    drafter = drafter_config(
+        **TRUNK, num_layers=1, mask_token_id=100, target_layer_ids=(0, 1), num_target_layers=2
+    )
+    drafter = second_version(drafter, selector_rank=16, selector_top_k=4)
+    models = Models(Target(config), Drafter(drafter), 8, Kernels(*["cpu"] * len(XLA)))
+    return models, Params(random_params(config, 0), random_params(drafter, 1))
+
+
+def _psum(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+    """A layer's last product split over its rows, whose parts are added over the devices."""
+    module = context.module
+    if not isinstance(module, Output) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    x, _, residual = args
+    kernel = jax.lax.all_gather(module.kernel, AXIS, axis=1, tiled=True)
+    first = jax.lax.axis_index(AXIS) * x.shape[-1]
+    own = jax.lax.dynamic_slice_in_dim(kernel, first, x.shape[-1])
+    return residual + jax.lax.psum(jnp.matmul(x, own, precision="highest"), AXIS)
+
+
+def outcome(models: Models, whole: Params) -> dict[str, Any]:
+    """A step from a text's beginning: its logits, and the tokens and states that it leaves."""
+    part = local(models)
+
+    def program(params, state):
+        tokens = jnp.arange(SHAPE.capacity)[None] % 100
+        state = state.with_sequences(
+            tokens=tokens, limit=jnp.full(1, 60), done=jnp.zeros(1, bool), max_accept=jnp.full(1, 7)
+        )
+        proposal, state = draft(part, params, state)
+        verdict, state = verify(part, params, state, proposal)
+        return commit(part, params, state, verdict), verdict.logits
+
+    given = zip((models.target, models.drafter), whole, strict=True)
+    params = Params(*(placed(models.mesh, model.config, own) for model, own in given))
+    params = with_context(models, params)
+    where = state_specs(models)
+    takes = (param_specs(models, params), where)
+    run = spread(models.mesh, program, takes, (where, EVERYWHERE))
+    state, logits = run(params, new_state(models, SHAPE))
+    caches = (state.target_cache, state.drafter_cache)
+    return {
+        "tokens": np.asarray(state.sequences.tokens),
+        "logits": np.asarray(logits),
+        "states": [_in_order(np.asarray(x)) for x in jax.tree.leaves(caches)],
+    }
+
+
+def _in_order(x: np.ndarray) -> np.ndarray:
+    """A convolution's rows have each device's queries, keys and values side by side."""
+    return np.sort(x, axis=-1) if x.shape[-1] == DELTA.mixed_width else x
+
+
+def largest_differences(devices: int) -> dict[str, float]:
+    """Between several devices' step and one device's, in float32."""
+    models, whole = pair()
+    one, other = outcome(models, whole), outcome(over(models, tensor_mesh(devices)), whole)
+    assert np.isfinite(one["logits"]).all() and len(np.unique(one["logits"].argmax(-1))) > 2
+    return {
+        kind: max(
+            float(np.abs(_one_of_each(a, b) - b).max())
+            for a, b in zip(_listed(other[kind]), _listed(one[kind]), strict=True)
+        )
+        for kind in one
+    }
+
+
+def output_differences(devices: int, psum: bool) -> int:
+    """How many numbers of a layer's last product differ from one device's."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (1, 8, 256), (256, 64), (1, 8, 64)
+    x, kernel, residual = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+
+    def product(shards: int) -> Callable:
+        leaf = Leaf((256, 64 // shards), ("mlp", "embed"), whole=64)
+        module = Output(leaf, shards=shards)
+        return lambda x, w, residual: module.apply({"params": {"kernel": w}}, x, "cpu", residual)
+
+    def faulty(*args):
+        with nn.intercept_methods(_psum):
+            return product(devices)(*args)
+
+    takes = PartitionSpec(None, None, AXIS), PartitionSpec(None, AXIS), EVERYWHERE
+    several = faulty if psum else product(devices)
+    shared = spread(tensor_mesh(devices), several, takes, EVERYWHERE)(x, kernel, residual)
+    return int((np.asarray(shared) != np.asarray(product(1)(x, kernel, residual))).sum())
+
+
+def _listed(x: Any) -> list:
+    return x if isinstance(x, list) else [x]
+
+
+def _one_of_each(x: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """The array without copies of KV heads."""
+    for axis, (size, wanted) in enumerate(zip(x.shape, like.shape, strict=True)):
+        if size != wanted:
+            x = np.take(x, np.arange(wanted) * (size // wanted), axis=axis)
+    return x
