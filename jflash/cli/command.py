@@ -182,6 +182,7 @@ def _configure(options: argparse.Namespace) -> None:
 def _quiet_libraries() -> None:
     """Silences what libraries would print as a second line beside ours."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # a long prompt is ours to refuse
     # note_idle_gpu says it better; without a GPU a CUDA plugin that cannot start is no news.
     silent = logging.ERROR if _gpu_present() else logging.CRITICAL
     logging.getLogger("jax._src.xla_bridge").setLevel(silent)

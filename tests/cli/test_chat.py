@@ -1,6 +1,5 @@
 """chat: turns through a pseudo-terminal and through a pipe, Ctrl-C included; prompts by a pipe."""
 
-import json
 import os
 import pty
 import re
@@ -126,10 +125,12 @@ def test_refusals(argv, named, refused):
 
 
 def test_generate_reads_a_pipe():
-    done = piped("generate", f"{QUESTION}\n", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert "#### 7" in result["text"] and result["mean_acceptance_length"] > 2
+    """What was read is counted before a weight is: it is too long."""
+    done = piped("generate", LONG)
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    count = TOKENS.search(line)
+    assert line.startswith("generate.py: ") and count and int(count[1]) > 3000
 
 
 @pytest.fixture
