@@ -29,6 +29,7 @@ COMMANDS = {
     "bench-kernels": "times of kernels by themselves",
     "bench-rows": "tokens a second by the rows that a step verifies",
     "check-lossless": "compare speculative decoding with plain decoding, bit for bit",
+    "check-load": "compare texts under load with the same texts alone, bit for bit",
     "check-logits": "compare the logits of a pass with float32's",
     "same-answers": "count a real pair's answers that are plain decoding's",
     "check-program": "compile the step for this GPU and look at it",

@@ -1,19 +1,19 @@
 """Every text is the text alone, bit for bit, whatever comes, goes, is evicted or preempted."""
 
 import itertools
-import random
-import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jflash.decoding import GREEDY, Decoding, Sampling
+from jflash.decoding import GREEDY, Decoding
 from jflash.generate import generate
 from jflash.kernels import AUTO
 from jflash.programs import Shape
-from jflash.serving.engine import Engine
+from jflash.proof import under_load
+from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.loop import Job, Loop
 from jflash.serving.programs import Layout
@@ -24,7 +24,6 @@ from tests.support.pairs import one_arithmetic, prompts, random_pair
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 CONTEXT, CHUNK, BATCH, STEPS = 256, 32, 3, 2
-DRAWN = Sampling(temperature=0.9, top_k=20, top_p=0.95)
 
 
 @pytest.fixture(scope="module")
@@ -45,59 +44,60 @@ def alone(pair, requests: list[Request]):
     ]
 
 
-def mixed(count: int, seed: int) -> list[Request]:
-    """Requests of all lengths, half of them with a common beginning, a third of them drawn."""
-    rng = random.Random(seed)
-    shared = prompts(1, seed=99, low=150, high=151)[0]
-    requests = []
-    for i, own in enumerate(prompts(count, seed=seed)):
-        beginning = shared[: rng.randrange(20, 150)] if i % 2 else []
-        ids = beginning + own[:40]
-        requests.append(
-            Request(
-                prompt_ids=ids,
-                max_tokens=min(rng.choice([1, 9, 40, 140]), CONTEXT - len(ids)),
-                stop_ids=[3] if i % 4 == 0 else [],
-                sampling=DRAWN if i % 3 == 0 else GREEDY,
-                seed=i,
-                priority=rng.randrange(2),
-                speculate=i % 5 > 0,
-            )
-        )
-    return requests
-
-
 def test_exact_under_load(pair, compilations):
     """Random arrivals, cancels and time-outs, in a pool for little more than one long request."""
-    requests = mixed(30, seed=7)
-    want = alone(pair, requests)
-    rng = random.Random(1)
-    with Engine(
-        pair, max_batch=BATCH, max_context=CONTEXT, pages=5, steps_per_call=STEPS,
-        prefill_chunk=CHUNK,
-    ) as engine:  # fmt: skip
+    load = Load(BATCH, CONTEXT, pages=5, chunk=CHUNK, steps=STEPS)
+    requests = under_load.mixed(30, load, pair.models.target.config.vocab_size)
+    want = under_load.alone(pair, requests, load)
+    with under_load.engine_for(pair, load, len(requests)) as engine:
         engine.generate(requests[:1])
         assert compilations, "the listener hears nothing: the test would pass in vain"
         before = len(compilations)
-        handles = []
-        for request in requests:
-            handles.append(engine.submit(request))
-            if rng.random() < 0.3:
-                lost = engine.submit(replace(request, timeout=rng.choice([None, 0.01, 0.03])))
-                time.sleep(0.02 * rng.random())
-                lost.cancel()
-        got = [handle.result() for handle in handles]
+        got = under_load.through(engine, requests, seed=1, pause=0.02)
         assert len(compilations) == before
-        end = time.monotonic() + 60  # those that nobody waits for end too
-        while (stats := engine.stats()).running + stats.waiting and time.monotonic() < end:
-            time.sleep(0.01)
+        stats = engine.stats()
         assert stats.preempted > 0 and stats.cached_tokens > 0 and stats.ended["cancelled"] > 0
         assert stats.pages_available == stats.pages == 5
-    for request, result, one in zip(requests, got, want, strict=True):
-        assert result.token_ids == one.token_ids
-        assert result.finish_reason == one.finish_reason
-        if request.speculate:
-            assert result.acceptance_lengths == one.acceptance_lengths
+    assert under_load.differing(got, want) == []
+    changed = [*got[:3], replace(got[3], token_ids=got[3].token_ids[:-1]), *got[4:]]
+    assert under_load.differing(changed, want) == [3]
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding", "preempted"])
+def test_a_storm_of_cancels_leaves_the_others_text(pair, phase):
+    """Whoever is in the phase is cancelled, round by round; pages and slots come back."""
+    ids = prompts(9, seed=5, low=70, high=71)
+    requests = [Request(prompt_ids=p, max_tokens=60) for p in ids]
+    want = alone(pair, [replace(r, seed=0) for r in requests[:1]])[0]
+    loop, events = loop_of(pair, burst=1), list[tuple[Job, Any]]()
+    jobs = [job_of(request, i) for i, request in enumerate(requests)]
+    loop.waiting += jobs
+    give = lambda job, event: events.append((job, event))  # noqa: E731
+
+    def within(job: Job) -> bool:
+        if phase == "preempted" and job.slot is not None and job.begun:
+            loop.drain(give)
+            if job.reason is None:
+                loop.preempt(job)
+        return {
+            "queued": job.slot is None and not job.begun,
+            "prefilling": job.slot is not None and 0 < job.computed < 70 and bool(job.end),
+            "decoding": job.slot is not None and job.begun and job.unread > 0,
+            "preempted": job.slot is None and job.begun,
+        }[phase] and job.reason is None
+
+    stormed = 0
+    while not loop.idle:
+        loop.round(give)
+        for job in jobs[1:]:
+            if within(job):
+                job.cancelled, stormed = True, stormed + 1
+    assert stormed >= 6
+    assert [job.reason for job in jobs].count("cancelled") == stormed
+    assert jobs[0].tokens[70:] == want.token_ids and jobs[0].reason == "length"
+    last = [[e for of, e in events if of is job][-1] for job in jobs]
+    assert [e.finish_reason for e in last] == [job.reason for job in jobs]
+    assert loop.pages.available == loop.pages.count and loop.slots == [None] * BATCH
 
 
 def loop_of(pair, pages: int = 8, burst: int = 4) -> Loop:

@@ -1,0 +1,30 @@
+"""check-load: texts under load beside the same texts alone."""
+
+import argparse
+from collections.abc import Generator
+from typing import Any
+
+from jflash.device import describe_device
+from jflash.io import load_pair
+from jflash.proof.under_load import Load, compared
+
+CHUNK, STEPS = 32, 2  # small, so that prompts take turns with steps
+
+
+def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+    pair = load_pair(args.target, args.drafter)
+    load = Load(args.batch, args.context, args.pages, CHUNK, STEPS, args.seed)
+    result = compared(pair, args.requests, load)
+    yield describe_device() | {
+        "check": "load",
+        "dtype": pair.models.dtype,
+        "backends": pair.models.kernels._asdict(),
+        **result,
+    }
+    differ = len(result["differ"])
+    print(
+        f"{differ} of {args.requests} texts under load differ; {result['preempted']} preempted, "
+        f"{result['cached_tokens']} of {result['prompt_tokens']} prompt tokens cached, "
+        f"{result['ended'].get('cancelled', 0)} cancelled, {result['pages_lost']} pages lost"
+    )
+    return 1 if differ or result["pages_lost"] else 0
