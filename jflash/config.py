@@ -5,7 +5,7 @@ Knows no file format and no array. A value that decodes wrongly if guessed has n
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 def _at_least_1(record: Any, *names: str) -> None:
@@ -222,16 +222,27 @@ class MoeSpec:
             )
 
 
+class Kept(NamedTuple):
+    """How a weight stays quantised in memory; see pallas_kernels.matmul.quantised."""
+
+    form: str  # "fp8" or "int4"
+    group: int  # rows of the kernel that share a column's scale
+    scales: str  # their dtype
+    zeros: bool  # each group has a zero
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One layer: a mixer of tokens and an MLP, each after a norm and with a residual.
 
     `sandwich`: a norm also follows each, before its output is added.
+    `kept` names the layer's leaves that stay quantised in memory.
     """
 
     mixer: AttentionSpec | DeltaSpec
     mlp: DenseSpec | MoeSpec
     sandwich: bool = False
+    kept: tuple[tuple[str, Kept], ...] = ()
 
     def attending(self, **changes: Any) -> "LayerConfig":
         """The layer with other values of some fields of its mixer."""
@@ -301,6 +312,16 @@ class DecoderConfig:
         model: Any = self
         pairs = zip(model.layers, changes, strict=True)
         return replace(model, layers=tuple(layer.attending(**fields) for layer, fields in pairs))
+
+    def keeping[C](self: C, kept: Mapping[str, Kept]) -> C:
+        """The model with these leaves of its layers, by path, quantised in memory."""
+        model: Any = self
+        by_layer: list[list[tuple[str, Kept]]] = [[] for _ in model.layers]
+        for path, form in kept.items():
+            layer, leaf = path.split("/", 1)
+            by_layer[int(layer.removeprefix("layers_"))].append((leaf, form))
+        pairs = zip(model.layers, by_layer, strict=True)
+        return replace(model, layers=tuple(replace(x, kept=tuple(k)) for x, k in pairs))
 
     def with_experts[C](self: C, moe: MoeSpec, layers: Collection[int]) -> C:
         """The model with experts in place of the MLPs of `layers`."""

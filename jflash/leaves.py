@@ -7,13 +7,16 @@ gives the order of a fused leaf in memory, and only this file knows it.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+
+from jflash.config import Kept
+from pallas_kernels.matmul.quantised import Quantised
 
 
 class SideBySide(NamedTuple):
@@ -45,7 +48,8 @@ class Leaf:
 
     An empty `dtype` means the model's. Of devices that share a model each has a leaf of its own:
     `whole` counts the columns of all of them together, which the product's pieces hang on, and
-    `runs` the parts of the shared axis in memory of which each device has a slice.
+    `runs` the parts of the shared axis in memory of which each device has a slice. A kernel that is
+    `kept` lies as codes and scales.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +58,7 @@ class Leaf:
     dtype: str = ""
     whole: int = 0  # 0: the leaf's own columns
     runs: tuple[int, ...] = ()  # empty: the format's parts, or the whole axis
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
@@ -69,6 +74,8 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
+        if self.kept:
+            return sum(part.nbytes for part in self.arrays.values())
         return self.size * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -90,8 +97,30 @@ class Leaf:
         return self.format.split(x)
 
     @property
-    def struct(self) -> jax.ShapeDtypeStruct:
+    def arrays(self) -> dict[str, "Leaf"]:
+        """The arrays of a kept kernel, by the names of `Quantised`."""
+        assert self.kept
+        rows, groups = self.shape[0], -(-self.shape[0] // self.kept.group)
+        packed = self.kept.form == "int4"
+        arrays = {
+            "codes": (rows // 2 if packed else rows, "uint8" if packed else "float8_e4m3fn"),
+            "scales": (groups, self.kept.scales),
+        } | ({"zeros": (groups, "uint8")} if self.kept.zeros else {})
+        return {
+            name: replace(self, shape=(count, *self.shape[1:]), dtype=dtype, kept=None)
+            for name, (count, dtype) in arrays.items()
+        }
+
+    def of_arrays(self, arrays: Mapping[str, Any]) -> Quantised:
+        """The kept kernel of these arrays."""
+        assert self.kept
+        return Quantised(**{"zeros": None, **arrays}, group=self.kept.group)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct | Quantised:
         """The array's shape and dtype."""
+        if self.kept:
+            return self.of_arrays({name: part.struct for name, part in self.arrays.items()})
         return jax.ShapeDtypeStruct(self.stored, jnp.dtype(self.dtype))
 
     @property

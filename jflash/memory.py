@@ -168,6 +168,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
         attention += caches  # its einsums transpose the batch: caches are copied at entry
     experts = _expert_bytes(models, rows, models.dtype)
     experts += _delta_bytes(models, shape.batch, models.block_size)
+    experts += _dequantised_bytes(models)
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
 
 
@@ -209,7 +210,7 @@ def _prefill_bytes(models: Models, shape: Shape) -> int:
     )
     logits = models.target.config.vocab_size * FLOAT32
     experts = _expert_bytes(models, shape.chunk, models.dtype)
-    experts += _delta_bytes(models, 1, shape.chunk)
+    experts += _delta_bytes(models, 1, shape.chunk) + _dequantised_bytes(models)
     return shape.chunk * _row_bytes(models) + experts + attention + 2 * logits
 
 
@@ -231,6 +232,15 @@ def _one_layers_experts(models: Models, moe: MoeSpec, tokens: int, dtype: str) -
         stack = 2 * hidden_size * moe.intermediate_size
         count += moe.num_experts * (rows * widest + stack) * size
     return count
+
+
+def _dequantised_bytes(models: Models) -> int:
+    """The two largest kernels that are kept as codes, whole where no kernel reads the codes."""
+    if models.kernels.matmul == "canonical":
+        return 0
+    leaves = jax.tree.leaves(abstract_params(models.target.config))
+    sizes = sorted(leaf.size for leaf in leaves if leaf.kept)
+    return sum(sizes[-2:]) * FLOAT32
 
 
 def _delta_bytes(models: Models, batch: int, tokens: int) -> int:

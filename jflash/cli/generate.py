@@ -89,7 +89,7 @@ def configured(options: argparse.Namespace, batch: int) -> PairFiles:
     files = configure_pair(
         options.target, source, dtype=options.dtype, block_size=options.block_size,
         drafter_seed=seed, attention_backend=options.attention_backend,
-        tensor_parallel=options.tensor_parallel,
+        tensor_parallel=options.tensor_parallel, quantised=options.quantised,
     )  # fmt: skip
     return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 

@@ -40,6 +40,10 @@ def fill_leaves(
     finished leaf to the devices that share it.
     """
     turning = _device_turns()
+    kept = {path: leaf for path, leaf in leaves.items() if leaf.kept}
+    arrays = [(path, f"{path}/{n}", part) for path in kept for n, part in kept[path].arrays.items()]
+    leaves = {**leaves, **{array: leaf for _, array, leaf in arrays}}
+    arranged = {**arranged, **{array: arranged[p] for p, array, _ in arrays if p in arranged}}
     plan = {
         leaf: [
             piece._replace(transposed=_is_kernel(leaf) and not turning and not leaves[leaf].experts)
@@ -73,11 +77,14 @@ def fill_leaves(
             if leaf in arranged:
                 made[leaf] = arranged[leaf].of(made[leaf])
             made[leaf] = place(leaf, made[leaf])
-    return nest({leaf: made[leaf] for leaf in plan})
+    params = {leaf: made[leaf] for leaf in plan}
+    for path, leaf in kept.items():
+        params[path] = leaf.of_arrays({name: params.pop(f"{path}/{name}") for name in leaf.arrays})
+    return nest(params)
 
 
 def _is_kernel(leaf: str) -> bool:
-    return leaf.endswith("/kernel")
+    return leaf.endswith("/kernel") or "/kernel/" in leaf
 
 
 def _device_turns() -> bool:

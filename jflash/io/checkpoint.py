@@ -5,11 +5,11 @@ headers with a config and returns the function that fills the parameters.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jflash.config import DrafterConfig, TargetConfig
+from jflash.config import DrafterConfig, Kept, TargetConfig
 from jflash.io.folder import Fill
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import Safetensors
@@ -35,6 +35,10 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Any: ...
 
     def stop_ids(self, tokenizer: Any = None) -> list[int]: ...
+
+    def kept(self, config: TargetConfig | DrafterConfig) -> Mapping[str, Kept]:
+        """The kernels that may stay quantised in memory, by path."""
+        ...
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
         """The function that reads the parameters; ValueError with all that does not fit."""

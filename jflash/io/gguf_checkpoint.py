@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
-from jflash.config import DrafterConfig, TargetConfig
+from jflash.config import DrafterConfig, Kept, TargetConfig
 from jflash.io.assemble import fill_leaves
 from jflash.io.folder import Fill, check_tokenizer, read_config
 from jflash.io.foreign import named
@@ -72,6 +72,10 @@ class Gguf:
     def stop_ids(self, tokenizer: Any = None) -> list[int]:
         """The metadata's ids for the ends of a text, a turn and a message."""
         return stop_ids(self.file)
+
+    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
+        """None: products read no form of GGUF's."""
+        return {}
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
         """The function that reads the parameters; with dtype None quantised ones are float32.

@@ -25,6 +25,8 @@ from jflash.models.params import random_params
 from jflash.speculative import Models, Params
 
 DTYPES = ("float32", "bfloat16")
+KEPT = "kept"
+QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
 
 
 def default_dtype() -> str:
@@ -87,13 +89,35 @@ def configure_pair(
     drafter_seed: int | None = None,
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
+    quantised: str = AUTO,
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
     models = over(models, tensor_mesh(tensor_parallel))
     models = with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
+    models = _keeping(models, first, quantised)
     return PairFiles(models, first, second, drafter_seed)
+
+
+def _keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
+    """The models, whose target may keep its quantised weights; `quantised` as for load_pair."""
+    if quantised not in QUANTISED:
+        raise ValueError(f"quantised {quantised!r} is not one of {', '.join(QUANTISED)}")
+    shared = models.mesh is not None
+    if quantised == KEPT and shared:
+        raise ValueError(
+            "quantised weights are kept on one device alone: leave tensor_parallel out"
+        )
+    best = AUTO if models.kernels.matmul == "canonical" and not shared else KEPT
+    if quantised not in (KEPT, best):
+        return models
+    kept = target.kept(models.target.config)
+    if quantised == KEPT and not kept:
+        raise ValueError(f"{target.path} has no quantised weights that may be kept in memory")
+    if not kept:
+        return models
+    return replace(models, target=Target(models.target.config.keeping(kept)))
 
 
 def pair_models(
@@ -164,6 +188,7 @@ def load_pair(
     block_size: int | None = None,
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
+    quantised: str = AUTO,
     progress: bool = False,
 ) -> Pair:
     """A target with its drafter, or without one for None, from folders or hub ids.
@@ -171,12 +196,14 @@ def load_pair(
     `dtype` is 'float32' or 'bfloat16', by default default_dtype(). `block_size` is by default
     the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
     'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
-    this host share both models. Everything that can be checked without weights is checked before
-    any are read. ValueError says what does not fit.
+    this host share both models. `quantised` says how a quantised target's weights lie in memory,
+    which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where the
+    kernels read them ('canonical', on one device). Everything that can be checked without weights
+    is checked before any are read. ValueError says what does not fit.
     """
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=tensor_parallel, quantised=quantised,
     )  # fmt: skip
     return load_weights(files, progress)
 

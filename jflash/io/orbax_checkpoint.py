@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from jflash.config import DrafterConfig, TargetConfig
+from jflash.config import DrafterConfig, Kept, TargetConfig
 from jflash.io.assemble import nest
 from jflash.io.checksums import check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder, Place, as_it_lies
@@ -43,6 +43,10 @@ def save_orbax(folder: Path, params: Any) -> None:
 @dataclass(frozen=True)
 class Orbax(Folder):
     """A folder in the converted form."""
+
+    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
+        """None: the weights are whole."""
+        return {}
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:
         """The function that reads the parameters of `config`.

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jflash.config import DrafterConfig, TargetConfig
+from jflash.config import DrafterConfig, Kept, TargetConfig
 from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
 from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
@@ -73,9 +73,7 @@ class Safetensors(Folder):
 
         ValueError with every unknown, missing, repeated or wrongly shaped tensor.
         """
-        owners = collections.defaultdict(list)
-        for tensor in self.tensors:
-            owners[self.names.canonical(tensor.name)].append(tensor)
+        owners = self._owners()
         names = self.names.fitting(owners)
         sources = leaf_sources(config, names)
         weights = self._weights(sources, owners)
@@ -87,15 +85,39 @@ class Safetensors(Folder):
         check_problems(self.path, tensor_problems(expected, owners, is_dropped))
         places = self._places(owners)
         check_biases(self.path, {n: places[n] for n in places if n not in expected}, weights)
-        plan: dict[str, list[Piece]] = {
-            leaf: [piece for part in parts for piece in _pieces(part.name, places, weights)]
-            for leaf, parts in sources.items()
-        }
+        leaves, plan = leaf_paths(config), {}
+        for leaf, parts in sources.items():
+            if leaves[leaf].kept:
+                arrays = [weights[part.name].parts(places) for part in parts]
+                for array in leaves[leaf].arrays:
+                    plan[f"{leaf}/{array}"] = [piece for each in arrays for piece in each[array]]
+            else:
+                plan[leaf] = [p for part in parts for p in _pieces(part.name, places, weights)]
         if names.inputs_first:
             plan = {leaf: _outputs_first(leaf, pieces) for leaf, pieces in plan.items()}
-        arranged = arrangements(config, names)
-        leaves, name = leaf_paths(config), self.path.name
+        arranged, name = arrangements(config, names), self.path.name
         return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
+
+    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
+        """The layers' kernels that may stay quantised in memory, by path.
+
+        All tensors of such a kernel are quantised alike; experts are not kept.
+        """
+        owners = self._owners()
+        sources = leaf_sources(config, self.names.fitting(owners))
+        weights, places = self._weights(sources, owners), self._places(owners)
+        kept = {}
+        for leaf, parts in sources.items():
+            forms = {w.kept(places) if (w := weights.get(part.name)) else None for part in parts}
+            if leaf.startswith("layers_") and len(forms) == 1 and (form := forms.pop()):
+                kept[leaf] = form
+        return kept
+
+    def _owners(self) -> Owners:
+        owners = collections.defaultdict(list)
+        for tensor in self.tensors:
+            owners[self.names.canonical(tensor.name)].append(tensor)
+        return owners
 
     def _weights(self, sources: dict[str, tuple[Source, ...]], owners: Owners) -> dict[str, Weight]:
         """The quantised weights among the sources, by name."""

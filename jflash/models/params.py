@@ -4,6 +4,7 @@ The modules declare the leaves. This file knows no checkpoint; it also makes ran
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,7 +35,13 @@ def leaf_paths(config: TargetConfig | DrafterConfig) -> dict[str, Leaf]:
 
 
 def _declared(config: TargetConfig | DrafterConfig) -> dict:
-    return declared(Target(config) if isinstance(config, TargetConfig) else Drafter(config))
+    leaves = declared(Target(config) if isinstance(config, TargetConfig) else Drafter(config))
+    for i, layer in enumerate(config.layers):
+        for path, kept in layer.kept:
+            *parents, last = f"layers_{i}/{path}".split("/")
+            node = functools.reduce(operator.getitem, parents, leaves)
+            node[last] = replace(node[last], kept=kept)
+    return leaves
 
 
 def decoding_params(config: TargetConfig | DrafterConfig) -> dict:

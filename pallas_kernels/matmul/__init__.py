@@ -18,6 +18,10 @@ A row's bits depend only on that row and w: not on its index, on other rows, or 
 "canonical" and "cpu" they do not depend on M either (with the others they may). The float32 sums
 themselves differ by backend.
 
+A weight may also be `Quantised`: products with it are those with the array that it stands for, in
+x's dtype. "canonical" converts its tiles inside the kernel; elsewhere the array is made before the
+product.
+
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
 of the whole weight's shape alone (`pieces.pieces`). Each piece is summed in ascending steps of 16
 into one float32 accumulator of the tensor cores, the pieces are added in float32 in ascending
@@ -43,6 +47,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, mosaic_gpu, reference, tuned, xla
+from pallas_kernels.matmul.quantised import Quantised, dequantised_for
 
 BACKENDS = {
     "canonical": canonical,
@@ -52,6 +57,9 @@ BACKENDS = {
     "mosaic_gpu": mosaic_gpu,
     "reference": reference,
 }
+
+
+Weight = Float[Array, "K N"] | Quantised  # of gate_up: N is 2 F
 
 
 class Sizes(NamedTuple):
@@ -64,7 +72,7 @@ class Sizes(NamedTuple):
 
 def matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "K N"],
+    w: Weight,
     residual: Float[Array, "M N"] | None = None,
     *,
     backend: str,
@@ -74,17 +82,17 @@ def matmul(
 
     `columns`: those of the whole weight, if w is one device's part of it.
     """
-    module = _backend(backend)
+    module, w = _backend(backend), _taken(x, w, backend)
     if module is canonical:
         return canonical.matmul(x, w, residual, columns=columns)
     return module.matmul(x, w, residual)
 
 
 def partial_products(
-    x: Float[Array, "M K"], w: Float[Array, "K N"], *, backend: str, columns: int | None = None
+    x: Float[Array, "M K"], w: Weight, *, backend: str, columns: int | None = None
 ) -> Float[Array, "P M N"]:
     """Pieces of x @ w; see the module's contract. Arguments and ValueError as `matmul`."""
-    module = _backend(backend)
+    module, w = _backend(backend), _taken(x, w, backend)
     if module is canonical:
         return canonical.partial_products(x, w, columns=columns)
     in_pieces = getattr(module, "partial_products", None)
@@ -92,10 +100,10 @@ def partial_products(
 
 
 def gate_up(
-    x: Float[Array, "M K"], w: Float[Array, "K FF"], firsts: Firsts | None = None, *, backend: str
+    x: Float[Array, "M K"], w: Weight, firsts: Firsts | None = None, *, backend: str
 ) -> Float[Array, "M F"]:
     """silu(x @ gate) * (x @ up); see the module's contract. ValueError as `matmul`."""
-    return _backend(backend).gate_up(x, w, firsts)
+    return _backend(backend).gate_up(x, _taken(x, w, backend), firsts)
 
 
 def silu_times(
@@ -151,6 +159,13 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
         return f"has bfloat16 alone, not {dtype}"
     lacking = canonical.refusal(sizes.K, sizes.columns) if backend == "canonical" else None
     return lacking or device_refusal("mosaic_gpu", device)
+
+
+def _taken(x: Float[Array, "M K"], w: Weight, backend: str) -> Weight:
+    """The weight as the backend takes it."""
+    if isinstance(w, Quantised) and _backend(backend) is not canonical:
+        return dequantised_for(w, x)
+    return w
 
 
 def _whole(name: str):

@@ -2,7 +2,8 @@
 
 Up to 64 rows go to Pallas-Triton, with tiles of 16 rows and a program for each piece of K. More go
 to the Mosaic GPU kernel: one CTA takes the pieces in turn, or each piece has other CTAs if the
-tiles would leave multiprocessors idle. All add in one order, so the choices here change only the
+tiles would leave multiprocessors idle. Weights kept as codes go to Triton at any number of rows,
+which converts them tile by tile. All add in one order, so the choices here change only the
 speed, and `pieces.pieces` decides the bits.
 """
 
@@ -18,6 +19,7 @@ from pallas_kernels.matmul import few_rows, mosaic_gpu
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import pieces
+from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.tuning import Tuning, canonical_tuning
 
 FEW_ROWS = 64
@@ -25,7 +27,7 @@ FEW_ROWS = 64
 
 def matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | Quantised,
     residual: Float[Array, "M N"] | None = None,
     *,
     columns: int | None = None,
@@ -35,14 +37,14 @@ def matmul(
     if P > 1 and (tuning is None or tuning.split_k > 1):
         sums = partial_products(x, w, columns=columns, interpret=interpret)
         return add_pieces(sums, residual, dtype=x.dtype, interpret=interpret)
-    if tuning is None:
+    if tuning is None or isinstance(w, Quantised):
         return _few_rows(x, w, residual, 1, interpret)
     return mosaic_gpu.matmul(x, w, residual, tuning=tuning, interpret=interpret)
 
 
 def partial_products(
     x: Float[Array, "M K"],
-    w: Float[Array, "K N"],
+    w: Float[Array, "K N"] | Quantised,
     *,
     columns: int | None = None,
     interpret: bool = False,
@@ -50,20 +52,20 @@ def partial_products(
     P, tuning = _cut("matmul", x, w, columns)
     if P > 1 and tuning is None:
         return _few_rows(x, w, None, P, interpret)
-    if P > 1 and tuning is not None and tuning.split_k > 1:
+    if P > 1 and tuning and tuning.split_k > 1 and not isinstance(w, Quantised):
         return mosaic_gpu.partial_products(x, w, tuning=tuning, interpret=interpret)
     return matmul(x, w, columns=columns, interpret=interpret)[None]
 
 
 def gate_up(
     x: Float[Array, "M K"],
-    w: Float[Array, "K FF"],
+    w: Float[Array, "K FF"] | Quantised,
     firsts: Firsts | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "M F"]:
     _pieces("gate_up", x, w)
-    if len(x) > FEW_ROWS:
+    if len(x) > FEW_ROWS and not isinstance(w, Quantised):
         tuning = canonical_tuning("gate_up", x.shape[0], x.shape[1], w.shape[1], 1)
         return mosaic_gpu.gate_up(x, w, firsts, tuning=tuning, interpret=interpret)
     return _few_rows_gate_up(x, w, firsts or (0, w.shape[1] // 2), interpret)
@@ -128,17 +130,18 @@ def few_rows_tile(op: str, M: int, K: int, columns: int, P: int) -> Tile:
 
 
 def _cut(op: str, x, w, columns: int | None) -> tuple[int, Tuning | None]:
-    """Pieces of K, and the Mosaic kernel's tuning; None for few rows."""
+    """Pieces of K, and the Mosaic kernel's tuning; None for few rows and for kept weights."""
     P = _pieces("matmul", x, w, columns)
-    if len(x) <= FEW_ROWS:
+    if len(x) <= FEW_ROWS or isinstance(w, Quantised):
         return P, None
     return P, canonical_tuning(op, x.shape[0], x.shape[1], w.shape[1], P)
 
 
 def _pieces(op: str, x, w, columns: int | None = None) -> int:
-    if not x.dtype == w.dtype == jnp.bfloat16:
+    stored = x.dtype if isinstance(w, Quantised) else w.dtype
+    if not x.dtype == stored == jnp.bfloat16:
         raise ValueError(
-            f"the canonical {op} takes bfloat16, got {x.dtype} and {w.dtype}: use the backend 'xla'"
+            f"the canonical {op} takes bfloat16, got {x.dtype} and {stored}: use the backend 'xla'"
         )
     K, N = w.shape[::-1] if op.startswith("head_") else w.shape
     assert x.shape[1] == K, f"{op}: x has {x.shape[1]} columns to sum over, w {K}"

@@ -16,6 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
+from jflash.config import Kept
+from jflash.models.decoder import Target
 from jflash.proof.compiled import inspect
 from jflash.proof.gates import (
     Program,
@@ -131,6 +133,20 @@ def test_the_step_with_experts_passes():
     assert not failed(program, step.temporary_bound)
     kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
     assert sorted(kernel.findall(program.hlo)) == ["2048", "768"]
+
+
+def test_the_step_with_kept_weights_passes():
+    """FP8 in blocks and INT4 in groups, at more rows than a tile has: codes go into the kernels."""
+    models = on_h200(plain_models(SMALL))
+    fp8, int4 = Kept("fp8", 128, "float32", False), Kept("int4", 128, "float16", True)
+    leaves = {"attention/qkv": fp8, "attention/out": int4, "mlp/gate_up": fp8, "mlp/down": int4}
+    kept = {f"layers_0/{leaf}/kernel": form for leaf, form in leaves.items()}
+    target = Target(models.target.config.keeping(kept))
+    step = step_program(replace(models, target=target), 70, CAPACITY)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    arrays = re.findall(r"= (f8e4m3fn|u8)\[\S+ parameter", program.hlo)
+    assert {"f8e4m3fn", "u8"} <= set(arrays)
 
 
 def test_products_by_cublas_pass_too():

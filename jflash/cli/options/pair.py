@@ -16,6 +16,8 @@ DRAFTER = """default: the embedded one; none: without; random:SEED or random:SEE
 drafter's config with random weights (the same greedy tokens, slower; above temperature 0 the same
 ones only under --draft-rule greedy)"""
 BACKEND = "canonical, mosaic_gpu, triton or xla; default: the best that the device has"
+QUANTISED = """a quantised target's weights in memory, which changes no bit: kept as codes with
+scales, or dequantised when they are read; default: kept where the kernels read them"""
 WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
 all. auto: from batch 8 on as many as pay, where the text does not depend on their number"""
@@ -30,6 +32,7 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--target", metavar="SOURCE", default=DEFAULT_TARGET, help=TARGET)
     add("--drafter", metavar="SOURCE", help=DRAFTER)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--quantised", choices=(AUTO, "kept", "dequantised"), default=AUTO, help=QUANTISED)
     add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
     add("--block-size", type=int, metavar="W", help=WIDTH)
     add("--verify-rows", type=rows, metavar="R", help=ROWS)

@@ -34,7 +34,7 @@ def layout(shape: tuple[int, int], group: int) -> Layout:
     codes = Stored("qweight", (columns, rows // 8), ("I32",), _nibbles, axis=1, per=8)
     zeros = Stored("qzeros", (groups, rows // 8), ("I32",), _nibbles, axis=1, per=8)
     scales = Stored("scales", (groups, rows), FLOAT_SCALES, _scales, axis=1)
-    return Layout(shape, group, codes, scales, zeros)
+    return Layout(shape, group, codes, scales, zeros, form="int4")
 
 
 def _nibbles(strip: np.ndarray, outputs: int) -> np.ndarray:

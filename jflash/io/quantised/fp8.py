@@ -59,12 +59,14 @@ def layout(
         grid = math.ceil(rows / block[0]), math.ceil(columns / block[1])
         decode = functools.partial(_of_blocks, rows=block[0])
         scales = Stored(name, grid, SCALES, decode, per=block[0])
-        return Layout(shape, block[1], codes, scales)
+        return Layout(shape, block[1], codes, scales, form="fp8")
     scale = found.get(name, ())
     if scale in ((rows,), (rows, 1)):
-        return Layout(shape, columns, codes, Stored(name, scale, SCALES, _of_rows))
+        of_rows = Stored(name, scale, SCALES, _of_rows)
+        return Layout(shape, columns, codes, of_rows, form="fp8")
     one = scale if scale in ((1,), (1, 1)) else ()
-    return Layout(shape, columns, codes, Stored(name, one, SCALES, _of_tensor, per=0))
+    of_tensor = Stored(name, one, SCALES, _of_tensor, per=0)
+    return Layout(shape, columns, codes, of_tensor, form="fp8")
 
 
 def _codes(strip: np.ndarray, outputs: int) -> np.ndarray:

@@ -47,7 +47,7 @@ def layout(
     )  # fmt: skip
     scales = Stored("scales", (groups, rows), FLOAT_SCALES, _scales, axis=1)
     order = Stored("g_idx", (columns,), ("I32",), _order, per=0) if "g_idx" in found else None
-    return Layout(shape, group, codes, scales, zeros, order)
+    return Layout(shape, group, codes, scales, zeros, order, form="int4" if bits == 4 else "")
 
 
 def _codes(strip: np.ndarray, outputs: int, bits: int) -> np.ndarray:

@@ -31,6 +31,7 @@ def packed(shape: tuple[int, int], bits: int, group: int, zeros: bool, ordered: 
     return Layout(
         shape, group, codes, _scales(rows, groups),
         zero_points if zeros else None, order if ordered else None, zero=half,
+        form="int4" if bits == 4 else "",
     )  # fmt: skip
 
 

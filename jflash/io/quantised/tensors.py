@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from jflash.config import Kept
 from jflash.io.problems import check_problems
 from jflash.io.quantised.scheme import PLAIN, UNREAD, Scheme
 from jflash.io.quantised.weight import Layout, Stored
@@ -38,6 +41,22 @@ class Weight(NamedTuple):
         lead = (self.experts,) if self.experts else ()
         for suffix, stored in self.layout.tensors.items():
             yield named(self.source, suffix), stored._replace(shape=(*lead, *stored.shape))
+
+    def kept(self, places: Mapping[str, Piece]) -> Kept | None:
+        """How the weight may stay in memory; None if it may not, or if a tensor is missing."""
+        tensors = {s: places.get(named(self.source, s)) for s in self.layout.tensors}
+        scales, order = tensors[self.layout.scales.suffix], self.layout.order
+        if self.experts or None in tensors.values() or scales is None:
+            return None
+        if order and (stored := tensors[order.suffix]) is not None:
+            groups = np.arange(self.layout.shape[1]) // self.layout.group
+            if not np.array_equal(read(stored), groups):
+                return None
+        return self.layout.kept(scales.dtype)
+
+    def parts(self, places: Mapping[str, Piece]) -> dict[str, list[Piece]]:
+        """The pieces of a kept weight's arrays."""
+        return self.layout.parts({s: places[named(self.source, s)] for s in self.layout.tensors})
 
     def pieces(self, places: Mapping[str, Piece]) -> list[Piece]:
         """Its pieces, by the names of its tensors."""

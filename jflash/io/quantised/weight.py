@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int32, Integer, Num, UInt8
 
+from jflash.config import Kept
 from jflash.io import read_ahead
 from jflash.io.read_ahead import Piece
 
@@ -46,6 +47,7 @@ class Layout(NamedTuple):
     zeros: Stored | None = None
     order: Stored | None = None
     zero: int = 0  # where there are no zeros
+    form: str = ""  # in which it may stay in memory: "fp8", "int4" or none
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -69,6 +71,37 @@ class Layout(NamedTuple):
             )
             decode = functools.partial(self._decode, outputs=count, name=main.name)
             pieces.append(main._replace(decode=decode, beside=tuple(beside)))
+        return pieces
+
+    def kept(self, scales: np.dtype) -> Kept | None:
+        """How the weight may stay in memory, by the scales' stored dtype; its order is ascending.
+
+        None if it may not.
+        """
+        columns = self.shape[1]
+        if not self.form or columns % 2 or (self.group % 2 and self.group < columns):
+            return None
+        dtype = "float32" if scales == np.uint8 else scales.name
+        return Kept(self.form, min(self.group, columns), dtype, self.zeros is not None)
+
+    def parts(self, tensors: Mapping[str, Piece]) -> dict[str, list[Piece]]:
+        """The pieces of a kept weight's arrays: codes [o, I] or, of four bits, [o, I / 2]."""
+        (rows, columns), codes = self.shape, self.codes
+        step = max(1, read_ahead.PIECE // columns // codes.per) * codes.per
+        cuts = [(first, min(step, rows - first)) for first in range(0, rows, step)]
+        read = functools.partial(_codes, codes.decode, packed=self.form == "int4")
+        pieces = {
+            "codes": [
+                _strip(tensors[codes.suffix], codes, *cut)._replace(
+                    decode=functools.partial(read, outputs=cut[1])
+                )
+                for cut in cuts
+            ]
+        }
+        for name, stored in (("scales", self.scales), ("zeros", self.zeros)):
+            if stored:
+                decode = functools.partial(_whole, stored.decode, outputs=rows)
+                pieces[name] = [tensors[stored.suffix]._replace(decode=decode)]
         return pieces
 
     def _decode(self, *strips: np.ndarray, outputs: int, name: str) -> Float[np.ndarray, "o I"]:
@@ -104,6 +137,17 @@ def numbers(
     with np.errstate(over="ignore"):  # past float32 a product is infinite, as in torch
         out *= np.take(scales, groups, axis=1)
     return out
+
+
+def _codes(decode: Callable, strip: np.ndarray, outputs: int, packed: bool) -> np.ndarray:
+    codes = decode(strip, outputs)
+    return codes[:, ::2] | codes[:, 1::2] << 4 if packed else codes
+
+
+def _whole(decode: Callable, tensor: np.ndarray, outputs: int) -> np.ndarray:
+    """Scales, or zeros in one byte."""
+    rows = decode(tensor, outputs)
+    return rows if rows.dtype == np.float32 else rows.astype(np.uint8)
 
 
 def floats(scales: np.ndarray) -> Float[np.ndarray, "..."]:

@@ -1,0 +1,91 @@
+"""Weights kept as codes with scales: the same bits as those of the array that they stand for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import canonical, gate_up, matmul, partial_products
+from pallas_kernels.matmul.quantised import Quantised, dequantised
+
+K, N, FP8 = 192, 128, jnp.float8_e4m3fn
+
+
+def kept(kind: str, seed: int = 0) -> Quantised:
+    """FP8 in groups of 128, the last half full, or a scale a column; INT4 in groups of 32."""
+    rng = np.random.default_rng(seed)
+    group = {"fp8": 128, "fp8-column": K}.get(kind, 32)
+    G = -(-K // group)
+    scales = rng.uniform(0.01, 0.02, (G, N)).astype(np.float32)
+    if kind.startswith("fp8"):
+        codes = jnp.asarray(rng.uniform(-8, 8, (K, N)), FP8)
+        return Quantised(codes, jnp.asarray(scales), None, group)
+    codes = jnp.asarray(rng.integers(0, 256, (K // 2, N)), jnp.uint8)
+    zeros = jnp.asarray(rng.integers(0, 16, (G, N)), jnp.uint8) if kind == "int4-zeros" else None
+    return Quantised(codes, jnp.asarray(scales, jnp.bfloat16), zeros, group)
+
+
+def by_definition(w: Quantised) -> np.ndarray:
+    """(code − zero)·scale in float32, number by number."""
+    codes, scales = np.asarray(w.codes), np.asarray(w.scales).astype(np.float32)
+    out = np.empty((K, N), np.float32)
+    for k in range(K):
+        g = k // w.group
+        if w.packed:
+            zero = 8 if w.zeros is None else np.asarray(w.zeros)[g].astype(np.int32)
+            row = (codes[k // 2].astype(np.int32) >> 4 * (k % 2) & 15) - zero
+        else:
+            row = codes[k]
+        out[k] = row.astype(np.float32) * scales[g]
+    return out
+
+
+def rows(count: int, dtype: str) -> jax.Array:
+    return jax.random.normal(jax.random.key(count), (count, K), dtype)
+
+
+def same(a: jax.Array, b: jax.Array) -> None:
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+KINDS = ("fp8", "fp8-column", "int4", "int4-zeros")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_weight_stands_for_its_definition(kind):
+    w, exact = kept(kind), by_definition(kept(kind))
+    np.testing.assert_array_equal(jax.jit(dequantised, static_argnums=1)(w, "float32"), exact)
+    same(jax.jit(dequantised, static_argnums=1)(w, "bfloat16"), jnp.asarray(exact, "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["fp8", "int4-zeros"])
+def test_products_on_a_cpu_have_the_bits_of_the_dequantised_weight(kind, dtype):
+    w = kept(kind)
+    array = jnp.asarray(by_definition(w), dtype)
+    for count in (1, 5, 20):
+        x, residual = rows(count, dtype), rows(count, dtype)[:, :N]
+        for op in (
+            lambda x, w: matmul(x, w, backend="cpu"),
+            lambda x, w, r=residual: matmul(x, w, r, backend="cpu"),
+            lambda x, w: partial_products(x, w, backend="cpu"),
+            lambda x, w: gate_up(x, w, backend="cpu"),
+        ):
+            same(jax.jit(op)(x, w), jax.jit(op)(x, array))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_for_few_rows_converts_in_place(kind):
+    """In one piece of K, in several, and gated; a scale after the sum would be another model."""
+    w, x = kept(kind), rows(5, "bfloat16")
+    array = jnp.asarray(by_definition(w), "bfloat16")
+    for op in (canonical.matmul, canonical.gate_up, canonical.partial_products):
+        same(op(x, w, interpret=True), op(x, array, interpret=True))
+    many = rows(70, "bfloat16")  # in two tiles; more rows of an array go to another kernel
+    some = canonical.matmul(many[64:], array, interpret=True)
+    same(canonical.matmul(many, w, interpret=True)[64:], some)
+    if kind == "fp8-column":
+        unscaled = canonical.matmul(x, w.codes.astype(jnp.bfloat16), interpret=True)
+        late = (unscaled.astype(jnp.float32) * w.scales[0]).astype(jnp.bfloat16)
+        assert (late != canonical.matmul(x, w, interpret=True)).any()
