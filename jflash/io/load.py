@@ -104,16 +104,13 @@ def _keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     """The models, whose target may keep its quantised weights; `quantised` as for load_pair."""
     if quantised not in QUANTISED:
         raise ValueError(f"quantised {quantised!r} is not one of {', '.join(QUANTISED)}")
-    shared = models.mesh is not None
-    if quantised == KEPT and shared:
-        raise ValueError(
-            "quantised weights are kept on one device alone: leave tensor_parallel out"
-        )
-    best = AUTO if models.kernels.matmul == "canonical" and not shared else KEPT
-    if quantised not in (KEPT, best):
+    asked, alone = quantised == KEPT, models.mesh is None
+    if asked and not alone:
+        raise ValueError("quantised 'kept' is for one device, not for tensor_parallel")
+    if not (asked or (quantised == AUTO and alone and models.kernels.matmul == "canonical")):
         return models
     kept = target.kept(models.target.config)
-    if quantised == KEPT and not kept:
+    if asked and not kept:
         raise ValueError(f"{target.path} has no quantised weights that may be kept in memory")
     if not kept:
         return models
