@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jflash.cache import DeltaCache, LayerState, empty_delta
 from jflash.config import DeltaSpec
-from jflash.layers import Block, Chunk, DecoderLayer, Pass, Projection, RMSNorm, Rows, output
+from jflash.layers import DecoderLayer, Projection, RMSNorm, output
 from jflash.leaves import Leaf, SideBySide, declare
+from jflash.passes import Block, Chunk, Pass, Rows
 from pallas_kernels import gated_delta as op
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jflash.layers import Chunk
+from jflash.passes import Chunk
 from jflash.sampling import choose, cut_at_stop, greedy
 from jflash.speculative import Models, Params, Sequences, State, apply
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.kernels import Kernels
-from jflash.layers import Block, Projected
+from jflash.passes import Block, Projected
 
 BINS = 32  # of survivals within 0 … 1, in a survey
 

@@ -1,7 +1,8 @@
 """The decoder layer with norms before and after attention and MLP (Gemma 3)."""
 
 from jflash.config import DenseSpec
-from jflash.layers import MLP, DecoderLayer, Pass, RMSNorm
+from jflash.layers import MLP, DecoderLayer, RMSNorm
+from jflash.passes import Pass
 from pallas_kernels.matmul import added
 
 

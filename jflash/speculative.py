@@ -22,10 +22,10 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.decoding import DRAFT_RULES
 from jflash.drafts import Proposal, Rule, choose_path, choose_places
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Block
 from jflash.logprobs import Logprobs, judged, noted
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.passes import Block
 from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals, unpacked
 from jflash.sampling import (
     TARGET,

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jflash.experts import ROUTING
-from jflash.layers import Block
+from jflash.passes import Block
 from jflash.programs import Shape, new_state
 from jflash.speculative import Models, Params, State, block_positions, draft
 

@@ -11,8 +11,9 @@ from jflash.cache import LayerState
 from jflash.config import DeltaSpec, TargetConfig
 from jflash.delta import DeltaLayer
 from jflash.gather import gather, rows_of
-from jflash.layers import DecoderLayer, Pass, RMSNorm, head_best, head_logits
+from jflash.layers import DecoderLayer, RMSNorm, head_best, head_logits
 from jflash.leaves import Leaf, declare
+from jflash.passes import Pass
 from jflash.sandwich import SandwichLayer
 from pallas_kernels.fixed_order import rounded
 

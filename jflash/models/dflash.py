@@ -19,18 +19,11 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.gather import gather, rows_of
 from jflash.kernels import XLA, Kernels
-from jflash.layers import (
-    DecoderLayer,
-    Pass,
-    Projected,
-    Projection,
-    RMSNorm,
-    head_logits,
-    matmul,
-)
+from jflash.layers import DecoderLayer, Projection, RMSNorm, head_logits, matmul
 from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
 from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
+from jflash.passes import Pass, Projected
 
 
 class Candidates(NamedTuple):

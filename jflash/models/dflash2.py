@@ -13,8 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import Drafter2Config
-from jflash.layers import DecoderLayer, Pass, Projection
+from jflash.layers import DecoderLayer, Projection
 from jflash.leaves import Leaf, declare
+from jflash.passes import Pass
 
 GROUP = 128  # tokens of which the best is found first
 

@@ -17,8 +17,9 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from jflash.kernels import Kernels
-from jflash.layers import Block, Projection, RMSNorm
+from jflash.layers import Projection, RMSNorm
 from jflash.models.decoder import Target
+from jflash.passes import Block
 from jflash.speculative import Models
 
 FEW_ROWS, SPLITS = 16, 4

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jflash.experts import ROUTING
 from jflash.kernels import XLA
-from jflash.layers import Block, Chunk, Pass
 from jflash.models.decoder import Caches
+from jflash.passes import Block, Chunk, Pass
 from jflash.speculative import Models, apply
 
 PROMPT, CHUNK, CAPACITY = 100, 64, 256  # the second chunk is padded, and blocks begin off its grid

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jflash.cache import LayerCache, PagedCache, RingCache
 from jflash.kernels import AUTO
-from jflash.layers import Chunk
 from jflash.logprobs import Scores, bits, judged, noted, read, scored, unasked
+from jflash.passes import Chunk
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
 from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts

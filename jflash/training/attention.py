@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.config import AttentionSpec, DecoderConfig
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Rows, check_trains
+from jflash.passes import Rows, check_trains
 from jflash.training.data import Rows as PackedRows
 
 Backend = Literal["xla", "cudnn"]

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from jflash import cache, generate, load_pair
 from jflash.cache import LayerCache
 from jflash.io.hf_config import TARGETS
-from jflash.layers import Rows
+from jflash.passes import Rows
 from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
 from tests.support.reference import case_folders, case_sets, close, pair, record

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from jflash import cache, generate, load_pair, stream
 from jflash.io.hf_config import TARGETS
 from jflash.kernels import XLA
-from jflash.layers import Block, Chunk, Rows
+from jflash.passes import Block, Chunk, Rows
 from jflash.programs import Shape, new_state
 from jflash.speculative import apply
 from tests.support.reference import case_folders, case_sets, close, pair, record

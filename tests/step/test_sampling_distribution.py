@@ -17,9 +17,9 @@ from scipy import stats
 from jflash import drafts, speculative
 from jflash import sampling as sampling_module
 from jflash.decoding import Decoding, Sampling
-from jflash.layers import Rows
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.passes import Rows
 from jflash.prefill import prefill
 from jflash.programs import Report, Shape, make_request, new_state, run
 from jflash.sampling import Filters, filters_of

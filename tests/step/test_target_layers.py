@@ -17,8 +17,8 @@ from jflash.config import TargetConfig
 from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.kernels import Kernels
-from jflash.layers import Block, Chunk
 from jflash.models.decoder import Target
+from jflash.passes import Block, Chunk
 from jflash.serving.batch import Job, serve
 from jflash.speculative import apply
 from tests.support.pairs import prompts, random_pair, random_params, replay_pair, target_config

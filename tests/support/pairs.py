@@ -16,10 +16,10 @@ from jflash.config import (
 )
 from jflash.generate import Pair
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Projected
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params
+from jflash.passes import Projected
 from jflash.rope import rope_angles
 from jflash.speculative import Models, Params
 from pallas_kernels.heads_to_cache import Heads

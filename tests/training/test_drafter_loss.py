@@ -9,8 +9,8 @@ import pytest
 
 from jflash.cache import LayerCache, empty_cache
 from jflash.kernels import XLA
-from jflash.layers import Block
 from jflash.models.dflash import Drafter
+from jflash.passes import Block
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, pack
