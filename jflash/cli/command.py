@@ -24,6 +24,7 @@ EXTRAS = {
     "optax": "train",
     "httpx": "test",
     **dict.fromkeys(("msgspec", "prometheus_client", "starlette", "uvicorn"), "serve"),
+    "llguidance": "serve",
 }  # fmt: skip
 GPU_TRACES = ("/dev/nvidia0", "/proc/driver/nvidia/gpus")
 

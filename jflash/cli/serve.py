@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import jax.monitoring
 from jflash.cli.command import note_idle_gpu, require
 from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import sampling
-from jflash.decoding import GREEDY, Decoding, Sampling
+from jflash.decoding import Decoding, Sampling
 from jflash.io import PairFiles, load_weights
 from jflash.memory import device_memory
 from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammars
 from jflash.serving.request import Request
 from jflash.serving.room import pages_within
 from jflash.speculative import Models
@@ -30,7 +32,7 @@ FAILED = 1  # exit code of a server whose device failed
 
 
 def run(options: argparse.Namespace) -> None:
-    require("starlette", "uvicorn", "prometheus_client", "msgspec")
+    require("starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
     from jflash.server.app import make_app
     from jflash.server.run import listen, serve
 
@@ -94,10 +96,12 @@ def _service(options: argparse.Namespace):
         pair, max_batch=options.max_batch, max_context=context, pages=pages,
         max_queue=options.max_queue,
     )  # fmt: skip
-    _warm_up(engine, tuple(stop_ids))
+    grammars = Grammars(tokenizer, files.models.target.config.vocab_size, stop_ids)
+    _warm_up(engine, grammars, tuple(stop_ids))
     print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return Service(
         engine=engine,
+        grammars=grammars,
         tokenizer=tokenizer,
         name=name,
         version=f"jflash {_version()}",
@@ -113,14 +117,13 @@ def _service(options: argparse.Namespace):
     )
 
 
-def _warm_up(engine: Engine, stop_ids: tuple[int, ...]) -> None:
-    """Runs a greedy and a sampled request, so that clients meet compiled programs."""
-    drawn = Sampling(temperature=1.0)
+def _warm_up(engine: Engine, grammars: Grammars, stop_ids: tuple[int, ...]) -> None:
+    """Runs a request of each kind, so that clients meet compiled programs."""
     length = min(2, engine.max_context - 1)
-    for how in (GREEDY, drawn):
-        engine.generate(
-            [Request(prompt_ids=[0], max_tokens=length, stop_ids=stop_ids, sampling=how)]
-        )
+    plain = Request(prompt_ids=[0], max_tokens=length, stop_ids=stop_ids)
+    formed = replace(plain, grammar=grammars.compile("json_schema", '{"type": "object"}'))
+    for request in (plain, replace(plain, sampling=Sampling(temperature=1.0)), formed):
+        engine.generate([request])
 
 
 def _count_compilations(count: Callable[[], None]) -> None:

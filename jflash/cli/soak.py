@@ -13,7 +13,7 @@ FAILED = 1
 
 
 def run(options: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
-    require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec")
+    require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
     from jflash.proof.soak import soak
 
     o = options

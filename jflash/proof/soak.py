@@ -29,6 +29,16 @@ LOOK_EVERY = 5.0
 CHAT = "/v1/chat/completions"
 NAMES, THINGS = ("Ana", "Theo", "Emma", "Omar"), ("ribbons", "crayons", "stamps", "shells")
 GARBAGE = (b"", b"{", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "user"}]}')
+SCHEMA = {
+    "type": "object", "required": ["count", "sure"], "additionalProperties": False,
+    "properties": {"count": {"type": "integer", "minimum": 0}, "sure": {"type": "boolean"}},
+}  # fmt: skip
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"guided_regex": "[A-Z][a-z]{2,5}( [0-9]{2}){3}"},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+)
 GAUGES = ("num_requests_running", "num_requests_waiting")
 
 
@@ -85,7 +95,7 @@ def _url(process: subprocess.Popen, log: Path) -> str:
 
 
 def requests(draw: random.Random, count: int) -> list[dict[str, Any]]:
-    """Greedy ones and drawn ones with a seed, of many lengths, some without drafts."""
+    """Greedy ones and drawn ones with a seed, of many lengths and forms, some without drafts."""
     found = []
     for seed in range(count):
         text = "".join(
@@ -97,7 +107,7 @@ def requests(draw: random.Random, count: int) -> list[dict[str, Any]]:
                 "messages": [{"role": "user", "content": f"{text}How many are there?"}],
                 "max_tokens": draw.choice([3, 20, 60]), "seed": seed, "stream": True,
                 "temperature": draw.choice([0, 0, 1]), "speculation": draw.random() < 0.8,
-            }
+            } | draw.choice(FORMS)
         )  # fmt: skip
     return found
 
@@ -146,6 +156,7 @@ async def _user(
                 pause = 0.05 if kind > 0.95 else 0.0
                 well = await _text(client, bodies[index], pause) == alone[index]
                 how = "read slowly" if pause else "read"
+                how += " in a form" if bodies[index].keys() & {*FORMS[2], *FORMS[3]} else ""
         except (httpx.HTTPError, ValueError) as error:
             well, how = False, f"{type(error).__name__} {error}"
         result.ends[how] += 1

@@ -11,6 +11,7 @@ from jflash.io.incremental import Incremental
 from jflash.io.text import decode
 from jflash.server.errors import ApiError
 from jflash.server.service import Service
+from jflash.serving.grammar import GrammarError
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed
 
@@ -35,6 +36,7 @@ class Usage:
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
+    reasoning: int = 0
 
     def add(self, event: Event, first: bool) -> None:
         self.cached += event.cached_tokens if first else 0
@@ -53,6 +55,7 @@ class Usage:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.drafted - self.accepted,
+                "reasoning_tokens": self.reasoning,
             },
         }
 
@@ -122,6 +125,11 @@ async def _one(
             yield Step(answer, piece, event, first, reason)
             if reason is not None:
                 return
+    except GrammarError as error:
+        finish = "error"
+        raise ApiError(
+            f"the form is too complex for this text: {error}", code="invalid_grammar"
+        ) from None
     except Failed as error:
         finish = "error"
         raise service.failed(error) from None

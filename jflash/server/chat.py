@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jflash.server.answers import Usage, steps
+from jflash.server.answers import Step, Usage, steps
 from jflash.server.conversation import Reader, call_body, prompt_text
-from jflash.server.errors import json_response
+from jflash.server.errors import invalid, json_response
+from jflash.server.forms import answer_form
 from jflash.server.protocol import Chat, StreamOptions, read
-from jflash.server.reasoning import opened
-from jflash.server.service import Service, requests_of, stops_of, thinking
-from jflash.server.tools import wanted
+from jflash.server.reasoning import ThoughtTokens, opened
+from jflash.server.scores import chat_logprobs, joined, prompt_logprobs
+from jflash.server.service import Service, requests_of, stops_of, thinking, thinks
+from jflash.server.tools import forced, wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
@@ -25,6 +27,7 @@ class Talk(NamedTuple):
     service: Service
     handles: Sequence[Handle]
     readers: Sequence[Reader]
+    thoughts: Sequence[ThoughtTokens]
     stops: Sequence[str]
     usage: Usage
 
@@ -38,17 +41,27 @@ async def chat(request: HttpRequest) -> Response:
     names = thinking(service, asked.reasoning_effort, asked.chat_template_kwargs or {})
     prompt = prompt_text(service, asked.messages, tools, names)
     ids = await service.encode(prompt, special=False)
+    one_call = asked.parallel_tool_calls is False
+    must = forced(tools, asked.tool_choice)
+    form = answer_form(
+        asked, asked.response_format, "response_format", must, service.call_marks, one_call
+    )
+    if asked.top_logprobs and not asked.logprobs:
+        raise invalid("top_logprobs", "needs logprobs")
     newer = asked.max_completion_tokens is not None
     requests = requests_of(
         service, asked, [ids],
         max_tokens=asked.max_completion_tokens if newer else asked.max_tokens,
         limit_name="max_completion_tokens" if newer else "max_tokens",
         stop_token_ids=asked.stop_token_ids or (), n=n,
+        grammar=await service.grammar(form, thinks(service, prompt, names)),
+        top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )  # fmt: skip
-    one_call = asked.parallel_tool_calls is False
     readers = [Reader(opened(prompt), bool(tools), one_call) for _ in range(n)]
     usage = Usage(prompt=len(ids))
-    talk = Talk(service, service.submit(requests, "messages"), readers, stops, usage)
+    thoughts = [ThoughtTokens(opened(prompt), service.thought_marks) for _ in range(n)]
+    handles = service.submit(requests, "messages")
+    talk = Talk(service, handles, readers, thoughts, stops, usage)
     request.state.usage = usage
     if asked.stream:
         return Events(
@@ -80,8 +93,12 @@ async def _whole(talk: Talk) -> Response:
         {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
         for _ in talk.handles
     ]
-    ends = [""] * len(messages)
-    async for step in steps(talk.service, talk.handles, talk.stops, talk.usage):
+    ends, scores = [""] * len(messages), [list[dict | None]() for _ in messages]
+    scored = None
+    async for step in _steps(talk):
+        if step.first:
+            scored = prompt_logprobs(talk.service, talk.handles[0].request.prompt_ids, step.event)
+        scores[step.answer].append(chat_logprobs(talk.service, step.event))
         reader, message = talk.readers[step.answer], messages[step.answer]
         parts = reader.push(step.text, last=step.finish is not None)
         message["content"] += parts.content
@@ -90,11 +107,21 @@ async def _whole(talk: Talk) -> Response:
         if step.finish is not None:
             ends[step.answer] = _reason(reader, step.finish)
     choices = [
-        {"index": i, "message": _message(m), "logprobs": None, "finish_reason": ends[i]}
+        {
+            "index": i, "message": _message(m), "logprobs": joined(scores[i]),
+            "finish_reason": ends[i],
+        }
         for i, m in enumerate(messages)
-    ]
+    ]  # fmt: skip
     frame = _frame(talk.service, "chat.completion")
-    return json_response(frame | {"choices": choices, "usage": talk.usage.body()})
+    more = {} if scored is None else {"prompt_logprobs": scored}
+    return json_response(frame | {"choices": choices, "usage": talk.usage.body()} | more)
+
+
+async def _steps(talk: Talk) -> AsyncIterator[Step]:
+    async for step in steps(talk.service, talk.handles, talk.stops, talk.usage):
+        talk.usage.reasoning += talk.thoughts[step.answer].count(step.event.token_ids)
+        yield step
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -112,14 +139,16 @@ async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[di
     options = options or StreamOptions()
     called = [0] * len(talk.handles)
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def chunk(
+        index: int, delta: dict[str, Any], finish: str | None, scores: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
         now = {"usage": talk.usage.body()} if options.continuous_usage_stats else {}
         return frame | {"choices": [choice]} | now
 
     for index in range(len(talk.handles)):
         yield chunk(index, {"role": "assistant", "content": ""}, None)
-    async for step in steps(talk.service, talk.handles, talk.stops, talk.usage):
+    async for step in _steps(talk):
         index, reader = step.answer, talk.readers[step.answer]
         parts = reader.push(step.text, last=step.finish is not None)
         delta: dict[str, Any] = {"content": parts.content}
@@ -129,6 +158,7 @@ async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[di
             calls = enumerate(parts.calls, called[index])
             delta["tool_calls"] = [{"index": i} | call_body(call) for i, call in calls]
             called[index] += len(parts.calls)
-        yield chunk(index, delta, step.finish and _reason(reader, step.finish))
+        scores = chat_logprobs(talk.service, step.event)
+        yield chunk(index, delta, step.finish and _reason(reader, step.finish), scores)
     if options.include_usage:
         yield frame | {"choices": [], "usage": talk.usage.body()}

@@ -10,8 +10,10 @@ from starlette.responses import Response
 
 from jflash.io.text import decode
 from jflash.server.answers import Usage, steps
-from jflash.server.errors import invalid, json_response
+from jflash.server.errors import invalid, json_response, unsupported
+from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
+from jflash.server.scores import CompletionLogprobs, joined, prompt_logprobs
 from jflash.server.service import Service, requests_of, stops_of
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
@@ -26,9 +28,15 @@ async def completions(request: HttpRequest) -> Response:
     stops, n = stops_of(asked.stop), asked.n or 1
     prompts = await _prompts(service, asked)
     max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    form = form_of(asked, asked.response_format, "response_format")
+    if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
+        if asked.stream:
+            raise unsupported("logprobs", "a stream gives none of an echoed prompt")
+        asked.prompt_logprobs = asked.logprobs
     requests = requests_of(
         service, asked, prompts, max_tokens=max_tokens,
         stop_token_ids=asked.stop_token_ids or (), n=n,
+        grammar=await service.grammar(form, thinks=False), top_logprobs=asked.logprobs,
     )  # fmt: skip
     echoes = [decode(service.tokenizer, ids) if asked.echo else "" for ids in prompts]
     echoes = [echo for echo in echoes for _ in range(n)]
@@ -73,8 +81,10 @@ def _frame(service: Service) -> dict[str, Any]:
     }
 
 
-def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+def _choice(
+    index: int, text: str, finish: str | None, scores: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": scores, "finish_reason": finish}
 
 
 async def _whole(
@@ -85,10 +95,24 @@ async def _whole(
     echoes: Sequence[str],
 ) -> Response:
     texts, ends = list(echoes), [""] * len(handles)
+    scores = [list[dict[str, Any] | None]() for _ in handles]
+    writers = [CompletionLogprobs(service) for _ in handles]
+    of_prompts = list[Any]([None] * len(handles))
     async for step in steps(service, handles, stops, usage):
-        texts[step.answer] += step.text
-        ends[step.answer] = step.finish or ""
-    choices = [_choice(i, text, ends[i]) for i, text in enumerate(texts)]
+        i, request = step.answer, handles[step.answer].request
+        texts[i] += step.text
+        ends[i] = step.finish or ""
+        if step.first:
+            of_prompts[i] = prompt_logprobs(service, request.prompt_ids, step.event)
+            if echoes[i] and request.logprobs:
+                tops = bool(request.top_logprobs)
+                scores[i].append(writers[i].prompt(request.prompt_ids, step.event, tops))
+        scores[i].append(writers[i].step(step.event))
+    choices = [
+        _choice(i, text, ends[i], joined(scores[i]))
+        | ({} if of_prompts[i] is None else {"prompt_logprobs": of_prompts[i]})
+        for i, text in enumerate(texts)
+    ]
     return json_response(_frame(service) | {"choices": choices, "usage": usage.body()})
 
 
@@ -110,7 +134,9 @@ async def _chunks(
     for index, echo in enumerate(echoes):
         if echo:
             yield chunk([_choice(index, echo, None)])
+    writers = [CompletionLogprobs(service) for _ in handles]
     async for step in steps(service, handles, stops, usage):
-        yield chunk([_choice(step.answer, step.text, step.finish)])
+        scores = writers[step.answer].step(step.event)
+        yield chunk([_choice(step.answer, step.text, step.finish, scores)])
     if options.include_usage:
         yield frame | {"choices": [], "usage": usage.body()}

@@ -11,17 +11,30 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from jflash.server.errors import ApiError, unsupported
+from jflash.serving.request import MOST
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Few = Annotated[int, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[Text], Meta(min_length=1)]
 PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's form of an answer; one of them."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
 
 
 class Asked(Struct, kw_only=True):
@@ -37,18 +50,17 @@ class Asked(Struct, kw_only=True):
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # the smallest runs first
     speculation: bool | None = None  # jflash's: false accepts no draft, so a step gives one token
-    # Refused unless they change nothing; see NEUTRAL.
     min_tokens: Natural | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    prompt_logprobs: Any = None
+    prompt_logprobs: Few | None = None  # vLLM's, as are the next five
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class Completion(Asked, kw_only=True):
@@ -64,7 +76,7 @@ class Completion(Asked, kw_only=True):
     add_special_tokens: bool = True
     best_of: Count | None = None
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Few | None = None  # the number of most probable tokens
     response_format: dict[str, Any] | None = None
 
 
@@ -112,7 +124,7 @@ class Chat(Asked, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Few | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None
@@ -164,22 +176,7 @@ class Detokenize(Struct, kw_only=True):
 
 
 # Fields that the server knows and cannot honour: the values that change nothing, and why.
-NO_GRAMMAR = "this server has no grammar"
-NO_LOGPROBS = "this server gives no logprobs"
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "presence_penalty": ((0,), "this server has no penalties"),
-    "frequency_penalty": ((0,), "this server has no penalties"),
-    "repetition_penalty": ((1,), "this server has no penalties"),
-    "logit_bias": (({},), "this server has no bias"),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-        ((), NO_GRAMMAR),
-    ),
-    "response_format": (({"type": "text"},), NO_GRAMMAR),
-    "prompt_logprobs": ((False,), NO_LOGPROBS),
-    "logprobs": ((False,), NO_LOGPROBS),
-    "top_logprobs": ((0,), NO_LOGPROBS),
-    "min_tokens": ((0,), "this server has no minimum length"),
     "best_of": ((1,), "give n, and choose among the answers"),
     "suffix": (("",), "the model only continues a text"),
     "chat_template": ((), "the model's template is used"),
@@ -201,11 +198,8 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def read[R: Struct](body: bytes, kind: type[R], honoured: frozenset[str] = frozenset()) -> R:
-    """The request in a body; ApiError with the field's name for what is wrong.
-
-    `honoured` names fields of NEUTRAL that this server can honour.
-    """
+def read[R: Struct](body: bytes, kind: type[R]) -> R:
+    """The request in a body; ApiError with the field's name for what is wrong."""
     try:
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -214,10 +208,10 @@ def read[R: Struct](body: bytes, kind: type[R], honoured: frozenset[str] = froze
         raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
     for name in kind.__struct_fields__:
         given = getattr(value, name)
-        if given is None or name in honoured or name not in NEUTRAL:
+        if given is None or name not in NEUTRAL:
             continue
         neutral, why = NEUTRAL[name]
-        # `logprobs` 0 asks for the chosen token's, and equals False for Python.
+        # 0 equals False for Python.
         if not any(given == v and (type(given) is bool) == (type(v) is bool) for v in neutral):
             raise unsupported(name, why)
     return value

@@ -1,5 +1,6 @@
 """Splits an answer into thoughts and text, before and after `</think>`, as it streams."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jflash.io.incremental import held_back
@@ -55,6 +56,29 @@ class Reasoning:
         text = text.lstrip("\n") if self._fresh else text
         self._fresh = self._fresh and not text
         return text
+
+
+class ThoughtTokens:
+    """Counts the tokens of an answer's thoughts, its marks included.
+
+    `marks` open and close them; without a single token for the second nothing is counted.
+    """
+
+    def __init__(self, inside: bool, marks: tuple[int | None, int | None]) -> None:
+        self._opens, self._closes = marks
+        self._inside, self._fresh = inside, True
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """The tokens of thoughts among the answer's next ones."""
+        if self._closes is None:
+            return 0
+        if self._fresh and token_ids:
+            self._inside |= token_ids[0] == self._opens
+            self._fresh = False
+        if not self._inside:
+            return 0
+        self._inside = self._closes not in token_ids
+        return len(token_ids) if self._inside else token_ids.index(self._closes) + 1
 
 
 def opened(prompt: str) -> bool:

@@ -56,6 +56,7 @@ class Output:
             "output_tokens_details": {
                 "accepted_prediction_tokens": used.accepted,
                 "rejected_prediction_tokens": used.drafted - used.accepted,
+                "reasoning_tokens": used.reasoning,
             },
             "total_tokens": used.prompt + used.new,
         }

@@ -15,11 +15,12 @@ from starlette.responses import Response
 from jflash.server.answers import Usage, steps
 from jflash.server.conversation import Reader, prompt_text
 from jflash.server.errors import ApiError, invalid, json_response, unsupported
+from jflash.server.forms import answer_form
 from jflash.server.protocol import FunctionCall, Message, Responses, ToolCall, read
-from jflash.server.reasoning import opened
+from jflash.server.reasoning import ThoughtTokens, opened
 from jflash.server.response_items import Output
-from jflash.server.service import Service, requests_of, thinking
-from jflash.server.tools import wanted
+from jflash.server.service import Service, requests_of, thinking, thinks
+from jflash.server.tools import forced, wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
@@ -33,17 +34,25 @@ async def responses(request: HttpRequest) -> Response:
     _check_parts(asked)
     tools = wanted(_chat_tools(asked.tools), asked.tool_choice, service.template)
     effort = (asked.reasoning or {}).get(EFFORT)
-    prompt = prompt_text(service, _messages(asked), tools, thinking(service, effort, {}), "input")
+    names = thinking(service, effort, {})
+    prompt = prompt_text(service, _messages(asked), tools, names, "input")
     ids = await service.encode(prompt, special=False)
-    requests = requests_of(
-        service, asked, [ids], max_tokens=asked.max_output_tokens, limit_name="max_output_tokens"
+    one_call = asked.parallel_tool_calls is False
+    must = forced(tools, asked.tool_choice)
+    form = answer_form(
+        asked, (asked.text or {}).get(FORMAT), "text.format", must, service.call_marks, one_call
     )
-    reader = Reader(opened(prompt), bool(tools), asked.parallel_tool_calls is False)
+    requests = requests_of(
+        service, asked, [ids], max_tokens=asked.max_output_tokens, limit_name="max_output_tokens",
+        grammar=await service.grammar(form, thinks(service, prompt, names)),
+    )  # fmt: skip
+    reader = Reader(opened(prompt), bool(tools), one_call)
+    thoughts = ThoughtTokens(opened(prompt), service.thought_marks)
     usage = Usage(prompt=len(ids))
     request.state.usage = usage
     [handle] = service.submit(requests, "input")
     output = Output(_frame(service, asked), usage)
-    events = _events(service, handle, reader, usage, output)
+    events = _events(service, handle, reader, thoughts, usage, output)
     if asked.stream:
         return Events(
             events, lambda: service.release([handle]), seconds=2 * service.request_timeout,
@@ -62,11 +71,17 @@ async def _drain(events: AsyncIterator[dict[str, Any]]) -> None:
 
 
 async def _events(
-    service: Service, handle: Handle, reader: Reader, usage: Usage, output: Output
+    service: Service,
+    handle: Handle,
+    reader: Reader,
+    thoughts: ThoughtTokens,
+    usage: Usage,
+    output: Output,
 ) -> AsyncIterator[dict[str, Any]]:
     for event in output.begin():
         yield event
     async for step in steps(service, [handle], [], usage):
+        usage.reasoning += thoughts.count(step.event.token_ids)
         for event in output.add(reader.push(step.text, last=step.finish is not None)):
             yield event
         if step.finish is not None:
@@ -82,8 +97,10 @@ def _check_parts(asked: Responses) -> None:
     if effort is not None and not isinstance(effort, str):
         raise invalid("reasoning.effort", f"{effort!r} is no text")
     form = (asked.text or {}).get(FORMAT)
-    if form not in (None, {"type": "text"}):
-        raise unsupported("text.format", "this server has no grammar")
+    if form is not None and not isinstance(form, dict):
+        raise invalid("text.format", "must be an object")
+    if asked.prompt_logprobs is not None or asked.top_logprobs:
+        raise unsupported("top_logprobs", "this route gives no logprobs")
 
 
 def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -1,6 +1,7 @@
 """The state that a server's requests share, and the engine's requests for each of them."""
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,14 @@ from typing import Any
 from jflash.decoding import Sampling
 from jflash.io.foreign import one_line
 from jflash.io.text import token_ids
+from jflash.server import tools
 from jflash.server.errors import ApiError, invalid, unsupported
+from jflash.server.forms import Form
 from jflash.server.metrics import Metrics
 from jflash.server.protocol import Asked
+from jflash.server.reasoning import CLOSE, OPEN, opened
 from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammar, Grammars
 from jflash.serving.handle import Handle
 from jflash.serving.request import KEYS, Failed, Full, Request
 
@@ -25,6 +30,7 @@ class Service:
     """A loaded engine with its tokenizer. `sampling` has the defaults of a request."""
 
     engine: Engine
+    grammars: Grammars
     tokenizer: Any
     name: str
     version: str
@@ -43,6 +49,42 @@ class Service:
     @property
     def vocabulary(self) -> int:
         return self.engine.pair.models.target.config.vocab_size
+
+    @functools.cached_property
+    def thought_marks(self) -> tuple[int | None, int | None]:
+        """The tokens that open and close thoughts; None for a mark of several tokens."""
+        ids = [token_ids(self.tokenizer, mark, add_special_tokens=False) for mark in (OPEN, CLOSE)]
+        opens, closes = (found[0] if len(found) == 1 else None for found in ids)
+        return opens, closes
+
+    @functools.cached_property
+    def call_marks(self) -> tuple[str, str]:
+        """The marks around a call, as a grammar writes them."""
+        return self.grammars.mark(tools.OPEN), self.grammars.mark(tools.CLOSE)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.grammars.token_bytes(token)
+
+    async def grammar(self, form: Form | None, thinks: bool) -> Grammar | None:
+        """A form's grammar, compiled off the event loop; it begins after the thoughts if any.
+
+        ApiError, naming the field, for a form that cannot be compiled.
+        """
+        if form is None:
+            return None
+        opens = self.thought_marks[1] if thinks else None
+        if thinks and opens is None:
+            raise unsupported(form.param, f"{CLOSE} is not one token: turn the thoughts off")
+
+        def compiled() -> Grammar:
+            return self.grammars.compile(form.kind, form.text, opens)
+
+        try:
+            return await asyncio.to_thread(compiled)
+        except ValueError as error:
+            raise ApiError(
+                f"{form.param}: {error}", param=form.param, code="invalid_grammar"
+            ) from None
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -115,6 +157,7 @@ class Service:
             self.engine.check(request)
         except ValueError as error:
             field = "stop_token_ids" if "stop_ids" in str(error) else None
+            field = "logit_bias" if "logit_bias" in str(error) else field
             raise ApiError(str(error), param=field, code="invalid_value") from None
 
 
@@ -143,9 +186,12 @@ def requests_of(
     stop_token_ids: Sequence[int] = (),
     n: int = 1,
     limit_name: str = "max_tokens",
+    grammar: Grammar | None = None,
+    top_logprobs: int | None = None,
 ) -> list[Request]:
     """The engine's requests, `n` for each prompt. Without `max_tokens` the context is the limit.
 
+    `top_logprobs` None asks for no logprobs at all.
     The samples of a seed differ in their index, as in `jflash.generate`.
     """
     if max_tokens == 0:
@@ -155,24 +201,49 @@ def requests_of(
     outside = [i for i in stop_token_ids if i >= service.vocabulary]
     if outside:
         raise invalid("stop_token_ids", f"{outside[0]} is outside the {service.vocabulary} ids")
+    if asked.ignore_eos and grammar is not None:
+        raise invalid("ignore_eos", "an answer of a given form ends where the form does")
+    if asked.prompt_logprobs is not None and asked.stream:
+        raise unsupported("prompt_logprobs", "a stream does not give them")
     ends = () if asked.ignore_eos else service.stop_ids
     stop_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
     sampling = sampling_of(asked, service.sampling)
     seed = None if asked.seed is None else _seed(asked.seed)
-    return [
-        Request(
-            prompt_ids=prompt,
-            max_tokens=max_tokens or max(service.engine.max_context - len(prompt), 1),
-            stop_ids=stop_ids,
-            sampling=sampling,
-            seed=seed,
-            index=index,
-            priority=asked.priority or 0,
-            timeout=service.request_timeout,
-            speculate=asked.speculation is not False,
-        )
-        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
-    ]
+    repetition = asked.repetition_penalty
+    try:
+        return [
+            Request(
+                prompt_ids=prompt,
+                max_tokens=max_tokens or max(service.engine.max_context - len(prompt), 1),
+                stop_ids=stop_ids,
+                sampling=sampling,
+                seed=seed,
+                index=index,
+                priority=asked.priority or 0,
+                timeout=service.request_timeout,
+                speculate=asked.speculation is not False,
+                min_tokens=asked.min_tokens or 0,
+                logit_bias=_bias(asked.logit_bias or {}),
+                repetition_penalty=1.0 if repetition is None else repetition,
+                frequency_penalty=asked.frequency_penalty or 0.0,
+                presence_penalty=asked.presence_penalty or 0.0,
+                logprobs=top_logprobs is not None,
+                top_logprobs=top_logprobs or 0,
+                prompt_logprobs=asked.prompt_logprobs,
+                grammar=grammar,
+            )
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
+        ]
+    except ValueError as error:
+        raise invalid(str(error).split(" ", 1)[0], str(error)) from None
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    """By token; JSON's names are texts."""
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError as error:
+        raise invalid("logit_bias", f"names must be token ids: {error}") from None
 
 
 def _seed(seed: int) -> int:
@@ -187,6 +258,15 @@ def stops_of(stop: str | list[str] | None) -> list[str]:
     if len(stops) > MOST_STOPS:
         raise invalid("stop", f"{len(stops)} texts: at most {MOST_STOPS}")
     return stops
+
+
+def thinks(service: Service, prompt: str, names: dict[str, Any]) -> bool:
+    """Whether thoughts come before the answer: the prompt opens them, or leaves that to the model
+    in the thinking mode of its template."""
+    if prompt.rstrip().endswith(CLOSE):
+        return False
+    mode = "enable_thinking" in service.template and names.get("enable_thinking") is not False
+    return opened(prompt) or mode
 
 
 def thinking(service: Service, effort: str | None, names: dict[str, Any]) -> dict[str, Any]:

@@ -68,19 +68,36 @@ def _call(body: str) -> Call | None:
 def wanted(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, template: str
 ) -> list[dict[str, Any]] | None:
-    """The tools for the template; ApiError for choices that it cannot enforce."""
+    """The tools for the template; ApiError for those that have no form, and without a place."""
     for index, tool in enumerate(tools or []):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise invalid(f"tools[{index}]", 'must be {"type": "function", "function": {…}}')
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise invalid(f"tools[{index}].function.name", "must be a text")
-    if choice not in (None, "none", "auto"):
-        if choice == "required" or isinstance(choice, dict):
-            raise unsupported("tool_choice", "a call cannot be forced without grammar")
+    if not isinstance(choice, dict) and choice not in (None, "none", "auto", "required"):
         raise invalid("tool_choice", f"{choice!r} is none of none, auto, required or a function")
+    if not tools and choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "there are no tools to call")
     if not tools or choice == "none":
         return None
     if "tools" not in template:
         raise unsupported("tools", "the model's chat template has no place for them")
     return tools
+
+
+def forced(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The tools of which one must be called; none if the model may choose."""
+    if not tools or choice in (None, "none", "auto"):
+        return []
+    if choice == "required":
+        return tools
+    assert isinstance(choice, dict), "`wanted` has refused other choices"
+    function = choice.get("function", choice)  # /v1/responses has the name one level higher
+    name = function.get("name") if isinstance(function, dict) else None
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    if choice.get("type") != "function" or not named:
+        raise invalid("tool_choice", f"{name!r} is no function of tools")
+    return named

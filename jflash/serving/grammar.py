@@ -14,8 +14,9 @@ from jaxtyping import Int
 
 Kind = Literal["json_schema", "lenient_json_schema", "regex", "grammar", "choice"]
 KEPT = 128  # compiled grammars
-# Any amount of white space would be legal JSON, and a text that never ends.
-WHITE_SPACE = r"[ \t\r\n]{0,32}"
+# A space, or a new line with its indentation: any amount of white space would be legal JSON, and a
+# text that never ends.
+WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
 
 
 class GrammarError(Exception):
@@ -26,7 +27,7 @@ class GrammarError(Exception):
 class Grammar:
     """A compiled grammar of the text after the first token `opens`, or of the whole text.
 
-    Where the text may end, one of `stop_ids` may come.
+    Where the text may end, one of `stop_ids` may come; before `opens` none may.
     """
 
     start: Any  # llguidance's matcher at the beginning
@@ -54,6 +55,17 @@ class Grammars:
         """
         start = self._compiled(kind, text)
         return Grammar(start, self._vocabulary, self._stop_ids, opens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for in a text."""
+        return self._tokens.decode_bytes([token])
+
+    def mark(self, text: str) -> str:
+        """A text in a grammar: a token with that name if there is one, else its characters."""
+        ids = self._tokens.tokenize_str(text, parse_special=True)
+        if len(ids) == 1 and self._tokens.is_special_token(ids[0]):
+            return text
+        return json.dumps(text)
 
     def _compile(self, kind: Kind, text: str) -> Any:
         from llguidance import LLMatcher
@@ -88,9 +100,13 @@ class Matcher:
     """A text's place in its grammar."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self._matcher = grammar.start.deep_copy()
+        self._grammar, self._matcher = grammar, grammar.start.deep_copy()
         self._opens = grammar.opens
         self._waits = grammar.opens is not None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._grammar.stop_ids
 
     @property
     def error(self) -> str:
@@ -123,9 +139,11 @@ def fill(masks: Int[np.ndarray, "B W M"], blocks: Sequence[tuple[int, Matcher, S
     """
     B, W, M = masks.shape
     assert masks.flags["C_CONTIGUOUS"] and masks.dtype == np.int32
-    asked = []
+    asked, words = [], masks.view(np.uint32)
     for sequence, matcher, drafts in blocks:
         first, follows, path = matcher.constrained(drafts[: W - 1])
+        for token in matcher.stop_ids:
+            words[sequence, :first, token // 32] &= ~np.uint32(1 << token % 32)
         if first < W and not matcher.error:
             asked.append((follows, sequence * W + first, path))
     place, size = masks.ctypes.data, M * masks.itemsize

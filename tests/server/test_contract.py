@@ -149,6 +149,105 @@ def test_responses_whole_and_streamed(client, model):
     assert client.responses.create(model=model, input=turns, max_output_tokens=2).output_text
 
 
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["answer", "sure"],
+    "properties": {
+        "answer": {"type": "integer", "minimum": 0, "maximum": 99},
+        "sure": {"enum": ["yes", "no"]},
+    },
+}  # fmt: skip
+
+
+def test_answers_of_a_given_form_are_those_of_plain_decoding(client, model, server):
+    """In every way to ask for one; with drafts and without the same text, whole or streamed."""
+
+    def chat(**how) -> str:
+        answers = [
+            client.chat.completions.create(
+                model=model, messages=MESSAGES, max_tokens=160, extra_body={**more, **how}
+            ).choices[0]
+            for more in ({}, {"speculation": False})
+        ]
+        assert answers[0].message.content == answers[1].message.content
+        assert {answer.finish_reason for answer in answers} == {"stop"}
+        return answers[0].message.content
+
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    text = chat(response_format=form)
+    value = json.loads(text)
+    assert set(value) == {"answer", "sure"} and type(value["answer"]) is int
+    assert chat(guided_json=SCHEMA) == chat(structured_outputs={"json": json.dumps(SCHEMA)}) == text
+    assert chat(guided_regex="[0-9]{3} crayons") in [f"{i:03} crayons" for i in range(1000)]
+    assert chat(guided_choice=["168", "Emma"]) in ("168", "Emma")
+    assert chat(guided_grammar='start: "21" | "22" "!"') in ("21", "22!")
+    drawn = chat(guided_regex="[a-z]{4}", temperature=1, seed=3)
+    assert len(drawn) == 4 and drawn.islower()
+    chunks = client.chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=160, stream=True, response_format=form
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    other = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    got = client.responses.create(model=model, input=QUESTION, text=other)
+    assert got.output_text == text and got.usage.output_tokens_details.reasoning_tokens == 0
+    cut = httpx.post(
+        server.url + TEXT,
+        json={"prompt": "x", "response_format": {"type": "json_object"}, "max_tokens": 2},
+    ).json()["choices"][0]
+    assert cut["finish_reason"] == "length" and cut["text"].startswith("{")
+
+
+def test_logprobs_of_tokens_prompts_and_chunks(client, model):
+    """In OpenAI's forms and vLLM's; a text's are the same as an answer and as an echoed prompt."""
+    how = dict(model=model, messages=MESSAGES, logprobs=True, top_logprobs=2)
+    content = client.chat.completions.create(**how).choices[0].logprobs.content
+    said = b"".join(bytes(entry.bytes) for entry in content[:-1]).decode()
+    assert said == ANSWER and content[-1].token == "<|im_end|>"
+    assert all(entry.top_logprobs[0].token == entry.token for entry in content)  # greedy
+    assert all(entry.logprob == entry.top_logprobs[0].logprob <= 0 for entry in content)
+    streamed = client.chat.completions.create(**how, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in streamed]
+    assert [entry for part in parts if part for entry in part.content] == content
+    silent = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1)
+    assert silent.choices[0].logprobs is None
+
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    new = client.completions.create(model=model, prompt=prompt, max_tokens=60, logprobs=0)
+    numbers = new.choices[0].logprobs
+    assert numbers.token_logprobs == [entry.logprob for entry in content]
+    assert numbers.text_offset[1] == len(numbers.tokens[0])
+    [choice] = client.completions.create(
+        model=model, prompt=prompt + ANSWER, max_tokens=1, logprobs=1, echo=True,
+        extra_body={"prompt_logprobs": 2},
+    ).choices  # fmt: skip
+    echoed = choice.logprobs
+    assert echoed.tokens[:3] == ["<|im_start|>", "user", "\n"] and echoed.token_logprobs[0] is None
+    assert echoed.top_logprobs[0] is None
+    count = len(content) - 1
+    assert echoed.tokens[-count - 1 : -1] == numbers.tokens[:-1]
+    assert echoed.token_logprobs[-count - 1 : -1] == numbers.token_logprobs[:-1]
+    first, *rest = choice.prompt_logprobs
+    assert first is None and len(rest) == len(echoed.tokens) - 2
+    assert all(len(place) in (2, 3) for place in rest)
+    assert {entry["rank"] for entry in rest[-1].values()} >= {1, 2}
+
+
+def test_penalties_bias_and_a_least_length_reach_the_engine(client, model):
+    def answer(**how) -> str:
+        got = client.chat.completions.create(
+            model=model, messages=MESSAGES, max_tokens=40, extra_body=how
+        )
+        return got.choices[0].message.content
+
+    def tokens(text: str) -> list[int]:
+        return [*load_tokenizer(EMBEDDED_PAIR / "target")(text)["input_ids"]]
+
+    assert answer() == ANSWER == answer(presence_penalty=0, min_tokens=0, logit_bias={})
+    assert not answer(logit_bias={str(tokens("Each")[0]): -100}).startswith("Each")
+    assert answer(min_tokens=30).startswith(ANSWER) and len(tokens(answer(min_tokens=30))) > 25
+    for name, value in (("repetition", 5.0), ("frequency", 60.0), ("presence", 60.0)):
+        assert answer(**{f"{name}_penalty": value}) != ANSWER, name
+
+
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
@@ -179,17 +278,46 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"n": 1000}, "n", "invalid_value"),
         (CHAT, {"priority": 2**31}, "priority", "invalid_type"),
         (CHAT, {"model": "gpt"}, "model", "model_not_found"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", None),
-        (CHAT, {"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
-        (CHAT, {"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-        (CHAT, {"logprobs": True}, "logprobs", "unsupported_parameter"),
+        (CHAT, {"response_format": {"type": "odd"}}, "response_format.type", None),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "invalid_value",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "q"}}}},
+            "response_format.json_schema.schema",
+            "invalid_grammar",
+        ),
+        (CHAT, {"guided_regex": "[0-9"}, "guided_regex", "invalid_grammar"),
+        (TEXT, {"guided_choice": []}, "guided_choice", "invalid_type"),
+        (TEXT, {"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+        (
+            TEXT,
+            {"structured_outputs": {"grammar": "root ::= ("}},
+            "structured_outputs.grammar",
+            None,
+        ),
+        (TEXT, {"guided_json": "no JSON"}, "guided_json", "invalid_value"),
+        (TEXT, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value"),
+        (TEXT, {"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_value"),
+        (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        (CHAT, {"logit_bias": {"4096": 1}}, "logit_bias", "invalid_value"),
+        (CHAT, {"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        (CHAT, {"min_tokens": 5}, "min_tokens", "invalid_value"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_type"),
+        (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
         (CHAT, {"tools": [WEATHER]}, "tools", "unsupported_parameter"),
         (CHAT, {"tools": [{}]}, "tools[0]", "invalid_value"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        (CHAT, {"tool_choice": "maybe"}, "tool_choice", "invalid_value"),
         (CHAT, {"store": True}, "store", "unsupported_parameter"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
         (CHAT, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", None),
-        (TEXT, {"logprobs": 0}, "logprobs", "unsupported_parameter"),
+        (TEXT, {"logprobs": 21}, "logprobs", "invalid_type"),
         (TEXT, {"prompt": []}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [[]]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": ""}, "prompt", "invalid_value"),
@@ -200,7 +328,10 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (RESPONSES, {"store": True}, "store", "unsupported_parameter"),
         (RESPONSES, {"previous_response_id": "r"}, "previous_response_id", None),
         (RESPONSES, {"input": [{"type": "odd"}]}, "input[0].type", "unsupported_parameter"),
-        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format", None),
+        (RESPONSES, {"conversation": "c"}, "conversation", "unsupported_parameter"),
+        (RESPONSES, {"background": True}, "background", "unsupported_parameter"),
+        (RESPONSES, {"text": {"format": {"type": "odd"}}}, "text.format.type", None),
+        (RESPONSES, {"text": {"format": 1}}, "text.format", "invalid_value"),
         ("/tokenize", {"prompt": ...}, "prompt", "invalid_value"),
         ("/detokenize", {"tokens": [5000]}, "tokens", "invalid_value"),
     ],

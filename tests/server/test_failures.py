@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -17,9 +18,11 @@ from jflash.server.metrics import Metrics
 from jflash.server.run import listen, serve
 from jflash.server.service import Service
 from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammars
+from tests.support.letters import END, END_OF_THOUGHTS, TEMPLATE, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
 
-TEXT = "/v1/completions"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 150, "stream": True}
 
 
@@ -32,6 +35,7 @@ class Running:
         values: dict[str, Any] = {
             "tokenizer": load_tokenizer(EMBEDDED_PAIR / "target"), "name": "small",
             "version": "jflash", "template": "", "stop_ids": (), "sampling": Sampling(),
+            "grammars": Grammars(load_tokenizer(EMBEDDED_PAIR / "target"), 4096, [2]),
             "reasoning": False, "created": 0, "max_body": 1000, "max_queue": 4,
             "request_timeout": 60.0, "metrics": Metrics("small", 3, self.engine.stats),
         }  # fmt: skip
@@ -99,6 +103,58 @@ def test_a_broken_device_ends_streams_health_and_the_server(how):
         server.thread.join(20)
         assert server.well is False
         let_go.set()
+
+
+WAYS = {
+    name: {
+        "type": "object", "additionalProperties": False, "required": ["x"],
+        "properties": {"x": {"enum": values}},
+    }
+    for name, values in (("one", [1, 22]), ("two", ["a"]))
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": way}}
+    for name, way in WAYS.items()
+]
+
+
+def test_forced_calls_and_forms_after_thoughts():
+    """By random weights: only the grammar makes the calls and the form."""
+    tokenizer = letters_tokenizer()
+    with running(
+        tokenizer=tokenizer, template=TEMPLATE, stop_ids=(END,), max_body=9000,
+        grammars=Grammars(tokenizer, 67, [END]),
+    ) as server:  # fmt: skip
+        body = {
+            "messages": [{"role": "user", "content": "abc"}], "max_tokens": 120, "tools": TOOLS,
+            "parallel_tool_calls": False,
+            "logit_bias": {str(END_OF_THOUGHTS): 20, "10": -99, "11": -99},  # no white space
+        }  # fmt: skip
+
+        def chat(**how: Any) -> dict[str, Any]:
+            answer = httpx.post(server.url + CHAT, json=body | how, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        named = {"type": "function", "function": {"name": "two"}}
+        thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+        for how in ({"tool_choice": "required"}, {"tool_choice": named} | thinks):
+            whole = chat(**how)
+            [choice] = whole["choices"]
+            [call] = choice["message"]["tool_calls"]
+            assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+            value = json.loads(call["function"]["arguments"])["x"]
+            assert value in WAYS[call["function"]["name"]]["properties"]["x"]["enum"]
+            thoughts = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert (thoughts > 0) == ("chat_template_kwargs" in how)
+        assert call["function"]["name"] == "two"
+        form = {"guided_regex": "[0-9]{4}", "tools": None}
+        message = chat(**form, **thinks)["choices"][0]["message"]
+        assert re.fullmatch("[0-9]{4}", message["content"]), message
+        refused = httpx.post(server.url + CHAT, json=body | {"tool_choice": named | {"type": "x"}})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+        both = httpx.post(server.url + CHAT, json=body | {**form, "tools": TOOLS, **how})
+        assert both.status_code == 400 and both.json()["error"]["param"] == "guided_regex"
 
 
 def test_keys_limits_and_pages_of_others():

@@ -1,0 +1,129 @@
+"""The form that an answer must have, as a request asks for it: JSON, a schema, a regex, a call.
+
+This file knows the fields of requests, and leaves grammars to jflash.serving.grammar.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jflash.server.errors import invalid, unsupported
+from jflash.server.protocol import Asked
+from jflash.serving.grammar import WHITE_SPACE, Kind
+
+FIELDS: tuple[tuple[str, Kind], ...] = (
+    ("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar"),
+)  # fmt: skip
+NO_OTHER = {"additionalProperties": False}
+
+
+class Form(NamedTuple):
+    """A grammar's kind and text, and the field that asked for it."""
+
+    kind: Kind
+    text: str
+    param: str
+
+
+def form_of(asked: Asked, response_format: Mapping[str, Any] | None, param: str) -> Form | None:
+    """The one form that a request asks for; `param` is the field of `response_format`.
+
+    ApiError for two of them, or for one that is none.
+    """
+    forms = [
+        _form(name, kind, getattr(asked, f"guided_{name}"), "guided_") for name, kind in FIELDS
+    ]
+    outputs, where = asked.structured_outputs, "structured_outputs"
+    if outputs is not None:
+        named = [_form(name, kind, getattr(outputs, name), f"{where}.") for name, kind in FIELDS]
+        if outputs.json_object:
+            named.append(Form("json_schema", '{"type": "object"}', f"{where}.json_object"))
+        if not any(named):
+            raise invalid(where, "names none of json, regex, choice, grammar, json_object")
+        forms += named
+    if response_format is not None:
+        forms.append(_by_type(response_format, param))
+    wanted = [form for form in forms if form is not None]
+    if len(wanted) > 1:
+        raise invalid(wanted[1].param, f"an answer has one form, and {wanted[0].param} gives one")
+    return wanted[0] if wanted else None
+
+
+def _form(name: str, kind: Kind, value: Any, prefix: str) -> Form | None:
+    param = prefix + name
+    if value is None:
+        return None
+    if kind == "json_schema":
+        return Form(kind, _schema(value, param), param)
+    if kind == "choice":
+        return Form(kind, msgspec.json.encode(value).decode(), param)
+    return Form(kind, value, param)
+
+
+def _schema(value: Any, param: str) -> str:
+    """A schema as text; it may come as text."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            raise invalid(param, "is no JSON") from None
+    if not isinstance(value, dict | bool):
+        raise invalid(param, "must be a JSON schema")
+    return msgspec.json.encode(value).decode()
+
+
+def _by_type(given: Mapping[str, Any], param: str) -> Form | None:
+    """OpenAI's response_format, and text.format, where a schema's fields lie one level higher."""
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Form("json_schema", '{"type": "object"}', param)
+    if kind != "json_schema":
+        raise unsupported(f"{param}.type", f"{kind!r} is none of text, json_object, json_schema")
+    inner, where = given, param
+    if "schema" not in given:
+        inner, where = given.get("json_schema"), f"{param}.json_schema"
+    if not isinstance(inner, dict) or "schema" not in inner:
+        raise invalid(f"{where}.schema", "is missing")
+    lenient = inner.get("strict") is False
+    text = _schema(inner["schema"], f"{where}.schema")
+    return Form("lenient_json_schema" if lenient else "json_schema", text, f"{where}.schema")
+
+
+def answer_form(
+    asked: Asked,
+    response_format: Mapping[str, Any] | None,
+    param: str,
+    forced: Sequence[Mapping[str, Any]],
+    marks: tuple[str, str],
+    one_call: bool,
+) -> Form | None:
+    """The form of the answer: that of a forced call, or what `form_of` finds.
+
+    `marks` are those before and after a call, as Lark writes them.
+    """
+    form = form_of(asked, response_format, param)
+    if not forced:
+        return form
+    if form is not None:
+        raise invalid(form.param, "tool_choice forces a call, which has a form already")
+    return _calls(forced, marks, one_call)
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call: bool) -> Form:
+    """At least one call of one of the tools, and nothing else."""
+    ways = []
+    for tool in tools:
+        function = tool["function"]
+        arguments = function.get("parameters") or {"type": "object"}
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
+        way = {"type": "object", "properties": properties, "required": [*properties]} | NO_OTHER
+        ways.append(way)
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": True}
+    schema = msgspec.json.encode({"anyOf": ways, "x-guidance": options}).decode()
+    opens, closes = marks
+    more = "" if one_call else ' ("\\n" call)*'
+    text = f'start: call{more}\ncall: {opens} "\\n" body "\\n" {closes}\nbody: %json {schema}'
+    return Form("grammar", text, "tools")

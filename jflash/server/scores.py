@@ -1,0 +1,120 @@
+"""Logprobs in the forms of OpenAI's API, from an event's numbers. This file knows no route."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jflash.server.service import Service
+from jflash.serving.request import Event, Top
+
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+
+
+def chat_logprobs(service: Service, event: Event) -> dict[str, Any] | None:
+    """The `logprobs` of a choice of chat completions; None if the request asks for none."""
+    if event.logprobs is None:
+        return None
+    tops = event.top_logprobs or ((),) * len(event.logprobs)
+    content = [
+        _entry(service, token, number)
+        | {"top_logprobs": [_entry(service, other, x) for other, x in top]}
+        for token, number, top in zip(event.token_ids, event.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(service: Service, token: int, number: float) -> dict[str, Any]:
+    given = service.token_bytes(token)
+    return {"token": _shown(given), "logprob": _finite(number), "bytes": list(given)}
+
+
+def _shown(given: bytes) -> str:
+    """A token's text; part of a character is shown by its bytes, as OpenAI does."""
+    try:
+        return given.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else LEAST
+
+
+class CompletionLogprobs:
+    """The `logprobs` of one choice of completions, whose text grows; offsets count characters."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._offset = service, 0
+
+    def prompt(self, ids: Sequence[int], event: Event, tops: bool) -> dict[str, Any]:
+        """Those of an echoed prompt, whose first token has none."""
+        numbers = (None, *(event.prompt_logprobs or ()))
+        none: tuple[Top | None, ...] = (None,) * len(ids)
+        likely = (None, *(event.prompt_top_logprobs or ())) if tops else none
+        return self._body(ids, numbers, likely)
+
+    def step(self, event: Event) -> dict[str, Any] | None:
+        if event.logprobs is None:
+            return None
+        tops = event.top_logprobs or (None,) * len(event.logprobs)
+        return self._body(event.token_ids, event.logprobs, tops)
+
+    def _body(
+        self,
+        ids: Sequence[int],
+        numbers: Sequence[float | None],
+        tops: Sequence[Top | None],
+    ) -> dict[str, Any]:
+        texts = [_shown(self._service.token_bytes(token)) for token in ids]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        likely = [
+            None if top is None or number is None else self._likely(token, number, top)
+            for token, number, top in zip(ids, numbers, tops, strict=True)
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if x is None else _finite(x) for x in numbers],
+            "top_logprobs": likely,
+            "text_offset": offsets,
+        }
+
+    def _likely(self, token: int, number: float, top: Top) -> dict[str, float]:
+        """The most probable tokens and the one that was chosen, by their text."""
+        shown = {_shown(self._service.token_bytes(i)): _finite(x) for i, x in top}
+        return shown | {_shown(self._service.token_bytes(token)): _finite(number)}
+
+
+def joined(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The logprobs of a whole answer, of those of its steps."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    lists = {name: value for name, value in known[0].items() if isinstance(value, list)}
+    return known[0] | {name: [x for part in known for x in part[name]] for name in lists}
+
+
+def prompt_logprobs(
+    service: Service, ids: Sequence[int], event: Event
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's form: for each of the prompt's tokens after the first its number and the likeliest."""
+    if event.prompt_logprobs is None:
+        return None
+    tops = event.prompt_top_logprobs or ((),) * len(event.prompt_logprobs)
+    found: list[dict[str, Any] | None] = [None]
+    for token, number, top in zip(ids[1:], event.prompt_logprobs, tops, strict=True):
+        ranked: dict[int, tuple[float, int | None]] = {}
+        ranked |= {other: (x, rank) for rank, (other, x) in enumerate(top, 1)}
+        ranked.setdefault(token, (number, None))
+        found.append(
+            {
+                str(other): {
+                    "logprob": _finite(x), "rank": rank,
+                    "decoded_token": _shown(service.token_bytes(other)),
+                }
+                for other, (x, rank) in ranked.items()
+            }
+        )  # fmt: skip
+    return found
