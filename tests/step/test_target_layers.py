@@ -116,7 +116,7 @@ def added(start, rows, kept):
 
     def one(total, row):
         x, keep = row
-        total = jnp.where(keep[:, None], 0.7 * total + 0.3 * x, total)
+        total = jnp.where(keep[:, None], 0.95 * total + 0.3 * x, total)
         return total, total
 
     end, sums = jax.lax.scan(one, start, (jnp.moveaxis(rows, 1, 0), kept.T))
