@@ -1,6 +1,5 @@
 """bench-kernels: op × shape × backend, microseconds, share of bandwidth and error."""
 
-import argparse
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -9,12 +8,13 @@ import jax
 from jflash.bench.floors import measure_rates
 from jflash.bench.kernel_cases import OPS, make_case
 from jflash.bench.kernel_times import COLUMNS, measure, row_text
+from jflash.cli.command import Options
 from jflash.cli.options.values import refuse
 from jflash.cli.results import partial
 from jflash.device import describe_device
 
 
-def make_plan(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+def make_plan(args: Options) -> list[tuple[str, str, str]]:
     """op, shape and backend of every case; ValueError for an unknown name."""
     ops = args.op.split(",")
     _check_names("op", ops, OPS)
@@ -36,7 +36,7 @@ def _check_names(what: str, names: Sequence[str], known: Collection[str]) -> Non
         refuse(name not in known, f"no {what} is called {name!r}: use {', '.join(known)}")
 
 
-def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(args: Options) -> Iterator[dict[str, Any]]:
     """Prints the table row by row, and yields all rows so far after each."""
     plan = make_plan(args)
     if jax.default_backend() != "gpu":

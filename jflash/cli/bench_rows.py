@@ -1,18 +1,18 @@
 """bench-rows: tokens a second by the rows that a step verifies."""
 
-import argparse
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
 from jflash.bench.row_speed import measured
+from jflash.cli.command import Options
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 
 
-def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(args: Options) -> Iterator[dict[str, Any]]:
     files = configure_pair(args.target, args.drafter)
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))

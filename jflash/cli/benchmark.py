@@ -1,6 +1,5 @@
 """benchmark: step times of a pair, every batch size in separate processes, one after another."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from jflash.bench.report import (
     reference_text,
 )
 from jflash.bench.shapes import model_shape
-from jflash.cli.command import BAD_INPUT
+from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
@@ -42,7 +41,7 @@ PROMPTS = (
 REFERENCE = Path(benchmark_case.__file__).with_name("torch_reference.py")
 
 
-def make_task(args: argparse.Namespace) -> Task:
+def make_task(args: Options) -> Task:
     """The task of the first batch size; ValueError for what no device could measure."""
     target, drafter = model_shape(args.shape) if args.shape else pair_configs(args)
     capacity = args.capacity or -(-2 * args.context // 256) * 256
@@ -61,7 +60,7 @@ def make_task(args: argparse.Namespace) -> Task:
     )
 
 
-def check_sizes(args: argparse.Namespace, target: Any, drafter: Any, capacity: int) -> None:
+def check_sizes(args: Options, target: Any, drafter: Any, capacity: int) -> None:
     """ValueError for what does not fit the pair's configs."""
     full = drafter.block_size
     positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
@@ -74,16 +73,16 @@ def check_sizes(args: argparse.Namespace, target: Any, drafter: Any, capacity: i
     refuse(context > positions, f"--context {context}: the pair has {positions} positions")
 
 
-def pair_configs(args: argparse.Namespace) -> tuple[Any, Any]:
+def pair_configs(args: Options) -> tuple[Any, Any]:
     models = pair_models(args.target, args.drafter)
     assert models.drafter is not None
     return models.target.config, models.drafter.config
 
 
-def encoded_prompts(args: argparse.Namespace) -> tuple[Any, Any]:
+def encoded_prompts(args: Options) -> tuple[Any, Any]:
     """Prompts and stop tokens as ids, texts through the target's chat template."""
     template = {"system": None, "reasoning": "off", "no_chat_template": False}
-    options = argparse.Namespace(prompts=args.prompts, **template)
+    options = Options(prompts=args.prompts, **template)
     prompts = read_prompts(options) if args.prompts else [Prompt(text, None) for text in PROMPTS]
     needed = any(prompt.text is not None for prompt in prompts)
     target = open_checkpoint(args.target)
@@ -151,7 +150,7 @@ def measure(task: Task, with_memory: bool) -> dict[str, Any]:
     return case
 
 
-def measure_reference(args: argparse.Namespace, task: Task, case: dict[str, Any]) -> dict[str, Any]:
+def measure_reference(args: Options, task: Task, case: dict[str, Any]) -> dict[str, Any]:
     """The PyTorch code on the weights of `case` (batch 1), in one more process."""
     with tempfile.TemporaryDirectory(prefix="jflash-reference-") as name:
         folder = Path(name)
@@ -168,7 +167,7 @@ def measure_reference(args: argparse.Namespace, task: Task, case: dict[str, Any]
     return result
 
 
-def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(args: Options) -> Iterator[dict[str, Any]]:
     """Prints each case, and yields all cases so far after it."""
     if args.stage:
         run_stage(args.stage[0], Path(args.stage[1]), Path(args.stage[2]))

@@ -3,7 +3,6 @@
 A turn that does not fit, a bad line and Ctrl-C end an answer at most, never the conversation.
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.cli.command import first_interrupt, note_idle_gpu
+from jflash.cli.command import Options, first_interrupt, note_idle_gpu
 from jflash.cli.generate import configured, use_colour, with_sampling
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import sampling
@@ -38,7 +37,7 @@ class Talk(NamedTuple):
     decoding: Decoding
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     talk = _load(options)
     live = sys.stdin.isatty()
     if live:
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
             _turn(talk, line, history, live)
 
 
-def _load(options: argparse.Namespace) -> Talk:
+def _load(options: Options) -> Talk:
     """Loads the pair; ValueError, before a weight is read, for one that cannot talk."""
     files = configured(options, batch=1)
     tokenizer = files.target.tokenizer()

@@ -1,6 +1,5 @@
 """check-logits: bfloat16 by our kernels, bfloat16 by XLA and float32, side by side."""
 
-import argparse
 import time
 from collections.abc import Generator
 from typing import Any
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
+from jflash.cli.command import Options
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.memory import check_memory, device_memory
@@ -25,7 +25,7 @@ FAILED = 1
 DTYPE = "bfloat16"
 
 
-def targets(args: argparse.Namespace) -> list[Models]:
+def targets(args: Options) -> list[Models]:
     """The cut target at width 1 and at its drafter's; ValueError for what cannot run here."""
     shape = model_shape(args.shape)
     if jax.default_backend() == "cpu" and not args.shape.startswith("tiny"):
@@ -68,7 +68,7 @@ def nats(distance: dict[str, float]) -> str:
     )
 
 
-def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+def run(args: Options) -> Generator[dict[str, Any], None, int]:
     models, begin = targets(args), time.perf_counter()
     config = models[0].target.config
     [params] = random_weights([config], experts_scale=SCALE)

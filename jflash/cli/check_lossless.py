@@ -1,6 +1,5 @@
 """check-lossless: whether greedy decoding is lossless on this device, or where it is not."""
 
-import argparse
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -10,6 +9,7 @@ import jax
 from tqdm import tqdm
 
 from jflash.bench.shapes import SHAPES
+from jflash.cli.command import Options
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.io import default_dtype
@@ -26,7 +26,7 @@ from jflash.proof.width_1 import Parting
 DIFFERS = 1
 
 
-def check(args: argparse.Namespace) -> dict[str, Any]:
+def check(args: Options) -> dict[str, Any]:
     """The whole result as one JSON object; `failures` is empty if all is well."""
     dtype = args.dtype or default_dtype()
     report = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
@@ -40,7 +40,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     return report | {"failures": failed}
 
 
-def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
     form = CPU if jax.default_backend() == "cpu" else GPU
     case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch, args.layers)
@@ -57,7 +57,7 @@ def check_pair(name: str, args: argparse.Namespace, dtype: str) -> dict[str, Any
     return law
 
 
-def check_oracle(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+def check_oracle(args: Options, dtype: str) -> dict[str, Any]:
     """All drafters against the oracle of one executable, for every pair and batch size."""
     begin, seed, largest = time.perf_counter(), args.seed, args.batches[-1]
     # Tokens in proportion to the batch: all batch sizes run about as many steps.
@@ -120,7 +120,7 @@ def width_1_summaries(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     ]
 
 
-def failures(report: dict[str, Any], args: argparse.Namespace) -> list[str]:
+def failures(report: dict[str, Any], args: Options) -> list[str]:
     """Why the check is not passed, a line each."""
     wrong = []
     if report["differences"]:
@@ -224,7 +224,7 @@ def print_oracle(report: dict[str, Any]) -> None:
     print(f"{backends}, {report['seconds']:.0f} s")
 
 
-def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+def run(args: Options) -> Generator[dict[str, Any], None, int]:
     """Its exit code is DIFFERS if the check is not passed."""
     on_cpu = jax.default_backend() == "cpu"
     args.pairs = args.pairs or (("tiny-math",) if on_cpu else ("qwen3-8b", "qwen3-coder-30b"))

@@ -1,6 +1,5 @@
 """check-program: the step of all layers, compiled for this GPU, held to the gates."""
 
-import argparse
 import sys
 import time
 from collections.abc import Generator
@@ -10,6 +9,7 @@ import jax
 
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
+from jflash.cli.command import Options
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.platform import leave_compilation_cache
@@ -22,7 +22,7 @@ DTYPE = "bfloat16"
 SHOWN = 3  # offences of a gate
 
 
-def programs(args: argparse.Namespace) -> dict[str, StepProgram]:
+def programs(args: Options) -> dict[str, StepProgram]:
     """The programs to compile, by name: plain decoding and the pair's step at every batch size."""
     shape = model_shape(args.shape)
     found = {}
@@ -53,7 +53,7 @@ def print_results(name: str, results: list[Result], seconds: float) -> None:
     sys.stdout.flush()
 
 
-def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+def run(args: Options) -> Generator[dict[str, Any], None, int]:
     if jax.default_backend() != "gpu":
         why = "this compiles for the NVIDIA GPU of this machine, and JAX sees none"
         raise ValueError(f"{why}: tests/proof/test_gates.py compiles for an H200 anywhere")

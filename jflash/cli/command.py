@@ -29,6 +29,9 @@ EXTRAS = {
 GPU_TRACES = ("/dev/nvidia0", "/proc/driver/nvidia/gpus")
 
 
+Options = argparse.Namespace  # of a command line
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ValueErrors like any other bad input."""
 

@@ -1,12 +1,12 @@
 """convert: any checkpoint that loads, written in Orbax form with its companions."""
 
-import argparse
 import sys
 
+from jflash.cli.command import Options
 from jflash.io import convert_checkpoint
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     # On a full disk tensorstore still calls back into an event loop that Orbax has closed, and
     # Python would print an ignored exception below the one line that matters.
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None

@@ -1,13 +1,12 @@
 """evaluate: a data set through the engine, to a folder of answers, their summary and plots."""
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jflash.cli.command import note_idle_gpu, require
+from jflash.cli.command import Options, note_idle_gpu, require
 from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import drafter_name, sampling
 from jflash.cli.prompts import template_options
@@ -58,7 +57,7 @@ class Run(NamedTuple):
     settings: dict[str, Any]
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     name = options.dataset
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.steps_per_call is None:
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     return DIFFERENT if different else 0
 
 
-def _problems(o: argparse.Namespace) -> list[Problem]:
+def _problems(o: Options) -> list[Problem]:
     examples = load_examples(o.dataset, o.few_shot, o.few_shot_data) if o.few_shot else []
     shuffle, limit = o.shuffle, o.limit
     if o.reference_order:
@@ -93,7 +92,7 @@ def _problems(o: argparse.Namespace) -> list[Problem]:
     )
 
 
-def _prepare(options: argparse.Namespace) -> Run:
+def _prepare(options: Options) -> Run:
     """Data, configs and tokenizer; ValueError for what the models cannot serve."""
     draws = sampling(options)
     problems = _problems(options)
@@ -124,9 +123,7 @@ def _prepare(options: argparse.Namespace) -> Run:
     return Run(files, evaluation, _settings(options, files, evaluation))
 
 
-def _settings(
-    options: argparse.Namespace, files: PairFiles, evaluation: Evaluation
-) -> dict[str, Any]:
+def _settings(options: Options, files: PairFiles, evaluation: Evaluation) -> dict[str, Any]:
     """The identity of a run: the runs of other settings do not mix with it."""
     return {
         "dataset": options.dataset,
@@ -169,7 +166,7 @@ def _announce(folder: Path, baseline: bool) -> None:
 
 
 def _evaluate(
-    run: Run, folder: Path, options: argparse.Namespace, others: list[dict[str, Any]]
+    run: Run, folder: Path, options: Options, others: list[dict[str, Any]]
 ) -> dict[str, Any]:
     pair = load_weights(run.files, progress=sys.stderr.isatty())
     width, evaluation = pair.models.block_size, run.evaluation

@@ -1,6 +1,5 @@
 """generate: from a prompt to its text, one prompt live or a file of them in batches."""
 
-import argparse
 import functools
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from jflash.cli.command import note_idle_gpu
+from jflash.cli.command import Options, note_idle_gpu
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.prompts import Prompt, encode, read_prompts
@@ -40,7 +39,7 @@ class Job(NamedTuple):
         return before_stop(decode(self.tokenizer, generation.token_ids), stops)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     prompts = read_prompts(options, sampling(options))
     if options.output is not None:
         with whole_file(options.output, options.overwrite) as write:
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         _live(options, job, pair, setup)
 
 
-def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
+def _prepare(options: Options, prompts: list[Prompt]) -> Job:
     """Configs and tokenizer, the prompts as ids; ValueError for what the models cannot serve."""
     files = configured(options, min(options.batch_size, len(prompts)))
     needed = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
@@ -83,7 +82,7 @@ def _prepare(options: argparse.Namespace, prompts: list[Prompt]) -> Job:
     return Job(files, tokenizer, ids, decodings)
 
 
-def configured(options: argparse.Namespace, batch: int) -> PairFiles:
+def configured(options: Options, batch: int) -> PairFiles:
     """The pair that the options name, at its width and its rows."""
     source, seed = drafter_choice(drafter_name(options))
     files = configure_pair(
@@ -100,14 +99,14 @@ def with_sampling(files: PairFiles, decodings: Sequence[Decoding], rule: str | N
     return replace(files, models=models if rule is None else replace(models, draft_rule=rule))
 
 
-def _check_device(options: argparse.Namespace, job: Job, batch: int) -> int:
+def _check_device(options: Options, job: Job, batch: int) -> int:
     """The cache slots of a sequence; ValueError if the batch takes more memory than there is."""
     note_idle_gpu()
     longest = max(map(len, job.prompts))
     return check_decoding(job.files.models, batch, longest, options.max_new_tokens)
 
 
-def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:
+def _load(options: Options, files: PairFiles) -> tuple[Pair, Setup]:
     begin = time.perf_counter()
     pair = load_weights(files, progress=sys.stderr.isatty() and not options.json)
     jax.block_until_ready(pair.params)
@@ -115,7 +114,7 @@ def _load(options: argparse.Namespace, files: PairFiles) -> tuple[Pair, Setup]:
     return pair, describe(pair, options.target, drafter_name(options), options.seed, seconds)
 
 
-def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> None:
+def _live(options: Options, job: Job, pair: Pair, setup: Setup) -> None:
     """Text on stdout as it arrives, then a line of statistics on stderr."""
     colour = use_colour()
     begin = time.perf_counter()
@@ -139,7 +138,7 @@ def _live(options: argparse.Namespace, job: Job, pair: Pair, setup: Setup) -> No
     print(statistics(last, setup, waited), file=sys.stderr)
 
 
-def _many(options: argparse.Namespace, prompts: list[Prompt], write: Callable[[str], None]) -> None:
+def _many(options: Options, prompts: list[Prompt], write: Callable[[str], None]) -> None:
     """A JSON line for every prompt, in their order; all batches have one shape."""
     job = _prepare(options, prompts)
     size = min(options.batch_size, len(prompts))

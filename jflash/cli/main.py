@@ -1,18 +1,18 @@
 """`jflash COMMAND …`, and the scripts, each of which is one command under its older name.
 
-A command is two modules of one name. jflash.cli.options.NAME declares and checks its options, and
-help, which its docstring begins and ends, and refusals import nothing else. jflash.cli.NAME does
-the work, and imports JAX: `run(args)` may return an exit code. A command that measures or checks
-names by KEPT how its result is kept, and its `run` yields that result, as often as it grows.
+A command is two modules of one name. jflash.cli.options.NAME declares its options, and `check`
+raises a ValueError for values that nothing could serve; help, which its docstring begins and ends,
+and refusals import nothing else. jflash.cli.NAME does the work, and imports JAX: `run(args)` may
+return an exit code. A command that measures or checks names by KEPT how its result is kept, and
+its `run` yields that result, as often as it grows.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from jflash.cli.command import Parser, refused, run_command
+from jflash.cli.command import Options, Parser, refused, run_command
 from jflash.cli.options.results import check_result, keep_newest, result_options
 
 COMMANDS = {
@@ -56,12 +56,12 @@ def run(name: str, argv: Sequence[str] | None = None, prog: str | None = None) -
     options = _module(f"options.{name}")
     measures = hasattr(options, "KEPT")
 
-    def check(args: argparse.Namespace) -> None:
+    def check(args: Options) -> None:
         options.check(args)
         if measures:  # last, because it looks at the disk
             check_result(args)
 
-    def body(args: argparse.Namespace) -> int | None:
+    def body(args: Options) -> int | None:
         done = _module(BODIES.get(name, name)).run(args)
         return keep_newest(args.json, done) if measures else done
 

@@ -1,6 +1,5 @@
 """make-prompts: from files, made up, and written by the target itself, to one file."""
 
-import argparse
 import hashlib
 import json
 import random
@@ -10,6 +9,7 @@ from dataclasses import asdict
 import jax
 
 from jflash.backends import with_backends
+from jflash.cli.command import Options
 from jflash.cli.options.make_prompts import drawing
 from jflash.decoding import Decoding
 from jflash.files import replacing
@@ -29,7 +29,7 @@ from jflash.training.prompts import (
 from jflash.training.self_written import write_prompts
 
 
-def from_files(args: argparse.Namespace) -> list[Prompt]:
+def from_files(args: Options) -> list[Prompt]:
     prompts = gsm8k_prompts(args.gsm8k_train, args.variants, args.seed) if args.gsm8k_train else []
     for read, files in (
         (self_instruct_prompts, args.self_instruct),
@@ -40,7 +40,7 @@ def from_files(args: argparse.Namespace) -> list[Prompt]:
     return prompts
 
 
-def self_written(args: argparse.Namespace) -> list[Prompt]:
+def self_written(args: Options) -> list[Prompt]:
     """The target's user turns; they stay beside the output, so that a killed run goes on."""
     checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
     target, params = load_target(checkpoint, progress=True)
@@ -60,7 +60,7 @@ def self_written(args: argparse.Namespace) -> list[Prompt]:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Options) -> None:
     tests = questions_of_tests(args.exclude_test)
     collection = from_files(args)
     if args.written_by:

@@ -1,6 +1,5 @@
 """Prompts from the command line, a file or JSON lines, checked before any model is read."""
 
-import argparse
 import os
 import select
 import stat
@@ -9,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jflash.cli.command import Options
 from jflash.cli.results import RESULT_KEYS
 from jflash.decoding import GREEDY, Sampling
 from jflash.files import json_lines
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
     sampling: Sampling = GREEDY
 
 
-def read_prompts(options: argparse.Namespace, shared: Sampling = GREEDY) -> list[Prompt]:
+def read_prompts(options: Options, shared: Sampling = GREEDY) -> list[Prompt]:
     """The prompts that the options name; ValueError for one that is empty or unreadable.
 
     Each uses `shared` sampling unless its line of a file overrides it.
@@ -42,7 +42,7 @@ def read_prompts(options: argparse.Namespace, shared: Sampling = GREEDY) -> list
     return [_checked(_one_prompt(options))._replace(sampling=shared)]
 
 
-def _one_prompt(options: argparse.Namespace) -> Prompt:
+def _one_prompt(options: Options) -> Prompt:
     if options.prompt_ids is not None:
         return Prompt(None, options.prompt_ids)
     if options.prompt_file is not None:
@@ -88,7 +88,7 @@ def _without_end(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def encode(prompt: Prompt, tokenizer: Any, options: argparse.Namespace) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Any, options: Options) -> list[int]:
     """The prompt's token ids, through the chat template unless the options say otherwise."""
     if prompt.ids is not None:
         return prompt.ids
@@ -96,7 +96,7 @@ def encode(prompt: Prompt, tokenizer: Any, options: argparse.Namespace) -> list[
     return encode_prompt(tokenizer, prompt.text, **template_options(options))
 
 
-def template_options(options: argparse.Namespace) -> dict[str, Any]:
+def template_options(options: Options) -> dict[str, Any]:
     """What encode_prompt takes of the options that every command has for the chat template."""
     return {
         "system": options.system,

@@ -1,9 +1,9 @@
 """same-answers: a real pair's answers in several ways, each beside plain decoding's."""
 
-import argparse
 from collections.abc import Generator
 from typing import Any
 
+from jflash.cli.command import Options
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
@@ -13,7 +13,7 @@ from jflash.proof.same_answers import compared
 DIFFERENT = 1
 
 
-def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+def run(args: Options) -> Generator[dict[str, Any], None, int]:
     files = configure_pair(args.target, args.drafter, dtype=args.dtype)
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))

@@ -1,10 +1,9 @@
 """soak: a server under load for minutes; exit code 1 if a text, a slot or memory went wrong."""
 
-import argparse
 from collections.abc import Generator
 from typing import Any
 
-from jflash.cli.command import require
+from jflash.cli.command import Options, require
 from jflash.cli.options.pair import DEFAULT_TARGET
 from jflash.cli.options.values import option_name
 from jflash.device import describe_device
@@ -12,7 +11,7 @@ from jflash.device import describe_device
 FAILED = 1
 
 
-def run(options: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
+def run(options: Options) -> Generator[dict[str, Any], None, int]:
     require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
     from jflash.proof.soak import soak
 

@@ -1,6 +1,5 @@
 """train: a target's answers to prompts, and the drafter that learns them."""
 
-import argparse
 import hashlib
 import shutil
 import sys
@@ -14,7 +13,7 @@ import jax
 
 from jflash.acceptance import is_looping
 from jflash.backends import with_backends
-from jflash.cli.command import INTERRUPTED, first_interrupt
+from jflash.cli.command import INTERRUPTED, Options, first_interrupt
 from jflash.cli.options.train import (
     SECOND,
     answer_samplings,
@@ -77,7 +76,7 @@ class Prepared(NamedTuple):
         return Pair(models, Params(self.params))
 
 
-def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> DrafterConfig:
+def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
     """The config of --init-from's drafter, or of a new one in the form of the options."""
     form = drafter_form(args)
     if args.init_from is not None:
@@ -100,7 +99,7 @@ def drafter_for(args: argparse.Namespace, target: Target, tokenizer: Any) -> Dra
     return config if version == "dflash" else second_version(config, **second)
 
 
-def answered(args: argparse.Namespace, prepared: Prepared, work: Path) -> list[Conversation] | None:
+def answered(args: Options, prepared: Prepared, work: Path) -> list[Conversation] | None:
     """The conversations to learn, with answers of this call or of an earlier one for the same data.
 
     It returns None while other processes have answers to make.
@@ -145,7 +144,7 @@ def without_loops(conversations: list[Conversation], keep: bool) -> list[Convers
     return ended
 
 
-def dry_run(args: argparse.Namespace, training: TrainConfig, prepared: Prepared) -> None:
+def dry_run(args: Options, training: TrainConfig, prepared: Prepared) -> None:
     """Prints memory and time of the training, on made-up rows, and of the answers."""
     config, records, objective = prepared.config, prepared.records, train_objective(args)
     rows = random_rows(args.batch, args.row_length, config.vocab_size)
@@ -172,7 +171,7 @@ def dry_run(args: argparse.Namespace, training: TrainConfig, prepared: Prepared)
 
 
 def evaluation_for(
-    args: argparse.Namespace, prepared: Prepared, learnt: list[Conversation]
+    args: Options, prepared: Prepared, learnt: list[Conversation]
 ) -> tuple[list[Conversation], Evaluation | None]:
     """The conversations to learn, and the evaluation on prompts held out or taken from them."""
     held = prepared.held
@@ -191,7 +190,7 @@ def evaluation_for(
     return learnt, evaluation
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Options) -> None:
     try:
         train(args)
     except KeyboardInterrupt:
@@ -200,7 +199,7 @@ def run(args: argparse.Namespace) -> None:
         raise
 
 
-def prepare(args: argparse.Namespace) -> Prepared:
+def prepare(args: Options) -> Prepared:
     """Configs, prompts and the target's weights; ValueError before a weight is read."""
     source = open_checkpoint(args.target)
     target = configure_target(source)
@@ -220,7 +219,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
     return Prepared(target, params, config, records, held, stops)
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: Options) -> None:
     begin = time.monotonic()
     training = train_config(args, default_dtype())
     if args.answer_part.of == 1:
@@ -247,7 +246,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def learn(
-    args: argparse.Namespace, training: TrainConfig, prepared: Prepared,
+    args: Options, training: TrainConfig, prepared: Prepared,
     found: list[Conversation], work: Path, begin: float,
 ) -> None:  # fmt: skip
     """Trains on the answers, and saves the drafter when it is finished."""

@@ -1,10 +1,10 @@
 """The prompts that train_drafter.py learns and evaluates, read and checked before anything runs."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jflash.cli.command import Options
 from jflash.io.text import encode_prompt
 from jflash.models.decoder import Target
 from jflash.training.data import Conversation
@@ -13,7 +13,7 @@ from jflash.training.drafter import read_records, without_long
 NO_TOKENIZER = "the target holds no tokenizer: prompt_ids and answer_ids do without"
 
 
-def prompt_encoder(args: argparse.Namespace, tokenizer: Any) -> Callable[[str], list[int]]:
+def prompt_encoder(args: Options, tokenizer: Any) -> Callable[[str], list[int]]:
     def encode(prompt: str) -> list[int]:
         if tokenizer is None:
             raise ValueError(NO_TOKENIZER)
@@ -23,7 +23,7 @@ def prompt_encoder(args: argparse.Namespace, tokenizer: Any) -> Callable[[str], 
 
 
 def read_prompts(
-    args: argparse.Namespace, tokenizer: Any, target: Target, stops: list[int]
+    args: Options, tokenizer: Any, target: Target, stops: list[int]
 ) -> list[Conversation]:
     """The data's conversations that fit, without answers unless --keep-answers."""
 
@@ -39,7 +39,7 @@ def read_prompts(
     return without_too_long(args.data, records, min(args.row_length, prompt_room(args, target)))
 
 
-def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> list[Conversation]:
+def read_held_out(args: Options, tokenizer: Any, target: Target) -> list[Conversation]:
     """The prompts of --eval-prompts that fit, if it names any."""
     if not args.eval_prompts:
         return []
@@ -48,7 +48,7 @@ def read_held_out(args: argparse.Namespace, tokenizer: Any, target: Target) -> l
     return without_too_long(args.eval_prompts, records, prompt_room(args, target))
 
 
-def prompt_room(args: argparse.Namespace, target: Target) -> int:
+def prompt_room(args: Options, target: Target) -> int:
     """The longest prompt that leaves the target's positions for an answer."""
     return target.config.max_position_embeddings - args.max_new_tokens + 1
 

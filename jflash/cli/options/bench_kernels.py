@@ -3,9 +3,7 @@
 Beside XLA, and beside flash-attn3-jax where it is installed. Needs a GPU.
 """
 
-import argparse
-
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1
 
 KEPT = "kept there row by row, so that a run cut off keeps its rows"
@@ -21,6 +19,5 @@ def declare(parser: Parser) -> None:
     add("--rounds", type=int, default=9, help="of which the median is shown")
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what is wrong whatever ops there are."""
+def check(args: Options) -> None:
     at_least_1(args, "rounds")

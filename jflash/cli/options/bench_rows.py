@@ -3,10 +3,9 @@
 The engine decodes records of data sets greedily with a real pair.
 """
 
-import argparse
 from pathlib import Path
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts
 
 KEPT = "kept there row by row, so that a run cut off keeps its rows"
@@ -25,8 +24,7 @@ def declare(parser: Parser) -> None:
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for wrong values, before anything is read."""
+def check(args: Options) -> None:
     if args.gsm8k is None and args.mt_bench is None:
         raise ValueError("nothing to decode: give --gsm8k FILE, --mt-bench FILE or both")
     at_least_1(args, "answers", "rounds", "max_new_tokens")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
@@ -41,8 +41,7 @@ def declare(parser: Parser) -> None:
     add("--stage", nargs=3, metavar=("NAME", "TASK", "RESULT"), help=argparse.SUPPRESS)
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what could not be measured, whatever the pair."""
+def check(args: Options) -> None:
     if args.stage:
         return
     folders = [args.target is not None, args.drafter is not None]

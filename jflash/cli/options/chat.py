@@ -5,9 +5,7 @@ answer, which stays in the conversation as far as it came. On a terminal the tok
 have one colour (not with NO_COLOR or TERM=dumb); τ and tokens/s follow each answer on stderr.
 """
 
-import argparse
-
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_pair, model_options, prompt_options, sampling_options
 from jflash.cli.options.values import at_least_1
 
@@ -18,7 +16,6 @@ def declare(parser: Parser) -> None:
     sampling_options(parser.add_argument_group("decoding"), max_new_tokens=512)
 
 
-def check(options: argparse.Namespace) -> None:
-    """ValueError for values and combinations that no model could serve."""
+def check(options: Options) -> None:
     at_least_1(options, "max_new_tokens")
     check_pair(options, drawn=options.temperature > 0)

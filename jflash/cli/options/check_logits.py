@@ -7,11 +7,10 @@ float32 as XLA's rounding is. A fault planted in the weights of one pass must be
 Exit code 0: the logits are right; 1: not so, and where; 2: bad input.
 """
 
-import argparse
 import math
 
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 
@@ -31,8 +30,7 @@ def declare(parser: Parser) -> None:
     backend_options(parser)
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what no device could check."""
+def check(args: Options) -> None:
     at_least_1(args, "layers")
     scale, tied = args.embedding_scale, model_shape(args.shape).target.tie_embeddings
     refuse(not 0 < scale < math.inf, f"--embedding-scale {scale}: a number above 0")

@@ -8,9 +8,7 @@ draft; the law implies this. Faults planted on purpose must be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
-import argparse
-
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.proof.pairs import PAIRS
@@ -39,8 +37,7 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split(",")))
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what cannot be checked anywhere."""
+def check(args: Options) -> None:
     for name in args.pairs or ():
         why = f"--pairs: no pair is called {name!r}, use {','.join(PAIRS)}"
         refuse(name not in PAIRS, why)

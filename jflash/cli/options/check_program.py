@@ -5,10 +5,8 @@ buffer, no copy of a cache or of weights, bounded temporaries, no spills. Nothin
 weights exist. Exit code 0: all hold; 1: not so, and where; 2: bad input or no GPU.
 """
 
-import argparse
-
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import counts, refuse
 
@@ -23,8 +21,7 @@ def declare(parser: Parser) -> None:
     backend_options(parser)
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what no GPU could compile."""
+def check(args: Options) -> None:
     size = args.capacity
     refuse(size < 256 or size % 256, f"--capacity {size}: a multiple of 256")
     model_shape(args.shape)

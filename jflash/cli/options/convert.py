@@ -1,9 +1,8 @@
 """Write a target or a drafter as an Orbax checkpoint."""
 
-import argparse
 from pathlib import Path
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 
 
 def declare(parser: Parser) -> None:
@@ -14,5 +13,5 @@ def declare(parser: Parser) -> None:
     add("--overwrite", action="store_true", help="replace an existing DST")
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: Options) -> None:
     """Refuses nothing: only what lies at SRC and DST decides."""

@@ -1,9 +1,8 @@
 """Evaluate a pair on a data set: accuracy, τ, speed."""
 
-import argparse
 from pathlib import Path
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import (
     check_pair,
     model_options,
@@ -54,8 +53,7 @@ def declare(parser: Parser, dataset: str | None = None) -> None:
     add("--execute", action="store_true", help=EXECUTE)
 
 
-def check(options: argparse.Namespace) -> None:
-    """ValueError for values and combinations that make no sense for the data set."""
+def check(options: Options) -> None:
     o = options
     at_least_1(o, "batch", "max_new_tokens", "steps_per_call")
     ordered = o.limit is not None or o.shuffle is not None

@@ -1,9 +1,8 @@
 """Decode a prompt with DFlash, several tokens a step."""
 
-import argparse
 from pathlib import Path
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import (
     check_pair,
     model_options,
@@ -40,8 +39,7 @@ def declare(parser: Parser) -> None:
     add("--json", action="store_true", help="one JSON object on stdout")
 
 
-def check(options: argparse.Namespace) -> None:
-    """ValueError for values and combinations that no model could serve."""
+def check(options: Options) -> None:
     o = options
     many, templated = o.prompts is not None, o.prompt_ids is None
     refuse(many and o.output is None, "--prompts needs --output FILE.jsonl")

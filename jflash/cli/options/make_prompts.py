@@ -3,10 +3,9 @@
 Every line says its source. What the test sets ask is left out: name them all.
 """
 
-import argparse
 from pathlib import Path
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import check_seed, option_name, refuse
 from jflash.decoding import Sampling
 
@@ -31,8 +30,7 @@ def declare(parser: Parser) -> None:
     add("--seed", type=int, default=0)
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what does not fit, before anything is read."""
+def check(args: Options) -> None:
     exists = args.output.exists() and not args.overwrite
     refuse(exists, f"{args.output} exists already: pass --overwrite to replace it")
     for name, least in (("variants", 0), ("count", 1), ("batch", 1)):
@@ -45,6 +43,6 @@ def check(args: argparse.Namespace) -> None:
     drawing(args)
 
 
-def drawing(args: argparse.Namespace) -> Sampling:
+def drawing(args: Options) -> Sampling:
     """How the target draws user turns."""
     return Sampling(temperature=args.temperature, top_p=args.top_p)

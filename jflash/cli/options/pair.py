@@ -2,6 +2,7 @@
 
 import argparse
 
+from jflash.cli.command import Options
 from jflash.cli.options.values import at_least_1, check_seed, option_name, refuse, rows
 from jflash.decoding import DRAFT_RULES, Sampling
 from jflash.embedded import EMBEDDED_PAIR
@@ -62,7 +63,7 @@ def oracle_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--oracle", action="store_true", help=ORACLE)
 
 
-def drafter_name(options: argparse.Namespace) -> str:
+def drafter_name(options: Options) -> str:
     """The drafter as the user named it, or the embedded one."""
     return DEFAULT_DRAFTER if options.drafter is None else options.drafter
 
@@ -82,7 +83,7 @@ def drafter_choice(text: str) -> tuple[str | None, int | None]:
     return rest[1] if len(rest) > 1 else DEFAULT_DRAFTER, check_seed(int(rest[0]))
 
 
-def sampling(options: argparse.Namespace) -> Sampling:
+def sampling(options: Options) -> Sampling:
     """The draws of requests without options of their own; ValueError names the option."""
     o = options
     try:
@@ -93,7 +94,7 @@ def sampling(options: argparse.Namespace) -> Sampling:
         raise ValueError(f"{option_name(field)} {why}") from None
 
 
-def check_pair(options: argparse.Namespace, drawn: bool) -> None:
+def check_pair(options: Options, drawn: bool) -> None:
     """ValueError for contradictions; `drawn`: prompts may be drawn at a temperature."""
     o = options
     draws, plain = o.draft_rule == "sampled", o.drafter == "none"

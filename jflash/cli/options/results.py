@@ -1,12 +1,11 @@
 """Options of the commands that measure or check: which kernels, and where the result goes."""
 
-import argparse
 import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import option_name, refuse
 from jflash.files import check_whole_file, whole_file
 from jflash.kernels import BACKENDS
@@ -17,7 +16,7 @@ def backend_options(parser: Parser) -> None:
         parser.add_argument(option_name(name), metavar="NAME", help="by default jflash chooses")
 
 
-def chosen_backends(args: argparse.Namespace) -> dict[str, str]:
+def chosen_backends(args: Options) -> dict[str, str]:
     """The backends that the command line names."""
     return {name: getattr(args, name) for name in BACKENDS if getattr(args, name) is not None}
 
@@ -29,7 +28,7 @@ def result_options(parser: Parser, kept: str) -> None:
     add("--overwrite", action="store_true", help="replace an existing --json")
 
 
-def check_result(args: argparse.Namespace) -> None:
+def check_result(args: Options) -> None:
     """ValueError if the result could not be written."""
     refuse(args.overwrite and args.json is None, "--overwrite without --json")
     if args.json is not None:

@@ -3,10 +3,9 @@
 Every answer is compared with plain decoding's at width 1 and batch 1.
 """
 
-import argparse
 from pathlib import Path
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1
 
 KEPT = "kept there as it grows, so that a run cut off keeps its counts"
@@ -23,6 +22,5 @@ def declare(parser: Parser) -> None:
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what is wrong before anything is read."""
+def check(args: Options) -> None:
     at_least_1(args, "questions", "batch", "max_new_tokens")

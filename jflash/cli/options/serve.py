@@ -64,7 +64,6 @@ def _default_options(group: argparse._ArgumentGroup) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError for values and combinations that no server can have."""
     o = options
     at_least_1(o, "max_context", "max_batch", "pages", "max_queue", "max_body")
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")

@@ -5,9 +5,7 @@ the middle of an answer, some read slowly, some send garbage. Every text that is
 must equal the idle server's. The last line is a JSON object; the exit code is 1 after a failure.
 """
 
-import argparse
-
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_pair, model_options
 from jflash.cli.options.values import at_least_1, check_seed, refuse
 
@@ -27,8 +25,7 @@ def declare(parser: Parser) -> None:
     parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def check(options: argparse.Namespace) -> None:
-    """ValueError for values that cannot be run."""
+def check(options: Options) -> None:
     at_least_1(options, "clients", "max_batch", "max_context")
     check_seed(options.seed)
     refuse(not 0 < options.minutes < 1e6, f"--minutes {options.minutes}: above 0")

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jflash.cli.command import Parser
+from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
 from jflash.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
@@ -110,7 +110,7 @@ def share(text: str) -> Share:
     return Share(index, of)
 
 
-def drafter_form(args: argparse.Namespace) -> dict[str, Any]:
+def drafter_form(args: Options) -> dict[str, Any]:
     """The options of a new drafter with their defaults; ValueError for one with --init-from."""
     given = {name: getattr(args, name) for name in FORM if getattr(args, name) is not None}
     if args.init_from is not None and given:
@@ -119,8 +119,7 @@ def drafter_form(args: argparse.Namespace) -> dict[str, Any]:
     return FORM | given
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what could not be trained, before anything is read."""
+def check(args: Options) -> None:
     at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
     why = "--overwrite with --answer-part: a part would delete the answers of the others; "
     refuse(args.overwrite and args.answer_part.of > 1, why + "give another --output")
@@ -133,7 +132,7 @@ def check(args: argparse.Namespace) -> None:
     answer_samplings(args)
 
 
-def train_config(args: argparse.Namespace, dtype: str) -> TrainConfig:
+def train_config(args: Options, dtype: str) -> TrainConfig:
     """The training's numbers, its products in `dtype`."""
     return TrainConfig(
         steps=args.steps, batch_size=args.batch, optimizer=args.optimizer,
@@ -143,7 +142,7 @@ def train_config(args: argparse.Namespace, dtype: str) -> TrainConfig:
     )  # fmt: skip
 
 
-def train_objective(args: argparse.Namespace) -> Objective:
+def train_objective(args: Options) -> Objective:
     return Objective(
         loss=args.loss, weights=args.position_weights, decay=args.decay,
         dpace_alpha=args.dpace_alpha, ce_share=args.ce_share, curriculum=args.curriculum,
@@ -151,7 +150,7 @@ def train_objective(args: argparse.Namespace) -> Objective:
     )  # fmt: skip
 
 
-def answer_samplings(args: argparse.Namespace) -> list[Sampling]:
+def answer_samplings(args: Options) -> list[Sampling]:
     """How each answer to a prompt is drawn."""
     temperatures = [t for t in args.answer_temperature for _ in range(args.answers_per_prompt)]
     return [Sampling(temperature=t) for t in temperatures]
