@@ -147,9 +147,7 @@ def _context(options: argparse.Namespace, files: PairFiles) -> int:
 
 def _pages(options: argparse.Namespace, models: Models, context: int) -> int:
     """The pages of the options, or as many as are useful; ValueError for those that do not fit."""
-    memory = device_memory()
-    limit = None if memory is None else int(memory * options.memory_fraction)
-    return pages_within(models, options.max_batch, context, options.pages, limit)
+    return pages_within(models, options.max_batch, context, options.pages, device_memory())
 
 
 def _template(tokenizer: Any) -> str:

@@ -29,15 +29,14 @@ def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
         )
     )
 
-    def pages(limit: int | None, given: int | None = None, fraction: float = 1.0) -> int:
+    def pages(limit: int | None, given: int | None = None) -> int:
         monkeypatch.setattr(serve, "device_memory", lambda: limit)
-        options = argparse.Namespace(pages=given, memory_fraction=fraction, max_batch=4)
+        options = argparse.Namespace(pages=given, max_batch=4)
         return serve._pages(options, models, 1024)
 
     assert pages(None) == pages(need.of(4 * columns)) == 4 * columns
     assert pages(None, given=7) == 7
     assert pages(need.of(21)) == pages(need.of(21), given=21) == 21
-    assert pages(2 * need.of(21) + 1, fraction=0.5) == 21
     with pytest.raises(ValueError, match=r"22 pages do not fit: .* there is room for 21 pages"):
         pages(need.of(22) - 1, given=22)
     with pytest.raises(ValueError, match=rf"1024 tokens needs {columns} pages: .* for 15 pages"):

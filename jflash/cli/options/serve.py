@@ -15,7 +15,6 @@ from jflash.decoding import DRAFT_RULES
 KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
 or as many as fit"""
-FRACTION = "of the memory that JAX may use, above 0 and at most 1 (default); pages must fit into it"
 DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from it"
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
@@ -48,7 +47,6 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     add("--max-context", type=int, metavar="N", help=CONTEXT)
     add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
     add("--pages", type=int, metavar="N", help=PAGES)
-    add("--memory-fraction", type=float, default=1.0, metavar="F", help=FRACTION)
     add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
     # Greedy drafts: a seed repeats its text whatever else runs.
     add("--draft-rule", choices=DRAFT_RULES, default="greedy", help=DRAFTS)
@@ -70,8 +68,6 @@ def check(options: argparse.Namespace) -> None:
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
         refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
-    fraction = o.memory_fraction
-    refuse(not 0 < fraction <= 1, f"--memory-fraction {fraction}: above 0 and at most 1")
     refuse("" in o.api_key, "--api-key '' is empty: omit the option to serve every client")
     refuse(o.served_model_name == "", "--served-model-name '' is empty")
     check_pair(o, drawn=True)
