@@ -146,6 +146,13 @@ class PagedCache(NamedTuple):
         return self._replace(k=one(self.k, k), v=one(self.v, v))
 
 
+class WindowCache(PagedCache):
+    """Pages of a layer with a window, under a table of their own: no page lies before the window.
+
+    Their entries in the table may name any page, because no row sees them.
+    """
+
+
 class DeltaCache(NamedTuple):
     """A delta net's recurrent state, and the newest rows of its convolution.
 

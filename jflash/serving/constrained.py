@@ -17,7 +17,15 @@ from jaxtyping import Array, Bool, Int
 from jflash.drafts import Proposal
 from jflash.kernels import AUTO
 from jflash.row_choice import row_counts
-from jflash.serving.programs import Layout, Report, empty_state, mask_words, report_of, with_table
+from jflash.serving.programs import (
+    Layout,
+    Report,
+    empty_state,
+    mask_words,
+    report_of,
+    table_columns,
+    with_table,
+)
 from jflash.speculative import Models, Params, Seen, State, commit, draft, judge
 from jflash.speculative import look as verify_rows
 
@@ -94,7 +102,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constr
     draws = replace(models, sampled=True)
     if models.rows == AUTO:
         draws = replace(draws, rows=row_counts(batch, models.block_size)[-1])
-    table = jax.ShapeDtypeStruct((batch, layout.columns), jnp.int32)
+    table = jax.ShapeDtypeStruct((batch, table_columns(models, layout)), jnp.int32)
     live = jax.ShapeDtypeStruct((batch,), jnp.bool_)
     words = (batch, models.block_size, mask_words(models))
     allowed = jax.ShapeDtypeStruct(words, jnp.int32)

@@ -32,11 +32,13 @@ from jflash.serving.programs import (
     floats,
     mask_words,
     packed,
+    sliding,
     taken,
     tops_of,
 )
 from jflash.serving.request import Event, FinishReason, Request, Top
 from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
+from jflash.serving.sliding import Held, Sliding
 from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import PAGE
 
@@ -54,6 +56,7 @@ class Job:
     tokens: list[int]  # the text so far, as the host knows it
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    seen: Held = field(default_factory=Held)  # pages of layers with windows
     named: int = 0  # its first pages that are in the prefix index
     names: list[Name] = field(default_factory=list)
     computed: int = 0  # tokens whose chunks were dispatched
@@ -128,6 +131,7 @@ class Loop:
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.pages = Pages(layout.pages)
+        self.sliding = Sliding(sliding(models, layout))
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
         self.counts = Counts()
@@ -137,7 +141,9 @@ class Loop:
         self._rounds = deque[list[Read]]()
         self._under_way = deque[tuple[str, jax.Array]]()  # what the device computes, in order
         self._since = time.perf_counter()
-        self._tables = np.full((layout.shape.batch, layout.columns), layout.pages, np.int32)
+        self._no_pages = np.full(layout.columns, layout.pages, np.int32)
+        self._no_pages = np.append(self._no_pages, self.sliding.row(Held(), layout.columns))
+        self._tables = np.tile(self._no_pages, (layout.shape.batch, 1))
 
     @property
     def running(self) -> list[Job]:
@@ -159,11 +165,13 @@ class Loop:
         self.params = params
         self.version += 1
         self.pages.forget_all()
+        self.sliding.pages.forget_all()
 
     def sleep(self) -> None:
         """Frees the state's memory; the loop must be quiet."""
         assert self.quiet, "pages in use"
         self.pages.forget_all()
+        self.sliding.pages.forget_all()
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
         self.asleep = True
@@ -281,7 +289,8 @@ class Loop:
         job.names = chain(
             job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
         )
-        return self.pages.find(job.names[: (end - 1) // PAGE])
+        cached = self.pages.find(job.names[: (end - 1) // PAGE])
+        return cached[: self.sliding.shortened(job.names[: len(cached)])]
 
     def _admit(self, job: Job) -> None:
         """Gives a slot and pages, if there are still as many pages as planned."""
@@ -293,6 +302,7 @@ class Loop:
             self.pages.release(cached)
             return
         self.waiting.remove(job)
+        job.seen = self.sliding.admit(job.names[: len(cached)])
         job.slot = self.slots.index(None)
         self.slots[job.slot] = job
         job.pages, job.named = [*cached, *fresh], len(cached)
@@ -317,9 +327,16 @@ class Loop:
         self._write_table(job)
 
     def _write_table(self, job: Job) -> None:
-        row = self._tables[job.slot]
-        row[:] = self.layout.pages
+        assert job.slot is not None
+        row = self._no_pages.copy()
         row[: len(job.pages)] = job.pages
+        row[self.layout.columns :] = self.sliding.row(job.seen, self.layout.columns)
+        self._tables[job.slot] = row
+
+    def _slide(self, job: Job, position: int, end: int) -> None:
+        """Pages of layers with windows for the rows from `position` to `end`, and the table."""
+        self.sliding.slide(job.seen, position, min(-(-end // PAGE), len(job.pages)))
+        self._write_table(job)
 
     def _chunk(self, job: Job) -> Read:
         offset, size = job.computed, self.layout.shape.chunk
@@ -328,6 +345,7 @@ class Loop:
         commits = last and not job.begun
         scores = job.request.prompt_logprobs is not None and not job.begun
         control = np.array([job.slot, offset, job.end, last, commits, scores], np.int32)
+        self._slide(job, offset, offset + size)
         table = self._tables[job.slot : job.slot + 1].copy()
         allowed = self._free
         if commits and job.matcher is not None:
@@ -379,7 +397,8 @@ class Loop:
         live = np.zeros(len(self.slots), bool)
         for job in jobs:
             live[job.slot] = True
-        return live, np.where(live[:, None], self._tables, self.layout.pages).astype(np.int32)
+            self._slide(job, len(job.tokens) - 1, len(job.pages) * PAGE)
+        return live, np.where(live[:, None], self._tables, self._no_pages)
 
     def _called(self, jobs: Sequence[Job], rows: int, report: Report, steps: int) -> Read:
         """Notes a dispatched call, whose report is on its way."""
@@ -518,6 +537,7 @@ class Loop:
         )
         for i in range(job.named, whole):
             self.pages.name(job.pages[i], job.names[i])
+        self.sliding.name(job.seen, job.names[:whole])
         job.named = max(job.named, whole)
 
     def _end(self, job: Job, reason: FinishReason, on_event: Callable[[Job, Event], None]) -> None:
@@ -537,4 +557,5 @@ class Loop:
         if job.slot is not None:
             self.slots[job.slot] = None
             self.pages.release(job.pages)
+            self.sliding.leave(job.seen)
             job.slot, job.pages = None, []

@@ -73,6 +73,10 @@ class Pages:
             pages.append(self._page[name])
         return pages
 
+    def find_each(self, names: Iterable[Name]) -> list[int]:
+        """The pages of those names that are indexed; this does not hold them."""
+        return [self._page[name] for name in names if name in self._page]
+
     def hold(self, pages: Iterable[int]) -> None:
         """Adds a holder to pages that `find` has just returned."""
         for page in pages:

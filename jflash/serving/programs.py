@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.cache import LayerCache, PagedCache, RingCache
+from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.kernels import AUTO
 from jflash.logprobs import Scores, bits, judged, noted, read, scored, unasked
 from jflash.passes import Chunk
@@ -113,9 +113,15 @@ def empty_state(models: Models, layout: Layout) -> State:
     def paged(layer):
         if not isinstance(layer, LayerCache | RingCache):
             return layer
-        k, v = (jnp.zeros((layout.pages, PAGE, *x.shape[2:]), x.dtype) for x in (layer.k, layer.v))
-        return PagedCache(k, v, None)
+        kind = PagedCache
+        count = layout.pages
+        if isinstance(layer, RingCache):
+            assert window is not None, "a ring is of a window"
+            kind, count = WindowCache, window.pages
+        k, v = (jnp.zeros((count, PAGE, *x.shape[2:]), x.dtype) for x in (layer.k, layer.v))
+        return kind(k, v, None)
 
+    window = sliding(models, layout)
     sizes = (shape.batch, PAGE, max(models.block_size, shape.chunk), models.dtype)
     both = (models.target, models.drafter)
     target, drafter = (
@@ -140,11 +146,40 @@ def most_of(models: Models) -> int:
     return min(MOST, models.target.config.vocab_size)
 
 
+class Window(NamedTuple):
+    """The pools of the layers with windows: the largest window, and their pages in all."""
+
+    size: int
+    pages: int
+
+
+def sliding(models: Models, layout: Layout) -> Window | None:
+    """Room for what the slots see of the past, compute and may commit ahead, and as much again for
+    prefixes; None without windows. The slots' need is always met."""
+    windows = [m.window for c in models.configs for m in c.mixers if m.window is not None]
+    if not windows:
+        return None
+    shape, ahead = layout.shape, 3 * layout.steps * models.block_size
+    one = -(-(max(windows) + max(shape.chunk, ahead)) // PAGE) + 2
+    return Window(max(windows), shape.batch * min(2 * one, layout.columns))
+
+
+def table_columns(models: Models, layout: Layout) -> int:
+    """The columns of a call's table; the second half is of the layers with windows."""
+    return layout.columns * (1 if sliding(models, layout) is None else 2)
+
+
 def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
-    """The state with the table of pages in every layer that has pages."""
+    """The state with its table of pages in every layer that has pages."""
+    layers = (*state.target_cache, *state.drafter_cache)
+    full = window = table
+    if table is not None and any(isinstance(layer, WindowCache) for layer in layers):
+        full, window = jnp.split(table, 2, axis=1)
 
     def one(layer):
-        return layer._replace(table=table) if isinstance(layer, PagedCache) else layer
+        if isinstance(layer, WindowCache):
+            return layer._replace(table=window)
+        return layer._replace(table=full) if isinstance(layer, PagedCache) else layer
 
     caches = {name: tuple(map(one, getattr(state, name))) for name in CACHES}
     return state._replace(**caches)
@@ -400,13 +435,13 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     params, shape = jax.tree.unflatten(tree, leaves), layout.shape
     state = jax.eval_shape(lambda: empty_state(models, layout))
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
-    live = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
+    live, columns = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_), table_columns(models, layout)
     draws = replace(models, sampled=True)
 
     def steps(models: Models):
         function = functools.partial(run, models, layout.steps)
         lowered = jax.jit(function, donate_argnums=1).lower(
-            params, state, ints(shape.batch, layout.columns), live
+            params, state, ints(shape.batch, columns), live
         )
         return lowered.compile()
 
@@ -423,7 +458,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
     return Programs(
         jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
-        one_chunk.lower(params, state, ints(1, layout.columns), ints(6), words).compile(),
+        one_chunk.lower(params, state, ints(1, columns), ints(6), words).compile(),
         greedy,
         steps(draws) if "drawn" in layout.kinds else None,
     )
@@ -441,8 +476,10 @@ def choosing(models: Models, params: Params, layout: Layout, programs: Programs)
 def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
     """Milliseconds of a step by its rows; all slots are live, halfway through their pages."""
     batch, half = layout.shape.batch, layout.shape.capacity // 2
-    pages = np.arange(batch * layout.columns, dtype=np.int32) % layout.pages
-    table, live = pages.reshape(batch, layout.columns), np.ones(batch, bool)
+    columns, window = table_columns(models, layout), sliding(models, layout)
+    fewest = min(layout.pages, window.pages if window else layout.pages)
+    pages = np.arange(batch * columns, dtype=np.int32) % fewest
+    table, live = pages.reshape(batch, columns), np.ones(batch, bool)
     state = empty_state(models, layout)
     ms = {}
     for rows, program in greedy.items():

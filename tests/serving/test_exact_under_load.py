@@ -17,7 +17,7 @@ from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.loop import Job, Loop
 from jflash.serving.programs import Layout
-from jflash.serving.request import Request
+from jflash.serving.request import Event, Request, Result
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -232,22 +232,42 @@ def caches(loop: Loop):
     return loop.state.target_cache, loop.state.drafter_cache
 
 
-def test_windows_are_masks_of_pages():
-    """A windowed drafter's acceptance lengths are those of its rings."""
+def test_pages_that_left_the_window_return():
+    """A windowed drafter's acceptance lengths are those of its rings, after a hit as well."""
     pair = one_arithmetic(random_pair(sights=({"window": 24}, {"window": None})))
-    requests = [Request(prompt_ids=p, max_tokens=80) for p in prompts(2, seed=3, low=40)]
-    want = generate(
-        pair, [list(r.prompt_ids) for r in requests], Decoding(max_new_tokens=80), capacity=512
-    )
-    loop, events = loop_of(pair), {0: [], 1: []}
-    jobs = [job_of(request, i) for i, request in enumerate(requests)]
-    loop.waiting += jobs
-    while not loop.idle:
-        loop.round(lambda job, event: events[job.order[1]].append(event))
-    for i, one in enumerate(want):
-        result = result_of(requests[i], events[i])
+    ids = prompts(2, seed=3, low=100, high=120)
+    requests = [Request(prompt_ids=p, max_tokens=120) for p in ids]
+    want = generate(pair, ids, Decoding(max_new_tokens=120), capacity=512)
+    loop = loop_of(pair)
+    pool = loop.sliding.pages
+
+    def told(*requests: Request) -> list[tuple[Job, Result]]:
+        jobs = [job_of(request, i) for i, request in enumerate(requests)]
+        events = [list[Event]() for _ in jobs]
+        loop.waiting += jobs
+        while not loop.idle:
+            begun = [(job, len(job.tokens)) for job in loop.running if job.begun]
+            loop.round(lambda job, event: events[job.order[1]].append(event))
+            for job, length in begun:
+                seen = job.seen.pages  # of the call that began with at least so many tokens
+                assert not seen or min(seen) >= max(0, length - 24) // PAGE
+        assert pool.available == pool.count
+        return [(job, result_of(job.request, e)) for job, e in zip(jobs, events, strict=True)]
+
+    text = [*ids[0], *want[0].token_ids]
+    again = Request(prompt_ids=text[:200], max_tokens=20)
+    [(_, fresh)] = told(replace(again, cache_salt="fresh"))
+    for (_, result), one in zip(told(*requests), want, strict=True):
         assert result.token_ids == one.token_ids
         assert result.acceptance_lengths == one.acceptance_lengths
+    hits = []
+    for forget in (lambda: None, pool.forget_all, lambda: None):
+        forget()  # without what the next token sees there is no hit
+        [(job, result)] = told(again)
+        hits.append(job.cached)
+        assert result.token_ids == fresh.token_ids == text[200:220]
+        assert result.acceptance_lengths == fresh.acceptance_lengths
+    assert hits == [3 * PAGE, 0, 3 * PAGE]
 
 
 def test_as_many_rows_as_pay(pair):

@@ -5,7 +5,9 @@ import random
 import pytest
 
 from jflash.serving.pages import PAGE, Pages, chain
+from jflash.serving.programs import Window
 from jflash.serving.schedule import Plan, Running, Waiting, plan
+from jflash.serving.sliding import Held, Sliding
 
 NOTHING = Plan((), (), (), (), (), ())
 HOW = dict(slots=2, pages=10, clock=0.0, burst=2)
@@ -114,3 +116,29 @@ def test_pages_are_found_held_and_given_away():
     assert pages.find(names) == [] and pages.available == 2
     with pytest.raises(AssertionError, match="once too often"):
         pages.release(first[:1])
+
+
+def test_a_window_slides_over_its_pages():
+    """Pages before it return, named ones are found; a hit ends where all that is seen exists."""
+    sliding = Sliding(Window(size=PAGE + 1, pages=6))
+    names = chain(list(range(8 * PAGE)), b"")
+    held = Held()
+    sliding.slide(held, 0, 3)
+    assert sorted(held.pages) == [0, 1, 2] and sliding.pages.available == 3
+    sliding.name(held, names[:3])
+    sliding.slide(held, 2 * PAGE - 1, 4)  # sees positions from PAGE - 1 on
+    assert sorted(held.pages) == [0, 1, 2, 3]
+    sliding.slide(held, 3 * PAGE, 5)  # from 2 · PAGE on
+    assert sorted(held.pages) == [2, 3, 4] and sliding.pages.kept == 2
+    row = sliding.row(held, 8).tolist()
+    assert row == [0, 0, *(held.pages[i] for i in (2, 3, 4)), 6, 6, 6]
+    assert sliding.shortened(names[:5]) == 3  # column 3 has no name yet
+    other = sliding.admit(names[:3])
+    assert other.pages == {2: held.pages[2]} and sliding.pages.held_by_one(row[2:3]) == 0
+    sliding.leave(held)
+    assert sliding.pages.available == 5
+    sliding.leave(other)
+    assert sliding.pages.take(4) is not None  # with column 1's, the least recently used name
+    assert [sliding.shortened(names[:n]) for n in (1, 2, 3)] == [1, 1, 3]
+    nothing = Sliding(None)
+    assert nothing.shortened(names) == 8 and nothing.row(Held(), 8).size == 0
