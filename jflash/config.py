@@ -93,6 +93,7 @@ class AttentionSpec:
     sinks: bool = False
     gated: bool = False
     qk_norm: bool = False
+    norm_all_heads: bool = False  # at once, not each
     qkv_bias: bool = False
     out_bias: bool = False
     shards: int = 1
@@ -197,8 +198,10 @@ class DenseSpec:
 class MoeSpec:
     """Experts in place of an MLP; `intermediate_size` is that of one expert.
 
-    `shared_size`: that of an expert for every token, whose output is gated by σ of a logit.
-    `scores`: a token's weights are the softmax over all experts, or over its chosen ones.
+    `shared_size`: that of an expert for every token; `shared_gated`: σ of a logit multiplies it.
+    `scores`: a token's weights are the softmax over all experts, or over its chosen ones, or
+    sigmoids, which choose with a learned correction added; and `scale` multiplies them. With
+    `groups` a token goes to the `kept_groups` runs of experts whose two best scores add up to most.
     `clamped`: the activation is gpt-oss's in place of SwiGLU. `bias`: of the router and of both
     products of an expert. If `shards` devices share the layer, each has a part of every expert, and
     sizes are one device's.
@@ -209,7 +212,11 @@ class MoeSpec:
     intermediate_size: int
     renormalise: bool  # the weights of a token's experts add up to 1
     shared_size: int | None = None
-    scores: Literal["softmax", "softmax of the chosen"] = "softmax"
+    shared_gated: bool = True
+    scores: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
     clamped: bool = False
     bias: bool = False
     shards: int = 1
@@ -219,6 +226,17 @@ class MoeSpec:
             raise ValueError(
                 f"num_experts_per_tok {self.experts_per_token} must be within "
                 f"1 … {self.num_experts} (num_experts)"
+            )
+        each, left = divmod(self.num_experts, self.groups)
+        if left or not 1 <= self.kept_groups <= self.groups or (self.groups > 1 and each < 2):
+            raise ValueError(
+                f"n_group {self.groups}, topk_group {self.kept_groups}: {self.num_experts} experts "
+                "need equal groups of 2 or more, of which some are kept"
+            )
+        if self.experts_per_token > each * self.kept_groups:
+            raise ValueError(
+                f"num_experts_per_tok {self.experts_per_token} is more than the "
+                f"{each * self.kept_groups} experts of topk_group {self.kept_groups}"
             )
 
 

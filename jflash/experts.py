@@ -23,9 +23,17 @@ from pallas_kernels.grouped_matmul import (
     grouped_gate_up,
     grouped_matmul,
     probabilities,
+    sigmoids,
     weighted_sum,
 )
-from pallas_kernels.matmul import added, gate_up, matmul, sigmoid_times, silu_times
+from pallas_kernels.matmul import (
+    added,
+    gate_up,
+    head_logits,
+    matmul,
+    sigmoid_times,
+    silu_times,
+)
 
 ROUTING = "routing"  # of Flax's collections
 
@@ -45,8 +53,9 @@ class Kernel(nn.Module):
 class Experts(nn.Module):
     """Parameters: router [D, E], gate_up [E, D, 2F], down [E, F, D].
 
-    A shared expert adds shared_gate_up, shared_down and shared_gate [D, 1]. Devices that share the
-    layer have F columns of each expert's first product and some of D of its second one.
+    A shared expert adds shared_gate_up, shared_down and, with a gate, shared_gate [D, 1]. For
+    sigmoids the router is routes [E, D], with a correction [E]. Devices that share the layer have F
+    columns of each expert's first product and some of D of its second one.
     """
 
     hidden_size: int
@@ -54,12 +63,18 @@ class Experts(nn.Module):
 
     def setup(self) -> None:
         c, width = self.config, self.hidden_size
-        self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")), c.bias)
+        if c.scores == "sigmoid":  # of float32 logits, as a head's are
+            self.routes = declare(self, "routes", Leaf((c.num_experts, width), ("routes", "embed")))
+            correction = Leaf((c.num_experts,), ("routes",), dtype="float32")
+            self.correction = declare(self, "correction", correction)
+        else:
+            self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")), c.bias)
         both = gate_up_leaf(width, c.intermediate_size, c.shards)
         self.gate_up = Kernel(both.of_experts(c.num_experts), c.bias)
         self.down = Kernel(self._down(c.intermediate_size).of_experts(c.num_experts), c.bias)
         if c.shared_size is not None:
-            self.shared_gate = Kernel(Leaf((width, 1), ("embed", "gate")))
+            if c.shared_gated:
+                self.shared_gate = Kernel(Leaf((width, 1), ("embed", "gate")))
             self.shared_gate_up = Kernel(gate_up_leaf(width, c.shared_size, c.shards))
             self.shared_down = Kernel(self._down(c.shared_size))
 
@@ -77,10 +92,7 @@ class Experts(nn.Module):
         A token's outputs are weighted and added in float32 and rounded once.
         """
         flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
-        logits = matmul(flat, self.router.kernel, backend=kernels.matmul)
-        if self.config.bias:
-            logits = added(logits, self.router.bias, backend=kernels.matmul)
-        weights, ids = route(logits, self.config, kernels.experts)
+        weights, ids = self._route(flat, kernels)
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
@@ -94,6 +106,18 @@ class Experts(nn.Module):
         if residual is not None:
             out = added(share(residual, self.config.shards), out, backend=kernels.matmul)
         return gather(out, self.config.shards)
+
+    def _route(
+        self, x: Float[Array, "M D"], kernels: Kernels
+    ) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
+        """Each token's experts and their weights; see `route`."""
+        if self.config.scores == "sigmoid":
+            logits = head_logits(x, self.routes, backend=kernels.matmul)
+            return route_by_sigmoid(logits, self.correction, self.config, kernels.experts)
+        logits = matmul(x, self.router.kernel, backend=kernels.matmul)
+        if self.config.bias:
+            logits = added(logits, self.router.bias, backend=kernels.matmul)
+        return route(logits, self.config, kernels.experts)
 
     def _experts(
         self,
@@ -122,10 +146,12 @@ class Experts(nn.Module):
         return added(outer, self.down.bias[ids], backend=backend) if self.config.bias else outer
 
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
-        """The shared expert's output times its gate, whose logit is summed in a fixed order."""
+        """The shared expert's output, times any gate, whose logit is summed in a fixed order."""
         both, down, shards = self.shared_gate_up, self.shared_down, self.config.shards
         inner = gather(gate_up(x, both.kernel, both.leaf.firsts, backend=backend), shards)
         out = matmul(inner, down.kernel, backend=backend, columns=down.leaf.columns)
+        if not self.config.shared_gated:
+            return out
         column = self.shared_gate.kernel[:, 0].astype(jnp.float32)
         gate = row_sum(rounded(x.astype(jnp.float32) * column)).astype(x.dtype)
         return sigmoid_times(gate, out, backend=backend)
@@ -144,6 +170,34 @@ def route(
         chosen, ids = lax.top_k(logits, k)
         return probabilities(chosen, backend=backend), ids
     weights, ids = lax.top_k(probabilities(logits, backend=backend), k)
-    if spec.renormalise:
-        weights /= functools.reduce(jnp.add, (weights[:, i] for i in range(k)))[:, None]
-    return weights, ids
+    return (_renormalised(weights) if spec.renormalise else weights), ids
+
+
+def route_by_sigmoid(
+    logits: Float[Array, "M E"],
+    correction: Float[Array, " E"],
+    spec: MoeSpec,
+    backend: str = "xla",
+) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
+    """`route` by sigmoids: the correction changes the choice and no weight."""
+    scores = sigmoids(logits, backend=backend)
+    _, ids = lax.top_k(_of_kept_groups(scores + correction, spec), spec.experts_per_token)
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    return (_renormalised(weights) if spec.renormalise else weights) * spec.scale, ids
+
+
+def _of_kept_groups(scores: Float[Array, "M E"], spec: MoeSpec) -> Float[Array, "M E"]:
+    """The scores, -inf outside the groups whose two best add up to most."""
+    if spec.groups == 1:
+        return scores
+    groups = scores.reshape(len(scores), spec.groups, -1)
+    best = lax.top_k(groups, 2)[0]
+    _, kept = lax.top_k(best[..., 0] + best[..., 1], spec.kept_groups)
+    inside = jnp.any(jnp.arange(spec.groups) == kept[..., None], axis=1)
+    return jnp.where(inside[..., None], groups, -jnp.inf).reshape(scores.shape)
+
+
+def _renormalised(weights: Float[Array, "M k"]) -> Float[Array, "M k"]:
+    """Weights that add up to 1."""
+    k = weights.shape[1]
+    return weights / functools.reduce(jnp.add, (weights[:, i] for i in range(k)))[:, None]

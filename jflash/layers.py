@@ -139,8 +139,9 @@ class Attention(nn.Module):
         self.qkv = Projection(leaf, s.qkv_bias)
         self.out = output(s, N * H, width, "heads", s.out_bias)
         if s.qk_norm:
-            self.q_norm = RMSNorm(H, self.eps, "head_dim", self.norm_dtype)
-            self.k_norm = RMSNorm(H, self.eps, "head_dim", self.norm_dtype)
+            columns, axis = ((N * H, K * H), "heads") if s.norm_all_heads else ((H, H), "head_dim")
+            self.q_norm = RMSNorm(columns[0], self.eps, axis, self.norm_dtype)
+            self.k_norm = RMSNorm(columns[1], self.eps, axis, self.norm_dtype)
         if s.sinks:
             self.sinks = declare(self, "sinks", Leaf((N,), ("heads",)))
 
@@ -173,15 +174,26 @@ class Attention(nn.Module):
         s = self.spec
         q, k, v, *gate = self.qkv.leaf.firsts
         heads = heads_op.Heads(s.num_heads, s.num_kv_heads, s.head_dim, self.eps, (q, k, v))
-        scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else (None, None)
+        by_head = s.qk_norm and not s.norm_all_heads
+        scales = (self.q_norm.scale, self.k_norm.scale) if by_head else (None, None)
         angles = rope_angles(positions, s.rope, s.head_dim)
-        projected = Projected(self.qkv.pieces(x, over.kernels.matmul), *scales, *angles, heads)
+        projected = Projected(self._pieces(x, over.kernels), *scales, *angles, heads)
         out, cache = over.attend(s, projected, cache, self.sinks if s.sinks else None)
         out = out.reshape(*out.shape[:2], -1)
         if s.gated:
             opened = projected.columns(gate[0], s.out_width, out.dtype)
             out = sigmoid_times(opened, out, backend=over.kernels.matmul)
         return self.out(out, over.kernels.matmul, residual), cache
+
+    def _pieces(self, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "P B R C"]:
+        """The fused projection's; one piece where all heads are normed at once."""
+        if not self.spec.norm_all_heads:
+            return self.qkv.pieces(x, kernels.matmul)
+        format = self.qkv.leaf.format
+        assert format is not None
+        q, k, *rest = format.split(self.qkv(x, kernels.matmul))
+        normed = self.q_norm(q, kernels.norm), self.k_norm(k, kernels.norm)
+        return format.join([*normed, *rest])[None]
 
 
 class MLP(nn.Module):

@@ -131,7 +131,8 @@ def _experts(c: TargetConfig, leaves: dict, rows: int, read: float | None) -> It
         mlp = leaves[f"layers_{i}"]["mlp"]
         touched = expected_experts(moe, rows) if read is None else read
         every = _products([mlp["gate_up"]["kernel"], mlp["down"]["kernel"]], rows)
-        yield _products([mlp["router"]["kernel"]], rows)
+        router = mlp["routes"] if moe.scores == "sigmoid" else mlp["router"]["kernel"]
+        yield _products([router], rows)
         yield Work(
             every.weight_bytes * touched / moe.num_experts,
             every.weight_operations * moe.experts_per_token / moe.num_experts,

@@ -53,7 +53,10 @@ def _attention(mixer: AttentionSpec, leaf: str) -> Int[np.ndarray, " C"] | None:
     H, N, K = mixer.head_dim, mixer.num_heads, mixer.num_kv_heads
     dims = np.arange(H) if turned is None else turned
     if leaf in ("attention/q_norm/scale", "attention/k_norm/scale"):
-        return turned
+        if turned is None or not mixer.norm_all_heads:
+            return turned
+        heads = N if leaf == "attention/q_norm/scale" else K
+        return (np.arange(heads)[:, None] * H + turned).reshape(-1)
     if leaf not in ("attention/qkv/kernel", "attention/qkv/bias"):
         return None
     step = (1 + mixer.gated) * H  # a head's rows of q_proj: its queries, then its gate

@@ -11,8 +11,10 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
     dflash,
     gemma3,
+    glm4_moe,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
     qwen2,
     qwen3,
@@ -28,6 +30,7 @@ from jflash.io.names import Names
 
 FAMILIES = (
     qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss, gemma3,
+    minimax_m2, glm4_moe,
 )  # fmt: skip
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 

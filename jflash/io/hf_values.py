@@ -43,18 +43,20 @@ _KEYS = {
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads"
     " max_position_embeddings moe_intermediate_size decoder_sparse_step full_attention_interval"
     " shared_expert_intermediate_size draft_vocab_size target_hidden_size"
-    " sliding_window_pattern",
+    " sliding_window_pattern rotary_dim",
     _PARTS: "num_hidden_layers num_target_layers head_dim num_experts_per_tok"
     " linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
-    " linear_conv_kernel_dim",
-    _FEW: "num_experts num_local_experts block_size conv_kernel_size",
+    " linear_conv_kernel_dim n_routed_experts n_group topk_group",
+    _FEW: "num_experts num_local_experts block_size conv_kernel_size n_shared_experts"
+    " first_k_dense_replace",
     _COUNT: "conv_group_size selector_rank selector_top_k max_window_layers image_token_id"
     " video_token_id image_token_index",
     WHOLE: "mask_token_id",
     NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
-    POSITIVE: "rms_norm_eps partial_rotary_factor query_pre_attn_scalar rope_local_base_freq",
+    POSITIVE: "rms_norm_eps partial_rotary_factor query_pre_attn_scalar rope_local_base_freq"
+    " routed_scaling_factor",
     SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
-    " is_causal truncate sliding_window_non_causal sample_from_anchor",
+    " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor",
     _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling text_config"
     " transformer_layer_config weight_map",
     IDS: "eos_token_id",

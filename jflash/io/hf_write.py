@@ -13,6 +13,7 @@ from jflash.config import (
     DrafterConfig,
     LinearScaling,
     Llama3Scaling,
+    MoeSpec,
     RopeConfig,
     TargetConfig,
     YarnScaling,
@@ -27,7 +28,8 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     biased = any(isinstance(x.mlp, DenseSpec) and x.mlp.bias for x in config.layers)
     usual = mixer.qk_norm and mixer.qkv_bias == mixer.out_bias
     if isinstance(config, TargetConfig):
-        usual &= not (config.deltas or config.norm_shift or mixer.gated)
+        usual &= not (config.deltas or config.norm_shift or config.norm_dtype or mixer.gated)
+        usual &= not (mixer.norm_all_heads or any(map(_unusual, config.experts)))
         usual &= not any(layer.sandwich for layer in config.layers)
     else:
         usual &= not (config.own_embedding or config.draft_vocab_size)
@@ -57,6 +59,18 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     if config.experts:
         common |= _moe_keys(config)
     return common
+
+
+def _unusual(moe: MoeSpec) -> bool:
+    """Whether experts are none of Qwen3-MoE's."""
+    size, count, chosen = moe.intermediate_size, moe.num_experts, moe.experts_per_token
+    usual = MoeSpec(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=size,
+        renormalise=moe.renormalise,
+    )
+    return moe != usual
 
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:

@@ -61,6 +61,7 @@ class Names:
     # Prefixes of some files, each with what stands in the table in its place.
     prefixes: tuple[tuple[str, str], ...] = ()
     dropped: str = ROTARY  # a pattern of tensors that are never read
+    predicting: bool = False  # files may hold layers past the last, which predict more tokens
 
     def canonical(self, name: str) -> str:
         """A tensor's name as the table has it."""
@@ -80,6 +81,9 @@ class Names:
     def is_dropped(self, config: Config, name: str) -> bool:
         """Whether a tensor without a leaf is known and not needed."""
         if isinstance(config, TargetConfig) and config.tie_embeddings and name in self.ends["head"]:
+            return True
+        layer = re.match(self.layer.format(i=r"(\d{1,9})"), name)
+        if self.predicting and layer and int(layer[1]) >= config.num_layers:
             return True
         return re.fullmatch(self.dropped, name) is not None
 

@@ -50,7 +50,7 @@ class Safetensors(Folder):
         """The config; its numbers of layers and experts must be those of any weights."""
         config, stored = super().config(read), self._stored()
         config = with_own_ends(config, self.names, stored)
-        check_problems(self.path, _miscounted(config, stored))
+        check_problems(self.path, _miscounted(config, self.names, stored))
         return config
 
     @functools.cached_property
@@ -225,7 +225,7 @@ def _tensors(file: Path) -> Iterator[Tensor]:
         raise ValueError(f"{file} is corrupt or truncated: {one_line(error)}") from None
 
 
-def _miscounted(config: TargetConfig | DrafterConfig, stored: list[str]) -> list[str]:
+def _miscounted(config: TargetConfig | DrafterConfig, names: Names, stored: list[str]) -> list[str]:
     """Problems if the names show other numbers of layers or experts than `config` has.
 
     The check comes before anything is made for each of them: a config.json may have any number.
@@ -235,6 +235,8 @@ def _miscounted(config: TargetConfig | DrafterConfig, stored: list[str]) -> list
         counts["num_experts"] = (EXPERT, config.experts[0].num_experts)
     problems = []
     for key, (pattern, count) in counts.items():
+        if names.predicting and key == "num_hidden_layers":
+            stored = [name for name in stored if not names.is_dropped(config, name)]
         there = max((int(m[1]) for m in map(pattern.search, stored) if m), default=-1) + 1
         if there and there != count:
             problems.append(f"{key} is {count}, the tensors are those of {there}")

@@ -10,8 +10,8 @@ on; the sizes add up to R. Products are summed in float32; results have x's dtyp
 - clamped_gate: gpt-oss's activation in place of SwiGLU's, (up + 1) · gate · σ(ALPHA · gate), of a
   gate of at most LIMIT and an up within ± LIMIT, in float32 and rounded once. Products with biases
   come before it, so gate and up are two arrays.
-- probabilities and weighted_sum: what comes before and after, by token. These and clamped_gate are
-  the reference's, which XLA compiles, with every backend but "canonical" and "cpu".
+- probabilities or sigmoids, and weighted_sum: what comes before and after, by token. These and
+  clamped_gate are the reference's, which XLA compiles, with all others but "canonical" and "cpu".
 A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
 rows its expert has, or on the other rows; with "canonical" and "cpu" not on R either. (With the
 others they may: see the step's fixed shapes.)
@@ -76,6 +76,11 @@ def clamped_gate(
 def probabilities(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:
     """softmax of a router's logits, in float32; ValueError: no such backend."""
     return _by_token(backend).probabilities(logits)
+
+
+def sigmoids(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:
+    """Each logit's sigmoid, in float32; ValueError: no such backend."""
+    return _by_token(backend).sigmoids(logits)
 
 
 def weighted_sum(

@@ -17,7 +17,14 @@ from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.grouped_matmul.triton import grouped_gate_up, grouped_matmul
 from pallas_kernels.in_pairs import sum_in_pairs
 
-__all__ = ["clamped_gate", "grouped_gate_up", "grouped_matmul", "probabilities", "weighted_sum"]
+__all__ = [
+    "clamped_gate",
+    "grouped_gate_up",
+    "grouped_matmul",
+    "probabilities",
+    "sigmoids",
+    "weighted_sum",
+]
 COLUMNS = 1024
 
 
@@ -67,6 +74,25 @@ def _probabilities(logits_ref, out_ref):
     logits = plt.load(logits_ref.at[at], mask=inside, other=-jnp.inf).astype(jnp.float32)
     weights = jnp.exp(logits - jnp.max(logits, axis=0))
     plt.store(out_ref.at[at], weights / sum_in_pairs(weights), mask=inside)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def sigmoids(logits: Float[Array, "M E"], interpret: bool = False) -> Float[Array, "M E"]:
+    return pl.pallas_call(
+        _sigmoids,
+        name="router_sigmoids",
+        grid=(len(logits),),
+        out_shape=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+    )(logits)
+
+
+def _sigmoids(logits_ref, out_ref):
+    columns = jnp.arange(pl.next_power_of_2(logits_ref.shape[1]))
+    at, inside = (jnp.full(columns.shape, pl.program_id(0)), columns), columns < out_ref.shape[1]
+    logits = plt.load(logits_ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
+    plt.store(out_ref.at[at], 1 / (1 + jnp.exp(-logits)), mask=inside)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

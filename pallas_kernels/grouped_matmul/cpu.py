@@ -63,6 +63,10 @@ def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:
     return weights / row_sum(weights)
 
 
+def sigmoids(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:
+    return rounded(jax.nn.sigmoid(rounded(logits.astype(jnp.float32))))
+
+
 def weighted_sum(
     outputs: Float[Array, "M k D"], weights: Float[Array, "M k"]
 ) -> Float[Array, "M D"]:

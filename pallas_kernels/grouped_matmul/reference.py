@@ -49,6 +49,10 @@ def probabilities(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:
     return jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
 
+def sigmoids(logits: Float[Array, "M E"]) -> Float[Array, "M E"]:
+    return 1 / (1 + jnp.exp(-logits.astype(jnp.float32)))
+
+
 def weighted_sum(
     outputs: Float[Array, "M k D"], weights: Float[Array, "M k"]
 ) -> Float[Array, "M D"]:

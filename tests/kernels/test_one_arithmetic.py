@@ -187,6 +187,14 @@ def test_clamped_gate():
 
 def test_router_and_the_sum_of_experts():
     logits, outputs = draw(0, 512, 60), draw(1, 512, 8, 32)
+    assert not broken(functools.partial(grouped_matmul.sigmoids, backend="cpu"), logits)
+    want = 1 / (1 + np.exp(-np.asarray(logits, np.float64)))
+    for got in (
+        grouped_matmul.sigmoids(logits, backend="cpu"),
+        grouped_matmul.sigmoids(logits, backend="xla"),
+        canonical.sigmoids(logits, interpret=True),
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
     assert not broken(routed("cpu"), logits, outputs)
     assert broken(routed("xla"), logits, outputs)
 

@@ -26,6 +26,7 @@ from reference_gemma import randomise as randomise_gemma
 from reference_hybrid import exact_rollback
 from reference_hybrid import randomise as randomise_hybrid
 from reference_pairs import (
+    BY_SIGMOID,
     FAMILIES,
     GEMMAS,
     HYBRIDS,
@@ -34,6 +35,7 @@ from reference_pairs import (
     halved,
     round_weights,
 )
+from reference_sigmoid import randomise_corrections
 from reference_windows import randomise_gpt_oss
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -79,6 +81,8 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
             parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
     if family == "gpt_oss":
         randomise_gpt_oss(model)
+    if family in BY_SIGMOID:
+        randomise_corrections(model)
     if family in HYBRIDS:
         randomise_hybrid(model)
     if family in GEMMAS:

@@ -18,15 +18,18 @@ import reference_gemma as gemma
 import torch
 from dflash.model import DFlashDraftModel
 from reference_hybrid import hybrid, randomise
+from reference_sigmoid import glm4_moe, minimax_m2, randomise_corrections
 from reference_windows import gpt_oss, randomise_gpt_oss
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeForCausalLM,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -67,10 +70,13 @@ FAMILIES = {
         ),
         Gemma3ForCausalLM,
     ),
+    "minimax_m2": (minimax_m2, MiniMaxM2ForCausalLM),
+    "glm4_moe": (glm4_moe, Glm4MoeForCausalLM),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 GEMMAS = ("gemma3_text",)
-WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "gpt_oss")
+BY_SIGMOID = ("minimax_m2", "glm4_moe")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "gpt_oss", *BY_SIGMOID)
 
 
 class Unusable(Exception):
@@ -168,6 +174,14 @@ SMALL_SHAPES = [
     Shape(
         "gemma3_text", 32, 4, (4, 2, 16), 48, True, 8, (0, 2), 2, (2, 1, 16), 40, "inner", False,
         small_files=True, learnable=0.7,
+    ),
+    Shape(
+        "glm4_moe", 40, 2, (4, 2, 16), 40, False, 5, (0, 1), 2, (2, 1, 16), 64, "top", False,
+        experts=Experts(8, 2, 16, True, 1, (0,), False), small_files=True, learnable=0.4,
+    ),
+    Shape(
+        "minimax_m2", 40, 2, (4, 2, 16), 24, False, 5, (0, 1), 2, (2, 1, 16), 64, "inner", False,
+        experts=Experts(6, 2, 24, True, 1, (), False), small_files=True, learnable=0.4,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
@@ -293,6 +307,8 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
         randomise_gpt_oss(model)
     if shape.family in GEMMAS:
         gemma.randomise(model)
+    if shape.family in BY_SIGMOID:
+        randomise_corrections(model)
     return model
 
 

@@ -88,6 +88,9 @@ def asked() -> list[list[int]]:
 
 
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": False}
+BY_SIGMOID = replace(
+    MOE, scores="sigmoid", groups=4, kept_groups=2, scale=2.5, shared_size=20, shared_gated=False
+)
 CLAMPED = replace(MOE, scores="softmax of the chosen", clamped=True, bias=True)
 KINDS = {
     "float32": {},
@@ -98,7 +101,10 @@ KINDS = {
         "sights": ({"window": 20}, {}),
     },
     "windows, sandwich norms, cap": {"tie_embeddings": True, **GEMMA},
-    "biases, experts": {"moe": MOE, "sparse": (1,), "tie_embeddings": True, **BIASES},
+    "biases, experts by sigmoids": {
+        "moe": BY_SIGMOID, "sparse": (1,), "tie_embeddings": True, **BIASES, "qk_norm": True,
+        "norm_all_heads": True,
+    },
 }  # fmt: skip
 
 

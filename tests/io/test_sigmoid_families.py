@@ -1,0 +1,96 @@
+"""MiniMax-M2 and GLM-4 with experts: published sizes, layers that are not read, refusals.
+
+The checkpoints are those that tests/reference recorded.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jflash.experts import route_by_sigmoid
+from jflash.io.hf_config import target_config
+from jflash.io.hf_write import to_hf_config
+from jflash.io.load import load_target
+from jflash.models.params import abstract_params
+
+CASES = Path(__file__).parents[1] / "reference" / "cases"
+MINIMAX, GLM = (CASES / pair / "target" for pair in ("pair11", "pair10"))
+GLM_46 = {  # as stated: the file could not be opened
+    "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 5120, "intermediate_size": 12288,
+    "num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160, "head_dim": 128,
+    "moe_intermediate_size": 1536, "use_qk_norm": True, "attention_bias": True,
+    "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
+}  # fmt: skip
+
+
+def test_published_sizes():
+    """229 and 355 billion parameters; half of each head turns, and `rotary_dim` says it too."""
+    minimax = target_config({"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 64})
+    glm = target_config(GLM_46)
+    for config, billions in ((minimax, 228.7), (glm, 352.8)):
+        entries = sum(x.size for x in jax.tree.leaves(abstract_params(config)))
+        assert entries / 1e9 == pytest.approx(billions, abs=0.06)
+        rope = config.mixers[0].rope
+        assert rope and rope.rotary_dim == 64
+    assert glm.sparse_layers == tuple(range(3, 92))
+    with pytest.raises(ValueError, match="only models of Qwen3's shape"):
+        to_hf_config(minimax, "bfloat16")
+
+
+def test_groups_limit_the_choice_and_the_correction_changes_no_weight():
+    """By hand: experts 0-1, 2-3, 4-5 are groups, of which the best by two experts are kept."""
+    moe = target_config(json.loads((GLM / "config.json").read_text())).experts[0]
+    moe = type(moe)(**vars(moe) | {"num_experts": 6, "groups": 3, "kept_groups": 1, "scale": 2.0})
+    scores = jnp.asarray([[0.9, 0.1, 0.5, 0.6, 0.3, 0.2]])
+    logits = jnp.log(scores / (1 - scores))
+    weights, ids = route_by_sigmoid(logits, jnp.zeros(6), moe)
+    assert ids.tolist() == [[3, 2]]  # not 0, whose group adds up to less
+    np.testing.assert_allclose(weights, [[2 * 0.6 / 1.1, 2 * 0.5 / 1.1]], rtol=1e-5)
+    lifted = jnp.asarray([0, 0, 0, 0, 1, 0.5])
+    weights, ids = route_by_sigmoid(logits, lifted, moe)
+    assert ids.tolist() == [[4, 5]]
+    np.testing.assert_allclose(weights, [[2 * 0.3 / 0.5, 2 * 0.2 / 0.5]], rtol=1e-5)
+
+
+def test_layers_that_predict_more_tokens_are_not_read(tmp_path):
+    folder = shutil.copytree(GLM, tmp_path / "target")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {
+        name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "s.1." in name
+    }
+    save_file(tensors | {"model.layers.2.eh_proj.weight": np.zeros((2, 2), np.float32)}, file)
+    for got, want in zip(*(jax.tree.leaves(load_target(x)[1]) for x in (folder, GLM)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "named"),
+    [
+        (GLM, {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        (GLM, {"n_group": 3}, "n_group 3, topk_group 2: 8 experts need equal groups"),
+        (GLM, {"topk_group": 5}, "n_group 4, topk_group 5"),
+        (GLM, {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
+        (GLM, {"n_routed_experts": 12}, "num_experts is 12, the tensors are those of 8"),
+        (GLM, {"first_k_dense_replace": 0}, "missing: model.layers.0.mlp.experts.0"),
+        (GLM, {"num_hidden_layers": 3}, "num_hidden_layers is 3, the tensors are those of 2"),
+        (GLM, {"use_qk_norm": False}, "unknown: model.layers.0.self_attn.k_norm.weight"),
+        (MINIMAX, {"num_local_experts": 7}, "num_experts is 7, the tensors are those of 6"),
+        (MINIMAX, {"rotary_dim": 0}, "rotary_dim must be a whole number"),
+        (MINIMAX, {"quantization_config": {"quant_method": "quark"}}, "(quark): not supported"),
+        (MINIMAX, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(source, changes, named, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "target")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match=re.escape(named)):
+        load_target(folder, "float32")
