@@ -80,6 +80,8 @@ def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
             sizes["key heads of a gated delta net"] = mixer.num_key_heads
         else:
             N, K = mixer.num_heads, mixer.num_kv_heads
+            if mixer.norm_all_heads and shards > 1:
+                yield "norm of queries and keys over all heads"
             if N % shards or (K % shards and shards % K):
                 yield f"attention heads ({N}, {K} for keys and values)"
         if isinstance(mlp, MoeSpec):
