@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jflash.cli.command import Options
+from jflash.cli.options.pair import EFFORTS
 from jflash.cli.results import RESULT_KEYS
 from jflash.decoding import GREEDY, Sampling
 from jflash.files import json_lines
@@ -100,7 +101,8 @@ def template_options(options: Options) -> dict[str, Any]:
     """What encode_prompt takes of the options that every command has for the chat template."""
     return {
         "system": options.system,
-        "reasoning": options.reasoning == "on",
+        "reasoning": options.reasoning != "off",
+        "effort": options.reasoning if options.reasoning in EFFORTS else None,
         "chat_template": not options.no_chat_template,
     }
 

@@ -12,14 +12,16 @@ def encode_prompt(
     *,
     system: str | None = None,
     reasoning: bool = False,
+    effort: str | None = None,
     chat_template: bool = True,
     history: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """A prompt's token ids, by default through the chat template.
 
     `history` holds the earlier turns as (user's text, answer). `reasoning` is the templates'
-    enable_thinking. A base model without a template gets the plain text only if
-    `chat_template` is False: a silent fallback would change the prompt.
+    enable_thinking, and `effort` the reasoning_effort of some, as gpt-oss's. A base model without
+    a template gets the plain text only if `chat_template` is False: a silent fallback would change
+    the prompt.
     """
     if not chat_template:
         if system:
@@ -33,7 +35,12 @@ def encode_prompt(
     messages = [*before, {"role": "user", "content": prompt}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    text = through_template(tokenizer, messages, enable_thinking=reasoning)
+    names: dict[str, Any] = {"enable_thinking": reasoning}
+    if effort is not None:
+        if "reasoning_effort" not in str(tokenizer.chat_template):
+            raise ValueError(f"reasoning {effort}: the chat template has no reasoning_effort")
+        names["reasoning_effort"] = effort
+    text = through_template(tokenizer, messages, **names)
     return token_ids(tokenizer, text, add_special_tokens=False)
 
 

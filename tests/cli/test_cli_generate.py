@@ -151,6 +151,16 @@ def test_prompt_file_system_reasoning_and_template(run_json, random, tmp_path):
     assert run_json("héllo", *argv, "--reasoning", "on")["prompt_tokens"] == 8 + len("hmm")
 
 
+def test_reasoning_effort_is_the_templates(random):
+    tokenizer = load_tokenizer(random.target)
+    plain = encode_prompt(tokenizer, "hi")
+    with pytest.raises(ValueError, match="reasoning high: the chat template has no"):
+        encode_prompt(tokenizer, "hi", effort="high")
+    tokenizer.chat_template = "Reasoning: {{ reasoning_effort }}" + tokenizer.chat_template
+    got = encode_prompt(tokenizer, "hi", effort="high")
+    assert decode(tokenizer, got[: -len(plain)]) == "Reasoning: high"
+
+
 def test_the_default_prompt_is_a_word_problem(run_json, random):
     from jflash.cli.prompts import DEFAULT_PROMPT
 

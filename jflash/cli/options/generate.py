@@ -48,8 +48,8 @@ def check(options: Options) -> None:
     refuse(o.show_steps and (o.json or many), "--show-steps with --json or --prompts")
     refuse(o.overwrite and not many, "--overwrite without --output")
     refuse(o.system and not templated, "--system with --prompt-ids")
-    thinks = o.reasoning == "on"
-    refuse(thinks and not templated, "--reasoning on without the chat template")
+    thinks = o.reasoning != "off"
+    refuse(thinks and not templated, f"--reasoning {o.reasoning} without the chat template")
     refuse("" in o.stop, "--stop '': an empty text is everywhere")
     at_least_1(o, "batch_size")
     check_pair(o, drawn=o.temperature > 0 or many)

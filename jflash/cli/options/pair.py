@@ -40,11 +40,14 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help=SHARED)
 
 
+EFFORTS = ("low", "medium", "high")
+
+
 def prompt_options(group: argparse._ActionsContainer) -> None:
     """How a text becomes the prompt of a model."""
-    add, thinking = group.add_argument, "the template's thinking mode"
+    add, thinking = group.add_argument, "the template's thinking mode, or its reasoning effort"
     add("--system", metavar="TEXT", help="system message")
-    add("--reasoning", choices=("on", "off"), default="off", help=thinking)
+    add("--reasoning", choices=("on", "off", *EFFORTS), default="off", help=thinking)
     add("--no-chat-template", action="store_true", help="the prompt as it is, for base models")
 
 
@@ -104,8 +107,8 @@ def check_pair(options: Options, drawn: bool) -> None:
     needs = f"--target {o.target} needs its own --drafter (a folder, a hub id, or none)"
     refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
-    thinks = o.reasoning == "on"
-    refuse(thinks and o.no_chat_template, "--reasoning on without the chat template")
+    thinks = o.reasoning != "off"
+    refuse(thinks and o.no_chat_template, f"--reasoning {o.reasoning} without the chat template")
     at_least_1(o, "tensor_parallel")
     check_seed(o.seed)
     sampling(o)
