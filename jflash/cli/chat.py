@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jflash.cli.command import Options, first_interrupt, note_idle_gpu
-from jflash.cli.generate import configured, use_colour, with_sampling
+from jflash.cli.generate import configured, loaded, use_colour, with_sampling
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import sampling
 from jflash.cli.prompts import checked_text, template_options
@@ -20,7 +20,7 @@ from jflash.cli.results import tokens_per_second
 from jflash.decoding import Decoding
 from jflash.evals.report import number
 from jflash.generate import Chunk, Generation, Pair, check_request, stream
-from jflash.io import encode_prompt, load_weights
+from jflash.io import encode_prompt
 from jflash.io.text import decode
 from jflash.memory import check_decoding
 
@@ -69,7 +69,7 @@ def _load(options: Options) -> Talk:
     check_request(files.models, encode("Hello"), decoding)
     note_idle_gpu()
     check_decoding(files.models, 1, SHORTEST, options.max_new_tokens)
-    pair = load_weights(files, progress=sys.stderr.isatty())
+    pair = loaded(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     return Talk(pair, tokenizer, encode, decoding)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jflash.cli.command import Options, note_idle_gpu, require
-from jflash.cli.generate import configured, with_sampling
+from jflash.cli.generate import configured, loaded, with_sampling
 from jflash.cli.options.pair import drafter_name, sampling
 from jflash.cli.prompts import template_options
 from jflash.decoding import Decoding
@@ -35,7 +35,7 @@ from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import differences, summarise
 from jflash.files import write_text
-from jflash.io import PairFiles, encode_prompt, load_weights
+from jflash.io import PairFiles, encode_prompt
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
 from jflash.programs import Shape
@@ -168,7 +168,7 @@ def _announce(folder: Path, baseline: bool) -> None:
 def _evaluate(
     run: Run, folder: Path, options: Options, others: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    pair = load_weights(run.files, progress=sys.stderr.isatty())
+    pair = loaded(run.files, progress=sys.stderr.isatty())
     width, evaluation = pair.models.block_size, run.evaluation
     answers = answer_all(pair, evaluation, folder / "answers.jsonl")
     baseline = None

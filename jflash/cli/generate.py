@@ -93,6 +93,17 @@ def configured(options: Options, batch: int) -> PairFiles:
     return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 
 
+def loaded(files: PairFiles, progress: bool) -> Pair:
+    """The pair with its weights; a line on stderr says how quantised ones lie in memory."""
+    pair = load_weights(files, progress)
+    if method := files.target.quantised:
+        kept = any(layer.kept for layer in files.models.target.config.layers)
+        memory = "kept as codes with scales" if kept else "dequantised when they are read"
+        note = f"the target's weights are quantised ({method}): {memory}"
+        print(f"{note}; scales of activations are not applied", file=sys.stderr)
+    return pair
+
+
 def with_sampling(files: PairFiles, decodings: Sequence[Decoding], rule: str | None) -> PairFiles:
     """The pair compiled so that it can serve these requests; None leaves its draft rule."""
     models = models_for(files.models, decodings)
@@ -108,7 +119,7 @@ def _check_device(options: Options, job: Job, batch: int) -> int:
 
 def _load(options: Options, files: PairFiles) -> tuple[Pair, Setup]:
     begin = time.perf_counter()
-    pair = load_weights(files, progress=sys.stderr.isatty() and not options.json)
+    pair = loaded(files, progress=sys.stderr.isatty() and not options.json)
     jax.block_until_ready(pair.params)
     seconds = time.perf_counter() - begin
     return pair, describe(pair, options.target, drafter_name(options), options.seed, seconds)

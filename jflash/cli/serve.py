@@ -15,10 +15,10 @@ import jax
 import jax.monitoring
 
 from jflash.cli.command import note_idle_gpu, require
-from jflash.cli.generate import configured, with_sampling
+from jflash.cli.generate import configured, loaded, with_sampling
 from jflash.cli.options.pair import sampling
 from jflash.decoding import Decoding, Sampling
-from jflash.io import PairFiles, load_weights
+from jflash.io import PairFiles
 from jflash.memory import device_memory
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
@@ -85,7 +85,7 @@ def _service(options: argparse.Namespace):
     note_idle_gpu()
     context = _context(options, files)
     pages = _pages(options, files.models, context)
-    pair = load_weights(files, progress=sys.stderr.isatty())
+    pair = loaded(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     name = options.served_model_name or _name(options.target)
     slots = f"{options.max_batch} requests at once of at most {context} tokens"

@@ -36,6 +36,11 @@ class Checkpoint(Protocol):
 
     def stop_ids(self, tokenizer: Any = None) -> list[int]: ...
 
+    @property
+    def quantised(self) -> str | None:
+        """How the file's weights are quantised, by the name in its config; None if they are not."""
+        ...
+
     def kept(self, config: TargetConfig | DrafterConfig) -> Mapping[str, Kept]:
         """The kernels that may stay quantised in memory, by path."""
         ...

@@ -40,6 +40,10 @@ class Folder:
         """The config through one of hf_config's readers; its errors name the checkpoint."""
         return read_config(self.path, read_json(self.path / "config.json"), read)
 
+    @property
+    def quantised(self) -> str | None:
+        return None
+
     def companions(self) -> dict[str, bytes]:
         """The files that describe the model, by name; a converted checkpoint has the same."""
         there = [name for name in COMPANIONS if (self.path / name).exists()]

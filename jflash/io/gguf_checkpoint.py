@@ -49,6 +49,10 @@ class Gguf:
         """The config through one of hf_config's readers; its errors name the file."""
         return read_config(self.path, hf_config_of(self.file), read)
 
+    @property
+    def quantised(self) -> str | None:
+        return None  # by tensor, without scales of activations
+
     def companions(self) -> dict[str, bytes]:
         """The files that describe the model in Hugging Face's form, by name."""
         config = json.dumps(hf_config_of(self.file), indent=2) + "\n"

@@ -58,6 +58,11 @@ class Safetensors(Folder):
         """What the tensors of this family are called."""
         return names_of(read_json(self.path / "config.json"))
 
+    @property
+    def quantised(self) -> str | None:
+        raw = quantisation(read_json(self.path / "config.json"))
+        return scheme_of(raw).method if raw else None
+
     def _stored(self) -> list[str]:
         """The names of all tensors; none where the weights are missing or damaged.
 

@@ -300,7 +300,7 @@ def refused(capsys):
     def call(argv: list[str], *named: str) -> None:
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evaluate, "load_weights", lambda *_, **__: pytest.fail("weights read"))
+            patch.setattr(evaluate, "loaded", lambda *_, **__: pytest.fail("weights read"))
             assert main.run("evaluate", argv) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1
