@@ -26,8 +26,8 @@ def convert_refused(refused, argv: list, *named: str) -> None:
 def test_convert_sources(pair, refused, tmp_path):
     destination = tmp_path / "converted"
     convert_refused(refused, [tmp_path / "nowhere", destination], "nowhere")
-    edit_config(pair.target, architectures=["GptOssForCausalLM"])
-    convert_refused(refused, [pair.target, destination], "GptOssForCausalLM")
+    edit_config(pair.target, architectures=["FalconForCausalLM"])
+    convert_refused(refused, [pair.target, destination], "FalconForCausalLM")
     edit_tensors(pair.drafter, drop=("fc.weight",), more=np.zeros(3, np.float32))
     convert_refused(refused, [pair.drafter, destination], "missing: fc.weight", "unknown: more")
     os.truncate(pair.drafter / "model.safetensors", 1000)
