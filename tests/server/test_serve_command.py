@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from jflash.cli import serve
+from jflash.cli.main import main
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
@@ -58,3 +59,8 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
         keys(str(file))
+
+
+def test_the_options_are_read_and_a_wrong_port_is_refused(capsys):
+    assert main(["serve", "--port", "-1"]) == 2
+    assert "--port -1 must be within" in capsys.readouterr().err
