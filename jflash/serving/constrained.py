@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.drafts import Proposal
 from jflash.kernels import AUTO
+from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.row_choice import row_counts
 from jflash.serving.programs import (
     Layout,
@@ -23,6 +24,7 @@ from jflash.serving.programs import (
     empty_state,
     mask_words,
     report_of,
+    state_specs,
     table_columns,
     with_table,
 )
@@ -107,10 +109,14 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constr
     words = (batch, models.block_size, mask_words(models))
     allowed = jax.ShapeDtypeStruct(words, jnp.int32)
 
+    weights, where = param_specs(models, params), state_specs(models, layout)
+
     def compiled(function: Any, *given: Any) -> tuple[Any, Any]:
-        bound = functools.partial(function, draws)
-        lowered = jax.jit(bound, donate_argnums=1).lower(params, state, table, *given)
-        return lowered.compile(), jax.eval_shape(bound, params, state, table, *given)[1]
+        bound = functools.partial(function, local(draws))
+        takes = (weights, where, EVERYWHERE, *[EVERYWHERE] * len(given))
+        jitted = spread(models.mesh, bound, takes, (where, EVERYWHERE), donate=(1,))
+        lowered = jitted.lower(params, state, table, *given)
+        return lowered.compile(), jax.eval_shape(jitted, params, state, table, *given)[1]
 
     proposes, begun = compiled(propose, live)
     looks, seen = compiled(look, begun)

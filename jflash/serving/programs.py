@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.kernels import AUTO
 from jflash.logprobs import Scores, bits, judged, noted, read, scored, unasked
+from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs, spread
 from jflash.passes import Chunk
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
@@ -107,7 +108,17 @@ class Row(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def empty_state(models: Models, layout: Layout) -> State:
-    """A state with empty slots and pages of zeros."""
+    """A state with empty slots and pages of zeros, on all devices that share the models."""
+    make = functools.partial(_empty_state, local(models), layout)
+    return shared(models.mesh, make, (), state_specs(models, layout))()
+
+
+def state_specs(models: Models, layout: Layout) -> Any:
+    """Where a state's arrays lie: devices share the pools, and all have the sequences."""
+    return specs(models, functools.partial(_empty_state, layout=layout))
+
+
+def _empty_state(models: Models, layout: Layout) -> State:
     shape = layout.shape
 
     def paged(layer):
@@ -434,16 +445,16 @@ def compile_programs(models: Models, params: Params, layout: Layout) -> Programs
 def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Programs:
     params, shape = jax.tree.unflatten(tree, leaves), layout.shape
     state = jax.eval_shape(lambda: empty_state(models, layout))
+    weights, where = param_specs(models, params), state_specs(models, layout)
+    takes, gives = (weights, where, EVERYWHERE, EVERYWHERE), (where, EVERYWHERE)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     live, columns = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_), table_columns(models, layout)
     draws = replace(models, sampled=True)
 
     def steps(models: Models):
-        function = functools.partial(run, models, layout.steps)
-        lowered = jax.jit(function, donate_argnums=1).lower(
-            params, state, ints(shape.batch, columns), live
-        )
-        return lowered.compile()
+        function = functools.partial(run, local(models), layout.steps)
+        jitted = spread(models.mesh, function, takes, gives, donate=(1,))
+        return jitted.lower(params, state, ints(shape.batch, columns), live).compile()
 
     counts = [models.rows or shape.batch * models.block_size]
     if models.rows == AUTO:
@@ -455,9 +466,12 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         if "greedy" in layout.kinds
     }
     row, words = ints(row_size(shape)), ints(mask_words(models))
-    one_chunk = jax.jit(functools.partial(chunk, draws, shape.chunk), donate_argnums=1)
+    one_chunk = functools.partial(chunk, local(draws), shape.chunk)
+    one_chunk = spread(models.mesh, one_chunk, (*takes, EVERYWHERE), gives, donate=(1,))
+    admitting = functools.partial(admit, shape)
+    admitting = spread(models.mesh, admitting, (where, EVERYWHERE), where, donate=(0,))
     return Programs(
-        jax.jit(functools.partial(admit, shape), donate_argnums=0).lower(state, row).compile(),
+        admitting.lower(state, row).compile(),
         one_chunk.lower(params, state, ints(1, columns), ints(6), words).compile(),
         greedy,
         steps(draws) if "drawn" in layout.kinds else None,

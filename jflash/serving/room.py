@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 from jflash.memory import memory_budget, tree_bytes
+from jflash.mesh import local
 from jflash.programs import Shape
 from jflash.serving.programs import Layout, empty_state
 from jflash.speculative import Models
@@ -30,7 +31,9 @@ def needed(models: Models, shape: Shape) -> Need:
     """The bytes of an engine of this shape."""
 
     def state(pages: int) -> int:
-        return tree_bytes(jax.eval_shape(lambda: empty_state(models, Layout(shape, pages, 1))))
+        return tree_bytes(
+            jax.eval_shape(lambda: empty_state(local(models), Layout(shape, pages, 1)))
+        )
 
     page = state(2) - state(1)
     budget = memory_budget(replace(models, sampled=True), shape)

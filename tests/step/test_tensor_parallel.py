@@ -35,6 +35,16 @@ import sys
 from jflash.cli.main import run
 sys.exit(run("generate", ["--json", "--dtype", "float32", "--tensor-parallel", "4"]))
 """
+SERVE = """
+import json, jflash
+PAIR = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
+pair = jflash.load_pair(*PAIR, dtype="float32", tensor_parallel=2)
+prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
+with jflash.Engine(pair, max_batch=1, max_context=256) as engine:
+    request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
+    ids = [i for event in engine.submit(request) for i in event.token_ids]
+print(json.dumps([ids, prompt["output_ids"][:12]]))
+"""
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen:
@@ -58,6 +68,12 @@ def test_generate_over_four_devices_gives_the_tokens_of_one():
     """The embedded pair's two KV heads are each kept on two devices."""
     found, want = result(start(GENERATE)), json.loads(GOLDEN.read_text())
     assert {key: found[key] for key in want} == want
+
+
+def test_the_engine_over_two_devices_gives_the_tokens_of_one():
+    """Those that dflash 0.1.0 gave: see record_pair.py."""
+    ids, want = result(start(SERVE))
+    assert len(want) == 12 and ids == want
 
 
 def test_a_step_over_four_devices_is_that_of_one():
