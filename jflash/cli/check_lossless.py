@@ -16,6 +16,7 @@ from jflash.io import default_dtype
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
+from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
 from jflash.proof.law import CPU, GPU, check_law
 from jflash.proof.law_text import comparison_line, law_failures, law_lines
@@ -37,7 +38,21 @@ def check(args: Options) -> dict[str, Any]:
     if "oracle" in args.checks:
         report |= check_oracle(args, dtype)
         failed += failures(report, args)
+    if "devices" in args.checks:
+        report["devices"] = [_check_devices(name, args, dtype) for name in args.pairs]
+        failed += [line for each in report["devices"] for line in failures_over_devices(each)]
     return report | {"failures": failed}
+
+
+def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
+    """One pair by several numbers of devices."""
+    case = load_case(name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers)
+    result = check_devices(case, args.tensor_parallel, args.seed)
+    for each in [*result["compared"], result["planted"]]:
+        what = "planted psum" if each is result["planted"] else "gathers"
+        counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"
+        print(f"{name}, {each['devices']} devices, {what}: {counts}", flush=True)
+    return result
 
 
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jflash.config import MoeSpec
 from jflash.gather import AXIS
 from jflash.mesh import over, tensor_mesh
 from jflash.models.decoder import Target
+from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.speculative import Models
 from tests.support.pairs import target_config
 
@@ -120,3 +121,24 @@ def test_more_devices_than_there_are():
 def test_one_device_needs_no_mesh():
     models = Models(Target(target_config()))
     assert tensor_mesh(1) is None and over(models, None) == replace(models, mesh=None)
+
+
+def test_the_devices_check_fails_by_a_difference_and_by_a_fault_that_it_misses():
+    same, other = {"tokens": 0, "kv_rows": 0}, {"tokens": 0, "kv_rows": 3}
+    report = {"pair": "p", "compared": [{"devices": 2} | same], "planted": {"devices": 2} | other}
+    assert failures_over_devices(report) == []
+    [wrong] = failures_over_devices(report | {"compared": [{"devices": 2} | other]})
+    assert "2 devices give 0 other tokens and 3 other rows" in wrong
+    [wrong] = failures_over_devices(report | {"planted": {"devices": 2} | same})
+    assert "planted psum over devices was not caught" in wrong
+
+
+def test_differences_are_counted_inside_the_texts_and_over_copies_of_heads():
+    kv = np.arange(1 * 6 * 2 * 2.0).reshape(1, 6, 2, 2)
+    one = Decoded(np.arange(6)[None], np.array([4]), [kv])
+    copied = one._replace(kv=[np.repeat(kv, 2, axis=2)])
+    assert differences(one, copied) == {"tokens": 0, "kv_rows": 0}
+    changed = copied.kv[0].copy()
+    changed[0, [2, 4]] += 1  # the last is past the text
+    tokens = one.tokens + (np.arange(6) > 2)
+    assert differences(one, Decoded(tokens, one.lengths, [changed])) == {"tokens": 1, "kv_rows": 1}

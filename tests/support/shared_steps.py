@@ -28,6 +28,7 @@ from jflash.mesh import (
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.programs import Shape, new_state, state_specs
+from jflash.proof.devices import added_over_devices
 from jflash.speculative import Models, Params, commit, draft, verify
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
 
@@ -54,18 +55,6 @@ def pair() -> tuple[Models, Params]:
     drafter = second_version(drafter, selector_rank=16, selector_top_k=4)
     models = Models(Target(config), Drafter(drafter), 8, Kernels(*["cpu"] * len(XLA)))
     return models, Params(random_params(config, 0), random_params(drafter, 1))
-
-
-def _psum(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-    """A layer's last product split over its rows, whose parts are added over the devices."""
-    module = context.module
-    if not isinstance(module, Output) or context.method_name != "__call__":
-        return call(*args, **kwargs)
-    x, _, residual = args
-    kernel = jax.lax.all_gather(module.kernel, AXIS, axis=1, tiled=True)
-    first = jax.lax.axis_index(AXIS) * x.shape[-1]
-    own = jax.lax.dynamic_slice_in_dim(kernel, first, x.shape[-1])
-    return residual + jax.lax.psum(jnp.matmul(x, own, precision="highest"), AXIS)
 
 
 def outcome(models: Models, whole: Params) -> dict[str, Any]:
@@ -129,7 +118,7 @@ def output_differences(devices: int, psum: bool) -> int:
         return lambda x, w, residual: module.apply({"params": {"kernel": w}}, x, "cpu", residual)
 
     def faulty(*args):
-        with nn.intercept_methods(_psum):
+        with nn.intercept_methods(added_over_devices):
             return product(devices)(*args)
 
     takes = PartitionSpec(None, None, AXIS), PartitionSpec(None, AXIS), EVERYWHERE

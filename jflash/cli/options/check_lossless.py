@@ -4,7 +4,8 @@ law: plain decoding at width 1 and batch 1 against other widths, batches, capaci
 drafters, a replay with wrong tokens, and texts given as prompts. Tokens, logits, keys and values
 must have the same bits. oracle: trained, random and replaying drafters decode --tokens for every
 pair and batch size through one executable, and must give what its oracle gives, which accepts no
-draft; the law implies this. Faults planted on purpose must be caught.
+draft; the law implies this. devices: as many devices as --tensor-parallel names decode what one
+does, with the same keys and values. Faults planted on purpose must be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
@@ -13,7 +14,7 @@ from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.proof.pairs import PAIRS
 
-CHECKS = ("law", "oracle")
+CHECKS = ("law", "oracle", "devices")
 KEPT = "written there too"
 
 
@@ -22,7 +23,9 @@ def declare(parser: Parser) -> None:
     usual = "a dense and a MoE pair on a GPU, tiny-math on a CPU"
     add("--pairs", type=names, help=f"of {','.join(PAIRS)}; by default {usual}")
     add("--layers", type=int, help="of the targets with random weights, by default all")
-    add("--checks", type=names, default=CHECKS[:1], help="of law,oracle; default law")
+    add("--checks", type=names, default=CHECKS[:1], help="of law,oracle,devices; default law")
+    several = "of the devices' check, default 2,4"
+    add("--tensor-parallel", type=counts, default=(2, 4), metavar="1,2,4", help=several)
     oracle = parser.add_argument_group("of the oracle's check").add_argument
     oracle("--batches", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
     oracle("--tokens", type=int, default=100_000, help="by the oracles in all, default 100000")
@@ -43,6 +46,8 @@ def check(args: Options) -> None:
         refuse(name not in PAIRS, why)
     wrong = set(args.checks) - set(CHECKS)
     refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
+    several = "devices" in args.checks and max(args.tensor_parallel) < 2
+    refuse(several, "--tensor-parallel 1: one device is what others are compared with")
     layers = () if args.layers is None else ("layers",)
     at_least_1(args, "tokens", "min_count", "min_distinct", *layers)
     check_seed(args.seed)

@@ -22,7 +22,7 @@ scales, or dequantised when they are read; default: kept where the kernels read 
 WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
 all. auto: from batch 8 on as many as pay, where the text does not depend on their number"""
-SHARED = "devices of this host that share both models; the text is that of one device"
+SHARED = "devices of this host that share both models, default 1"
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
 temperature 0 the tokens are the same only under --draft-rule greedy"""

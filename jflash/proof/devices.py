@@ -1,0 +1,122 @@
+"""Whether a pair decodes alike on any number of devices: tokens, and the target's keys and values.
+
+A psum in place of a gather, right up to rounding, must be caught. This file knows no options.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jflash.cache import LayerCache
+from jflash.decoding import Decoding
+from jflash.gather import AXIS
+from jflash.layers import Output
+from jflash.mesh import over, placed, tensor_mesh, with_context
+from jflash.models.dflash import context_leaves
+from jflash.programs import (
+    Shape,
+    capacity_for,
+    compile_prefill,
+    compile_run,
+    make_request,
+    new_state,
+)
+from jflash.proof.cases import Case
+from jflash.speculative import Models, Params
+
+NEW_TOKENS, TEXTS = 64, 4
+
+
+class Decoded(NamedTuple):
+    """Texts, their lengths, and the keys and values of the layers that keep all of them."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    kv: list[np.ndarray]
+
+
+def added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """The fault, as an interceptor: a layer's last product by rows, summed over the devices."""
+    module = context.module
+    named = context.method_name == "__call__"
+    if not (named and isinstance(module, Output)) or module.use_bias:
+        return call(*args, **kwargs)
+    x, _, residual = args
+    kernel = jax.lax.all_gather(module.kernel, AXIS, axis=1, tiled=True)
+    first = jax.lax.axis_index(AXIS) * x.shape[-1]
+    own = jax.lax.dynamic_slice_in_dim(kernel, first, x.shape[-1])
+    out = jax.lax.psum(jnp.matmul(x, own, precision="highest"), AXIS)
+    return out if residual is None else residual + out
+
+
+def shared_pair(models: Models, params: Params, devices: int) -> tuple[Models, Params]:
+    """A pair that lies whole on one device, brought to several."""
+    models = over(models, tensor_mesh(devices))
+    target = placed(models.mesh, models.target.config, params.target)
+    if models.drafter is None:
+        return models, Params(target)
+    config = models.drafter.config
+    own = {k: v for k, v in params.drafter.items() if k not in context_leaves(config)}
+    return models, with_context(models, Params(target, placed(models.mesh, config, own)))
+
+
+def decoded(models: Models, params: Params, prompts: Sequence[list[int]]) -> Decoded:
+    """The prompts' greedy texts."""
+    need = capacity_for(max(map(len, prompts)), NEW_TOKENS, models.block_size, 128)
+    shape = Shape.of(len(prompts), need)
+    state = new_state(models, shape)
+    admit, step = compile_prefill(models, params, shape)[0], compile_run(models, params, state)[0]
+    for slot, prompt in enumerate(prompts):
+        decoding = Decoding(max_new_tokens=NEW_TOKENS)
+        request = make_request(shape, prompt, decoding, models.max_accept, jax.random.key(0))
+        state = admit(params, state, jnp.int32(slot), request)
+    state, report = step(params, state, jnp.int32(NEW_TOKENS), jnp.zeros(len(prompts), bool))
+    kept = [c for c in state.target_cache if isinstance(c, LayerCache)]
+    kv = [np.asarray(x) for cache in kept for x in (cache.k, cache.v)]
+    return Decoded(np.asarray(report.tokens), np.asarray(report.length), kv)
+
+
+def differences(one: Decoded, other: Decoded) -> dict[str, int]:
+    """How many tokens, and rows of keys and values, differ from one device's."""
+    tokens, rows = 0, 0
+    for b, length in enumerate(one.lengths):
+        tokens += int((one.tokens[b, :length] != other.tokens[b, :length]).sum())
+        for a, c in zip(one.kv, other.kv, strict=True):
+            copies = c.shape[2] // a.shape[2]  # devices with the same KV head
+            apart = a[b, : length - 1] != c[b, : length - 1, ::copies]
+            rows += int(apart.any(axis=(1, 2)).sum())
+    return {"tokens": tokens, "kv_rows": rows}
+
+
+def check_devices(case: Case, counts: Sequence[int], seed: int) -> dict[str, Any]:
+    """Each number of devices against one, and the fault at the largest."""
+    prompts = case.prompts(TEXTS, seed)
+    one = decoded(case.models, case.params, prompts)
+    result: dict[str, Any] = {"pair": case.name, "compared": [], "planted": None}
+    for devices in counts:
+        if devices > 1:
+            models, params = shared_pair(case.models, case.params, devices)
+            found = differences(one, decoded(models, params, prompts))
+            result["compared"].append({"devices": devices} | found)
+    models, params = shared_pair(case.models, case.params, max(counts))
+    with nn.intercept_methods(added_over_devices):
+        found = differences(one, decoded(models, params, prompts))
+    result["planted"] = {"devices": max(counts)} | found
+    return result
+
+
+def failures_over_devices(result: dict[str, Any]) -> list[str]:
+    """Why the check is not passed, a line each."""
+    wrong = [
+        f"{result['pair']}: {each['devices']} devices give {each['tokens']} other tokens and "
+        f"{each['kv_rows']} other rows of keys and values than one"
+        for each in result["compared"]
+        if each["tokens"] or each["kv_rows"]
+    ]
+    if not (result["planted"]["tokens"] or result["planted"]["kv_rows"]):
+        wrong.append(f"{result['pair']}: a planted psum over devices was not caught")
+    return wrong
