@@ -120,7 +120,7 @@ def _layer(layer: LayerConfig, shards: int) -> LayerConfig:
     mlp = replace(mlp, intermediate_size=mlp.intermediate_size // shards, shards=shards)
     if isinstance(mlp, MoeSpec) and mlp.shared_size is not None:
         mlp = replace(mlp, shared_size=mlp.shared_size // shards)
-    return LayerConfig(mixer=mixer, mlp=mlp)
+    return replace(layer, mixer=mixer, mlp=mlp)
 
 
 def shared_axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
