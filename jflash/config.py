@@ -62,12 +62,13 @@ class RopeConfig:
     """Rotary position embedding: base frequency, scaling for long contexts, and rotated dims.
 
     `rotary_dim`: the number of rotated dims of a head, None for all. They are the first
-    rotary_dim / 2 of each half.
+    rotary_dim / 2 of each half. `in_pairs`: files have the two of a rotation side by side.
     """
 
     theta: float
     scaling: Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling | None
     rotary_dim: int | None = None
+    in_pairs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,10 +72,14 @@ def _turned(mixer: AttentionSpec) -> Int[np.ndarray, " H"] | None:
     """The file's dim at each place of a head; None if RoPE rotates all dims or none."""
     rotary = mixer.rope.rotary_dim if mixer.rope else None
     H = mixer.head_dim
-    if rotary is None or rotary == H:
+    in_pairs = mixer.rope is not None and mixer.rope.in_pairs
+    if rotary in (None, H) and not in_pairs:
         return None
+    rotary = rotary or H
     half = rotary // 2
+    turning = np.arange(rotary)
+    first, second = (turning[::2], turning[1::2]) if in_pairs else (turning[:half], turning[half:])
     dims = np.full(H, -1)
-    dims[:half], dims[H // 2 : H // 2 + half] = np.arange(half), np.arange(half, rotary)
+    dims[:half], dims[H // 2 : H // 2 + half] = first, second
     dims[dims < 0] = np.arange(rotary, H)
     return dims

@@ -11,6 +11,7 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
     dflash,
     gemma3,
+    glm4,
     glm4_moe,
     gpt_oss,
     llama,
@@ -30,7 +31,7 @@ from jflash.io.names import Names
 
 FAMILIES = (
     qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss, gemma3,
-    minimax_m2, glm4_moe,
+    minimax_m2, glm4_moe, glm4,
 )  # fmt: skip
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 

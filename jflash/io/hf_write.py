@@ -30,6 +30,7 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     if isinstance(config, TargetConfig):
         usual &= not (config.deltas or config.norm_shift or config.norm_dtype or mixer.gated)
         usual &= not (mixer.norm_all_heads or any(map(_unusual, config.experts)))
+        usual &= not any(m.rope and m.rope.in_pairs for m in config.mixers)
         usual &= not any(layer.sandwich for layer in config.layers)
     else:
         usual &= not (config.own_embedding or config.draft_vocab_size)

@@ -75,7 +75,8 @@ def _rope_for(target: TargetConfig) -> RopeConfig | None:
     if rope is None:
         return None
     proportional = isinstance(rope.scaling, ProportionalScaling)
-    return replace(rope, rotary_dim=None, scaling=None if proportional else rope.scaling)
+    scaling = None if proportional else rope.scaling
+    return replace(rope, rotary_dim=None, in_pairs=False, scaling=scaling)
 
 
 def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:

@@ -1,4 +1,4 @@
-"""MiniMax-M2 and GLM-4 with experts: published sizes, layers that are not read, refusals.
+"""MiniMax-M2 and GLM-4: published sizes, layers that are not read, refusals.
 
 The checkpoints are those that tests/reference recorded.
 """
@@ -39,6 +39,13 @@ def test_published_sizes():
         assert entries / 1e9 == pytest.approx(billions, abs=0.06)
         rope = config.mixers[0].rope
         assert rope and rope.rotary_dim == 64
+    dense = target_config(
+        {"architectures": ["Glm4ForCausalLM"]}
+    )  # 9B, whose sizes are the defaults
+    entries = sum(x.size for x in jax.tree.leaves(abstract_params(dense)))
+    assert entries / 1e9 == pytest.approx(9.40, abs=0.01)
+    with pytest.raises(ValueError, match="only models of Qwen3's shape"):
+        to_hf_config(dense, "bfloat16")
     assert glm.sparse_layers == tuple(range(3, 92))
     with pytest.raises(ValueError, match="only models of Qwen3's shape"):
         to_hf_config(minimax, "bfloat16")

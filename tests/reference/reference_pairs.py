@@ -18,13 +18,14 @@ import reference_gemma as gemma
 import torch
 from dflash.model import DFlashDraftModel
 from reference_hybrid import hybrid, randomise
-from reference_sigmoid import glm4_moe, minimax_m2, randomise_corrections
+from reference_sigmoid import glm4, glm4_moe, minimax_m2, randomise_corrections
 from reference_windows import gpt_oss, randomise_gpt_oss
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4ForCausalLM,
     Glm4MoeForCausalLM,
     GptOssForCausalLM,
     LlamaConfig,
@@ -72,6 +73,7 @@ FAMILIES = {
     ),
     "minimax_m2": (minimax_m2, MiniMaxM2ForCausalLM),
     "glm4_moe": (glm4_moe, Glm4MoeForCausalLM),
+    "glm4": (glm4, Glm4ForCausalLM),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 GEMMAS = ("gemma3_text",)
@@ -182,6 +184,10 @@ SMALL_SHAPES = [
     Shape(
         "minimax_m2", 40, 2, (4, 2, 16), 24, False, 5, (0, 1), 2, (2, 1, 16), 64, "inner", False,
         experts=Experts(6, 2, 24, True, 1, (), False), small_files=True, learnable=0.4,
+    ),
+    Shape(
+        "glm4", 40, 2, (4, 2, 16), 48, False, 5, (0, 1), 2, (2, 1, 16), 64, "inner", False,
+        small_files=True, learnable=0.4,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal

@@ -1,11 +1,11 @@
-"""Targets whose experts are chosen by sigmoids: their configs, and the choice's corrections."""
+"""GLM-4, and targets whose experts are chosen by sigmoids: configs, and their corrections."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import Glm4MoeConfig, MiniMaxM2Config, PreTrainedModel
+from transformers import Glm4Config, Glm4MoeConfig, MiniMaxM2Config, PreTrainedModel
 
 
 def minimax_m2(
@@ -40,6 +40,11 @@ def glm4_moe(
         attention_bias=True,
         **given,
     )
+
+
+def glm4(*, rope_parameters: dict, **given: Any) -> Glm4Config:
+    """A config of a dense GLM-4, of which half a head turns."""
+    return Glm4Config(rope_parameters=rope_parameters | {"partial_rotary_factor": 0.5}, **given)
 
 
 @torch.no_grad()
