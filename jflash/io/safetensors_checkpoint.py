@@ -106,15 +106,20 @@ class Safetensors(Folder):
     def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
         """The layers' kernels that may stay quantised in memory, by path.
 
-        All tensors of such a kernel are quantised alike; experts are not kept.
+        All tensors of such a kernel are quantised alike. Experts are not kept, and no single
+        column, which is not multiplied as a matrix.
         """
         owners = self._owners()
         sources = leaf_sources(config, self.names.fitting(owners))
         weights, places = self._weights(sources, owners), self._places(owners)
         kept = {}
-        for leaf, parts in sources.items():
+        for leaf, spec in leaf_paths(config).items():
+            matrix = leaf.startswith("layers_") and leaf.endswith("/kernel") and not spec.experts
+            if not matrix or spec.stored[-1] == 1:
+                continue
+            parts = sources[leaf]
             forms = {w.kept(places) if (w := weights.get(part.name)) else None for part in parts}
-            if leaf.startswith("layers_") and len(forms) == 1 and (form := forms.pop()):
+            if len(forms) == 1 and (form := forms.pop()):
                 kept[leaf] = form
         return kept
 

@@ -1,5 +1,8 @@
 """Weights that stay quantised in memory have the bits of those that are dequantised when read."""
 
+import shutil
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -14,7 +17,20 @@ from pallas_kernels.matmul.quantised import Quantised, dequantised
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair
 
+NEXT = Path(__file__).parents[1] / "reference" / "cases" / "pair07"
 KEPT = [name for name in CASES if "int8" not in name and name != "gptq-act-order"]
+
+
+def same_numbers(kept: dict, whole: dict, dtype: str) -> int:
+    """Compares parameters, bit for bit; the number of kept leaves."""
+    leaves = jax.tree.flatten_with_path(kept, is_leaf=lambda x: isinstance(x, Quantised))[0]
+    count = 0
+    for (path, leaf), array in zip(leaves, jax.tree.leaves(whole), strict=True):
+        if isinstance(leaf, Quantised):
+            count += 1
+            leaf = dequantised(leaf, dtype)
+        np.testing.assert_array_equal(leaf, array, err_msg=str(path))
+    return count
 
 
 @pytest.mark.parametrize("case", KEPT)
@@ -25,17 +41,7 @@ def test_a_kept_leaf_stands_for_the_dequantised_one(tmp_path, case):
     kept = load_pair(target, dtype="bfloat16", quantised="kept")
     whole = load_pair(target, dtype="bfloat16")
     config = kept.models.target.config
-    leaves = jax.tree_util.tree_flatten_with_path(
-        kept.params.target, is_leaf=lambda x: isinstance(x, Quantised)
-    )[0]
-    expected = jax.tree_util.tree_flatten_with_path(whole.params.target)[0]
-    count = 0
-    for (path, leaf), (_, array) in zip(leaves, expected, strict=True):
-        if isinstance(leaf, Quantised):
-            count += 1
-            leaf = dequantised(leaf, "bfloat16")
-        np.testing.assert_array_equal(leaf, array, err_msg=str(path))
-    assert count == 8
+    assert same_numbers(kept.params.target, whole.params.target, "bfloat16") == 8
     declared = jax.tree.map(lambda leaf: leaf.struct, abstract_params(config))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), kept.params.target) == jax.tree.map(
         lambda x: (x.shape, x.dtype), declared
@@ -76,3 +82,21 @@ def test_a_request_to_keep_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(ValueError, match="quantised 'yes' is not one of auto, kept, dequantised"):
         configure_pair(target, quantised="yes")
     assert load_weights(configure_pair(target)).models.target.config.layers[0].kept == ()
+
+
+def test_experts_and_gates_of_one_column_are_dequantised(tmp_path):
+    """Their products read no codes; the shared expert's do."""
+    target = tmp_path / "target"
+    shutil.copytree(NEXT / "target", target)
+    weights = quantise(target, CASES["fbgemm"], endings=("_proj.weight", "expert_gate.weight"))
+    assert any(".experts.0." in name for name in weights)
+    assert any("shared_expert_gate" in name for name in weights)
+    pair = load_pair(target, dtype="float32", quantised="kept")
+    layers = pair.models.target.config.layers
+    kept = {leaf.rsplit("/", 1)[0] for leaf, _ in layers[0].kept}
+    assert {"mlp/shared_gate_up", "mlp/shared_down"} <= kept
+    assert not kept & {"mlp/gate_up", "mlp/down", "mlp/shared_gate"}
+    # Columns of its attention lie in another order than the file's rows.
+    assert any(leaf == "attention/qkv/kernel" for x in layers for leaf, _ in x.kept)
+    whole = load_pair(target, dtype="float32")
+    assert same_numbers(pair.params.target, whole.params.target, "float32")

@@ -198,7 +198,13 @@ CASES = {
 }
 
 
-def quantise(folder: Path, case: Case, drop: tuple[str, ...] = (), **changes: Any) -> Arrays:
+def quantise(
+    folder: Path,
+    case: Case,
+    drop: tuple[str, ...] = (),
+    endings: tuple[str, ...] = ("_proj.weight",),
+    **changes: Any,
+) -> Arrays:
     """Rewrites a checkpoint's projections in a case's form; the weights that they stand for.
 
     Then some tensors are taken out, and others put in.
@@ -207,7 +213,7 @@ def quantise(folder: Path, case: Case, drop: tuple[str, ...] = (), **changes: An
     stored, weights = load_file(file), {}
     tensors = dict(stored)
     for name in sorted(stored):
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(endings):
             continue
         made, weights[name] = case.make(stored[name].shape, rng)
         del tensors[name]
