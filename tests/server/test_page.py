@@ -55,8 +55,12 @@ def test_an_answer_streams_with_each_step_in_a_colour(page):
     steps = page.locator(".text span")
     colours = [step.get_attribute("class") for step in steps.all()]
     assert colours == ["", "step0", "step1"]
-    assert steps.first.get_attribute("title") == "prefill: token 1"
-    assert re.search(r"^step 1: \d+ tokens, numbers 2 to \d+$", steps.nth(1).get_attribute("title"))
+    titles = [step.get_attribute("title") for step in steps.all()]
+    assert re.fullmatch(r'prefill: token 1\n1 "Each" \d+\.\d %', titles[0]), titles
+    step = titles[1].splitlines()
+    assert re.fullmatch(r"step 1: \d+ tokens, numbers 2 to \d+", step[0]), step
+    assert re.fullmatch(r'2 "[^"]+" \d+\.\d %', step[2]), step
+    assert len(step) == 1 + int(step[0].split()[2])
     figures = page.locator(".figures").text_content()
     assert re.search(r"^22 tokens · τ 10\.50 · \d+ tokens/s · stop", figures), figures
     picture(page, "answer")

@@ -36,6 +36,7 @@ def bodies(count: int) -> list[dict]:
             "temperature": 0 if i % 4 else 1,
             "seed": i,
             "speculation": i % 5 > 0,
+            "guided_regex": "[A-Z][a-z]{2,9}( [0-9]{2}){3}" if i % 3 == 1 else None,
         }
         for i in range(count)
     ]  # fmt: skip
@@ -124,6 +125,8 @@ FIELDS = [
     *("messages", "prompt", "input", "model", "stream", "temperature", "top_p", "top_k", "seed"),
     *("stop", "stop_token_ids", "n", "echo", "logprobs", "tools", "tool_choice", "stream_options"),
     *("max_completion_tokens", "response_format", "chat_template_kwargs", "reasoning", "tokens"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("logit_bias", "min_tokens", "presence_penalty", "prompt_logprobs", "text", "ignore_eos"),
 ]
 GOOD = st.fixed_dictionaries(
     {},
