@@ -16,7 +16,8 @@ from jflash.decoding import Decoding
 from jflash.generate import Pair, check_request, generate
 from jflash.models.decoder import Target
 from jflash.programs import Shape, compile_programs, make_request, new_state
-from jflash.serving.batch import Job, serve
+from jflash.serving.engine import Engine
+from jflash.serving.request import Request
 from jflash.speculative import Models
 from pallas_kernels import gated_delta
 from tests.support.attention_checks import ON_GPU
@@ -98,10 +99,13 @@ def test_refilled_slots_and_short_prompts_give_plain_decodings_text():
     decoding = Decoding(max_new_tokens=NEW)
     plain = [generate(pair.plain(), [p], decoding, prefill_chunk=32)[0].token_ids for p in asked]
     replayed = knowing(pair, asked[0], plain[0])
-    short = replace(decoding, max_new_tokens=NEW - 1)  # begins last
-    jobs = [Job(i, prompt, short if i == 3 else decoding) for i, prompt in enumerate(asked)]
-    found = {job.index: g for job, g in serve(replayed, jobs, batch_size=2, prefill_chunk=32)}
-    assert [found[i].token_ids for i in range(len(asked))] == [*plain[:3], plain[3][:-1]]
+    requests = [Request(prompt_ids=prompt, max_tokens=NEW) for prompt in asked]
+    with Engine(
+        replayed, max_batch=2, max_context=256, prefill_chunk=32, prefill_between=32,
+        kinds=("greedy",),
+    ) as engine:  # fmt: skip
+        found = engine.generate(requests)
+    assert [result.token_ids for result in found] == plain
     lengths = found[0].acceptance_lengths[:-1]
     assert max(lengths) > min(lengths)
 
