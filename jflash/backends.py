@@ -94,6 +94,8 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
                 yield width, layer.mlp.shared_size
                 yield layer.mlp.shared_size * shards, width // shards
         else:
+            if layer.beside is not None:
+                yield width, layer.beside.num_experts
             yield width, layer.mlp.intermediate_size
             yield layer.mlp.intermediate_size * shards, width // shards
     if isinstance(config, DrafterConfig):

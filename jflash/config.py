@@ -79,8 +79,9 @@ class AttentionSpec:
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
     softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
     the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
-    If `shards` devices share the layer, its heads are one device's, and `copies` devices have the
-    same key and value heads.
+    `value_norm`: values are normed by head, without a weight. `shared_kv`: values are the keys
+    before norm and rotation, and have no columns of their own. If `shards` devices share the
+    layer, its heads are one device's, and `copies` devices have the same key and value heads.
     """
 
     num_heads: int
@@ -95,6 +96,8 @@ class AttentionSpec:
     gated: bool = False
     qk_norm: bool = False
     norm_all_heads: bool = False  # at once, not each
+    value_norm: bool = False
+    shared_kv: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     shards: int = 1
@@ -130,7 +133,8 @@ class AttentionSpec:
     @property
     def inputs_width(self) -> int:
         """Columns of the fused projection: queries, keys, values, and the gate if there is one."""
-        return (1 + self.gated) * self.num_heads * self.head_dim + self.kv_width
+        keys_values = self.kv_width // 2 if self.shared_kv else self.kv_width
+        return (1 + self.gated) * self.num_heads * self.head_dim + keys_values
 
     @property
     def whole(self) -> "AttentionSpec":
@@ -219,6 +223,7 @@ class MoeSpec:
     kept_groups: int = 1
     scale: float = 1.0
     clamped: bool = False
+    activation: str = "silu"  # as DenseSpec's, unless `clamped`
     bias: bool = False
     shards: int = 1
 
@@ -254,7 +259,8 @@ class Kept(NamedTuple):
 class LayerConfig:
     """One layer: a mixer of tokens and an MLP, each after a norm and with a residual.
 
-    `sandwich`: a norm also follows each, before its output is added.
+    `sandwich`: a norm also follows each, before its output is added. With it the layer may have
+    experts `beside` the MLP, and if `scaled` its output is multiplied by a learned number.
     `kept` names the layer's leaves that stay quantised in memory.
     """
 
@@ -262,6 +268,18 @@ class LayerConfig:
     mlp: DenseSpec | MoeSpec
     sandwich: bool = False
     kept: tuple[tuple[str, Kept], ...] = ()
+    beside: MoeSpec | None = None
+    scaled: bool = False
+
+    @property
+    def moe(self) -> MoeSpec | None:
+        """The experts, in place of the MLP or beside it."""
+        return self.mlp if isinstance(self.mlp, MoeSpec) else self.beside
+
+    @property
+    def experts_name(self) -> str:
+        """The name of the module that has the experts."""
+        return "mlp" if isinstance(self.mlp, MoeSpec) else "experts"
 
     def attending(self, **changes: Any) -> "LayerConfig":
         """The layer with other values of some fields of its mixer."""
@@ -311,12 +329,12 @@ class DecoderConfig:
     @property
     def experts(self) -> tuple[MoeSpec, ...]:
         """The experts of the layers that have some."""
-        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
+        return tuple(layer.moe for layer in self.layers if layer.moe is not None)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Which layers have experts."""
-        return tuple(i for i, x in enumerate(self.layers) if isinstance(x.mlp, MoeSpec))
+        return tuple(i for i, x in enumerate(self.layers) if x.moe is not None)
 
     @property
     def intermediate_size(self) -> int:

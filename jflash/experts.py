@@ -29,6 +29,7 @@ from pallas_kernels.grouped_matmul import (
 from pallas_kernels.matmul import (
     added,
     gate_up,
+    gelu_times,
     head_logits,
     matmul,
     sigmoid_times,
@@ -91,8 +92,20 @@ class Experts(nn.Module):
 
         A token's outputs are weighted and added in float32 and rounded once.
         """
-        flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
+        flat = x.reshape(-1, x.shape[-1])
         weights, ids = self._route(flat, kernels)
+        return self.mixed(x, weights, ids, residual, kernels)
+
+    def mixed(
+        self,
+        x: Float[Array, "B T D"],
+        weights: Float[Array, "M k"],
+        ids: Int[Array, "M k"],
+        residual: Float[Array, "B T D"] | None,
+        kernels: Kernels,
+    ) -> Float[Array, "B T D"]:
+        """The sum, as each token's experts and their weights are given."""
+        flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         order = jnp.argsort(ids.reshape(-1), stable=True)
         sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
@@ -129,7 +142,8 @@ class Experts(nn.Module):
         """Each row's output of its expert, whose id is in `ids`, in ascending order."""
         products = functools.partial(grouped_matmul, backend=kernels.experts)
         first, backend = self.gate_up, kernels.matmul
-        if not (self.config.bias or self.config.clamped):
+        gelu = self.config.activation == "gelu_tanh"
+        if not (self.config.bias or self.config.clamped or gelu):
             inner = grouped_gate_up(
                 rows, first.kernel, sizes, first.leaf.firsts, backend=kernels.experts
             )
@@ -141,7 +155,7 @@ class Experts(nn.Module):
         if self.config.clamped:
             inner = clamped_gate(gate, up, backend=kernels.experts)
         else:
-            inner = silu_times(gate, up, backend=backend)
+            inner = (gelu_times if gelu else silu_times)(gate, up, backend=backend)
         outer = products(gather(inner, self.config.shards), self.down.kernel, sizes)
         return added(outer, self.down.bias[ids], backend=backend) if self.config.bias else outer
 

@@ -133,7 +133,7 @@ class Attention(nn.Module):
     def setup(self) -> None:
         s, width = self.spec, self.hidden_size
         N, K, H = s.num_heads, s.num_kv_heads, s.head_dim
-        columns = SideBySide((N * H, K * H, K * H, *[N * H] * s.gated))
+        columns = SideBySide((N * H, K * H, *[K * H] * (not s.shared_kv), *[N * H] * s.gated))
         shape = (width, K, s.inputs_width // K)
         leaf = Leaf(shape, ("embed", "kv_heads", "qkv"), columns, whole=s.whole.inputs_width)
         self.qkv = Projection(leaf, s.qkv_bias)
@@ -172,8 +172,11 @@ class Attention(nn.Module):
 
     def __call__(self, x, positions, cache, over: Pass, residual):
         s = self.spec
-        q, k, v, *gate = self.qkv.leaf.firsts
-        heads = heads_op.Heads(s.num_heads, s.num_kv_heads, s.head_dim, self.eps, (q, k, v))
+        q, k, *gate = self.qkv.leaf.firsts
+        v = k if s.shared_kv else gate.pop(0)
+        heads = heads_op.Heads(
+            s.num_heads, s.num_kv_heads, s.head_dim, self.eps, (q, k, v), s.value_norm
+        )
         by_head = s.qk_norm and not s.norm_all_heads
         scales = (self.q_norm.scale, self.k_norm.scale) if by_head else (None, None)
         angles = rope_angles(positions, s.rope, s.head_dim)

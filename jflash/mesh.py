@@ -76,6 +76,8 @@ def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
         sizes["draft vocabulary"] = config.draft_vocab_size
     for layer in config.layers:
         mixer, mlp = layer.mixer, layer.mlp
+        if layer.sandwich:
+            yield "layers with norms after attention and MLP"
         if isinstance(mixer, DeltaSpec):
             sizes["key heads of a gated delta net"] = mixer.num_key_heads
         else:

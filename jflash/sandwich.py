@@ -1,9 +1,48 @@
-"""The decoder layer with norms before and after attention and MLP (Gemma 3)."""
+"""The decoder layer with norms before and after attention and MLP (Gemma 3 and 4).
+
+Gemma 4 also has experts beside the MLP, which are routed by the residual itself, and a number that
+multiplies the layer's output.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jflash.config import DenseSpec
+from jflash.experts import Experts, route
+from jflash.kernels import Kernels
 from jflash.layers import MLP, DecoderLayer, RMSNorm
+from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
-from pallas_kernels.matmul import added
+from pallas_kernels.fixed_order import rounded
+from pallas_kernels.matmul import added, matmul
+from pallas_kernels.rms_norm import rms_norm
+
+
+class ExpertsBeside(Experts):
+    """Experts whose router sees another input, normed by its own scale, and scales their weights.
+
+    More parameters: router_scale [D], expert_scale [E].
+    """
+
+    eps: float = 0.0
+
+    def setup(self) -> None:
+        super().setup()
+        width, experts = self.hidden_size, self.config.num_experts
+        self.router_scale = declare(self, "router_scale", Leaf((width,), ("embed",)))
+        self.expert_scale = declare(self, "expert_scale", Leaf((experts,), ("expert_scales",)))
+
+    def routed_by(
+        self, residual: Float[Array, "B T D"], x: Float[Array, "B T D"], kernels: Kernels
+    ) -> Float[Array, "B T D"]:
+        """The experts' weighted sum of x, chosen and weighted by the residual."""
+        flat = residual.reshape(-1, residual.shape[-1])
+        scale = rounded(self.router_scale.astype(jnp.float32) * self.hidden_size**-0.5)
+        normed = rms_norm(flat, scale, self.eps, backend=kernels.norm)
+        logits = matmul(normed, self.router.kernel, backend=kernels.matmul)
+        weights, ids = route(logits, self.config, kernels.experts)
+        weights = rounded(weights * self.expert_scale.astype(jnp.float32)[ids])
+        return self.mixed(x, weights, ids, None, kernels)
 
 
 class SandwichLayer(DecoderLayer):
@@ -18,13 +57,25 @@ class SandwichLayer(DecoderLayer):
         self.mlp_input_norm = self.make_norm()
         self.mlp = MLP(c.mlp, width)
         self.mlp_norm = self.make_norm()
+        if c.beside is not None:
+            self.dense_norm = self.make_norm()
+            self.experts_input_norm = self.make_norm()
+            self.experts = ExpertsBeside(width, c.beside, self.eps)
+            self.experts_norm = self.make_norm()
+        if c.scaled:
+            self.scalar = declare(self, "scalar", Leaf((1,), ("one",)))
 
     def make_norm(self) -> RMSNorm:
         return RMSNorm(self.hidden_size, self.eps, dtype=self.norm_dtype)
 
     def __call__(self, x, positions, cache, over: Pass):
-        norm, matmul = over.kernels.norm, over.kernels.matmul
+        norm, backend = over.kernels.norm, over.kernels.matmul
         out, cache = self.attention(self.input_norm(x, norm), positions, cache, over, None)
-        x = added(x, self.attention_norm(out, norm), backend=matmul)
+        x = added(x, self.attention_norm(out, norm), backend=backend)
         out = self.mlp(self.mlp_input_norm(x, norm), None, over.kernels)
-        return added(x, self.mlp_norm(out, norm), backend=matmul), cache
+        if self.config.beside is not None:
+            other = self.experts.routed_by(x, self.experts_input_norm(x, norm), over.kernels)
+            both = self.dense_norm(out, norm), self.experts_norm(other, norm)
+            out = added(*both, backend=backend)
+        x = added(x, self.mlp_norm(out, norm), backend=backend)
+        return rounded(x * self.scalar) if self.config.scaled else x, cache

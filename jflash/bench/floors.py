@@ -128,7 +128,7 @@ def expected_experts(moe: MoeSpec, rows: int) -> float:
 def _experts(c: TargetConfig, leaves: dict, rows: int, read: float | None) -> Iterator[Work]:
     """Routers and experts: `read` experts are read, and every row computes its k experts."""
     for i, moe in zip(c.sparse_layers, c.experts, strict=True):
-        mlp = leaves[f"layers_{i}"]["mlp"]
+        mlp = leaves[f"layers_{i}"][c.layers[i].experts_name]
         touched = expected_experts(moe, rows) if read is None else read
         every = _products([mlp["gate_up"]["kernel"], mlp["down"]["kernel"]], rows)
         router = mlp["routes"] if moe.scores == "sigmoid" else mlp["router"]["kernel"]

@@ -11,6 +11,7 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
     dflash,
     gemma3,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -31,7 +32,7 @@ from jflash.io.names import Names
 
 FAMILIES = (
     qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss, gemma3,
-    minimax_m2, glm4_moe, glm4,
+    minimax_m2, glm4_moe, glm4, gemma4,
 )  # fmt: skip
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 
@@ -82,8 +83,10 @@ def names_of(raw: dict[str, Any]) -> Names:
 
 def _family(name: str) -> Any:
     """The module of the family whose architecture this is; None if it is no target's."""
-    known = (f for f in FAMILIES if name in (f.ARCHITECTURE, getattr(f, "SEEING", None)))
-    return next(known, None)
+    for f in FAMILIES:
+        if name in (f.ARCHITECTURE, getattr(f, "SEEING", None), *getattr(f, "ALIKE", ())):
+            return f
+    return None
 
 
 def text_config(raw: dict[str, Any], tied: bool = False) -> dict[str, Any]:
@@ -94,7 +97,8 @@ def text_config(raw: dict[str, Any], tied: bool = False) -> dict[str, Any]:
     whole = checked(raw, ("text_config", "tie_word_embeddings", "quantization_config"))
     if "text_config" not in whole:
         raise ValueError(f"config.json of {architecture(raw)} lacks text_config")
-    kept = ("quantization_config", "image_token_id", "video_token_id", "image_token_index")
+    kept = ["quantization_config", "image_token_index"]
+    kept += [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     tie = {"tie_word_embeddings": whole.get("tie_word_embeddings", tied)}
     return whole["text_config"] | tie | {key: whole[key] for key in kept if key in whole}
 

@@ -46,19 +46,22 @@ _KEYS = {
     " sliding_window_pattern rotary_dim",
     _PARTS: "num_hidden_layers num_target_layers head_dim num_experts_per_tok"
     " linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"
-    " linear_conv_kernel_dim n_routed_experts n_group topk_group",
+    " linear_conv_kernel_dim n_routed_experts n_group topk_group global_head_dim"
+    " num_global_key_value_heads",
     _FEW: "num_experts num_local_experts block_size conv_kernel_size n_shared_experts"
-    " first_k_dense_replace",
+    " first_k_dense_replace top_k_experts",
     _COUNT: "conv_group_size selector_rank selector_top_k max_window_layers image_token_id"
-    " video_token_id image_token_index",
+    " video_token_id image_token_index audio_token_id num_kv_shared_layers"
+    " hidden_size_per_layer_input",
     WHOLE: "mask_token_id",
     NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
     POSITIVE: "rms_norm_eps partial_rotary_factor query_pre_attn_scalar rope_local_base_freq"
     " routed_scaling_factor",
     SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
-    " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor",
+    " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor"
+    " attention_k_eq_v enable_moe_block use_double_wide_mlp",
     _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling text_config"
-    " transformer_layer_config weight_map",
+    " transformer_layer_config weight_map per_layer_config",
     IDS: "eos_token_id",
     WHOLES: "target_layer_ids mlp_only_layers aux_hidden_state_layer_ids",
     TEXT: "speculators_model_type projector_type hidden_activation",

@@ -48,6 +48,7 @@ class Names:
 
     ends: Table
     every: Table
+    shared_kv: Table = field(default_factory=dict)  # of attention whose values are the keys
     mixers: dict[type[AttentionSpec | DeltaSpec], Table]
     mlps: dict[type[DenseSpec | MoeSpec], Table]
     stacked: Table = field(default_factory=dict)  # experts in files that have one tensor for all
@@ -89,7 +90,9 @@ class Names:
 
     def of_layer(self, layer: LayerConfig) -> Table:
         """The tensors of one layer, by the leaf's path in it."""
-        return self.every | self.mixers[type(layer.mixer)] | self.mlps[type(layer.mlp)]
+        table = self.every | self.mixers[type(layer.mixer)] | self.mlps[type(layer.mlp)]
+        shared = isinstance(layer.mixer, AttentionSpec) and layer.mixer.shared_kv
+        return table | self.shared_kv if shared else table
 
 
 def in_layer(path: str) -> tuple[int | None, str]:

@@ -39,6 +39,8 @@ def float32_pass(
         layer, spec, moe = params[f"layers_{i}"], config.layers[i].mixer, config.layers[i].mlp
         if not isinstance(spec, AttentionSpec):
             raise ValueError("the float32 pass has no recurrent layers: transformers judges these")
+        if config.layers[i].sandwich:
+            raise ValueError("the float32 pass has no sandwich norms: transformers judges these")
         normed = _norm(x, layer["input_norm"], config.rms_norm_eps)
         x += _attention(spec, layer["attention"], normed, config.rms_norm_eps)
         normed = _norm(x, layer["post_norm"], config.rms_norm_eps)

@@ -98,6 +98,7 @@ def _pass(
     if not config.experts:
         return hidden, caches, jnp.zeros((0, *tokens.shape, 1), jnp.int32)
     routing: Any = kept[ROUTING]
-    ids = [routing[f"layers_{i}"]["mlp"]["ids"][0] for i in config.sparse_layers]
+    names = [(i, config.layers[i].experts_name) for i in config.sparse_layers]
+    ids = [routing[f"layers_{i}"][name]["ids"][0] for i, name in names]
     k = config.experts[0].experts_per_token
     return hidden, caches, jnp.stack(ids).reshape(len(ids), *tokens.shape, k)

@@ -5,7 +5,8 @@ The projection is the sum of the P pieces of `x` in float32, rounded to the cach
 the piece itself, in that dtype). It holds N query heads, K key heads and K value heads, each kind
 side by side from its column of `firsts` on. Queries and keys are normed per head if scales are
 given (x / rms in float32, rounded to the scale's dtype, times scale), then rotated (halves of a
-head, i with i + H/2, in float32 by the given cosines and sines).
+head, i with i + H/2, in float32 by the given cosines and sines). With
+`value_norm` values are x / rms, rounded once; they may have the keys' columns.
 Row t of sequence b goes to slots[b, t] of the caches; a slot at or past S is dropped. Slots must be
 distinct within a sequence, the dropped ones too, and rising unless `rising` is false. Returns
 q [B, T, N, H] and the caches, which are updated in place where the caller no longer uses the old
@@ -39,6 +40,7 @@ class Heads(NamedTuple):
     head_dim: int
     eps: float
     firsts: tuple[int, int, int]  # columns of the first query, key and value head
+    value_norm: bool = False  # values are normed too, without a scale
 
 
 def heads_to_cache(

@@ -28,6 +28,8 @@ def split_heads(
         q = rms_norm(q, q_scale, heads.eps)
     if k_scale is not None:
         k = rms_norm(k, k_scale, heads.eps)
+    if heads.value_norm:
+        v = rms_norm(v, jnp.ones(H), heads.eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 

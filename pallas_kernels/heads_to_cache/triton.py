@@ -63,7 +63,7 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads, dtype, *, interpret=False)
 
 def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     *scale_refs, _, _, q_ref, k_ref, v_ref = rest
-    N, K, H, eps, (q_first, k_first, v_first) = heads
+    N, K, H, eps, (q_first, k_first, v_first), value_norm = heads
     P, T, half, dtype = x_ref.shape[0], slots_ref.shape[1], H // 2, q_ref.dtype
     head, b = pl.program_id(0), pl.program_id(1)
     row = pl.program_id(2) * ROWS + jnp.arange(ROWS)
@@ -87,17 +87,20 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
 
     halves = rows_at(0), rows_at(half)
 
+    def divided(low, high):
+        mean = (sum_in_pairs(low * low) + sum_in_pairs(high * high)) / H
+        rms = lax.rsqrt(mean + eps)[:, None]
+        return low * rms, high * rms
+
     def normed_and_rotated(scale_ref):
         low, high = (x.astype(jnp.float32) for x in halves)
         if scale_ref is not None:
-            mean = (sum_in_pairs(low * low) + sum_in_pairs(high * high)) / H
-            rms = lax.rsqrt(mean + eps)[:, None]
             # Rounded where RMSNorm rounds: after the division, and after the scale.
             low, high = (
-                (scale_ref[pl.ds(i * half, half)][None, :] * (x * rms).astype(scale_ref.dtype))
+                (scale_ref[pl.ds(i * half, half)][None, :] * x.astype(scale_ref.dtype))
                 .astype(dtype)
                 .astype(jnp.float32)
-                for i, x in enumerate((low, high))
+                for i, x in enumerate(divided(low, high))
             )
         cos, sin = angles(cos_ref), angles(sin_ref)
         return low * cos - high * sin, high * cos + low * sin
@@ -148,4 +151,7 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
 
     @pl.when(head >= N + K)
     def _():
-        store(cache_at(v_ref, head - N - K), halves)
+        values = halves
+        if value_norm:
+            values = divided(*(x.astype(jnp.float32) for x in halves))
+        store(cache_at(v_ref, head - N - K), values)

@@ -1,6 +1,6 @@
-"""config.json and tensors of Gemma 3: what is read, what is refused before a weight is read.
+"""config.json and tensors of Gemma 3 and 4: what is read, what is refused before a weight is read.
 
-The checkpoint is the one that tests/reference recorded; published configs are written by hand.
+The checkpoints are those that tests/reference recorded; published configs are written by hand.
 """
 
 import json
@@ -14,8 +14,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
-from jflash.config import LinearScaling
-from jflash.io.families import gemma3
+from jflash.config import LinearScaling, ProportionalScaling
+from jflash.io.families import gemma3, gemma4
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
 
@@ -77,6 +77,63 @@ def test_an_image_in_a_prompt_is_refused(tmp_path):
     pair = load_pair(rewritten(folder, {"image_token_index": 7}))
     with pytest.raises(ValueError, match="token id 7 stands for an image or a video"):
         generate(pair, [[3, 7]], max_new_tokens=2)
+
+
+# gemma-4-26B-A4B by its stated sizes, and the shape of gemma-4-12B's file; neither could be opened.
+FOUR = {
+    "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 1024,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+EXPERTS["moe_intermediate_size"] = 704
+
+
+def test_gemma_4_and_its_kinds():
+    name = {"architectures": ["Gemma4ForConditionalGeneration"], "image_token_id": 258880}
+    config = target_config(name | {"text_config": FOUR | EXPERTS})
+    window, full = config.mixers[0], config.mixers[5]
+    assert (window.num_kv_heads, window.head_dim, window.window) == (8, 256, 1024)
+    assert (full.num_kv_heads, full.head_dim, full.window, full.shared_kv) == (2, 512, None, True)
+    assert full.rope and full.rope.scaling == ProportionalScaling(turning=64, factor=1.0)
+    assert config.layers[0].beside and config.layers[0].beside.num_experts == 128
+    assert config.unread_ids == (258880,) and config.windows[-1] is None
+    given = {"per_layer_config": {f"{i:02}": {"head_dim": 512, "num_key_value_heads": 2}
+                                  for i in range(5, 30, 6)}}  # fmt: skip
+    assert target_config(name | {"text_config": FOUR | EXPERTS | given}) == config
+    unified = {"architectures": ["Gemma4UnifiedForConditionalGeneration"]}
+    text = {"model_type": "gemma4_unified_text"}
+    theirs = transformers.Gemma4UnifiedTextConfig()
+    config = target_config(unified | {"text_config": text})
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.windows[0] == theirs.sliding_window and config.num_layers == 30
+
+
+def test_gemma_4s_defaults_are_those_of_transformers():
+    theirs = transformers.Gemma4TextConfig()
+    theirs.allow_global_per_layer_attribute_access = True
+    for key, value in gemma4.DEFAULTS.items():
+        assert getattr(theirs, key) == value, key
+    assert theirs.rope_parameters[gemma3.FULL] == gemma4.ROPES[gemma3.FULL]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not supported"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 is not supported, only 0"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not"),
+        ({"num_experts": 7}, "wrong shape: model.layers.0.router.proj.weight"),
+        ({"top_k_experts": None}, "enable_moe_block needs top_k_experts"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must give the layers"),
+        ({"attention_k_eq_v": False}, "missing: model.layers.0.self_attn.v_proj.weight"),
+    ],
+)
+def test_what_gemma_4_cannot_be_is_refused(changes, named, tmp_path):
+    folder = shutil.copytree(CASES / "pair14" / "target", tmp_path / "target")
+    with pytest.raises(ValueError, match=named):
+        load_target(rewritten(folder, changes), "float32")
 
 
 ROPE = "rope_parameters"

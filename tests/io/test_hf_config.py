@@ -27,7 +27,10 @@ CLASSES = {
     "qwen3_next": transformers.Qwen3NextConfig,
 }
 NAMES = {family.MODEL_TYPE: family.ARCHITECTURE for family in FAMILIES}
-GEMMAS = {"gemma3_text"}  # tests/io/test_gemma_config.py: each kind of layer has a RoPE there
+GEMMAS = {
+    "gemma3_text",
+    "gemma4_text",
+}  # tests/io/test_gemma_config.py: each kind of layer has a RoPE there
 DEFAULTS = {f.MODEL_TYPE: f.DEFAULTS for f in FAMILIES if f.MODEL_TYPE not in GEMMAS}
 
 
@@ -334,7 +337,7 @@ def test_null_is_as_good_as_absent(key):
 @pytest.mark.parametrize(
     "name",
     [
-        *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM"),
+        *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM"),
         *("Glm4MoeForCausalLM", "Qwen3VLForConditionalGeneration", "DeepseekV3ForCausalLM"),
         *("MinistralForCausalLM", "DFlashDraftModel"),
     ],

@@ -12,6 +12,7 @@ from tests.support.attention_checks import ON_GPU
 
 # P, B, T, N, K, H, S, normed, first column (TURNED: the heads in reverse order), dtype
 TURNED = -1
+SHARED = -2  # values are the keys before norm and rotation, and normed without a scale
 CASES = [
     (1, 2, 16, 8, 2, 64, 64, True, 0, "bfloat16"),
     (1, 3, 5, 4, 4, 128, 32, True, 0, "float32"),
@@ -20,6 +21,7 @@ CASES = [
     (1, 2, 3, 6, 2, 16, 40, True, TURNED, "float32"),
     (4, 2, 5, 8, 2, 64, 64, True, 0, "bfloat16"),  # the pieces of a product split over K
     (3, 1, 1, 4, 2, 16, 40, True, 0, "float32"),
+    (2, 1, 3, 4, 1, 512, 32, True, SHARED, "float32"),  # Gemma 4's layers without a window
 ]
 # Qwen3-8B's heads at a step's blocks, and a drafter's context: batches 1, 8 and 32.
 QWEN3 = [
@@ -53,9 +55,11 @@ def inputs(case, seed=0):
     columns = first, first + N * H, first + (N + K) * H
     if first == TURNED:
         first, columns = 0, (2 * K * H, K * H, 0)
+    if first == SHARED:
+        first, columns = 0, (0, N * H, N * H)
     x = normal(P, B, T, first + (N + 2 * K) * H).astype(dtype if P == 1 else "float32")
     caches = normal(B, S, K, H), normal(B, S, K, H)
-    return (x, *scales, cos, sin, *caches, slots), Heads(N, K, H, 1e-6, columns)
+    return (x, *scales, cos, sin, *caches, slots), Heads(N, K, H, 1e-6, columns, case[8] == SHARED)
 
 
 def test_a_rows_bits_do_not_depend_on_the_width():
@@ -79,7 +83,7 @@ def by_hand(args, heads):
         None if a is None else np.asarray(a, np.float64) for a in args
     )
     x = x.sum(axis=0)
-    N, K, H, eps, firsts = heads
+    N, K, H, eps, firsts, value_norm = heads
     B, T = slots.shape
     q, k, v = np.zeros((B, T, N, H)), k.copy(), v.copy()
     for b in range(B):
@@ -94,6 +98,8 @@ def by_hand(args, heads):
                     low, high = row[: H // 2], row[H // 2 :]
                     c, s = cos[b, t], sin[b, t]
                     row = np.concatenate([low * c - high * s, high * c + low * s])
+                elif value_norm:
+                    row = row / np.sqrt(np.mean(row**2) + eps)
                 slot = int(slots[b, t])
                 if head < N:
                     q[b, t, head] = row
@@ -137,7 +143,7 @@ def test_a_row_past_the_capacity_is_dropped():
         np.testing.assert_array_equal(new[0, untouched], np.asarray(k)[0, untouched])
 
 
-@pytest.mark.parametrize("case", QWEN3 if ON_GPU else CASES[-2:-1], ids=str)
+@pytest.mark.parametrize("case", QWEN3 if ON_GPU else CASES[-3:-2], ids=str)
 def test_bits_of_a_row_depend_on_nothing_but_the_row(case):
     """Another place in the block, other neighbours and another sequence: the same bits."""
     args, heads = inputs(case)

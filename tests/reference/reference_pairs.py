@@ -25,6 +25,7 @@ from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
     Glm4ForCausalLM,
     Glm4MoeForCausalLM,
     GptOssForCausalLM,
@@ -74,9 +75,10 @@ FAMILIES = {
     "minimax_m2": (minimax_m2, MiniMaxM2ForCausalLM),
     "glm4_moe": (glm4_moe, Glm4MoeForCausalLM),
     "glm4": (glm4, Glm4ForCausalLM),
+    "gemma4_text": (gemma.gemma4, Gemma4ForCausalLM),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-GEMMAS = ("gemma3_text",)
+GEMMAS = ("gemma3_text", "gemma4_text")
 BY_SIGMOID = ("minimax_m2", "glm4_moe")
 WITH_EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "gpt_oss", *BY_SIGMOID)
 
@@ -188,6 +190,14 @@ SMALL_SHAPES = [
     Shape(
         "glm4", 40, 2, (4, 2, 16), 48, False, 5, (0, 1), 2, (2, 1, 16), 64, "inner", False,
         small_files=True, learnable=0.4,
+    ),
+    Shape(
+        "gemma4_text", 32, 4, (4, 2, 8), 48, True, 5, (1, 3), 2, (2, 1, 16), 40, "inner", False,
+        small_files=True, learnable=0.6,
+    ),
+    Shape(
+        "gemma4_text", 32, 3, (4, 2, 8), 40, True, 5, (0, 2), 2, (2, 1, 16), 40, "top", False,
+        experts=Experts(6, 2, 16, True, 1, (), False), small_files=True, learnable=0.6,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal

@@ -100,7 +100,7 @@ KINDS = {
         "moe": CLAMPED, **BIASES, "mlp_bias": False, "sinks": True, "norm_dtype": "float32",
         "sights": ({"window": 20}, {}),
     },
-    "windows, sandwich norms, cap": {"tie_embeddings": True, **GEMMA},
+    "own heads, experts beside, cap": {"tie_embeddings": True, **GEMMA},
     "biases, experts by sigmoids": {
         "moe": BY_SIGMOID, "sparse": (1,), "tie_embeddings": True, **BIASES, "qk_norm": True,
         "norm_all_heads": True,

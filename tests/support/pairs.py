@@ -10,6 +10,7 @@ from flax import linen as nn
 from jflash.config import (
     DeltaSpec,
     DrafterConfig,
+    MoeSpec,
     ProportionalScaling,
     RopeConfig,
     TargetConfig,
@@ -49,7 +50,8 @@ HYBRID = {
 }
 
 
-# Layers with a window and one without, sandwich norms, scaled embeddings and a cap.
+# A layer with a window and one without, which has other heads; sandwich norms, experts beside the
+# MLP, scaled embeddings and a cap.
 GEMMA = {
     "sandwich": True,
     "activation": "gelu_tanh",
@@ -58,22 +60,38 @@ GEMMA = {
     "logit_softcap": 20.0,
     "sights": (
         {"window": 24},
-        {"rope": RopeConfig(theta=1e5, scaling=ProportionalScaling(turning=3, factor=2.0))},
+        {
+            "rope": RopeConfig(theta=1e5, scaling=ProportionalScaling(turning=3, factor=2.0)),
+            "head_dim": 32,
+            "num_kv_heads": 1,
+            "shared_kv": True,
+        },
     ),
+    "value_norm": True,
+    "layer": {
+        "scaled": True,
+        "beside": MoeSpec(
+            num_experts=6,
+            experts_per_token=2,
+            intermediate_size=24,
+            renormalise=True,
+            activation="gelu_tanh",
+        ),
+    },
 }
 
 
 def target_config(**changes) -> TargetConfig:
     """`moe` stands in `sparse` layers, in all by default; a delta net in the layers `deltas`.
 
-    `sights`: other values of some fields of each layer's mixer.
+    `sights`: other values of some fields of each layer's mixer, `layer` of every layer.
     """
-    sights = changes.pop("sights", None)
+    sights, layer = changes.pop("sights", None), changes.pop("layer", {})
     moe, sparse = changes.pop("moe", None), changes.pop("sparse", None)
     deltas = changes.pop("deltas", ())
     config = TargetConfig.alike(**(TRUNK | {"tie_embeddings": False} | changes))
     mixed = [replace(x, mixer=DELTA) if i in deltas else x for i, x in enumerate(config.layers)]
-    config = replace(config, layers=tuple(mixed))
+    config = replace(config, layers=tuple(replace(x, **layer) for x in mixed))
     config = config.attending(*sights) if sights else config
     return config if moe is None else config.with_experts(moe, sparse or range(config.num_layers))
 
