@@ -337,8 +337,12 @@ def test_null_is_as_good_as_absent(key):
 @pytest.mark.parametrize(
     "name",
     [
-        *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM"),
-        *("Glm4MoeForCausalLM", "Qwen3VLForConditionalGeneration", "DeepseekV3ForCausalLM"),
+        *("GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM"),
+        *(
+            "Glm4vForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+            "DeepseekV3ForCausalLM",
+        ),
         *("MinistralForCausalLM", "DFlashDraftModel"),
     ],
 )
