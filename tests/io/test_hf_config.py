@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from jflash.bench.shapes import model_shape
-from jflash.config import Llama3Scaling
+from jflash.config import Llama3Scaling, RopeConfig, TargetConfig
 from jflash.io import open_checkpoint
 from jflash.io.families import dflash
 from jflash.io.hf_config import FAMILIES, drafter_config, target_config
@@ -25,13 +25,28 @@ CLASSES = {
     "qwen3_5": transformers.Qwen3_5TextConfig,
     "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "minimax_m2": transformers.MiniMaxM2Config,
+    # Its defaults give heads of 42 dims, half of which cannot turn.
+    "glm4_moe": functools.partial(transformers.Glm4MoeConfig, head_dim=128),
+    "glm4": transformers.Glm4Config,
 }
+NORMED = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "minimax_m2")
+BIASED = ("qwen2", "gpt_oss", "glm4")
 NAMES = {family.MODEL_TYPE: family.ARCHITECTURE for family in FAMILIES}
-GEMMAS = {
-    "gemma3_text",
-    "gemma4_text",
-}  # tests/io/test_gemma_config.py: each kind of layer has a RoPE there
+# Each kind of layer has a RoPE there: tests/io/test_gemma_config.py.
+GEMMAS = {"gemma3_text", "gemma4_text"}
 DEFAULTS = {f.MODEL_TYPE: f.DEFAULTS for f in FAMILIES if f.MODEL_TYPE not in GEMMAS}
+
+
+def default_model(family: str) -> TargetConfig:
+    """A family's target whose config.json gives no sizes."""
+    given = {"gpt_oss": {}, "glm4_moe": {"head_dim": 128}}.get(family, {"sliding_window": None})
+    return target_config({"architectures": [NAMES[family]]} | given)
+
+
+def rope_of(config: TargetConfig) -> RopeConfig:
+    return next(mixer.rope for mixer in config.mixers if mixer.rope)
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
@@ -41,30 +56,32 @@ def test_defaults_are_those_of_transformers(family):
     for key, value in mine.items():
         if key == "head_dim" and value is None:
             value = mine["hidden_size"] // mine["num_attention_heads"]
-            assert getattr(theirs, key, None) in (None, value)
+            assert family == "glm4_moe" or getattr(theirs, key, None) in (None, value)
         elif key == "num_key_value_heads" and value is None:
             assert getattr(theirs, key) == mine["num_attention_heads"]
         elif key == "full_attention_interval":
             kinds = ["linear_attention"] * (value - 1) + ["full_attention"]
             assert theirs.layer_types == kinds * (theirs.num_hidden_layers // value)
         elif key == "partial_rotary_factor":
-            assert theirs.rope_parameters[key] == value
+            assert theirs.rope_parameters.get(key, 1.0) == value
         elif key == "intermediate_size" and family == "qwen3_5_moe":
             assert not hasattr(theirs, key)  # no layer is dense
         else:
             assert getattr(theirs, key) == value, key
-    assert theirs.rope_parameters["rope_theta"] == DEFAULT_ROPE_THETA
+    want = theirs.rope_parameters["rope_theta"]
+    assert rope_of(default_model(family)).theta == want
+    assert (want == DEFAULT_ROPE_THETA) == (family not in ("gpt_oss", "minimax_m2"))
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_a_config_that_says_nothing_is_the_default_model(family):
-    config = target_config({"architectures": [NAMES[family]], "sliding_window": None})
+    config = default_model(family)
     theirs = CLASSES[family]()
     assert config.num_layers == theirs.num_hidden_layers
     assert config.max_position_embeddings == theirs.max_position_embeddings
     assert (config.mixers[0].qk_norm, config.mixers[0].qkv_bias) == (
-        "qwen3" in family,
-        family == "qwen2",
+        family in NORMED,
+        family in BIASED,
     )
     assert (
         config.mixers[0].num_heads % config.mixers[0].num_kv_heads == 0
@@ -79,7 +96,7 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
     config.save_pretrained(tmp_path)
     got = open_checkpoint(tmp_path).config(target_config)
-    assert (got.num_layers, got.mixers[0].rope.theta, got.mixers[0].rope.scaling) == (4, 5e5, None)
+    assert (got.num_layers, rope_of(got).theta, rope_of(got).scaling) == (4, 5e5, None)
 
 
 def test_a_mistral_with_a_window_is_refused():
