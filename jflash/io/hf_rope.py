@@ -30,7 +30,7 @@ def rope_config(
 
     `share`: the family's partial_rotary_factor, for config.json without one; None: whole heads.
     """
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' order
     nested = [name for name, value in given.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(
@@ -44,7 +44,7 @@ def rope_config(
     if theta <= 1:
         raise ValueError(f"rope_theta must be above 1, got {theta}")
     if kind == "proportional":
-        return RopeConfig(theta=theta, scaling=_proportional(given, head_dim))
+        return RopeConfig(theta=theta, scaling=_proportional(given, raw, head_dim))
     rotary_dim = _rotary_dim(given, raw, head_dim, share)
     if kind == "default":
         return RopeConfig(theta=theta, scaling=None, rotary_dim=rotary_dim)
@@ -83,10 +83,12 @@ def rope_by_kind(
     return ropes
 
 
-def _proportional(given: dict[str, Any], head_dim: int) -> ProportionalScaling:
+def _proportional(
+    given: dict[str, Any], raw: dict[str, Any], head_dim: int
+) -> ProportionalScaling:
     """How many frequencies turn, as transformers counts them."""
     name = "partial_rotary_factor"
-    share = given.get(name, 1.0)
+    share = next((p[name] for p in (given, raw) if p.get(name) is not None), 1.0)
     turning = int(share * head_dim // 2) if is_number(share) else 0
     if not 1 <= turning <= head_dim // 2:
         raise ValueError(f"{name} {share!r} must turn some of the {head_dim // 2} pairs of a head")

@@ -131,6 +131,8 @@ def test_llama_3_scaling_in_both_spellings():
 @pytest.mark.parametrize(
     "given",
     [
+        # Of both keys transformers reads the older one.
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_theta": 9e9}},
         {"rope_scaling": {"rope_type": None, "type": "yarn", "factor": 2.0}},
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "partial_rotary_factor": None}},
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": None}},
@@ -141,6 +143,18 @@ def test_null_in_rope_is_as_good_as_absent(given):
     name = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
     want = target_config(name | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
     assert target_config(name | given) == want
+
+
+def test_the_share_of_a_proportional_rope_may_stand_beside_it():
+    name = {"architectures": ["LlamaForCausalLM"], "head_dim": 64}
+    rope = {"rope_type": "proportional", "rope_theta": 5e5}
+    within = {"rope_parameters": rope | {"partial_rotary_factor": 0.25}}
+    config = target_config(name | within)
+    assert config.mixers[0].rope.scaling.turning == 8
+    for share in (0.25, 0.5):  # that of rope_parameters counts
+        assert target_config(name | within | {"partial_rotary_factor": share}) == config
+    beside = {"rope_parameters": rope, "partial_rotary_factor": 0.25}
+    assert target_config(name | beside) == config
 
 
 @pytest.mark.parametrize(

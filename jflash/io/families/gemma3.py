@@ -61,6 +61,8 @@ def target(raw: dict[str, Any]) -> TargetConfig:
         norm_shift=1.0,
         unread_ids=() if image is None else (image,),
     )
+    if value.get("rope_parameters") and value.get("rope_scaling"):
+        raise ValueError("rope_scaling beside rope_parameters is not supported: keep one of them")
     ropes = rope_by_kind(value, _ropes(value), {kind: value["head_dim"] for kind in LAYER_TYPES})
     windows = {WINDOWED: window(value), FULL: None}
     return config.attending(*[{"rope": ropes[kind], "window": windows[kind]} for kind in kinds])
