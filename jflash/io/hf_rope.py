@@ -83,9 +83,7 @@ def rope_by_kind(
     return ropes
 
 
-def _proportional(
-    given: dict[str, Any], raw: dict[str, Any], head_dim: int
-) -> ProportionalScaling:
+def _proportional(given: dict[str, Any], raw: dict[str, Any], head_dim: int) -> ProportionalScaling:
     """How many frequencies turn, as transformers counts them."""
     name = "partial_rotary_factor"
     share = next((p[name] for p in (given, raw) if p.get(name) is not None), 1.0)

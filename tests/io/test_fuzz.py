@@ -24,8 +24,11 @@ from typing import Any
 import pytest
 
 from jflash.io import configure_pair, encode_prompt, load_tokenizer, stop_token_ids
+from jflash.io.hf_config import TARGETS, target_config
+from jflash.io.quantised.scheme import quantisation, scheme_of
 from jflash.memory import check_decoding
 from tests.support.gguf_files import TOKENS, metadata, sentencepiece, write_gguf
+from tests.support.quantised_files import CASES
 from tests.support.small_checkpoints import Folders, make_pair
 
 SEED = int(os.environ.get("JFLASH_FUZZ_SEED", secrets.randbits(32)))
@@ -76,6 +79,10 @@ NAMES = [
     "mscale",
     "beta_fast",
     "final_logit_softcapping",
+    "per_layer_config",
+    "rotary_dim",
+    "compression_config",
+    "text_config",
     "data_offsets",
     "shape",
     "dtype",
@@ -226,6 +233,27 @@ def test_configs(pair, which):
         return lambda: check(pair.target, folder)
 
     fuzz(500, case)
+
+
+def test_configs_of_all_families():
+    """Every recorded pair's target, quantised in each way that is read."""
+    cases = sorted(Path(__file__).parents[1].glob("reference/cases/*/target/config.json"))
+    wholes = [json.loads(file.read_text()) for file in cases]
+    assert {name for raw in wholes for name in raw["architectures"]} >= set(TARGETS)
+    ways = [{"quantization_config": case.config} for case in CASES.values()]
+
+    def case(rng: random.Random) -> Callable[[], Any]:
+        raw = mutated(rng, rng.choice(wholes) | rng.choice([{}, *ways]))
+
+        def read() -> None:
+            found = quantisation(raw)
+            if found is not None:
+                scheme_of(found)
+            target_config(raw)
+
+        return read
+
+    fuzz(1500, case)
 
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM")

@@ -127,6 +127,7 @@ def test_gemma_4s_defaults_are_those_of_transformers():
         ({"num_experts": 7}, "wrong shape: model.layers.0.router.proj.weight"),
         ({"top_k_experts": None}, "enable_moe_block needs top_k_experts"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must give the layers"),
+        ({"per_layer_config": {"3": [8]}}, "per_layer_config must give the layers"),
         ({"attention_k_eq_v": False}, "missing: model.layers.0.self_attn.v_proj.weight"),
     ],
 )

@@ -97,6 +97,7 @@ def test_logits_of_packed_experts_are_transformers():
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types must be 2 of"),
         ({"sliding_window": None}, "sliding_window must be a whole number"),
+        ({"sliding_window": 2**40}, "sliding_window must be a whole number from 1 to 2147483647"),
         ({"quantization_config": {"quant_method": "quark"}}, r"\(quark\): not supported"),
         ({"num_local_experts": 5}, "wrong shape: model.layers.0.mlp.router.weight"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 must be within 1 … 4"),

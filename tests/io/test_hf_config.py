@@ -307,6 +307,10 @@ REFUSED_DRAFTERS = [
     ({"architectures": ["DFlash2DraftModel"]}, "lacks conv_kernel_size, conv_group_size"),
     ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "use_sliding_window"),
     ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}, "sliding_window must"),
+    (
+        {"sliding_window": 2**40, "use_sliding_window": True, "max_window_layers": 0},
+        "sliding_window must be a whole number from 1 to 2147483647, got 1099511627776",
+    ),
     ({"layer_types": ["full_attention"] * 4}, "layer_types must be 5"),
     ({"layer_types": ["chunked_attention"] * 5}, "layer_types .*chunked_attention"),
     ({"rope_scaling": {"type": "longrope", "factor": 64.0}}, "'longrope'"),

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 from jflash.io import convert_checkpoint, load_target, open_checkpoint, read_ahead
 from jflash.io.hf_config import target_config
-from jflash.io.quantised.scheme import scheme_of
+from jflash.io.quantised.scheme import quantisation, scheme_of
 from jflash.io.quantised.tensors import Header, find_weights
 from tests.support.quantised_files import CASES, of_compressed, of_gptq, quantise
 from tests.support.small_checkpoints import edit_config, make_pair
@@ -117,6 +117,7 @@ REFUSED = [
     ({"quant_method": "awq", "group_size": 0}, "group_size must be -1 or a multiple of 8, got 0"),
     (of_gptq(bits=3), "bits 3 is not supported"),
     (of_gptq(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+    (of_gptq(checkpoint_format=["gptq"]), "checkpoint_format ['gptq']"),
     (of_gptq(dynamic={"lm_head": {}}), "dynamic"),
     (of_compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4-pack-quantized"),
     (of_compressed("pack-quantized", num_bits=3, type="int"), "3 bits"),
@@ -130,6 +131,22 @@ def test_what_is_not_read_is_refused_by_name(config, message):
     with pytest.raises(ValueError, match=r"^quantization_config") as error:
         scheme_of(config)
     assert message in str(error.value)
+
+
+def test_a_config_of_another_type_is_refused():
+    for raw in ({"compression_config": 5}, {"text_config": {"quantization_config": "fp8"}}):
+        with pytest.raises(
+            ValueError, match=r"(compression|quantization)_config must be an object"
+        ):
+            quantisation(raw)
+
+
+def test_a_block_past_the_weight_takes_no_memory():
+    """Its scales would be repeated two thousand million times."""
+    block = {"quant_method": "fp8", "weight_block_size": [2**31 - 1, 2**31 - 1]}
+    layout = scheme_of(block).layout("q_proj", (4, 8), {"weight_scale_inv": (1, 1)})
+    rows = layout.scales.decode(np.full((1, 1), 2, np.float32), 4)
+    np.testing.assert_array_equal(rows, np.full((4, 1), 2))
 
 
 def test_experts_in_one_tensor_have_their_blocks_each(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from jflash.config import (
 )
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import ATTENTION, MLP, NORMS, read_trunk
-from jflash.io.hf_values import checked
+from jflash.io.hf_values import SIZE, checked, shown
 from jflash.io.names import Names
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -102,8 +102,8 @@ def _sight(raw: dict[str, Any], nested: dict[str, Any], num_layers: int) -> list
     value = checked(raw, (*_SIGHT_KEYS, "max_window_layers"))
     window, is_causal = raw.get("sliding_window", 4096), value.get("is_causal")
     windowed = _windowed_layers(value, num_layers, window)
-    if any(windowed) and (type(window) is not int or window < 1):
-        raise ValueError(f"sliding_window must be a whole number of at least 1, got {window!r}")
+    if any(windowed) and not SIZE.holds(window):
+        raise ValueError(f"sliding_window must be {SIZE.words}, got {shown(window)}")
     return [
         {"window": window if has else None, "causal": has if is_causal is None else is_causal}
         for has in windowed

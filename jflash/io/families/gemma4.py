@@ -105,16 +105,20 @@ def _given(given: dict[str, Any], kinds: list[str], windowed: AttentionSpec) -> 
     """The sizes of layers without a window in files of transformers 5.15: {"05": {…}, …}."""
     keys = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
     usual = {"head_dim": windowed.head_dim, "num_key_value_heads": windowed.num_kv_heads}
-    sizes = [usual | (each or {}) for _, each in sorted(given.items())]
+    objects = all(type(each) is dict for each in given.values())
+    sizes = [usual | checked(each, keys) for each in given.values()] if objects else []
     numbers = sorted(int(name) for name in given if name.isdecimal())
-    if numbers != [i for i, kind in enumerate(kinds) if kind == FULL] or any(
-        each != sizes[0] or each.keys() != keys.keys() for each in sizes
+    full = [i for i, kind in enumerate(kinds) if kind == FULL]
+    if (
+        not objects
+        or numbers != full
+        or any(each != sizes[0] or each.keys() != keys.keys() for each in sizes)
     ):
         raise ValueError(
             f"per_layer_config must give the layers of {FULL} one head_dim and "
             f"num_key_value_heads, got {shown(given)}"
         )
-    return {ours: checked(sizes[0], keys)[key] for key, ours in keys.items()}
+    return {ours: sizes[0][key] for key, ours in keys.items()}
 
 
 def _experts(value: dict[str, Any]) -> MoeSpec | None:

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from jflash.config import AttentionSpec, LayerConfig, MoeSpec, TargetConfig
 from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk
-from jflash.io.hf_values import checked, shown
+from jflash.io.hf_values import SIZE, checked, shown
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 DEFAULTS: dict[str, Any] = (
@@ -69,10 +69,8 @@ def target(raw: dict[str, Any]) -> TargetConfig:
         norm_dtype="float32",
     )
     types = _layer_types(value, config.num_layers)
-    if LAYER_TYPES[0] in types and (type(window) is not int or window < 1):
-        raise ValueError(
-            f"sliding_window must be a whole number of at least 1, got {shown(window)}"
-        )
+    if LAYER_TYPES[0] in types and not SIZE.holds(window):
+        raise ValueError(f"sliding_window must be {SIZE.words}, got {shown(window)}")
     windows = [{"window": window if kind == LAYER_TYPES[0] else None} for kind in types]
     experts = MoeSpec(
         num_experts=value["num_local_experts"],

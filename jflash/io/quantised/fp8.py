@@ -74,7 +74,7 @@ def _codes(strip: np.ndarray, outputs: int) -> np.ndarray:
 
 
 def _of_blocks(strip: np.ndarray, outputs: int, rows: int) -> np.ndarray:
-    return np.repeat(floats(strip), rows, axis=0)[:outputs]
+    return np.repeat(floats(strip), min(rows, outputs), axis=0)[:outputs]
 
 
 def _of_rows(strip: np.ndarray, outputs: int) -> np.ndarray:

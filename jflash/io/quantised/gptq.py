@@ -23,7 +23,7 @@ def check(raw: Mapping[str, Any]) -> tuple[int, int, int]:
     if (bits := raw.get("bits")) not in BITS or type(bits) is not int:
         raise ValueError(f"bits {shown(bits)} is not supported; supported: 2, 4, 8")
     kind = raw.get("checkpoint_format") or raw.get("format") or "gptq"
-    if kind not in FORMATS or raw.get("is_marlin_format"):
+    if kind not in tuple(FORMATS) or raw.get("is_marlin_format"):
         raise ValueError(f"checkpoint_format {shown(kind)} is not supported, only gptq, gptq_v2")
     if raw.get("dynamic"):
         raise ValueError("dynamic: GPTQ with other settings by module is not supported")

@@ -50,8 +50,11 @@ class Scheme:
 def quantisation(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization_config of a config.json, which may stand in that of the text model."""
     places = [raw, *(inner for inner in [raw.get("text_config")] if type(inner) is dict)]
-    found = (place.get(key) for place in places for key in _KEYS)
-    return next((value for value in found if value), None)
+    found = ((key, place[key]) for place in places for key in _KEYS if place.get(key))
+    key, value = next(found, ("", None))
+    if value is not None and type(value) is not dict:
+        raise ValueError(f"{key} must be an object, got {shown(value)}")
+    return value
 
 
 def unquantised(raw: dict[str, Any]) -> dict[str, Any]:
