@@ -73,6 +73,7 @@ DAMAGE = [
     ("fp8-block", {SCALE: np.ones((2, 1), np.int32)}, f"unsupported dtype: {SCALE} is I32"),
     ("fp8-block", {f"{Q}.weight_scale_3": np.ones(1, np.float32)}, "unknown: "),
     ("awq", {"drop": (f"{Q}.qzeros",)}, f"missing: {Q}.qzeros"),
+    ("gptq-act-order", {"drop": (f"{Q}.g_idx",)}, f"missing: {Q}.g_idx"),
     ("gptq", {f"{Q}.bias": np.ones(32, np.float16)}, f"unknown: {Q}.bias, and not zero"),
     ("ct-int4-group", {f"{Q}.weight_packed": np.ones((32, 3), np.int32)}, "wrong shape: "),
 ]
@@ -103,6 +104,19 @@ def test_modules_outside_all_groups_and_named_by_a_pattern(target):
     edit_config(target, quantization_config=config)
     assert "self_attn" in problem(target)
     config["config_groups"]["group_0"]["targets"].append("re:.*self_attn.*")
+    edit_config(target, quantization_config=config)
+    load_target(target)
+
+
+def test_an_order_of_groups_needs_its_tensor(target):
+    """Files without act-order need none: `weight` only changes how numbers were chosen."""
+    int4 = dict(num_bits=4, type="int", group_size=16)
+    quantise(target, CASES["ct-int4-group"])
+    for order in ("group", True):
+        config = of_compressed("pack-quantized", **int4, actorder=order)
+        edit_config(target, quantization_config=config)
+        assert f"missing: {Q}.weight_g_idx" in problem(target)
+    config = of_compressed("pack-quantized", **int4, actorder="weight")
     edit_config(target, quantization_config=config)
     load_target(target)
 

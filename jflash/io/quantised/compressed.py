@@ -81,11 +81,15 @@ def _layouts(group: dict[str, Any], format: Any) -> Layouts:
         what = f"type {shown(kind)}, {shown(bits)} bits, strategy {shown(strategy)}"
         raise ValueError(f"weights of {what}{', with zeros' if zeros else ''} are not supported")
     size = group_size(weights) if strategy == "group" else -1
-    return functools.partial(_integers, bits=bits, size=size, zeros=zeros)
+    # Of the orders of activations this one permutes groups; the others are its older names.
+    ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
+    return functools.partial(_integers, bits=bits, size=size, zeros=zeros, ordered=ordered)
 
 
-def _integers(shape: tuple[int, int], found: Shapes, bits: int, size: int, zeros: bool) -> Layout:
+def _integers(
+    shape: tuple[int, int], found: Shapes, bits: int, size: int, zeros: bool, ordered: bool
+) -> Layout:
     group = shape[1] if size == -1 else size
     if "weight_packed" in found or bits != 8:
-        return integers.packed(shape, bits, group, zeros, "weight_g_idx" in found)
+        return integers.packed(shape, bits, group, zeros, ordered or "weight_g_idx" in found)
     return integers.whole(shape, group, found, zeros)

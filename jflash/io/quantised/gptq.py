@@ -18,8 +18,8 @@ BITS = (2, 4, 8)
 FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
 
 
-def check(raw: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Bits, group size (-1: all inputs), and what is added to zeros."""
+def check(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`layout`'s settings: bits, group size (-1: all inputs), what is added to zeros, act-order."""
     if (bits := raw.get("bits")) not in BITS or type(bits) is not int:
         raise ValueError(f"bits {shown(bits)} is not supported; supported: 2, 4, 8")
     kind = raw.get("checkpoint_format") or raw.get("format") or "gptq"
@@ -27,13 +27,23 @@ def check(raw: Mapping[str, Any]) -> tuple[int, int, int]:
         raise ValueError(f"checkpoint_format {shown(kind)} is not supported, only gptq, gptq_v2")
     if raw.get("dynamic"):
         raise ValueError("dynamic: GPTQ with other settings by module is not supported")
-    return bits, group_size(raw), FORMATS[kind]
+    return dict(
+        bits=bits, group=group_size(raw), added=FORMATS[kind], ordered=bool(raw.get("desc_act"))
+    )
 
 
 def layout(
-    shape: tuple[int, int], found: Mapping[str, tuple[int, ...]], bits: int, group: int, added: int
+    shape: tuple[int, int],
+    found: Mapping[str, tuple[int, ...]],
+    bits: int,
+    group: int,
+    added: int,
+    ordered: bool,
 ) -> Layout:
-    """The layout of a weight whose module has tensors of these shapes."""
+    """The layout of a weight whose module has tensors of these shapes.
+
+    Without act-order files may leave `g_idx` out.
+    """
     rows, columns = shape
     group = columns if group == -1 else group
     groups, per = -(-columns // group), 32 // bits
@@ -46,7 +56,8 @@ def layout(
         functools.partial(_zeros, bits=bits, added=added), axis=1, per=per,
     )  # fmt: skip
     scales = Stored("scales", (groups, rows), FLOAT_SCALES, _scales, axis=1)
-    order = Stored("g_idx", (columns,), ("I32",), _order, per=0) if "g_idx" in found else None
+    ordered |= "g_idx" in found
+    order = Stored("g_idx", (columns,), ("I32",), _order, per=0) if ordered else None
     return Layout(shape, group, codes, scales, zeros, order, form="int4" if bits == 4 else "")
 
 

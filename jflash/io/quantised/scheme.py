@@ -99,8 +99,7 @@ def _awq(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
 
 
 def _gptq(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
-    bits, group, added = gptq.check(raw)
-    return _one(functools.partial(gptq.layout, bits=bits, group=group, added=added))
+    return _one(functools.partial(gptq.layout, **gptq.check(raw)))
 
 
 _METHODS: dict[Any, Callable[[Mapping[str, Any]], Callable[[str], Layouts | None]]] = {
