@@ -27,6 +27,7 @@ GLM_46 = {  # as stated: the file could not be opened
     "num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160, "head_dim": 128,
     "moe_intermediate_size": 1536, "use_qk_norm": True, "attention_bias": True,
     "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
 }  # fmt: skip
 
 
@@ -93,6 +94,9 @@ def test_layers_that_predict_more_tokens_are_not_read(tmp_path):
         (MINIMAX, {"rotary_dim": 0}, "rotary_dim must be a whole number"),
         (MINIMAX, {"quantization_config": {"quant_method": "quark"}}, "(quark): not supported"),
         (MINIMAX, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, only"),
+        (GLM, {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, only"),
+        (GLM, {"topk_method": "greedy"}, "topk_method 'greedy' is not supported, only None or"),
     ],
 )
 def test_what_does_not_fit_is_refused(source, changes, named, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import TENSORS, read_sizes
+from jflash.io.families.trunk import TENSORS, read_sizes, refuse
 from jflash.io.hf_rope import rope_by_kind
 from jflash.io.hf_values import SIZE, checked, shown
 from jflash.io.names import ROTARY
@@ -92,14 +92,6 @@ def common(value: dict[str, Any]) -> dict[str, Any]:
         embedding_scale=value["hidden_size"] ** 0.5,
         logit_softcap=None if cap is None else float(cap),
     )
-
-
-def refuse(value: dict[str, Any], **supported: tuple[Any, ...]) -> None:
-    """ValueError for a key whose value is not one of those that are supported."""
-    for key, known in supported.items():
-        if value.get(key) not in known:
-            only = " or ".join(map(repr, known))
-            raise ValueError(f"{key} {shown(value[key])} is not supported, only {only}")
 
 
 def layer_types(value: dict[str, Any], every: int) -> list[str]:

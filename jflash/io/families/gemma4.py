@@ -9,8 +9,8 @@ from typing import Any
 
 from jflash.config import AttentionSpec, MoeSpec, TargetConfig
 from jflash.io.families import gemma3
-from jflash.io.families.gemma3 import FULL, WINDOWED, refuse
-from jflash.io.families.trunk import read_sizes
+from jflash.io.families.gemma3 import FULL, WINDOWED
+from jflash.io.families.trunk import read_sizes, refuse
 from jflash.io.hf_rope import rope_by_kind
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY

@@ -1,8 +1,7 @@
 """gpt-oss 20b and 120b: attention sinks, windows in every second layer, and clamped experts.
 
 Published files hold the experts in MXFP4, transformers' in [E, in, out]; in both gate and up take
-turns. The experts' activation is fixed: keys for its limit are ignored, as transformers ignores
-them.
+turns. The experts' activation is fixed, and another limit than its 7 is refused.
 """
 
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jflash.config import AttentionSpec, LayerConfig, MoeSpec, TargetConfig
-from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk
+from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk, refuse
 from jflash.io.hf_values import SIZE, checked, shown
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
@@ -55,6 +54,7 @@ NAMES = replace(
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a gpt-oss."""
+    refuse(raw, swiglu_limit=(None, 7))
     given = checked(raw, (*DEFAULTS, "layer_types"))
     if not (given.get("rope_parameters") or given.get("rope_scaling")):
         given["rope_parameters"] = ROPE

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.config import MoeSpec, TargetConfig
-from jflash.io.families.trunk import COMMON, TENSORS, read_trunk
+from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse
 from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "MiniMaxM2ForCausalLM", "minimax_m2"
@@ -37,6 +37,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     Published files give the rotated dims of a head as `rotary_dim`, which transformers 5.15.0
     ignores: it rotates whole heads then.
     """
+    refuse(raw, scoring_func=(None, "sigmoid"))
     given = checked(raw, (*DEFAULTS, "rotary_dim"))
     if "rotary_dim" in given and "partial_rotary_factor" not in given:
         head_dim = given.get("head_dim", DEFAULTS["head_dim"])

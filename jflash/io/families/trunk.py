@@ -61,6 +61,14 @@ def refuse_windows(raw: dict[str, Any]) -> None:
         raise ValueError("sliding_window: targets with sliding-window layers are not supported")
 
 
+def refuse(value: dict[str, Any], **supported: tuple[Any, ...]) -> None:
+    """ValueError for a key whose value is not one of those that are supported."""
+    for key, known in supported.items():
+        if value.get(key) not in known:
+            only = " or ".join(map(repr, known))
+            raise ValueError(f"{key} {shown(value[key])} is not supported, only {only}")
+
+
 def read_trunk(
     raw: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
