@@ -20,21 +20,14 @@ from jflash.config import (
 )
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
 
+_KINDS = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
+
 
 def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, Any]:
     """config.json of a model of Qwen3's shape; ValueError for any other."""
     mixer = config.mixers[0]
-    plain = [replace(m, window=None, causal=True) for m in config.mixers]
-    biased = any(isinstance(x.mlp, DenseSpec) and x.mlp.bias for x in config.layers)
-    usual = mixer.qk_norm and mixer.qkv_bias == mixer.out_bias
-    if isinstance(config, TargetConfig):
-        usual &= not (config.deltas or config.norm_shift or config.norm_dtype or mixer.gated)
-        usual &= not (mixer.norm_all_heads or any(map(_unusual, config.experts)))
-        usual &= not any(m.rope and m.rope.in_pairs for m in config.mixers)
-        usual &= not any(layer.sandwich for layer in config.layers)
-    else:
-        usual &= not (config.own_embedding or config.draft_vocab_size)
-    if not usual or biased or len(set(plain)) > 1 or mixer.rope is None:
+    rope = mixer.rope
+    if rope is None or rope != _written(rope) or not _usual(config):
         raise ValueError("only models of Qwen3's shape can be written in Hugging Face layout")
     common: dict[str, Any] = dict(
         architectures=[_architecture(config)],
@@ -48,8 +41,8 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
         head_dim=mixer.head_dim,
         hidden_act="silu",
         rms_norm_eps=config.rms_norm_eps,
-        rope_theta=mixer.rope.theta,
-        rope_scaling=_rope_scaling(mixer.rope),
+        rope_theta=rope.theta,
+        rope_scaling=_rope_scaling(rope),
         max_position_embeddings=config.max_position_embeddings,
         attention_bias=mixer.qkv_bias,
         torch_dtype=dtype,
@@ -60,6 +53,31 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
     if config.experts:
         common |= _moe_keys(config)
     return common
+
+
+def _usual(config: TargetConfig | DrafterConfig) -> bool:
+    """Whether a model is Qwen3's, or a drafter with windows and causality of its own."""
+    mixer = config.mixers[0]
+    usual = AttentionSpec(
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        rope=mixer.rope,
+        scale=mixer.head_dim**-0.5,
+        qk_norm=True,
+        qkv_bias=mixer.qkv_bias,
+        out_bias=mixer.qkv_bias,
+    )
+    mlps = [layer.mlp for layer in config.layers if isinstance(layer.mlp, DenseSpec)]
+    dense = [mlp == DenseSpec(intermediate_size=config.intermediate_size) for mlp in mlps]
+    if config.deltas or not all(dense) or any(layer.sandwich for layer in config.layers):
+        return False
+    if isinstance(config, DrafterConfig):
+        plain = {replace(m, window=None, causal=True) for m in config.mixers}
+        return plain == {usual} and not (config.own_embedding or config.draft_vocab_size)
+    changed = config.norm_shift or config.norm_dtype or config.logit_softcap
+    other = changed or config.embedding_scale != 1 or any(map(_unusual, config.experts))
+    return {*config.mixers} == {usual} and not other
 
 
 def _unusual(moe: MoeSpec) -> bool:
@@ -74,12 +92,17 @@ def _unusual(moe: MoeSpec) -> bool:
     return moe != usual
 
 
+def _written(rope: RopeConfig) -> RopeConfig:
+    """What a file keeps of RoPE: whole heads by halves, and the scalings that have keys here."""
+    scaling = rope.scaling if type(rope.scaling) in _KINDS else None
+    return RopeConfig(theta=rope.theta, scaling=scaling)
+
+
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     """The scaling of RoPE, in the keys of published files."""
     if rope.scaling is None:
         return None
-    kinds = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
-    return {"rope_type": kinds[type(rope.scaling)], **asdict(rope.scaling)}
+    return {"rope_type": _KINDS[type(rope.scaling)], **asdict(rope.scaling)}
 
 
 def _architecture(config: TargetConfig | DrafterConfig) -> str:

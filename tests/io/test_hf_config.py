@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from jflash.bench.shapes import model_shape
-from jflash.config import Llama3Scaling, RopeConfig, TargetConfig
+from jflash.config import Llama3Scaling, ProportionalScaling, RopeConfig, TargetConfig
 from jflash.io import open_checkpoint
 from jflash.io.families import dflash
 from jflash.io.hf_config import FAMILIES, drafter_config, target_config
@@ -185,6 +185,27 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 16.0}
+
+
+QWEN3 = target_config({"architectures": ["Qwen3ForCausalLM"]})
+SCALED = ProportionalScaling(turning=4, factor=1.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN3.attending(*[{"rope": RopeConfig(theta=1e4, scaling=SCALED)}] * QWEN3.num_layers),
+        QWEN3.attending(*[{"window": 64}] * QWEN3.num_layers),
+        QWEN3.attending(*[{"scale": 1.0}] * QWEN3.num_layers),
+        QWEN3.attending(*[{"sinks": True}] * QWEN3.num_layers),
+        replace(QWEN3, logit_softcap=30.0),
+        replace(QWEN3, embedding_scale=8.0),
+    ],
+)
+def test_what_config_json_would_not_say_is_not_written(config):
+    assert target_config(to_hf_config(QWEN3, "float32")) == QWEN3
+    with pytest.raises(ValueError, match="only models of Qwen3's shape"):
+        to_hf_config(config, "float32")
 
 
 @pytest.mark.parametrize("given", [LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}])
