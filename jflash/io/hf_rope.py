@@ -87,7 +87,7 @@ def _proportional(given: dict[str, Any], raw: dict[str, Any], head_dim: int) -> 
     """How many frequencies turn, as transformers counts them."""
     name = "partial_rotary_factor"
     share = next((p[name] for p in (given, raw) if p.get(name) is not None), 1.0)
-    turning = int(share * head_dim // 2) if is_number(share) else 0
+    turning = int(share * head_dim // 2) if is_number(share) and share <= 1 else 0
     if not 1 <= turning <= head_dim // 2:
         raise ValueError(f"{name} {share!r} must turn some of the {head_dim // 2} pairs of a head")
     return ProportionalScaling(turning=turning, factor=_number(given, "factor", 1.0))
@@ -104,7 +104,7 @@ def _rotary_dim(
             raise ValueError(f"{name}: partial rotary embedding is not supported")
         return None
     factor = places[0] if places else share
-    dims = int(head_dim * factor) if is_number(factor) else 0
+    dims = int(head_dim * factor) if is_number(factor) and factor <= 1 else 0
     if not 2 <= dims <= head_dim or dims % 2:
         raise ValueError(
             f"{name} {factor!r} must rotate an even number of the {head_dim} dims of a head"

@@ -146,6 +146,7 @@ ROPE = "rope_parameters"
         ({ROPE: {"full_attention": {"rope_type": "longrope"}}}, "rope_type 'longrope' is not"),
         ({ROPE: {"rope_type": "default"}}, "an object for each of sliding_attention and full"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling beside rope_para"),
+        ({"quantization_config": 5}, "quantization_config must be an object, got 5"),
         ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported, only 'gelu"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),

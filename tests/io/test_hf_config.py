@@ -187,6 +187,28 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 16.0}
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": 5}, "layer_types must be a list of names, got 5"),
+        ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308 must rotate"),
+        ({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1e308}},
+         r"partial_rotary_factor 1e\+308 must turn some"),
+        ({"head_dim": 0}, "head_dim must be a whole number from 1"),
+        ({"quantization_config": 5}, "quantization_config must be an object, got 5"),
+    ],
+)  # fmt: skip
+def test_hostile_values_of_a_hybrid(change, named):
+    with pytest.raises(ValueError, match=named):
+        target_config({"architectures": ["Qwen3_5ForCausalLM"]} | change)
+
+
+def test_more_heads_than_columns():
+    name = {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ValueError, match="num_attention_heads 64 are more than hidden_size"):
+        target_config(name | {"hidden_size": 32, "num_attention_heads": 64})
+
+
 QWEN3 = target_config({"architectures": ["Qwen3ForCausalLM"]})
 SCALED = ProportionalScaling(turning=4, factor=1.0)
 
@@ -323,13 +345,14 @@ def test_where_a_drafter_keeps_its_own_keys():
         assert got.final_logit_softcapping is None
 
 
+WINDOWED = "sliding_attention"
 REFUSED_DRAFTERS = [
     ({"architectures": ["DFlash3DraftModel"]}, "DFlash3DraftModel"),
     ({"architectures": ["DFlash2DraftModel"]}, "lacks conv_kernel_size, conv_group_size"),
     ({"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "use_sliding_window"),
     ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}, "sliding_window must"),
     (
-        {"sliding_window": 2**40, "use_sliding_window": True, "max_window_layers": 0},
+        {"sliding_window": 2**40, "use_sliding_window": True, "layer_types": [WINDOWED] * 5},
         "sliding_window must be a whole number from 1 to 2147483647, got 1099511627776",
     ),
     ({"layer_types": ["full_attention"] * 4}, "layer_types must be 5"),

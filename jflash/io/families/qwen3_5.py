@@ -52,7 +52,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
 def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
     """The config of a hybrid with dense MLPs, which a caller may replace by experts."""
     trunk, value = read_trunk(raw, defaults)
-    bias, seen = value["attention_bias"], checked(raw, _SEEN)
+    bias, seen = value["attention_bias"], checked(raw, (*_SEEN, "layer_types"))
     config = TargetConfig.alike(
         **trunk,
         tie_embeddings=value["tie_word_embeddings"],

@@ -83,10 +83,12 @@ def read_trunk(
 
 def read_sizes(value: dict[str, Any]) -> dict[str, Any]:
     """DecoderConfig's common fields but for RoPE, from keys with defaults filled in."""
-    if "quantization_config" in value:
+    if "quantization_config" in checked(value, _KEYS):
         scheme_of(value["quantization_config"])  # refuses what is not read
     heads = value["num_attention_heads"]
     head_dim = value["head_dim"] or value["hidden_size"] // heads
+    if head_dim < 1:
+        raise ValueError(f"num_attention_heads {heads} are more than hidden_size has columns")
     return dict(
         vocab_size=value["vocab_size"],
         hidden_size=value["hidden_size"],
