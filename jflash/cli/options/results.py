@@ -1,6 +1,7 @@
 """Options of the commands that measure or check: which kernels, and where the result goes."""
 
 import json
+import math
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,25 @@ def keep_newest(
 ) -> int | None:
     """Writes each result over the one before, so that a run cut off leaves its newest.
 
-    Prints the last as a line, and returns what the generator does: an exit code.
+    Prints the last as a line, and returns what the generator does: an exit code. A number that is
+    not finite becomes null, because JSON has none.
     """
     line = ""
     while True:
         try:
-            line = json.dumps(next(results))
+            line = json.dumps(finite(next(results)), allow_nan=False)
         except StopIteration as end:
             print(line, end="\n" * bool(line))
             return end.value
         if file is not None:
             with whole_file(file, overwrite=True) as write:
                 write(line)
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of every NaN and infinity, however deep."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

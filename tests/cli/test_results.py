@@ -1,0 +1,25 @@
+"""The file and the last line of a command that measures: JSON, and the newest result."""
+
+import json
+import math
+
+from jflash.cli.options.results import keep_newest
+
+
+def no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path, capsys):
+    def results():
+        yield {"ms": 1.0}
+        yield {"ms": [math.nan, -math.inf, 2.5], "parts": {"floor": (math.inf, "NaN", None, 3)}}
+        return 7
+
+    file = tmp_path / "result.json"
+    assert keep_newest(file, results()) == 7
+    for text in (file.read_text(), capsys.readouterr().out):
+        assert json.loads(text, parse_constant=no_constant) == {
+            "ms": [None, None, 2.5],
+            "parts": {"floor": [None, "NaN", None, 3]},
+        }
