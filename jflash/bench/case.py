@@ -5,6 +5,7 @@ again from the compilation cache that `time` filled: its peak of memory holds no
 scripts/benchmark.py starts the processes.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -41,10 +42,11 @@ from jflash.memory import (
     tree_bytes,
     weight_bytes,
 )
+from jflash.mesh import local, over, place, tensor_mesh, with_context
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
-from jflash.programs import Shape, compile_programs, compile_run
+from jflash.programs import Shape, compile_programs, compile_run, new_state
 from jflash.speculative import Models, Params, State
 
 
@@ -67,6 +69,7 @@ class Task:
     prompts: tuple[tuple[int, ...], ...]  # decoded for tokens a second; needs folders
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
+    tensor_parallel: int = 1  # devices that share the pair
 
     @property
     def decoding(self) -> Decoding:
@@ -108,6 +111,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "weights": weights_name(task),
         "shape": task.shape,
         "batch": task.batch,
+        "tensor_parallel": task.tensor_parallel,
         "context": window.context,
         "capacity": task.capacity,
         "block_size": models.block_size,
@@ -117,7 +121,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "repeats": window.repeats,
         "step": step,
         "compile_seconds": {"from_nothing": programs.seconds},
-        "memory": memory(models, shape, state, programs.run)
+        "memory": memory(models, shape, programs.run)
         | {"peak_bytes_while_compiling": compiled_peak},
     }
     log(f"batch {task.batch}: step {step['ms']:.3f} ms")
@@ -145,7 +149,7 @@ def warm_case(task: Task) -> dict[str, Any]:
     _, state = time_run(programs.run, params, state, window)
     return {
         "compile_seconds": {"warm_cache": programs.seconds},
-        "memory": memory(models, shape, state, programs.run)
+        "memory": memory(models, shape, programs.run)
         | {"peak_bytes": peak_memory(), "peak_bytes_before_compiling": held},
     }
 
@@ -155,6 +159,7 @@ def task_models(task: Task) -> Models:
     if task.shape is not None:
         target, drafter = model_shape(task.shape)
         models = Models(Target(target), Drafter(drafter), drafter.block_size)
+        models = over(models, tensor_mesh(task.tensor_parallel))
     else:
         assert task.target is not None and task.drafter is not None
         models = configure_pair(task.target, task.drafter, dtype=task.dtype).models
@@ -162,13 +167,13 @@ def task_models(task: Task) -> Models:
     return with_backends(models, dtype, jax.devices()[0], **task.backends)
 
 
-def memory(models: Models, shape: Shape, state: State, compiled: Any) -> dict[str, Any]:
-    """Bytes of weights and caches, and of the compiled program's temporaries."""
-    assert models.drafter is not None
-    configs = (models.target.config, models.drafter.config)
+def memory(models: Models, shape: Shape, compiled: Any) -> dict[str, Any]:
+    """Bytes of a device's weights and caches, and of the compiled program's temporaries."""
+    models = local(models)
+    state = jax.eval_shape(lambda: new_state(models, shape))
     analysis = compiled.memory_analysis()
     return {
-        "weights_bytes": weight_bytes(configs),
+        "weights_bytes": weight_bytes(models.configs),
         "caches_bytes": tree_bytes((state.target_cache, state.drafter_cache)),
         "temporaries_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
     }
@@ -188,9 +193,8 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
         assert task.target is not None and task.drafter is not None
         params = load_weights(configure_pair(task.target, task.drafter, dtype=models.dtype)).params
     else:
-        assert models.drafter is not None
-        target, drafter = random_weights(models.configs)
-        params = Params(target, with_context_kernel(models.drafter, drafter))
+        weights = random_weights(models.configs, place=functools.partial(place, models.mesh))
+        params = with_context(models, Params(*weights))
     return state, jax.block_until_ready(params)
 
 
@@ -199,7 +203,9 @@ def timed(
 ) -> tuple[dict[str, Any], State]:
     """The entry of a program that runs whole steps of `models`, and the state again."""
     seconds, state = time_run(compiled, params, state, clock.window)
-    experts = experts_read(models, params, rewound(state, clock.window))
+    experts = None  # of devices that share the pair; the floor takes the expected number
+    if models.mesh is None:
+        experts = experts_read(models, params, rewound(state, clock.window))
     return clock.part(seconds, clock.work(models, experts), experts), state
 
 

@@ -1,4 +1,7 @@
-"""The numbers of one part of a step: measured seconds beside the part's floor. It runs nothing."""
+"""The numbers of one part of a step: measured seconds beside the part's floor. It runs nothing.
+
+The floor of devices that share the models is that of one device's part, without any gather.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -7,6 +10,7 @@ from typing import Any
 
 from jflash.bench.floors import Rates, Work, add, draft_work, floor_seconds, verify_work
 from jflash.bench.step_time import Window
+from jflash.mesh import local
 from jflash.programs import Shape
 from jflash.speculative import Models
 
@@ -22,14 +26,14 @@ class Clock:
 
     def work(self, models: Models, experts: float | None = None) -> Work:
         """Of a whole step of `models`, with a drafter or without."""
-        batch, context = self.shape.batch, self.window.context
+        models, batch, context = local(models), self.shape.batch, self.window.context
         verify = verify_work(models.target.config, batch, models.block_size, context, experts)
         return verify if models.drafter is None else add(verify, self.draft_work(models.block_size))
 
     def draft_work(self, width: int) -> Work:
-        assert self.models.drafter is not None
-        drafter = self.models.drafter.config
-        return draft_work(drafter, self.shape.batch, width, self.window.context)
+        drafter = local(self.models).drafter
+        assert drafter is not None
+        return draft_work(drafter.config, self.shape.batch, width, self.window.context)
 
     def part(
         self, seconds: Sequence[float], work: Work, experts: float | None = None

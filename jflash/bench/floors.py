@@ -88,7 +88,7 @@ def draft_work(drafter: DrafterConfig, batch: int, width: int, context: float) -
     """
     c, leaves, rows = drafter, decoding_params(drafter), batch * width
     places, columns = batch * (width - 1), sum(mixer.kv_width for mixer in c.mixers)
-    head = Leaf((c.vocab_size, c.hidden_size), ("vocab", "embed"), dtype=c.dtype)
+    head = Leaf((c.vocab_size // c.shards, c.hidden_size), ("vocab", "embed"), dtype=c.dtype)
     works = [
         _products([*_matrices(leaves), leaves["fc"]["kernel"], leaves["context_kernel"]], rows),
         _attention(c, batch, width, context),

@@ -4,7 +4,6 @@ All caches hold random numbers and the weights are real or random, never zeros: 
 on zeros. No draft is accepted, so every step commits one token a sequence and all stay level.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,31 +48,38 @@ def busy_state(models: Models, shape: Shape, window: Window) -> State:
     state = new_state(models, shape)
     size, vocab_size = state.sequences.tokens.shape, models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(1), size, 0, vocab_size, jnp.int32)
+    tokens = jax.device_put(tokens, state.sequences.tokens.sharding)
     caches, tree = jax.tree.flatten((state.target_cache, state.drafter_cache))
     keys = jax.random.split(jax.random.key(2), len(caches))
-    caches = [_fill(cache, key) for cache, key in zip(caches, keys, strict=True)]
+    caches = [_filled(cache, key) for cache, key in zip(caches, keys, strict=True)]
     target_cache, drafter_cache = jax.tree.unflatten(tree, caches)
     state = State(state.sequences._replace(tokens=tokens), target_cache, drafter_cache)
     return rewound(jax.block_until_ready(state), window)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill(x: Array, key: Array) -> Array:
+def _filled(x: Array, key: Array) -> Array:
+    """Where the array lies: devices that share it draw a part each."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
+    return jax.jit(_normal, donate_argnums=0, out_shardings=x.sharding)(x, key)
+
+
+def _normal(x: Array, key: Array) -> Array:
     return jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
 
 
 def rewound(state: State, window: Window) -> State:
     """The state back at the window's start, as far from its limit as the capacity allows."""
     batch, capacity = state.sequences.tokens.shape
-    return state.with_sequences(
+    again = dict(
         length=jnp.full(batch, window.start, jnp.int32),
         limit=jnp.full(batch, capacity, jnp.int32),
         done=jnp.zeros(batch, bool),
         max_accept=jnp.zeros(batch, jnp.int32),
         steps=jnp.zeros(batch, jnp.int32),
     )
+    # On every device that has the sequences, so that no timed call moves them there.
+    return state.with_sequences(**jax.device_put(again, state.sequences.tokens.sharding))
 
 
 def experts_read(models: Models, params: Params, state: State) -> float | None:

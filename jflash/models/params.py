@@ -5,7 +5,7 @@ The modules declare the leaves. This file knows no checkpoint; it also makes ran
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -64,17 +64,22 @@ def random_weights(
     configs: Sequence[TargetConfig | DrafterConfig],
     experts_scale: float = EXPERTS_SCALE,
     seed: int = 0,
+    place: Callable[[TargetConfig | DrafterConfig, str, Array], Array] | None = None,
 ) -> list[dict]:
     """Parameters of each config, normal(0, 0.02) with norms 1, made on the device leaf by leaf.
 
     The largest leaf comes first: the memory for drawing it is free again before memory fills up.
+    `place` takes each leaf, with its config and path, to the devices that share it, so that one
+    device never holds more than its part and one whole leaf.
 
     Experts' down projections are 16 times as large by default, for texts that are decoded. At the
     usual scale the experts' output vanishes beside the attention mean: tokens collapse and one word
     repeats (at a quarter of Qwen3-Coder-30B-A3B's widths, 24 layers and 32 experts: 5 distinct
     tokens in 400; at this scale 380).
     """
-    leaves, tree = jax.tree.flatten([abstract_params(config) for config in configs])
+    trees = [abstract_params(config) for config in configs]
+    pairs, tree = jax.tree_util.tree_flatten_with_path(trees)
+    paths, leaves = zip(*pairs, strict=True)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     made: dict[int, Array] = {}
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
@@ -86,6 +91,9 @@ def random_weights(
         else:
             scale = experts_scale if leaf.axes == ("experts", "mlp", "embed") else SCALE
             made[i] = _normal(keys[i], leaf.stored, leaf.dtype, scale)
+        if place is not None:
+            [model, *path] = paths[i]
+            made[i] = place(configs[model.idx], "/".join(key.key for key in path), made[i])
         made[i].block_until_ready()
     return jax.tree.unflatten(tree, [made[i] for i in range(len(leaves))])
 

@@ -25,10 +25,11 @@ DEVICES = 4
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 STEP = """
 import json
-from tests.support.shared_steps import largest_differences, output_differences
+from tests.support.shared_steps import largest_differences, output_differences, random_parts
 print(json.dumps(largest_differences(4) | {
     "gathered": [output_differences(devices, psum=False) for devices in (2, 4)],
     "summed": output_differences(4, psum=True),
+    "random": random_parts(4),
 }))
 """
 GENERATE = """
@@ -86,6 +87,8 @@ def test_a_step_over_four_devices_is_that_of_one():
     found = result(start(STEP))
     assert found["gathered"] == [0, 0] and found["summed"] > 0
     assert found["tokens"] == 0 and found["logits"] < 1e-5 and found["states"] < 1e-5
+    # Weights drawn for these devices are the whole ones, and none has more than its part of them.
+    assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
 
 
 def shared_by(devices: int, **changes) -> None:

@@ -1,5 +1,6 @@
 """A step on several devices against one device's: a hybrid with experts and DFlash 2."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from jflash.mesh import (
     local,
     over,
     param_specs,
+    place,
     placed,
     spread,
     tensor_mesh,
@@ -27,6 +29,7 @@ from jflash.mesh import (
 )
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.models.params import random_weights
 from jflash.programs import Shape, new_state, state_specs
 from jflash.proof.devices import added_over_devices
 from jflash.speculative import Models, Params, commit, draft, verify
@@ -125,6 +128,22 @@ def output_differences(devices: int, psum: bool) -> int:
     several = faulty if psum else product(devices)
     shared = spread(tensor_mesh(devices), several, takes, EVERYWHERE)(x, kernel, residual)
     return int((np.asarray(shared) != np.asarray(product(1)(x, kernel, residual))).sum())
+
+
+def random_parts(devices: int) -> dict[str, Any]:
+    """Of weights drawn for devices that share them: what differs from whole ones, and the largest
+    part of them that a device has."""
+    models, _ = pair()
+    mesh = tensor_mesh(devices)
+    drawn = random_weights(models.configs, place=functools.partial(place, mesh))
+    whole = map(functools.partial(placed, mesh), models.configs, random_weights(models.configs))
+    found = jax.tree.leaves(drawn)
+    pairs = zip(found, jax.tree.leaves(list(whole)), strict=True)
+    most = max(
+        sum(x.addressable_shards[i].data.nbytes for x in found) / sum(x.nbytes for x in found)
+        for i in range(devices)
+    )
+    return {"differ": sum(bool((a != b).any()) for a, b in pairs), "most": most}
 
 
 def _listed(x: Any) -> list:

@@ -26,6 +26,8 @@ def declare(parser: Parser) -> None:
     add("--capacity", type=int, help="cache slots a sequence, default twice the context")
     add("--widths", type=counts, default=(), metavar="4,8,16", help="the step at these too")
     add("--only-step", action="store_true", help="leave plain decoding, verify and draft out")
+    several = "devices that share the pair; with --shape and --only-step; default 1"
+    add("--tensor-parallel", type=int, default=1, metavar="N", help=several)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     backend_options(parser)
     add("--acceptance", type=float, metavar="TAU", help="tokens a step to assume, for tokens/s")
@@ -53,7 +55,10 @@ def check(args: Options) -> None:
     refuse(not random, "--beside compares random weights: give --shape")
     for shape in filter(None, (args.shape, args.beside)):
         model_shape(shape)
-    at_least_1(args, "steps", "repeats", "context", "max_new_tokens", "capacity")
+    shared = args.tensor_parallel != 1
+    parts = f"--tensor-parallel {args.tensor_parallel}: give --shape and --only-step too"
+    refuse(shared and not (args.shape and args.only_step), parts)
+    at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")
     whole = 1 in args.batch and not args.only_step
     why = "--against reference compares whole cases at --batch 1"
