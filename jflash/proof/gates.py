@@ -13,6 +13,12 @@ from jflash.proof.moves import CACHE, WEIGHT, Move, moves
 
 # The arguments of `run`, as XLA names its parameters.
 ARGUMENTS = {"state.target_cache": CACHE, "state.drafter_cache": CACHE, "params": WEIGHT}
+GATHER = "all-gather"
+# All that crosses devices; XLA may start and end each by itself.
+COLLECTIVES = {
+    *(GATHER, "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+}
 LEAST_WEIGHT = 2**20  # bytes: norm scales may be cast, a kernel's columns may not
 
 _THUNK = re.compile(r"( *)\d+: (k\w+) *\[[^\]]*\] *(\S*)")
@@ -58,6 +64,7 @@ def check(program: Program, temporary_bound: int) -> list[Result]:
         no_weight_copy(module),
         bounded_temporaries(program.temporary_bytes, temporary_bound + cublas_workspace(module)),
         no_spills(program.hlo, program.assembler),
+        only_gathers(module),
     ]
 
 
@@ -154,6 +161,21 @@ def cublas_workspace(module: Module) -> int:
         if leaf.dtype == "s8"
     ]
     return max(sizes, default=0)
+
+
+def only_gathers(module: Module) -> Result:
+    """Devices that share the models gather, and never sum: a sum's order would hang on them."""
+    crossing = [
+        i
+        for computation in module.computations.values()
+        for i in computation.instructions.values()
+        if i.opcode.removesuffix("-start") in COLLECTIVES
+    ]
+    others = [i for i in crossing if i.opcode.removesuffix("-start") != GATHER]
+    offences = [f"{i.name} is no gather: {i.opcode}" for i in others]
+    gathers = len(crossing) - len(others)
+    measured = f"{gathers} gathers, {len(others)} other collectives"
+    return Result("only gathers", gathers, measured, tuple(offences))
 
 
 class Kernel(NamedTuple):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash.bench.shapes import ModelShape
+from jflash.mesh import local
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
@@ -67,7 +68,7 @@ def step_program(models: Models, batch: int, capacity: int) -> StepProgram:
     shape = Shape.of(batch, capacity)
     state = jax.eval_shape(lambda: new_state(models, shape))
     arguments = (Params(params(models.target.config), drafter), state, *run_limits(state))
-    bound = temporary_bound(models, batch)
+    bound = temporary_bound(local(models), batch)
     return StepProgram(models, functools.partial(run, models), arguments, bound)
 
 

@@ -11,14 +11,19 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
 from jflash.config import Kept
+from jflash.gather import AXIS
+from jflash.mesh import over
 from jflash.models.decoder import Target
+from jflash.programs import lower_run
 from jflash.proof.compiled import inspect
+from jflash.proof.devices import added_over_devices
 from jflash.proof.gates import (
     Program,
     bounded_temporaries,
@@ -28,6 +33,7 @@ from jflash.proof.gates import (
     no_spills,
     no_weight_copy,
     one_command_buffer,
+    only_gathers,
     read_kernels,
     read_thunks,
 )
@@ -147,6 +153,29 @@ def test_the_step_with_kept_weights_passes():
     assert not failed(program, step.temporary_bound)
     arrays = re.findall(r"= (f8e4m3fn|u8)\[\S+ parameter", program.hlo)
     assert {"f8e4m3fn", "u8"} <= set(arrays)
+
+
+def on_two(models: Models) -> Program:
+    """The step of two H200s that share the models."""
+    models = on_h200(over(models, device_mesh(H200, 2, AXIS)))
+    params, state, *_ = step_program(models, 1, CAPACITY).arguments
+    lowered = lower_run(models, params, state)
+    return inspect(lambda dump: lowered.compile(compiler_options=dict(dump)))
+
+
+def test_two_devices_exchange_gathers_and_no_sum():
+    """Before two products of each layer and after them, and no weight or cache is copied for it."""
+    program = on_two(pair_models(SMALL))
+    module = parse(program.hlo)
+    gathers = only_gathers(module)
+    assert gathers.passed and gathers.value >= 4 * 2
+    assert no_cache_copy(module).passed and no_weight_copy(module).passed
+
+
+def test_a_sum_over_devices_fails_the_gather_gate():
+    with nn.intercept_methods(added_over_devices):
+        program = on_two(plain_models(SMALL))
+    assert any("all-reduce" in o for o in only_gathers(parse(program.hlo)).offences)
 
 
 def test_products_by_cublas_pass_too():

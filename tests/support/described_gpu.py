@@ -86,18 +86,18 @@ device_description_str: "{part.name}"
 
 
 @functools.cache
-def device_mesh(part: Part) -> Mesh:
-    """A mesh of one such device. RuntimeError where JAX has no CUDA plugin to describe it to."""
+def device_mesh(part: Part, devices: int = 1, axis: str = "x") -> Mesh:
+    """A mesh of such devices. RuntimeError where JAX has no CUDA plugin to describe them to."""
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=description(part), topology="1x1x1"
+            platform="cuda", target_config=description(part), topology=f"1x1x{devices}"
         )
     except NotImplementedError:
         raise RuntimeError(
             f"cannot compile for {part.name}: install the `test` extra (JAX's CUDA plugin) "
             "and set JAX_PLATFORMS=cpu before JAX starts"
         ) from None
-    return topologies.make_mesh(topology, (1,), ("x",))
+    return topologies.make_mesh(topology, (devices,), (axis,))
 
 
 def lower_for(
