@@ -85,6 +85,14 @@ def _qwen3_coder_30b() -> ModelShape:
     return ModelShape(target.with_experts(moe, range(48)), drafter)
 
 
+def _qwen3_32b() -> ModelShape:
+    """Qwen3-32B, and a drafter of 10 layers of which only the config is public."""
+    trunk = _trunk(5120, 25600, 64, 8)
+    target = TargetConfig.alike(**trunk, num_layers=64, tie_embeddings=False)
+    taps = (1, 8, 14, 21, 28, 34, 41, 48, 54, 61)
+    return ModelShape(target, _drafter(trunk, 10, 16, 151669, taps, 64))
+
+
 def _tiny() -> ModelShape:
     """Small enough for a CPU: for trying the command, not for numbers."""
     trunk = _trunk(128, 192, 4, 2, head_dim=64, vocab_size=512, max_position_embeddings=4096)
@@ -190,6 +198,7 @@ def _gpt_oss(layers: int, experts: int, block: int, taps: tuple[int, ...]) -> Mo
 SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(4096, 12288, tied=False),
     "qwen3-4b": _qwen3(2560, 9728, tied=True),
+    "qwen3-32b": _qwen3_32b(),
     "llama-3.1-8b": _llama_8b(),
     "qwen3-coder-30b": _qwen3_coder_30b(),
     "qwen3.5-27b": _qwen35_27b(),

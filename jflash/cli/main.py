@@ -26,6 +26,7 @@ COMMANDS = {
     "make-prompts": "collect prompts to train a drafter on",
     "train": "train a drafter for a target",
     "benchmark": "step times of a pair",
+    "bench-devices": "step times on one device and on several that share the pair",
     "bench-kernels": "times of kernels by themselves",
     "bench-rows": "tokens a second by the rows that a step verifies",
     "check-lossless": "compare speculative decoding with plain decoding, bit for bit",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tables.beside import reference, summary, vllm
 from tables.cells import Result
+from tables.devices import several_gpus
 from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, trainings
 from tables.losslessness import law, lossless, plain_text, right_logits, width_1
 from tables.steps import goals, in_turns, kernels, spent, steps, widths
@@ -20,7 +21,8 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     table.__name__: table
     for table in (
         *(summary, families),  # README
-        *(goals, steps, spent, in_turns, vllm, reference, widths, kernels),  # benchmarks/README
+        *(goals, steps, spent, several_gpus, in_turns),  # benchmarks/README
+        *(vllm, reference, widths, kernels),
         *(law, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards
     )

@@ -45,7 +45,12 @@ def in_bfloat16(name: str):
 
 @pytest.mark.parametrize(
     ("name", "entries"),
-    [("qwen3-8b", 8_190_735_360), ("qwen3-4b", 4_022_468_096), ("llama-3.1-8b", 8_030_261_248)],
+    [
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-32b", 32_762_123_264),
+        ("llama-3.1-8b", 8_030_261_248),
+    ],
 )
 def test_shapes_have_the_published_sizes(name, entries):
     target = model_shape(name).target

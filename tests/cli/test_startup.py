@@ -10,9 +10,9 @@ from jflash.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
-    *("bench_kernels", "benchmark", "check_lossless", "check_logits", "check_program"),
-    *("chat", "convert_checkpoint", "eval_gsm8k", "evaluate", "generate", "make_prompts"),
-    *("serve", "soak", "train_drafter"),
+    *("bench_devices", "bench_kernels", "benchmark", "check_lossless", "check_logits"),
+    *("check_program", "chat", "convert_checkpoint", "eval_gsm8k", "evaluate", "generate"),
+    *("make_prompts", "serve", "soak", "train_drafter"),
 ]
 SLOW = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "transformers", "tokenizers"),
@@ -96,6 +96,7 @@ REFUSALS = [
     (["eval-gsm8k", "--batch", "0"], "--batch 0"),
     (["benchmark", "--shape", "huge"], "'huge'"),
     (["bench-kernels", "--rounds", "0"], "--rounds 0"),
+    (["bench-devices", "--cases", "tiny"], "'tiny'"),
     (["check-lossless", "--pairs", "gpt"], "'gpt'"),
     (["check-program", "--capacity", "3"], "--capacity 3"),
     (["check-logits", "--layers", "0"], "--layers 0"),

@@ -1,0 +1,79 @@
+"""bench-devices: whole steps on one device and on several that share the pair."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jflash.bench.case import Task
+from jflash.bench.report import collect, device_line
+from jflash.cli.benchmark import measure
+from jflash.cli.command import BAD_INPUT, Options
+from jflash.cli.results import partial
+
+
+def run(args: Options) -> Iterator[dict[str, Any]]:
+    """Prints a line a case, and yields all cases so far after each number of devices."""
+    todo = [(shape, batch) for shape, batches in args.cases for batch in batches]
+    cases: list[dict[str, Any]] = []
+    missing = len(todo) * len(args.devices)
+    for shape, batch in todo:
+        first = None
+        for devices in args.devices:
+            case = timed(task(args, shape, batch, devices), devices == args.devices[-1])
+            missing -= 1
+            if case is None:
+                print(f"{shape}, batch {batch}: not on {devices}, as the line above says")
+                continue
+            first = first or case
+            add_share(case, first)
+            print(*([] if cases else [device_line(case)]), line(case), sep="\n", flush=True)
+            cases.append(case)
+            yield partial(collect(cases, None), missing)
+
+
+def task(args: Options, shape: str, batch: int, devices: int) -> Task:
+    """The whole step of a shape, with twice the context as capacity."""
+    return Task(
+        **{name: getattr(args, name) for name in ("context", "dtype", "steps", "repeats")},
+        shape=shape,
+        target=None,
+        drafter=None,
+        batch=batch,
+        capacity=-(-2 * args.context // 256) * 256,
+        widths=(),
+        only_step=True,
+        backends={},
+        prompts=(),
+        max_new_tokens=1,
+        stop_token_ids=(),
+        tensor_parallel=devices,
+    )
+
+
+def timed(task: Task, last: bool) -> dict[str, Any] | None:
+    """A case; None if its process printed a refusal and more devices are still to come."""
+    try:
+        return measure(task, with_memory=False)
+    except SystemExit as refused:
+        if last or refused.code != BAD_INPUT:
+            raise
+        return None
+
+
+def add_share(case: dict[str, Any], first: dict[str, Any]) -> None:
+    """Adds the share that the step takes of its time on the smallest number of devices."""
+    if case is not first:
+        share = case["step"]["ms"] / first["step"]["ms"]
+        case["against"] = {"tensor_parallel": first["tensor_parallel"], "share_of_time": share}
+
+
+def line(case: dict[str, Any]) -> str:
+    devices, step = case["tensor_parallel"], case["step"]
+    text = (
+        f"{case['shape']}, batch {case['batch']}, context {case['context']:.0f}, "
+        f"{devices} device{'s' * (devices > 1)}: {step['ms']:.3f} ms, "
+        f"{step['share_of_floor']:.1%} of the floor"
+    )
+    if "against" in case:
+        other = case["against"]
+        text += f", {other['share_of_time']:.3f} × the time of {other['tensor_parallel']}"
+    return text

@@ -1,0 +1,47 @@
+"""Time whole steps on one device and on several that share the pair, in one run.
+
+Random weights, as for benchmark --shape; each number of devices runs in a process of its own, one
+after the other, and its time stands beside that of the smallest number. Without --cases these are
+the sizes of the table for hosts of several GPUs. A case that few devices cannot hold is left out
+for them.
+"""
+
+import argparse
+
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import Options, Parser
+from jflash.cli.options.values import at_least_1, counts, refuse
+
+KEPT = "kept there case by case"
+CASES = (("qwen3-8b", (1, 32)), ("qwen3-coder-30b", (1, 8)), ("qwen3-32b", (1,)))
+
+
+def declare(parser: Parser) -> None:
+    add = parser.add_argument
+    listed = " ".join(f"{shape}:{','.join(map(str, batches))}" for shape, batches in CASES)
+    what = f"shapes and batch sizes, default {listed}; shapes: {', '.join(SHAPES)}"
+    add("--cases", nargs="+", type=case, default=CASES, metavar="SHAPE:BATCHES", help=what)
+    add("--devices", type=counts, default=(1, 2), metavar="1,2,4", help="default 1,2")
+    add("--context", type=int, default=1024, help="tokens before the timed steps, default 1024")
+    add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--steps", type=int, default=64, help="of one repeat, default 64")
+    add("--repeats", type=int, default=5, help="default 5")
+
+
+def case(text: str) -> tuple[str, tuple[int, ...]]:
+    """A shape and batch sizes out of "qwen3-8b:1,32"."""
+    shape, colon, batches = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is no case such as qwen3-8b:1,32")
+    return shape, counts(batches)
+
+
+def check(args: Options) -> None:
+    at_least_1(args, "context", "steps", "repeats")
+    for shape, _ in args.cases:
+        target, drafter = model_shape(shape)
+        positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
+        beyond = args.context > positions
+        refuse(beyond, f"--context {args.context}: {shape} has {positions} positions")
+    timed = "--no-compilation-cache: a cache of its own, new for each case, is what is timed"
+    refuse(args.no_compilation_cache, timed)

@@ -1,0 +1,5 @@
+"""`jflash bench-devices` of this clone: python scripts/bench_devices.py --help."""
+
+import tree
+
+tree.run("bench-devices")

@@ -1,0 +1,107 @@
+"""scripts/bench_devices.py: the same step on one device and on two, and what it leaves out."""
+
+import json
+import os
+
+import pytest
+
+from jflash.cli import bench_devices, main
+from jflash.kernels import BACKENDS
+from tables.cells import Result
+from tables.devices import several_gpus
+
+
+def test_a_step_on_one_device_and_on_two(tmp_path, monkeypatch, capfd):
+    """Two virtual devices: each reads and multiplies half of what one does, and holds half."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    file = tmp_path / "result.json"
+    argv = ["--cases", "tiny:2", "--context", "100", "--steps", "3", "--repeats", "1"]
+    assert main.run("bench-devices", [*argv, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    one, two = result["cases"]
+    assert [one["tensor_parallel"], two["tensor_parallel"]] == [1, 2]
+    for what in ("bytes", "operations"):
+        assert two["step"][what] == one["step"][what] / 2
+    held = [case["memory"]["weights_bytes"] for case in (one, two)]
+    assert 0.5 < held[1] / held[0] < 0.51  # norms lie on both
+    assert two["memory"]["caches_bytes"] == one["memory"]["caches_bytes"] / 2
+    share = two["step"]["ms"] / one["step"]["ms"]
+    assert "against" not in one
+    assert two["against"] == {"tensor_parallel": 1, "share_of_time": share}
+    assert f"2 devices: {two['step']['ms']:.3f} ms" in (out := capfd.readouterr().out)
+    assert f"{share:.3f} × the time of 1" in out
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The cases that are timed, without a device; too large for fewer devices than `needs`."""
+    made, needs = [], {"tiny": 1, "tiny-moe": 2, "tiny-hybrid": 4}
+
+    def measure(task, with_memory):
+        made.append((task.shape, task.batch, task.tensor_parallel))
+        if task.tensor_parallel < needs[task.shape]:
+            raise SystemExit(2)  # as a process that printed why
+        shared = dict.fromkeys((*BACKENDS, "device", "versions", "xla_flags", "date"), "x")
+        step = {"ms": 8.0 / task.tensor_parallel, "share_of_floor": 0.5}
+        fields = {name: getattr(task, name) for name in ("shape", "batch", "context")}
+        return shared | fields | {"tensor_parallel": task.tensor_parallel, "step": step}
+
+    monkeypatch.setattr(bench_devices, "measure", measure)
+    monkeypatch.setattr(bench_devices, "device_line", lambda case: "")
+    return made
+
+
+def test_what_few_devices_cannot_hold_is_left_out_for_them(measured, capsys):
+    assert main.run("bench-devices", ["--cases", "tiny:1,8", "tiny-moe:1"]) == 0
+    assert measured[:4] == [("tiny", 1, 1), ("tiny", 1, 2), ("tiny", 8, 1), ("tiny", 8, 2)]
+    printed = capsys.readouterr().out
+    cases = json.loads(printed.splitlines()[-1])["cases"]
+    assert [case["shape"] for case in cases] == ["tiny"] * 4 + ["tiny-moe"]
+    assert [case.get("against", {}).get("share_of_time") for case in cases] == [
+        *(None, 0.5, None, 0.5),
+        None,
+    ]
+    assert "tiny-moe, batch 1: not on 1, as the line above says" in printed
+
+
+def test_what_no_number_of_devices_can_hold_ends_the_run_and_keeps_the_rest(measured, tmp_path):
+    file = tmp_path / "result.json"
+    with pytest.raises(SystemExit, match="2"):
+        main.run("bench-devices", ["--cases", "tiny:1", "tiny-hybrid:1", "--json", str(file)])
+    left = json.loads(file.read_text())
+    assert len(left["cases"]) == 2 and left["missing_cases"] == 2
+
+
+def test_the_table_has_the_shares_of_one_run(measured):
+    argv = ["--cases", "tiny:1", "--devices", "1,2,4"]
+    *_, done = bench_devices.run(main.make_parser("bench-devices").parse_args(argv))
+    for case in done["cases"]:
+        case["shape"] = "qwen3-8b"
+    device = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    alone = {"cases": [case | {"batch": 8} for case in done["cases"][:1]]}  # another command's
+    text = several_gpus([Result("a.json", done | device), Result("b.json", alone | device)])
+    shares = "8.00 ms | 4.00 ms, 0.50 × (goal 0.68 ×) | 2.00 ms, 0.25 × (goal 0.48 ×)"
+    assert f"| qwen3-8b, batch 1 | {shares} |" in text
+    assert "| qwen3-32b, batch 1 | – | – | – (goal 0.62 ×) |" in text
+    assert "a.json" in text and "b.json" not in text
+    assert several_gpus([Result("b.json", alone | device)]) == "Not measured yet."
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--cases tiny", "'tiny' is no case such as qwen3-8b:1,32"),
+        ("--cases tiny:0", "'0' is no list of numbers from 1"),
+        ("--cases huge:1", "no shape is called 'huge'"),
+        ("--devices 0", "'0' is no list of numbers from 1"),
+        ("--cases tiny:1 --context 5000", "--context 5000: tiny has 4096 positions"),
+        ("--no-compilation-cache", "--no-compilation-cache"),
+    ],
+)
+def test_refusals(options, named, capsys):
+    assert main.run("bench-devices", options.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert named in captured.err
