@@ -8,12 +8,12 @@ programs inside `shard_map` over AXIS have more (jflash.mesh).
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 AXIS = "tensor"  # of the mesh
 
 
-def gather(x: Float[Array, "*lead _"], shards: int) -> Float[Array, "*lead _"]:
+def gather(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:
     """The last axis of all devices, side by side in their order."""
     return x if shards == 1 else lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
 

@@ -25,13 +25,13 @@ def several_gpus(results: list[Result]) -> str:
                 and at_context(c, 1024)
             ])  # fmt: skip
             used += [case] if case else []
-            text = ms(case["step"]) if case else "–"
+            text = ms(case["step"]) if case else "not measured"
             if case and "against" in case:
                 text += f", {case['against']['share_of_time']:.2f} ×"
             cells.append(text + (f" (goal {goal:.2f} ×)" if goal else ""))
         rows.append([f"{shape}, batch {batch}", *cells])
     head = ["", *(f"{n} GPU{'s' * (n > 1)}" for n in DEVICES)]
-    return table(head, rows if used else [], used)
+    return table(head, rows, used)
 
 
 def _numbers(result: Result) -> set[int | None]:
