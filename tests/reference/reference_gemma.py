@@ -62,9 +62,9 @@ def randomise(model: PreTrainedModel) -> None:
         if name.endswith("scale"):  # of a router's input and of its weights
             parameter.uniform_(0.7, 1.3)
         elif "embed_tokens" in name:
-            parameter.mul_(0.2)
+            parameter.mul_(0.12)
         elif name == "model.norm.weight":
-            parameter.uniform_(2.5, 4)
+            parameter.uniform_(4, 6.5)
         elif one and "self_attn" in name and "norm" in name:  # Gemma 4 does not scale scores down
             parameter.uniform_(0.4, 0.8)
         elif "norm" in name:

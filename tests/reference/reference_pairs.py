@@ -136,7 +136,7 @@ class Shape:
     scaled: bool = False  # embeddings and logits of the drafter, and a soft cap
     small_files: bool = False  # weights rounded to bfloat16 and stored as such
     experts: Experts | None = None
-    learnable: float = 0.6  # the share of drafts that the drafter is to learn by heart
+    learnable: float = 0.4  # the share of drafts that the drafter is to learn by heart
 
 
 SMALL_SHAPES = [
@@ -177,7 +177,7 @@ SMALL_SHAPES = [
     # Targets with windows, which most texts exceed; their drafters take scaled embeddings.
     Shape(
         "gemma3_text", 32, 4, (4, 2, 16), 48, True, 8, (0, 2), 2, (2, 1, 16), 40, "inner", False,
-        small_files=True, learnable=0.7,
+        small_files=True, learnable=0.85,
     ),
     Shape(
         "glm4_moe", 40, 2, (4, 2, 16), 40, False, 5, (0, 1), 2, (2, 1, 16), 64, "top", False,
@@ -189,15 +189,15 @@ SMALL_SHAPES = [
     ),
     Shape(
         "glm4", 40, 2, (4, 2, 16), 48, False, 5, (0, 1), 2, (2, 1, 16), 64, "inner", False,
-        small_files=True, learnable=0.4,
+        small_files=True, learnable=0.5,
     ),
     Shape(
         "gemma4_text", 32, 4, (4, 2, 8), 48, True, 5, (1, 3), 2, (2, 1, 16), 40, "inner", False,
-        small_files=True, learnable=0.6,
+        small_files=True, learnable=0.7,
     ),
     Shape(
         "gemma4_text", 32, 3, (4, 2, 8), 40, True, 5, (0, 2), 2, (2, 1, 16), 40, "top", False,
-        experts=Experts(6, 2, 16, True, 1, (), False), small_files=True, learnable=0.6,
+        experts=Experts(6, 2, 16, True, 1, (), False), small_files=True, learnable=0.7,
     ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
@@ -222,7 +222,8 @@ WINDOW_SHAPES = [
 # The last pair of the other sets must be 40 wide or so and have 16-token blocks: it fills the gaps.
 FULL_SHAPES = [
     Shape("qwen3", 64, 4, (4, 4, 32), 96, False, 8, (0, 3), 2, (2, 1, 24), 64, "inner", False),
-    Shape("qwen2", 48, 3, (2, 1, 24), 64, True, 5, (2,), 1, (4, 1, 16), 96, "inner", True, True),
+    Shape("qwen2", 48, 3, (2, 1, 24), 64, True, 5, (2,), 1, (4, 1, 16), 96, "inner", True, True,
+        learnable=0.6),
     Shape("llama", 64, 6, (4, 1, 16), 96, False, 16, (1, 3, 5), 3, (2, 2, 32), 80, "inner", True),
     Shape("llama", 48, 4, (4, 2, 16), 64, True, 7, (0, 1), 2, (6, 3, 16), 72, "top", False),
     WINDOW_SHAPES[0],
