@@ -197,11 +197,12 @@ def with_context(models: Models, params: Params) -> Params:
     if models.mesh is None:
         return params._replace(drafter=with_context_kernel(drafter, params.drafter))
     [where] = param_specs(models, Params(None, params.drafter))[1:]
-    names = context_leaves(drafter.config)
-    made = {name: _spec(len(leaf.stored) - 1) for name, leaf in names.items()}
+    assert models.drafter is not None
+    whole, part = context_leaves(models.drafter.config), context_leaves(drafter.config)
+    made = {name: _spec(shared_axis(whole[name].stored, part[name].stored)) for name in part}
 
     def extra(own: dict) -> dict:
-        return {name: with_context_kernel(drafter, own)[name] for name in names}
+        return {name: with_context_kernel(drafter, own)[name] for name in part}
 
     return params._replace(
         drafter=params.drafter | spread(models.mesh, extra, (where,), made)(params.drafter)
