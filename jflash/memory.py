@@ -125,7 +125,7 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
 
 def device_memory() -> int | None:
     """Bytes that JAX may take of the first device, or a CPU's free memory; None if unknown."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats:
         return stats.get("bytes_limit")
     meminfo = Path("/proc/meminfo")  # Linux only
@@ -137,7 +137,7 @@ def device_memory() -> int | None:
 
 def peak_memory() -> int | None:
     """The most bytes in use at once in this process so far; None on a CPU."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def weight_bytes(configs: Iterable[TargetConfig | DrafterConfig]) -> int:

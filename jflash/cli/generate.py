@@ -1,10 +1,11 @@
 """generate: from a prompt to its text, one prompt live or a file of them in batches."""
 
 import functools
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +16,20 @@ from jflash.cli.command import Options, note_idle_gpu
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.prompts import Prompt, encode, read_prompts
-from jflash.cli.results import Setup, batch_statistics, describe, json_line, record, statistics
+from jflash.cli.results import (
+    Setup,
+    as_json,
+    batch_statistics,
+    describe,
+    from_json,
+    json_line,
+    record,
+    statistics,
+)
 from jflash.decoding import Decoding
-from jflash.files import whole_file
+from jflash.files import check_whole_file, whole_file
 from jflash.generate import Generation, Pair, check_request, generate, models_for, stream
+from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
@@ -42,8 +53,10 @@ class Job(NamedTuple):
 def run(options: Options) -> None:
     prompts = read_prompts(options, sampling(options))
     if options.output is not None:
-        with whole_file(options.output, options.overwrite) as write:
-            _many(options, prompts, write)
+        with joined(options.coordinator, options.num_hosts, options.host_index) as hosts:
+            if hosts.index == 0:
+                check_whole_file(options.output, options.overwrite)
+            _many(options, prompts, hosts)
         return
     job = _prepare(options, prompts)
     _check_device(options, job, 1)
@@ -149,28 +162,38 @@ def _live(options: Options, job: Job, pair: Pair, setup: Setup) -> None:
     print(statistics(last, setup, waited), file=sys.stderr)
 
 
-def _many(options: Options, prompts: list[Prompt], write: Callable[[str], None]) -> None:
-    """A JSON line for every prompt, in their order; all batches have one shape."""
+def _many(options: Options, prompts: list[Prompt], hosts: Hosts) -> None:
+    """A JSON line for every prompt, in their order; all batches have one shape.
+
+    Hosts decode the batches that one host would, in turns, and host 0 writes all lines.
+    """
     job = _prepare(options, prompts)
     size = min(options.batch_size, len(prompts))
     capacity = _check_device(options, job, size)
     pair, setup = _load(options, job.files)
-    batches = []
-    with tqdm(total=len(prompts), desc="decoding", unit="prompt", file=sys.stderr) as bar:
-        for begin in range(0, len(prompts), size):
-            part = slice(begin, begin + size)
+    parts = [slice(begin, begin + size) for begin in range(0, len(prompts), size)]
+    own, todo = {}, hosts.share(len(parts))
+    total = sum(len(prompts[parts[number]]) for number in todo)
+    with tqdm(total=total, desc="decoding", unit="prompt", file=sys.stderr) as bar:
+        for number in todo:
+            part = parts[number]
             ids, decodings = job.prompts[part], job.decodings[part]
             missing = size - len(ids)  # copies of the last prompt, which decode no longer than it
             results = generate(
                 pair, ids + ids[-1:] * missing, decodings + decodings[-1:] * missing,
-                first_index=begin, capacity=capacity,
+                first_index=part.start, capacity=capacity,
             )[: len(ids)]  # fmt: skip
-            batches.append(results)
-            for prompt, result in zip(prompts[part], results, strict=True):
-                line = record(result, job.text(result, options.stop), setup, prompt.sampling)
-                write(json_line((prompt.extra or {}) | line))
+            own[number] = as_json(results)
             bar.update(len(ids))
-    print(batch_statistics(batches, setup), file=sys.stderr)
+    texts = hosts.gathered(own, len(parts))
+    if texts is None:
+        return
+    batches = [from_json(text) for text in texts]
+    with whole_file(options.output, options.overwrite) as write:
+        for prompt, result in zip(prompts, itertools.chain(*batches), strict=True):
+            line = record(result, job.text(result, options.stop), setup, prompt.sampling)
+            write(json_line((prompt.extra or {}) | line))
+    print(batch_statistics(batches, setup, hosts.count), file=sys.stderr)
 
 
 def use_colour() -> bool:

@@ -9,7 +9,7 @@ import jax
 
 from jflash.decoding import Sampling
 from jflash.evals.report import number
-from jflash.generate import Generation, Pair
+from jflash.generate import Generation, Pair, Seconds
 
 RESULT_KEYS = frozenset(
     [
@@ -75,6 +75,18 @@ def json_line(result: dict[str, Any]) -> str:
     return json.dumps(result, allow_nan=False)
 
 
+def as_json(batch: Sequence[Generation]) -> str:
+    """A batch's generations as a text that another host reads with `from_json`."""
+    return json.dumps([asdict(generation) for generation in batch])
+
+
+def from_json(text: str) -> list[Generation]:
+    return [
+        Generation(**{**fields, "seconds": Seconds(**fields["seconds"])})
+        for fields in json.loads(text)
+    ]
+
+
 def tokens_per_second(batch: Sequence[Generation]) -> float | None:
     """Tokens of the steps over the seconds of the steps, of one batch; None without a step."""
     tokens = sum(sum(generation.acceptance_lengths) for generation in batch)
@@ -93,21 +105,27 @@ def statistics(generation: Generation, setup: Setup, first_token_seconds: float)
     )
 
 
-def batch_statistics(batches: Sequence[Sequence[Generation]], setup: Setup) -> str:
-    """Many generations in a line, with both of the field's averages of τ."""
+def batch_statistics(batches: Sequence[Sequence[Generation]], setup: Setup, hosts: int = 1) -> str:
+    """Many generations in a line, with both of the field's averages of τ.
+
+    Hosts took turns with the batches at the same time, so the slowest one's seconds count.
+    """
     everything = [generation for batch in batches for generation in batch]
     tokens = sum(len(generation.token_ids) for generation in everything)
     accepted = sum(sum(generation.acceptance_lengths) for generation in everything)
     steps = sum(generation.steps for generation in everything)
     means = [g.mean_acceptance_length for g in everything if g.mean_acceptance_length is not None]
-    decode = sum(batch[0].seconds.decode for batch in batches)
+    shares = [[batch[0].seconds for batch in batches[host::hosts]] for host in range(hosts)]
+    decode = max(sum(seconds.decode for seconds in share) for share in shares)
+    compiled = max(sum(seconds.compile for seconds in share) for share in shares)
+    on = f" · {hosts} hosts" if hosts > 1 else ""
     return (
         f"{len(everything)} prompts · {tokens} tokens · {steps} steps · "
         f"τ {number(accepted / steps if steps else None)} over all steps, "
         f"{number(sum(means) / len(means) if means else None)} as the mean of prompts · "
         f"{number(accepted / decode if steps else None)} tokens/s · "
         f"load {setup.load_seconds:.1f} s, "
-        f"compile {sum(batch[0].seconds.compile for batch in batches):.1f} s · {_where(setup)}"
+        f"compile {compiled:.1f} s · {_where(setup)}{on}"
     )
 
 

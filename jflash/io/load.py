@@ -95,7 +95,9 @@ def configure_pair(
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
     models = over(models, tensor_mesh(tensor_parallel))
-    models = with_backends(models, dtype, jax.devices()[0], attention_backend=attention_backend)
+    models = with_backends(
+        models, dtype, jax.local_devices()[0], attention_backend=attention_backend
+    )
     models = _keeping(models, first, quantised)
     return PairFiles(models, first, second, drafter_seed)
 

@@ -65,7 +65,7 @@ def _fill(
     place: Place = as_it_lies,
 ) -> dict:
     """Parameters as device arrays."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = nest(
         {
             path: jax.ShapeDtypeStruct(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.hosts import check_hosts, host_options
 from jflash.cli.options.pair import (
     check_pair,
     model_options,
@@ -26,6 +27,7 @@ def declare(parser: Parser) -> None:
     add("--output", type=Path, metavar="FILE.jsonl", help="a result a line")
     add("--overwrite", action="store_true", help="replace an existing --output")
     add("--batch-size", type=int, default=8, help="of --prompts, default 8")
+    host_options(parser.add_argument_group("hosts, of --prompts"))
     prompt_options(parser)
     decoding = parser.add_argument_group("decoding")
     sampling_options(decoding, max_new_tokens=256)
@@ -51,5 +53,7 @@ def check(options: Options) -> None:
     thinks = o.reasoning != "off"
     refuse(thinks and not templated, f"--reasoning {o.reasoning} without the chat template")
     refuse("" in o.stop, "--stop '': an empty text is everywhere")
+    refuse(o.num_hosts is not None and not many, f"--num-hosts {o.num_hosts} without --prompts")
+    check_hosts(o)
     at_least_1(o, "batch_size")
     check_pair(o, drawn=o.temperature > 0 or many)

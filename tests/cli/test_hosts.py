@@ -1,0 +1,141 @@
+"""Two hosts decode what one does, and a lost one ends the other: two processes of this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jflash.cli import main
+from jflash.hosts import SILENCE
+from tests.support.small_checkpoints import make_pair
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ["-m", "jflash.cli.main", "generate"]
+# A host that meets the other one, and then dies, fails, or waits for it.
+OTHER = """
+import os, signal, sys
+from jflash.hosts import joined
+address, index, what = sys.argv[1:]
+with joined(address, 2, int(index)) as hosts:
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "fail":
+        raise ValueError("something is wrong here")
+    hosts.gathered({}, 2)
+"""
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start(*argv: str) -> subprocess.Popen:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = os.environ | {
+        "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def other(address: str, index: int, what: str) -> subprocess.Popen:
+    return start("-c", OTHER, address, str(index), what)
+
+
+def of_hosts(address: str, index: int) -> list[str]:
+    return ["--coordinator", address, "--num-hosts", "2", "--host-index", str(index)]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> list[str]:
+    """A pair and five prompts, drawn at a temperature: three batches for two hosts."""
+    folder = tmp_path_factory.mktemp("hosts")
+    pair, source = make_pair(folder / "pair"), folder / "in.jsonl"
+    lines = [{"prompt_ids": [1, 2 + n], "id": n} for n in range(5)]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    return [
+        *("--prompts", str(source), "--target", str(pair.target), "--drafter", str(pair.drafter)),
+        *("--batch-size", "2", "--max-new-tokens", "12", "--temperature", "1", "--ignore-eos"),
+    ]
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_two_hosts_of_two_devices_write_what_one_device_does(address, work, tmp_path):
+    one, two, none = tmp_path / "one.jsonl", tmp_path / "two.jsonl", tmp_path / "none.jsonl"
+    each = ["--tensor-parallel", "2"]
+    runs = [
+        start(*COMMAND, *work, *each, "--output", str(output), *of_hosts(address, index))
+        for index, output in enumerate((two, none))
+    ]
+    assert main.run("generate", [*work, "--output", str(one)]) == 0
+    errors = [run.communicate(timeout=120)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], errors
+    want, got = lines_of(one), lines_of(two)
+    assert [line["id"] for line in got] == [0, 1, 2, 3, 4]
+    for name in ("token_ids", "acceptance_lengths", "text", "finish_reason", "prompt_tokens"):
+        assert [line[name] for line in got] == [line[name] for line in want]
+    assert len({tuple(line["token_ids"]) for line in got}) == 5
+    # The batches were shared: the second one's seconds are not the first host's.
+    assert "3/3" in errors[0] and "2/2" in errors[1]
+    assert "5 prompts · 60 tokens" in errors[0] and "2 hosts" in errors[0]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"]
+
+
+def test_a_killed_host_ends_the_command_of_the_first(address, work, tmp_path):
+    """Host 0 compiles, decodes or waits when host 1 dies; none of these may hold it."""
+    argv = [*work, "--output", str(tmp_path / "out.jsonl"), *of_hosts(address, 0)]
+    run, lost = start(*COMMAND, *argv), other(address, 1, "die")
+    lost.communicate(timeout=60)
+    begin = time.monotonic()
+    errors = run.communicate(timeout=60)[1]
+    assert time.monotonic() - begin < 30
+    why = f"it was silent for {SILENCE:.0f} s"
+    assert errors.splitlines()[-1] == f"host 1 of 2 is lost: {why}; host 0 ends"
+    assert run.returncode == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "lost, what, why",
+    [
+        (0, "die", "host 0 of 2 is lost: it does not answer; host 1 ends"),
+        (0, "fail", "host 0 of 2 is lost: it ended with an error; host 1 ends"),
+        (1, "fail", "host 1 of 2 is lost: it ended with an error; host 0 ends"),
+    ],
+)
+def test_the_last_line_names_the_host_that_ended(address, lost, what, why):
+    gone, left = other(address, lost, what), other(address, 1 - lost, "wait")
+    errors = left.communicate(timeout=60)[1]
+    assert left.returncode == 1 and errors.splitlines()[-1] == why
+    own = gone.communicate(timeout=60)[1]
+    if what == "fail":  # its error is its last line, and it waits for no other host
+        assert gone.returncode == 1
+        assert own.splitlines()[-1] == "ValueError: something is wrong here"
+
+
+@pytest.mark.parametrize(
+    "argv, why",
+    [
+        (["--num-hosts", "2"], "--num-hosts 2 without --prompts"),
+        (["--host-index", "1"], "--host-index 1 without --num-hosts N"),
+        (["--num-hosts", "2", "--host-index", "2"], "--host-index 2: within 0 … 1"),
+        (["--num-hosts", "2", "--coordinator", "here"], "--coordinator here: give HOST:PORT"),
+        (["--num-hosts", "0"], "--num-hosts 0: at least 1"),
+    ],
+)
+def test_hosts_that_contradict_themselves_are_refused(argv, why, capsys):
+    many = [] if "without --prompts" in why else ["--prompts", "in.jsonl", "--output", "out.jsonl"]
+    assert main.run("generate", [*many, *argv]) == 2
+    assert why in capsys.readouterr().err
