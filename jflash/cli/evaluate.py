@@ -2,13 +2,16 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jflash.cli.command import Options, note_idle_gpu, require
 from jflash.cli.generate import configured, loaded, with_sampling
 from jflash.cli.options.pair import drafter_name, sampling
+from jflash.cli.options.values import refuse
 from jflash.cli.prompts import template_options
 from jflash.decoding import Decoding
 from jflash.device import describe_device, device_name
@@ -33,8 +36,10 @@ from jflash.evals.evaluation import (
 from jflash.evals.folder import check_settings, finished_answers, open_folder, read_answers
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
-from jflash.evals.summary import differences, summarise
-from jflash.files import write_text
+from jflash.evals.summary import Record, differences, summarise
+from jflash.files import appended, write_text
+from jflash.generate import Pair
+from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, encode_prompt
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
@@ -62,8 +67,19 @@ def run(options: Options) -> int:
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.steps_per_call is None:
         options.steps_per_call = STEPS_PER_CALL
-    todo = _prepare(options)
-    folder = options.output or Path(f"evaluation-{name}")
+    with joined(options.coordinator, options.num_hosts, options.host_index) as hosts:
+        return _of_host(options, hosts)
+
+
+def _of_host(options: Options, hosts: Hosts) -> int:
+    todo = _prepare(options, hosts.count)
+    if hosts.index:
+        note_idle_gpu()
+        _check_device(todo)
+        with tempfile.TemporaryDirectory() as folder:
+            _answers(loaded(todo.files, sys.stderr.isatty()), todo, Path(folder), options, hosts)
+        return 0
+    folder = options.output or Path(f"evaluation-{options.dataset}")
     if not options.overwrite:
         check_settings(folder, todo.settings)
     others = finished_answers(options.same_as, todo.settings) if options.same_as else []
@@ -72,11 +88,13 @@ def run(options: Options) -> int:
     with open_folder(folder, todo.settings, options.overwrite):
         _announce(folder, options.baseline)
         try:
-            summary = _evaluate(todo, folder, options, others)
+            summary = _evaluate(todo, folder, options, others, hosts)
         except KeyboardInterrupt:
             print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
             raise
     print(table(summary))
+    if hosts.count > 1:
+        print(f"\nspeeds are one host's: the seconds of {hosts.count} hosts are added up")
     print(f"\n{folder}: summary.json, answers.jsonl and pictures")
     different = others and summary["same_as"]["identical_outputs"] < len(others)
     return DIFFERENT if different else 0
@@ -92,10 +110,12 @@ def _problems(o: Options) -> list[Problem]:
     )
 
 
-def _prepare(options: Options) -> Run:
+def _prepare(options: Options, hosts: int) -> Run:
     """Data, configs and tokenizer; ValueError for what the models cannot serve."""
     draws = sampling(options)
     problems = _problems(options)
+    few = f"--num-hosts {hosts}: there are only {len(problems)} problems to share"
+    refuse(hosts > len(problems) > 0, few)
     files = configured(options, options.batch)
     tokenizer = files.target.tokenizer()
     decoding = Decoding(
@@ -120,7 +140,9 @@ def _prepare(options: Options) -> Run:
         ends=(NEXT_EXAMPLE,) if options.no_chat_template else (),
     )
     check_fits(evaluation, files.models)
-    return Run(files, evaluation, _settings(options, files, evaluation))
+    settings = _settings(options, files, evaluation)
+    # One host's settings are those of older runs, which go on.
+    return Run(files, evaluation, settings | ({"hosts": hosts} if hosts > 1 else {}))
 
 
 def _settings(options: Options, files: PairFiles, evaluation: Evaluation) -> dict[str, Any]:
@@ -165,11 +187,13 @@ def _announce(folder: Path, baseline: bool) -> None:
             print(f"resuming: {count} {what} are in {folder}", file=sys.stderr)
 
 
-def _evaluate(
-    run: Run, folder: Path, options: Options, others: list[dict[str, Any]]
-) -> dict[str, Any]:
-    pair = loaded(run.files, progress=sys.stderr.isatty())
-    width, evaluation = pair.models.block_size, run.evaluation
+def _answers(
+    pair: Pair, run: Run, folder: Path, options: Options, hosts: Hosts
+) -> tuple[list[Record], list[Record] | None]:
+    """Answers, and plain decoding's if wanted: those of all hosts on host 0, in `folder`."""
+    problems = run.evaluation.problems
+    own = [problems[number] for number in hosts.share(len(problems))]
+    evaluation = replace(run.evaluation, problems=own)
     answers = answer_all(pair, evaluation, folder / "answers.jsonl")
     baseline = None
     if options.baseline:
@@ -177,6 +201,44 @@ def _evaluate(
             pair.plain(), evaluation, folder / "baseline.jsonl", turns_of=answers,
             name="plain decoding",
         )  # fmt: skip
+    if hosts.count > 1:
+        kinds = {"answers": answers} | ({"baseline": baseline} if baseline is not None else {})
+        _bring(kinds, problems, folder, hosts)
+    return answers, baseline
+
+
+def _bring(
+    kinds: dict[str, list[Record]], problems: Sequence[Problem], folder: Path, hosts: Hosts
+) -> None:
+    """Adds the other hosts' records to host 0's, and to its files."""
+    own = {
+        number: json.dumps(
+            {
+                kind: [record for record in records if record["index"] == problems[number].index]
+                for kind, records in kinds.items()
+            }
+        )
+        for number in hosts.share(len(problems))
+    }
+    texts = hosts.gathered(own, len(problems))
+    if texts is None:
+        return
+    for kind, records in kinds.items():
+        there = {(record["index"], record["turn"]) for record in records}
+        with appended(folder / f"{kind}.jsonl") as add:
+            for text in texts:
+                for record in json.loads(text)[kind]:
+                    if (record["index"], record["turn"]) not in there:
+                        add(record)
+                        records.append(record)
+
+
+def _evaluate(
+    run: Run, folder: Path, options: Options, others: list[dict[str, Any]], hosts: Hosts
+) -> dict[str, Any]:
+    pair = loaded(run.files, progress=sys.stderr.isatty())
+    width, evaluation = pair.models.block_size, run.evaluation
+    answers, baseline = _answers(pair, run, folder, options, hosts)
     if options.execute:
         results = execute_all(options.dataset, evaluation, answers, folder / "executed.jsonl")
         answers = with_results(answers, results)

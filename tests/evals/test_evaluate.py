@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from jflash.cli import evaluate, main
 from jflash.evals import evaluation
 from jflash.evals.folder import LOCK
 from jflash.files import locked
+from jflash.hosts import Hosts
 from jflash.io import encode_prompt, load_tokenizer
 from tiny_pair.word_problems import problems
 
@@ -85,6 +87,37 @@ def killed_after_two_answers(data: Path, folder: Path) -> bytes:
     process.send_signal(signal.SIGKILL)
     process.wait()
     return file.read_bytes()
+
+
+class Board:
+    """The coordination service in this process; tests/cli/test_hosts.py has the real one."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def key_value_set(self, key: str, text: str) -> None:
+        assert key not in self.texts
+        self.texts[key] = text
+
+    def blocking_key_value_get(self, key: str, _: int) -> str:
+        return self.texts[key]
+
+
+def test_hosts_share_the_problems_and_the_first_sums_all_up(
+    run, data, unbroken, tmp_path, monkeypatch
+):
+    board, folder = Board(), tmp_path / "first"
+    for index in (1, 0):
+        hosts = Hosts(index, 2, board)
+        monkeypatch.setattr(evaluate, "joined", lambda *_, hosts=hosts: nullcontext(hosts))
+        argv = ["--data", str(data), "--output", str(folder), *SAME]
+        assert main.run("eval-gsm8k", argv) == 0
+        assert folder.exists() == (index == 0)  # the other host leaves nothing
+    assert len(board.texts) == COUNT // 2  # only these were decoded by the other host
+    assert tokens(folder) == tokens(unbroken) and len(lines(folder / "answers.jsonl")) == COUNT
+    got, want = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
+    assert got["settings"].pop("hosts") == 2
+    assert without_times(got) == without_times(want)
 
 
 def test_killed_and_resumed_it_sums_up_like_an_unbroken_run(run, data, unbroken, tmp_path):

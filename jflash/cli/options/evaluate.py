@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.hosts import check_hosts, host_options
 from jflash.cli.options.pair import (
     check_pair,
     model_options,
@@ -39,6 +40,7 @@ def declare(parser: Parser, dataset: str | None = None) -> None:
     add("--few-shot", type=int, default=0, metavar="K", help="worked examples first")
     add("--few-shot-data", type=Path, metavar="FILE.jsonl", help="where from")
     prompt_options(problems)
+    host_options(parser.add_argument_group("hosts"))
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--batch", type=int, default=32, metavar="B", help="default 32")
     sampling_options(decoding, max_new_tokens=512)
@@ -65,4 +67,5 @@ def check(options: Options) -> None:
     plain = o.drafter == "none" and o.block_size in (None, 1)
     why = "--baseline with --drafter none: that is plain decoding already"
     refuse(o.baseline and plain, why)
+    check_hosts(o)
     check_pair(o, drawn=o.temperature > 0)
