@@ -81,7 +81,7 @@ def test_two_hosts_of_two_devices_write_what_one_device_does(address, work, tmp_
         for index, output in enumerate((two, none))
     ]
     assert main.run("generate", [*work, "--output", str(one)]) == 0
-    errors = [run.communicate(timeout=120)[1] for run in runs]
+    errors = [run.communicate(timeout=300)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], errors
     want, got = lines_of(one), lines_of(two)
     assert [line["id"] for line in got] == [0, 1, 2, 3, 4]
@@ -98,9 +98,9 @@ def test_a_killed_host_ends_the_command_of_the_first(address, work, tmp_path):
     """Host 0 compiles, decodes or waits when host 1 dies; none of these may hold it."""
     argv = [*work, "--output", str(tmp_path / "out.jsonl"), *of_hosts(address, 0)]
     run, lost = start(*COMMAND, *argv), other(address, 1, "die")
-    lost.communicate(timeout=60)
+    lost.communicate(timeout=120)
     begin = time.monotonic()
-    errors = run.communicate(timeout=60)[1]
+    errors = run.communicate(timeout=120)[1]
     assert time.monotonic() - begin < 30
     why = f"it was silent for {SILENCE:.0f} s"
     assert errors.splitlines()[-1] == f"host 1 of 2 is lost: {why}; host 0 ends"
@@ -117,9 +117,9 @@ def test_a_killed_host_ends_the_command_of_the_first(address, work, tmp_path):
 )
 def test_the_last_line_names_the_host_that_ended(address, lost, what, why):
     gone, left = other(address, lost, what), other(address, 1 - lost, "wait")
-    errors = left.communicate(timeout=60)[1]
+    errors = left.communicate(timeout=120)[1]
     assert left.returncode == 1 and errors.splitlines()[-1] == why
-    own = gone.communicate(timeout=60)[1]
+    own = gone.communicate(timeout=120)[1]
     if what == "fail":  # its error is its last line, and it waits for no other host
         assert gone.returncode == 1
         assert own.splitlines()[-1] == "ValueError: something is wrong here"
