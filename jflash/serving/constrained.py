@@ -7,7 +7,6 @@ knows masks as bits, and no grammar.
 """
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jflash.drafts import Proposal
-from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
-from jflash.row_choice import row_counts
 from jflash.serving.programs import (
     Layout,
     Report,
     empty_state,
     mask_words,
+    of_all_kinds,
     report_of,
     state_specs,
     table_columns,
@@ -101,9 +99,7 @@ def compile_constrained(models: Models, params: Params, layout: Layout) -> Const
 def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constrained:
     params, batch = jax.tree.unflatten(tree, leaves), layout.shape.batch
     state = jax.eval_shape(lambda: empty_state(models, layout))
-    draws = replace(models, sampled=True)
-    if models.rows == AUTO:
-        draws = replace(draws, rows=row_counts(batch, models.block_size)[-1])
+    draws = of_all_kinds(models, batch)
     table = jax.ShapeDtypeStruct((batch, table_columns(models, layout)), jnp.int32)
     live = jax.ShapeDtypeStruct((batch,), jnp.bool_)
     words = (batch, models.block_size, mask_words(models))

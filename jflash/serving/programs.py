@@ -435,6 +435,12 @@ def tops_of(rows: Int[np.ndarray, "_ _"]) -> list[Top]:
     return [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
+def of_all_kinds(models: Models, batch: int) -> Models:
+    """The models that serve requests of every kind. A changed logit depends on the drafts before
+    it, so their steps verify whole blocks."""
+    return replace(models, sampled=True, rows=models.rows and batch * models.block_size)
+
+
 def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:
     """All executables of a layout; a second call returns the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
@@ -449,7 +455,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     takes, gives = (weights, where, EVERYWHERE, EVERYWHERE), (where, EVERYWHERE)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     live, columns = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_), table_columns(models, layout)
-    draws = replace(models, sampled=True)
+    draws = of_all_kinds(models, shape.batch)
 
     def steps(models: Models):
         function = functools.partial(run, local(models), layout.steps)
@@ -459,7 +465,6 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     counts = [models.rows or shape.batch * models.block_size]
     if models.rows == AUTO:
         counts = row_counts(shape.batch, models.block_size)
-        draws = replace(draws, rows=counts[-1])
     greedy = {
         int(count): steps(replace(models, sampled=False, rows=models.rows and int(count)))
         for count in counts

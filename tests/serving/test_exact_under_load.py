@@ -14,10 +14,12 @@ from jflash.kernels import AUTO
 from jflash.programs import Shape
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
+from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.loop import Job, Loop
 from jflash.serving.programs import Layout
 from jflash.serving.request import Event, Request, Result
+from jflash.serving.room import needed
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -268,6 +270,24 @@ def test_pages_that_left_the_window_return():
         assert result.token_ids == fresh.token_ids == text[200:220]
         assert result.acceptance_lengths == fresh.acceptance_lengths
     assert hits == [3 * PAGE, 0, 3 * PAGE]
+
+
+def test_a_fixed_number_of_rows_serves_requests_of_every_kind(pair):
+    """Greedy texts share five rows; a drawn one and one with a bias take whole blocks."""
+    requests = [
+        Request(prompt_ids=p, max_tokens=20, sampling=sampling, logit_bias=bias, seed=0)
+        for p, sampling, bias in zip(
+            prompts(4, seed=6), [GREEDY, GREEDY, DRAWN, GREEDY], [{}, {}, {}, {0: 0.0}], strict=True
+        )
+    ]
+    want = [one.token_ids for one in alone(pair, requests)]
+    few = replace(pair, models=replace(pair.models, rows=5))
+    shape = Shape.of(BATCH, CONTEXT)
+    assert needed(few.models, shape).page == needed(pair.models, shape).page
+    how: dict[str, Any] = dict(max_batch=BATCH, max_context=CONTEXT, prefill_chunk=CHUNK)
+    with Engine(few, steps_per_call=STEPS, **how) as engine:
+        assert [one.token_ids for one in engine.generate(requests[:2])] == want[:2]
+        assert [one.token_ids for one in engine.generate(requests)] == want
 
 
 def test_as_many_rows_as_pay(pair):
