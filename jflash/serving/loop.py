@@ -438,7 +438,9 @@ class Loop:
 
     def _wait_for(self, array: jax.Array) -> None:
         """Waits, and counts the seconds of what the device computed up to it."""
-        while self._under_way:
+        if all(one is not array for _, one in self._under_way):
+            return  # a later one was waited for before: what is under way now comes after both
+        while True:
             part, one = self._under_way.popleft()
             jax.block_until_ready(one)
             now, seconds = time.perf_counter(), getattr(self.counts, part)

@@ -272,6 +272,19 @@ def test_pages_that_left_the_window_return():
     assert hits == [3 * PAGE, 0, 3 * PAGE]
 
 
+def test_a_first_token_keeps_the_next_call_under_way(pair):
+    """The round that gives it out still reads the call before, and waits for none after that."""
+    loop, give = loop_of(pair), lambda *_: None
+    jobs = [job_of(Request(prompt_ids=p, max_tokens=60), i) for i, p in enumerate(prompts(2))]
+    for job in jobs:
+        loop.waiting.append(job)
+        loop.round(give)
+    assert jobs[1].begun and [job.unread for job in jobs] == [1, 1]
+    assert len(loop._under_way) == 1
+    while not loop.idle:
+        loop.round(give)
+
+
 def test_a_fixed_number_of_rows_serves_requests_of_every_kind(pair):
     """Greedy texts share five rows; a drawn one and one with a bias take whole blocks."""
     requests = [
