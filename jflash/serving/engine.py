@@ -293,7 +293,8 @@ class Engine:
         loop = self._loop
         with self._changed:
             self._changed.wait_for(
-                lambda: self._inbox or self._closing or self._actions or not loop.idle
+                lambda: self._inbox or self._closing or self._actions or not loop.idle,
+                loop.patience,
             )
             loop.waiting += self._inbox
             self._inbox = []
@@ -304,7 +305,10 @@ class Engine:
         if loop.quiet and self._actions:
             with self._changed:
                 action, done = self._actions.popleft()
-            done.set_result(action())
+            try:
+                done.set_result(action())
+            except Exception as error:  # such as memory that is missing: who wanted it hears of it
+                done.set_exception(error)
             return True
         if loop.idle:
             return not self._closing

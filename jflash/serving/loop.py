@@ -185,7 +185,13 @@ class Loop:
     @property
     def idle(self) -> bool:
         able = [job for job in self.waiting if job.cancelled or not self.asleep]
-        return not (able or self.running or self._rounds)
+        return not (able or self.running or self._rounds or self.patience == 0)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until the first waiting request times out, which it does asleep too."""
+        deadlines = [job.deadline for job in self.waiting if job.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def round(self, on_event: Callable[[Job, Event], None]) -> None:
         """Plans and dispatches a round, then reads the one before it."""

@@ -1,6 +1,9 @@
 """The engine from outside: events and results, ends of every kind, readers in threads and loops."""
 
 import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 
 from jflash.decoding import Decoding
 from jflash.generate import generate
+from jflash.serving import loop
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -120,3 +124,35 @@ def test_new_weights_are_a_new_engine(pair):
         want = fresh.generate([request])[0]
     assert (before.version, got.version, lost.result().version) == (0, 1, 1)
     assert replace(got, version=0) == want and got.token_ids != before.token_ids
+
+
+def test_asleep_requests_still_time_out_and_a_failed_wake_is_heard_of(pair, monkeypatch):
+    """Without either, the caller would wait for ever: so a thread of its own waits."""
+
+    def within_seconds[T](do: Callable[[], T]) -> T:
+        found = Future[T]()
+
+        def run() -> None:
+            try:
+                found.set_result(do())
+            except Exception as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return found.result(20)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory is left")
+
+    engine = Engine(pair, max_batch=2, max_context=240, max_queue=3, prefill_chunk=64)
+    request = Request(prompt_ids=[1, 2], max_tokens=3)
+    engine.sleep()
+    waits = engine.submit(replace(request, timeout=0.05))
+    assert within_seconds(waits.result).finish_reason == "timeout"
+    stays = engine.submit(request)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory is left"):
+        patch.setattr(loop, "empty_state", fails)
+        within_seconds(engine.wake)
+    engine.wake()
+    assert within_seconds(stays.result).finish_reason == "length"
+    engine.close()
