@@ -4,7 +4,6 @@ Nothing here knows text: a caller with the tokenizer makes the prompt's ids, wat
 stop strings, and cancels. Several samples of one prompt are requests that differ in their `index`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -16,6 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Top = tuple[tuple[int, float], ...]  # the most probable tokens of a place, the likeliest first
 MOST = 20  # most probable tokens of a place; OpenAI's limit
 KEYS = 2**32  # seeds and indices are below
+STRONGEST = 1e9  # change of a logit, so that changed logits are finite in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,16 @@ class Request:
             raise ValueError(
                 f"min_tokens {self.min_tokens} must be within 0 … max_tokens {self.max_tokens}"
             )
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be above 0")
+        within, penalty = f"within ±{STRONGEST:g}", self.repetition_penalty
+        if not 1 / STRONGEST <= penalty <= STRONGEST:
+            span = f"{1 / STRONGEST:g} … {STRONGEST:g}"
+            raise ValueError(f"repetition_penalty {penalty} must be above 0, within {span}")
         for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} {getattr(self, name)} must be a number")
+            if not abs(getattr(self, name)) <= STRONGEST:
+                raise ValueError(f"{name} {getattr(self, name)} must be a number {within}")
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise ValueError(f"logit_bias {bias} of token {token} must be a number")
+            if not abs(bias) <= STRONGEST:
+                raise ValueError(f"logit_bias {bias} of token {token} must be a number {within}")
         for name in ("top_logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= MOST:
                 raise ValueError(f"{name} {getattr(self, name)} must be within 0 … {MOST}")

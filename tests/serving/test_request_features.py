@@ -190,6 +190,9 @@ def test_refusals(engines):
         ({"logprobs_mode": "x"}, "logprobs_mode 'x'"),
         ({"presence_penalty": float("nan")}, "presence_penalty nan"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias inf"),
+        ({"logit_bias": {1: -1e39}}, "logit_bias -1e"),  # infinite in float32
+        ({"frequency_penalty": 1e39}, "frequency_penalty 1e"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty 1e-46"),
         ({"logit_bias": {67: 1.0}, "max_tokens": 9}, "logit_bias of token 67"),
     ]
     for how, why in wrong:
