@@ -97,7 +97,9 @@ async def _whole(talk: Talk) -> Response:
     scored = None
     async for step in _steps(talk):
         if step.first:
-            scored = prompt_logprobs(talk.service, talk.handles[0].request.prompt_ids, step.event)
+            request = talk.handles[0].request
+            most = request.prompt_logprobs
+            scored = prompt_logprobs(talk.service, request.prompt_ids, step.event, most)
         scores[step.answer].append(chat_logprobs(talk.service, step.event))
         reader, message = talk.readers[step.answer], messages[step.answer]
         parts = reader.push(step.text, last=step.finish is not None)

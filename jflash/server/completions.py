@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -29,12 +30,14 @@ async def completions(request: HttpRequest) -> Response:
     prompts = await _prompts(service, asked)
     max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     form = form_of(asked, asked.response_format, "response_format")
-    if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
+    wanted = asked
+    if asked.echo and asked.logprobs is not None:
         if asked.stream:
             raise unsupported("logprobs", "a stream gives none of an echoed prompt")
-        asked.prompt_logprobs = asked.logprobs
+        most = max(asked.logprobs, asked.prompt_logprobs or 0)
+        wanted = msgspec.structs.replace(asked, prompt_logprobs=most)
     requests = requests_of(
-        service, asked, prompts, max_tokens=max_tokens,
+        service, wanted, prompts, max_tokens=max_tokens,
         stop_token_ids=asked.stop_token_ids or (), n=n,
         grammar=await service.grammar(form, thinks=False), top_logprobs=asked.logprobs,
     )  # fmt: skip
@@ -47,7 +50,7 @@ async def completions(request: HttpRequest) -> Response:
         values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
         return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
-        return await while_there(request, _whole(service, handles, stops, usage, echoes))
+        return await while_there(request, _whole(service, asked, handles, stops, usage, echoes))
     finally:
         service.release(handles)
 
@@ -89,6 +92,7 @@ def _choice(
 
 async def _whole(
     service: Service,
+    asked: Completion,
     handles: Sequence[Handle],
     stops: Sequence[str],
     usage: Usage,
@@ -103,10 +107,10 @@ async def _whole(
         texts[i] += step.text
         ends[i] = step.finish or ""
         if step.first:
-            of_prompts[i] = prompt_logprobs(service, request.prompt_ids, step.event)
-            if echoes[i] and request.logprobs:
-                tops = bool(request.top_logprobs)
-                scores[i].append(writers[i].prompt(request.prompt_ids, step.event, tops))
+            ids = request.prompt_ids
+            of_prompts[i] = prompt_logprobs(service, ids, step.event, asked.prompt_logprobs)
+            if asked.echo and request.logprobs:
+                scores[i].append(writers[i].prompt(ids, step.event, request.top_logprobs))
         scores[i].append(writers[i].step(step.event))
     choices = [
         _choice(i, text, ends[i], joined(scores[i]))

@@ -46,11 +46,12 @@ class CompletionLogprobs:
     def __init__(self, service: Service) -> None:
         self._service, self._offset = service, 0
 
-    def prompt(self, ids: Sequence[int], event: Event, tops: bool) -> dict[str, Any]:
-        """Those of an echoed prompt, whose first token has none."""
+    def prompt(self, ids: Sequence[int], event: Event, most: int) -> dict[str, Any]:
+        """Those of an echoed prompt, whose first token has none, with `most` likeliest tokens."""
         numbers = (None, *(event.prompt_logprobs or ()))
-        none: tuple[Top | None, ...] = (None,) * len(ids)
-        likely = (None, *(event.prompt_top_logprobs or ())) if tops else none
+        likely: list[Top | None] = [None] * len(ids)
+        if most:
+            likely[1:] = [top[:most] for top in event.prompt_top_logprobs or ()]
         return self._body(ids, numbers, likely)
 
     def step(self, event: Event) -> dict[str, Any] | None:
@@ -97,16 +98,17 @@ def joined(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def prompt_logprobs(
-    service: Service, ids: Sequence[int], event: Event
+    service: Service, ids: Sequence[int], event: Event, most: int | None
 ) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: for each of the prompt's tokens after the first its number and the likeliest."""
-    if event.prompt_logprobs is None:
+    """vLLM's form: for each of the prompt's tokens after the first its number and the `most`
+    likeliest; None unless the request asks for them."""
+    if most is None or event.prompt_logprobs is None:
         return None
     tops = event.prompt_top_logprobs or ((),) * len(event.prompt_logprobs)
     found: list[dict[str, Any] | None] = [None]
     for token, number, top in zip(ids[1:], event.prompt_logprobs, tops, strict=True):
         ranked: dict[int, tuple[float, int | None]] = {}
-        ranked |= {other: (x, rank) for rank, (other, x) in enumerate(top, 1)}
+        ranked |= {other: (x, rank) for rank, (other, x) in enumerate(top[:most], 1)}
         ranked.setdefault(token, (number, None))
         found.append(
             {

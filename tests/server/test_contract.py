@@ -225,10 +225,18 @@ def test_logprobs_of_tokens_prompts_and_chunks(client, model):
     count = len(content) - 1
     assert echoed.tokens[-count - 1 : -1] == numbers.tokens[:-1]
     assert echoed.token_logprobs[-count - 1 : -1] == numbers.token_logprobs[:-1]
+    assert all(len(top) <= 2 for top in echoed.top_logprobs[1:])  # the likeliest, and the token
     first, *rest = choice.prompt_logprobs
     assert first is None and len(rest) == len(echoed.tokens) - 2
     assert all(len(place) in (2, 3) for place in rest)
     assert {entry["rank"] for entry in rest[-1].values()} >= {1, 2}
+    for own, extra in ((0, {"prompt_logprobs": 0}), (None, {})):
+        [choice] = client.completions.create(
+            model=model, prompt=prompt, max_tokens=1, logprobs=2, echo=True, extra_body=extra
+        ).choices
+        assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs[1:])
+        places = getattr(choice, "prompt_logprobs", None)
+        assert places is None if own is None else all(len(place) == 1 for place in places[1:])
 
 
 def test_penalties_bias_and_a_least_length_reach_the_engine(client, model):
