@@ -11,6 +11,7 @@ import jax
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import local
 from jflash.programs import Shape
+from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.programs import Layout, empty_state
 from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
@@ -27,12 +28,12 @@ class Need(NamedTuple):
         return self.weights + self.others + pages * self.page
 
 
-def needed(models: Models, shape: Shape) -> Need:
-    """The bytes of an engine of this shape."""
+def needed(models: Models, shape: Shape, steps: int = STEPS_PER_CALL) -> Need:
+    """The bytes of an engine of this shape, with `steps` steps a call."""
 
     def state(pages: int) -> int:
         return tree_bytes(
-            jax.eval_shape(lambda: empty_state(local(models), Layout(shape, pages, 1)))
+            jax.eval_shape(lambda: empty_state(local(models), Layout(shape, pages, steps)))
         )
 
     page = state(2) - state(1)

@@ -1,7 +1,9 @@
 """What `jflash serve` decides before it listens: its keys, and the pages that its memory holds."""
 
 import argparse
+from dataclasses import replace
 
+import jax
 import pytest
 
 from jflash.cli import serve
@@ -10,9 +12,11 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
+from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.programs import Layout, empty_state
 from jflash.serving.room import needed
 from pallas_kernels.block_attention import PAGE
+from tests.support.pairs import random_pair
 
 
 def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
@@ -44,6 +48,15 @@ def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
         pages(need.of(columns) - 1)
     with pytest.raises(ValueError, match="for 0 pages"):
         pages(need.weights - 1)
+
+
+def test_pages_of_windows_have_room_for_what_a_call_may_commit():
+    """The state is the engine's, to the byte."""
+    models = random_pair(sights=({"window": 40}, {"window": None})).models
+    shape = Shape.of(4, 1024, chunk=64)
+    budget = memory_budget(replace(models, sampled=True), shape)
+    state = jax.eval_shape(lambda: empty_state(models, Layout(shape, 40, STEPS_PER_CALL)))
+    assert needed(models, shape).of(40) == budget.weights + budget.temporaries + tree_bytes(state)
 
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):
