@@ -4,15 +4,15 @@ import argparse
 from collections.abc import Generator
 from typing import Any
 
+from jflash.cli.generate import configured, loaded
 from jflash.device import describe_device
-from jflash.io import load_pair
 from jflash.proof.under_load import Load, compared
 
 CHUNK, STEPS = 32, 2  # small, so that prompts take turns with steps
 
 
 def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
-    pair = load_pair(args.target, args.drafter)
+    pair = loaded(configured(args, args.batch), progress=False)
     load = Load(args.batch, args.context, args.pages, CHUNK, STEPS, args.seed)
     result = compared(pair, args.requests, load)
     yield describe_device() | {

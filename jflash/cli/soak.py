@@ -9,23 +9,29 @@ from jflash.cli.options.values import option_name
 from jflash.device import describe_device
 
 FAILED = 1
+SERVED = (
+    "target", "drafter", "dtype", "quantised", "attention_backend", "block_size", "verify_rows",
+    "tensor_parallel", "max_batch", "max_context",
+)  # fmt: skip
+
+
+def server_options(options: Options) -> list[str]:
+    """The command line of the server: every option of the models and of its sizes."""
+    served = ["--max-queue", str(2 * options.clients)]
+    for name in SERVED:
+        value = getattr(options, name)
+        # The embedded pair is also the server's default, so the result names no local folder.
+        if value is not None and value != DEFAULT_TARGET:
+            served += [option_name(name), str(value)]
+    return served
 
 
 def run(options: Options) -> Generator[dict[str, Any], None, int]:
     require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
     from jflash.proof.soak import soak
 
-    o = options
-    served = ["--max-queue", str(2 * o.clients)]
-    if o.verify_rows is not None:
-        served += ["--verify-rows", str(o.verify_rows)]
-    names = ("target", "drafter", "dtype", "block_size", "attention_backend")
-    for name in (*names, "max_batch", "max_context"):
-        value = getattr(o, name)
-        # The embedded pair is also the server's default, so the result names no local folder.
-        if value is not None and value != DEFAULT_TARGET:
-            served += [option_name(name), str(value)]
-    result = soak(served, o.minutes, o.clients, o.seed)
+    served = server_options(options)
+    result = soak(served, options.minutes, options.clients, options.seed)
     for problem in result.problems[:20]:
         print(problem)
     ends = ", ".join(f"{count} {how}" for how, count in sorted(result.ends.items()))

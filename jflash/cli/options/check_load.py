@@ -4,26 +4,32 @@ Requests of all kinds come at random beside cancelled ones, in few pages. Each t
 logprobs must be plain decoding's at batch 1. The exit code is 1 if one differs.
 """
 
-import argparse
-
-from jflash.cli.command import Parser
-from jflash.cli.options.values import at_least_1
-from jflash.embedded import EMBEDDED_PAIR
+from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_pair, model_options
+from jflash.cli.options.values import at_least_1, refuse
 
 KEPT = "kept there"
+PAGE = 64  # tokens; pallas_kernels.block_attention has it too, and is slow to import
+SHORTEST = 12  # tokens of a request, so that prompts of all kinds fit
 
 
 def declare(parser: Parser) -> None:
+    model_options(parser.add_argument_group("models"))
     add = parser.add_argument
-    add("--target", default=str(EMBEDDED_PAIR / "target"), metavar="SOURCE", help="as for generate")
-    add("--drafter", default=str(EMBEDDED_PAIR / "drafter"), metavar="SOURCE", help="likewise")
     add("--requests", type=int, default=500, metavar="N", help="default 500")
     add("--batch", type=int, default=4, metavar="B", help="requests at once, default 4")
     add("--context", type=int, default=256, metavar="N", help="tokens of a request, default 256")
     add("--pages", type=int, default=6, metavar="N", help="of 64 tokens, default 6: very few")
     add("--seed", type=int, default=0, help="of requests and arrivals, default 0")
+    # `check_pair` reads these beside the pair.
+    parser.set_defaults(system=None, no_chat_template=False, reasoning="off", draft_rule=None)
+    parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def check(args: argparse.Namespace) -> None:
-    """ValueError for what is wrong before anything is read."""
-    at_least_1(args, "requests", "batch", "context", "pages")
+def check(options: Options) -> None:
+    at_least_1(options, "requests", "batch", "context", "pages")
+    context, pages = options.context, -(-options.context // PAGE)
+    refuse(context < SHORTEST, f"--context {context}: at least {SHORTEST}")
+    needs = f"--pages {options.pages}: a request of {context} tokens needs {pages}"
+    refuse(options.pages < pages, needs)
+    check_pair(options, drawn=True)

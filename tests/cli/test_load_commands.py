@@ -1,0 +1,43 @@
+"""soak and check-load: what they refuse before anything is read, and what reaches the server."""
+
+import pytest
+
+from jflash.cli.command import Parser
+from jflash.cli.main import main
+from jflash.cli.options import serve, soak
+from jflash.cli.options.check_load import PAGE
+from jflash.cli.options.pair import model_options
+from jflash.cli.soak import server_options
+from pallas_kernels import block_attention
+
+WORDS = (
+    "--target T --drafter D --dtype float32 --quantised dequantised --attention-backend xla "
+    "--block-size 4 --verify-rows 9 --tensor-parallel 2 --max-batch 3 --max-context 99"
+)
+
+
+def test_soak_gives_its_server_every_option_of_the_models():
+    asks, serves, models = (Parser(name, "") for name in ("soak", "serve", "models"))
+    soak.declare(asks)
+    serve.declare(serves)
+    model_options(models.add_argument_group())
+    defaults = vars(models.parse_args([])) | {"max_batch": None, "max_context": None}
+    asked = asks.parse_args(WORDS.split())
+    got = serves.parse_args(server_options(asked))
+    for name, default in defaults.items():
+        assert getattr(got, name) == getattr(asked, name) != default, name
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--context 11", "--context 11: at least 12"),
+        ("--context 257 --pages 4", "--pages 4: a request of 257 tokens needs 5"),
+        ("--target T", "--target T needs its own --drafter"),
+        ("--drafter random:x", "--drafter random:x: give a seed"),
+    ],
+)
+def test_check_load_refuses(capsys, options, why):
+    assert PAGE == block_attention.PAGE
+    assert main(["check-load", *options.split()]) == 2
+    assert why in capsys.readouterr().err
