@@ -22,7 +22,10 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"logit_bias": {5: 1.5, 9: -100.0}},
 )
 LOST = 0.3  # of the requests bring one that is not waited for
-SAME = ("token_ids", "finish_reason", "logprobs", "top_logprobs", "prompt_logprobs")
+SAME = (
+    "token_ids", "finish_reason", "logprobs", "top_logprobs", "prompt_logprobs",
+    "prompt_top_logprobs",
+)  # fmt: skip
 
 
 class Load(NamedTuple):
