@@ -16,7 +16,8 @@ from jflash.generate import Pair
 from jflash.kernels import AUTO
 from jflash.row_choice import with_rows
 from jflash.serving.batch import Job, layout_for, serve
-from jflash.serving.programs import Layout, choosing, compile_programs
+from jflash.serving.programs import choosing, compile_programs
+from jflash.serving.slots import Layout
 
 
 def ways(pair: Pair, batch: int, widths: Sequence[int]) -> dict[str, Pair]:

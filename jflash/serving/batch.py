@@ -14,8 +14,8 @@ from jflash.generate import DEFAULTS, Generation, Pair, Seconds, check_keys, che
 from jflash.programs import PREFILL_CHUNK, Shape, capacity_for
 from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.handle import Handle
-from jflash.serving.programs import Kind, Layout
 from jflash.serving.request import Request, Result
+from jflash.serving.slots import Kind, Layout
 from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 

@@ -19,9 +19,10 @@ from jflash.generate import Pair, check_request
 from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
-from jflash.serving.loop import Job, Loop
-from jflash.serving.programs import BIASED, KINDS, Kind, Layout, most_of
+from jflash.serving.job import Job
+from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
+from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
 from pallas_kernels.block_attention import PAGE
 
 PREFILL_BETWEEN = 512  # tokens: about as long as a call of steps at 8B's sizes

@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,43 +17,31 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.kernels import AUTO
 from jflash.logprobs import Scores, bits, judged, noted, read, scored, unasked
-from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs, spread
+from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.passes import Chunk
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
 from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
-from jflash.rows import Survey, empty_survey
 from jflash.sampling import Filters, choose, cut_at_stop
-from jflash.serving.request import MOST, Request, Top
-from jflash.shaping import Shaping, constrained, shaped, unshaped
+from jflash.serving.packing import HEAD, Report, mask_words, report_of, row_size
+from jflash.serving.slots import (
+    BIASED,
+    CACHES,
+    Layout,
+    empty_state,
+    most_of,
+    sliding,
+    state_specs,
+    table_columns,
+    with_table,
+)
+from jflash.shaping import Shaping, constrained, shaped
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
-from pallas_kernels.block_attention import PAGE
 
 DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs read none
-CACHES = ("target_cache", "drafter_cache")  # of a State
-BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
-HEAD = 17  # numbers of a row before its stop ids and tokens
 SCORED = 16  # rows of a chunk whose logits are in memory at once, for the prompt's logprobs
-
-
-Kind = Literal["greedy", "drawn"]
-KINDS: tuple[Kind, ...] = ("greedy", "drawn")
-
-
-class Layout(NamedTuple):
-    """The static sizes; `shape.capacity` is PAGE times the columns of a table."""
-
-    shape: Shape
-    pages: int
-    steps: int  # of a call
-    kinds: tuple[Kind, ...] = KINDS  # of requests that it serves
-
-    @property
-    def columns(self) -> int:
-        return self.shape.capacity // PAGE
 
 
 class Programs(NamedTuple):
@@ -73,17 +61,6 @@ class Programs(NamedTuple):
     drawn: Any | None
 
 
-class Report(NamedTuple):
-    """The host's view of a call; see `taken`. The survey covers all calls so far.
-
-    `tops` has the ids and the bits of the most probable tokens, where a program knows them.
-    """
-
-    numbers: Int[Array, "B _"]
-    tops: Int[Array, "B _ _"] | None
-    survey: Survey | None
-
-
 class Chunked(NamedTuple):
     """The host's view of a chunk: a first token with its numbers, and those of the prompt's.
 
@@ -95,141 +72,6 @@ class Chunked(NamedTuple):
     first_top: Int[Array, "1 _"]
     chosen: Int[Array, " C"]
     tops: Int[Array, "C _"]
-
-
-class Row(NamedTuple):
-    """A slot's new content: a request and the tokens of its text so far."""
-
-    slot: int
-    request: Request
-    seed: int
-    tokens: list[int]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def empty_state(models: Models, layout: Layout) -> State:
-    """A state with empty slots and pages of zeros, on all devices that share the models."""
-    make = functools.partial(_empty_state, local(models), layout)
-    return shared(models.mesh, make, (), state_specs(models, layout))()
-
-
-def state_specs(models: Models, layout: Layout) -> Any:
-    """Where a state's arrays lie: devices share the pools, and all have the sequences."""
-    return specs(models, functools.partial(_empty_state, layout=layout))
-
-
-def _empty_state(models: Models, layout: Layout) -> State:
-    shape = layout.shape
-
-    def paged(layer):
-        if not isinstance(layer, LayerCache | RingCache):
-            return layer
-        kind = PagedCache
-        count = layout.pages
-        if isinstance(layer, RingCache):
-            assert window is not None, "a ring is of a window"
-            kind, count = WindowCache, window.pages
-        k, v = (jnp.zeros((count, PAGE, *x.shape[2:]), x.dtype) for x in (layer.k, layer.v))
-        return kind(k, v, None)
-
-    window = sliding(models, layout)
-    sizes = (shape.batch, PAGE, max(models.block_size, shape.chunk), models.dtype)
-    both = (models.target, models.drafter)
-    target, drafter = (
-        () if model is None else tuple(map(paged, model.empty_states(*sizes))) for model in both
-    )
-    survey = None if models.rows is None else empty_survey()
-    sequences = empty_sequences(shape)._replace(
-        shaping=unshaped(shape.batch, BIASED),
-        logprobs=unasked(shape.batch, places_of(models, layout), most_of(models)),
-        best_drafts=jnp.zeros(shape.batch, bool),
-    )
-    return State(sequences, target, drafter, survey)
-
-
-def places_of(models: Models, layout: Layout) -> int:
-    """The tokens that a slot may get in a call."""
-    return models.block_size * layout.steps
-
-
-def most_of(models: Models) -> int:
-    """The most probable tokens that a request may ask for."""
-    return min(MOST, models.target.config.vocab_size)
-
-
-class Window(NamedTuple):
-    """The pools of the layers with windows: the largest window, and their pages in all."""
-
-    size: int
-    pages: int
-
-
-def sliding(models: Models, layout: Layout) -> Window | None:
-    """Room for what the slots see of the past, compute and may commit ahead, and as much again for
-    prefixes; None without windows. The slots' need is always met."""
-    windows = [m.window for c in models.configs for m in c.mixers if m.window is not None]
-    if not windows:
-        return None
-    shape, ahead = layout.shape, 3 * layout.steps * models.block_size
-    one = -(-(max(windows) + max(shape.chunk, ahead)) // PAGE) + 2
-    return Window(max(windows), shape.batch * min(2 * one, layout.columns))
-
-
-def table_columns(models: Models, layout: Layout) -> int:
-    """The columns of a call's table; the second half is of the layers with windows."""
-    return layout.columns * (1 if sliding(models, layout) is None else 2)
-
-
-def with_table(state: State, table: Int[Array, "B _"] | None) -> State:
-    """The state with its table of pages in every layer that has pages."""
-    layers = (*state.target_cache, *state.drafter_cache)
-    full = window = table
-    if table is not None and any(isinstance(layer, WindowCache) for layer in layers):
-        full, window = jnp.split(table, 2, axis=1)
-
-    def one(layer):
-        if isinstance(layer, WindowCache):
-            return layer._replace(table=window)
-        return layer._replace(table=full) if isinstance(layer, PagedCache) else layer
-
-    caches = {name: tuple(map(one, getattr(state, name))) for name in CACHES}
-    return state._replace(**caches)
-
-
-def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
-    """A row as one array of numbers, which `admit` takes apart."""
-    request, sampling = row.request, row.request.sampling
-    limit = len(request.prompt_ids) + request.max_tokens
-    accept = max_accept if request.speculate else 0
-    out = np.zeros(row_size(layout.shape), np.int32)
-    out[:5] = row.slot, len(row.tokens), limit, accept, min(sampling.top_k, 2**31 - 1)
-    out[5:7] = np.array([row.seed, request.index], np.uint32).view(np.int32)
-    floats = [sampling.temperature, sampling.top_p, sampling.min_p]
-    floats += [request.repetition_penalty, request.frequency_penalty, request.presence_penalty]
-    out[7:13] = np.array(floats, np.float32).view(np.int32)
-    out[13:15] = len(request.prompt_ids), len(request.prompt_ids) + request.min_tokens
-    out[15] = max(request.top_logprobs, request.prompt_logprobs or 0)
-    out[16] = (request.logprobs_mode == "processed") + 2 * request.best_drafts
-    stops = out[HEAD : HEAD + layout.shape.stop_slots]
-    stops[:] = -1
-    stops[: len(request.stop_ids)] = request.stop_ids
-    first = HEAD + layout.shape.stop_slots
-    out[first : first + len(row.tokens)] = row.tokens
-    ids, bias = np.full(BIASED, -1, np.int32), np.zeros(BIASED, np.float32)
-    ids[: len(request.logit_bias)] = list(request.logit_bias)
-    bias[: len(request.logit_bias)] = list(request.logit_bias.values())
-    out[-2 * BIASED :] = np.concatenate([ids, bias.view(np.int32)])
-    return out
-
-
-def row_size(shape: Shape) -> int:
-    """Numbers of a packed row."""
-    return HEAD + shape.stop_slots + shape.capacity + 2 * BIASED
-
-
-def mask_words(models: Models) -> int:
-    """32-bit words of a mask over the target's vocabulary."""
-    return -(-models.target.config.vocab_size // 32)
 
 
 def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
@@ -380,59 +222,6 @@ def run(
     if not models.sampled:
         state = state.with_sequences(**kept)
     return with_table(state, None), report
-
-
-def report_of(before: Sequences, state: State, width: int, steps: int) -> Report:
-    """What `steps` steps of blocks of `width` rows added; see `run`."""
-    s = state.sequences
-
-    def cut(x: Array, first: Array, count: int) -> Array:
-        index = first[:, None] + jnp.arange(count)
-        return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
-
-    ends = jnp.stack([s.steps - before.steps, s.done.astype(jnp.int32)], axis=1)
-    numbers, tops = [cut(s.tokens, before.length, width * steps)], None
-    if s.logprobs is not None:
-        chosen, tops = read(s.logprobs.scores, before.length, width * steps)
-        numbers.append(chosen)
-    else:
-        numbers.append(jnp.zeros_like(numbers[0]))
-    numbers += [cut(s.acceptance_lengths, before.steps, steps), ends]
-    return Report(jnp.concatenate(numbers, axis=1), tops, state.survey)
-
-
-class Taken(NamedTuple):
-    """A slot's part of a report: the tokens of each step, and whether the text has ended."""
-
-    steps: list[list[int]]
-    logprobs: list[list[float]]
-    done: bool
-    tops: list[list[Top]] | None = None
-
-
-def taken(
-    report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
-) -> Taken:
-    """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
-    count, done = report[-2:]
-    tokens, probable = report[: width * steps], floats(report[width * steps : 2 * width * steps])
-    ends = np.cumsum(report[2 * width * steps :][:count]).tolist()
-    cuts = list(zip([0, *ends], ends, strict=False))
-    given, numbers = ([x[a:b].tolist() for a, b in cuts] for x in (tokens, probable))
-    likely = None if tops is None else [tops_of(tops[a:b]) for a, b in cuts]
-    return Taken(given, numbers, bool(done), likely)
-
-
-def floats(bits: Int[np.ndarray, "*lead"]) -> Float[np.ndarray, "*lead"]:
-    """The numbers whose bits these are."""
-    return np.ascontiguousarray(bits).view(np.float32)
-
-
-def tops_of(rows: Int[np.ndarray, "_ _"]) -> list[Top]:
-    """The most probable tokens of each place."""
-    ids, top = np.split(rows, 2, axis=1)
-    pairs = zip(ids.tolist(), floats(top).tolist(), strict=True)
-    return [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
 def of_all_kinds(models: Models, batch: int) -> Models:

@@ -12,7 +12,7 @@ from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import local
 from jflash.programs import Shape
 from jflash.serving.engine import STEPS_PER_CALL
-from jflash.serving.programs import Layout, empty_state
+from jflash.serving.slots import Layout, empty_state
 from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 

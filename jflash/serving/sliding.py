@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jflash.serving.pages import Name, Pages
-from jflash.serving.programs import Window
+from jflash.serving.slots import Window
 from pallas_kernels.block_attention import PAGE
 
 

@@ -13,8 +13,8 @@ from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
 from jflash.serving.engine import STEPS_PER_CALL
-from jflash.serving.programs import Layout, empty_state
 from jflash.serving.room import needed
+from jflash.serving.slots import Layout, empty_state
 from pallas_kernels.block_attention import PAGE
 from tests.support.pairs import random_pair
 

@@ -16,10 +16,11 @@ from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
-from jflash.serving.loop import Job, Loop
-from jflash.serving.programs import Layout
+from jflash.serving.job import Job
+from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
 from jflash.serving.room import needed
+from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair

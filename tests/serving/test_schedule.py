@@ -5,9 +5,9 @@ import random
 import pytest
 
 from jflash.serving.pages import PAGE, Pages, chain
-from jflash.serving.programs import Window
 from jflash.serving.schedule import Plan, Running, Waiting, plan
 from jflash.serving.sliding import Held, Sliding
+from jflash.serving.slots import Window
 
 NOTHING = Plan((), (), (), (), (), ())
 HOW = dict(slots=2, pages=10, clock=0.0, burst=2)

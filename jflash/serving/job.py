@@ -1,0 +1,79 @@
+"""A request on its way through the loop, what of it the device still computes, and counts."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from jflash.serving.grammar import Matcher
+from jflash.serving.handle import Handle
+from jflash.serving.packing import Report
+from jflash.serving.pages import Name
+from jflash.serving.programs import Chunked
+from jflash.serving.request import FinishReason, Request, Top
+from jflash.serving.schedule import Order
+from jflash.serving.sliding import Held
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A request on its way through the loop."""
+
+    handle: Handle
+    order: Order
+    seed: int
+    deadline: float | None
+    tokens: list[int]  # the text so far, as the host knows it
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    seen: Held = field(default_factory=Held)  # pages of layers with windows
+    named: int = 0  # its first pages that are in the prefix index
+    names: list[Name] = field(default_factory=list)
+    computed: int = 0  # tokens whose chunks were dispatched
+    end: int = 0  # tokens that chunks compute; 0 once they have
+    unread: int = 0  # calls with it that the host has not read
+    gained: bool = False
+    cached: int | None = None  # tokens of the prompt that were cached when it first ran
+    matcher: Matcher | None = None  # at the place of `tokens` in the grammar
+    cancelled: bool = False
+    reason: FinishReason | Literal["failed"] | None = None  # its handle has the failure
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_tops: list[Top] = field(default_factory=list)
+
+    @property
+    def request(self) -> Request:
+        return self.handle.request
+
+    @property
+    def limit(self) -> int:
+        return len(self.request.prompt_ids) + self.request.max_tokens
+
+    @property
+    def begun(self) -> bool:
+        """Whether its first token is known: then chunks commit nothing."""
+        return len(self.tokens) > len(self.request.prompt_ids)
+
+
+class Read(NamedTuple):
+    """Arrays that the device will fill, and the requests that they are about."""
+
+    chunk: Chunked | None = None
+    job: Job | None = None  # of the chunk
+    first: bool = False  # the chunk brings its first token
+    scored: range = range(0)  # the prompt's tokens whose logprobs the chunk brings
+    report: Report | None = None
+    jobs: tuple[Job, ...] = ()  # of the report
+    steps: int = 0  # of the report
+
+
+class Counts(NamedTuple):
+    """Counts since the loop began."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    calls: int = 0
+    live: int = 0  # live slots, summed over the calls
+    prefill_seconds: float = 0.0  # in which the device computed chunks, and steps
+    decode_seconds: float = 0.0

@@ -1,0 +1,128 @@
+"""What goes up and comes down: a request as one array of numbers, and a call's report as another.
+
+The host uploads and reads one array a call.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jflash.logprobs import read
+from jflash.programs import Shape
+from jflash.rows import Survey
+from jflash.serving.request import Request, Top
+from jflash.serving.slots import BIASED, Layout
+from jflash.speculative import Models, Sequences, State
+
+HEAD = 17  # numbers of a row before its stop ids and tokens
+
+
+class Row(NamedTuple):
+    """A slot's new content: a request and the tokens of its text so far."""
+
+    slot: int
+    request: Request
+    seed: int
+    tokens: list[int]
+
+
+def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
+    """A row as one array of numbers, which `admit` takes apart."""
+    request, sampling = row.request, row.request.sampling
+    limit = len(request.prompt_ids) + request.max_tokens
+    accept = max_accept if request.speculate else 0
+    out = np.zeros(row_size(layout.shape), np.int32)
+    out[:5] = row.slot, len(row.tokens), limit, accept, min(sampling.top_k, 2**31 - 1)
+    out[5:7] = np.array([row.seed, request.index], np.uint32).view(np.int32)
+    floats = [sampling.temperature, sampling.top_p, sampling.min_p]
+    floats += [request.repetition_penalty, request.frequency_penalty, request.presence_penalty]
+    out[7:13] = np.array(floats, np.float32).view(np.int32)
+    out[13:15] = len(request.prompt_ids), len(request.prompt_ids) + request.min_tokens
+    out[15] = max(request.top_logprobs, request.prompt_logprobs or 0)
+    out[16] = (request.logprobs_mode == "processed") + 2 * request.best_drafts
+    stops = out[HEAD : HEAD + layout.shape.stop_slots]
+    stops[:] = -1
+    stops[: len(request.stop_ids)] = request.stop_ids
+    first = HEAD + layout.shape.stop_slots
+    out[first : first + len(row.tokens)] = row.tokens
+    ids, bias = np.full(BIASED, -1, np.int32), np.zeros(BIASED, np.float32)
+    ids[: len(request.logit_bias)] = list(request.logit_bias)
+    bias[: len(request.logit_bias)] = list(request.logit_bias.values())
+    out[-2 * BIASED :] = np.concatenate([ids, bias.view(np.int32)])
+    return out
+
+
+def row_size(shape: Shape) -> int:
+    """Numbers of a packed row."""
+    return HEAD + shape.stop_slots + shape.capacity + 2 * BIASED
+
+
+def mask_words(models: Models) -> int:
+    """32-bit words of a mask over the target's vocabulary."""
+    return -(-models.target.config.vocab_size // 32)
+
+
+class Report(NamedTuple):
+    """The host's view of a call; see `taken`. The survey covers all calls so far.
+
+    `tops` has the ids and the bits of the most probable tokens, where a program knows them.
+    """
+
+    numbers: Int[Array, "B _"]
+    tops: Int[Array, "B _ _"] | None
+    survey: Survey | None
+
+
+def report_of(before: Sequences, state: State, width: int, steps: int) -> Report:
+    """What `steps` steps of blocks of `width` rows added; see `run`."""
+    s = state.sequences
+
+    def cut(x: Array, first: Array, count: int) -> Array:
+        index = first[:, None] + jnp.arange(count)
+        return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
+
+    ends = jnp.stack([s.steps - before.steps, s.done.astype(jnp.int32)], axis=1)
+    numbers, tops = [cut(s.tokens, before.length, width * steps)], None
+    if s.logprobs is not None:
+        chosen, tops = read(s.logprobs.scores, before.length, width * steps)
+        numbers.append(chosen)
+    else:
+        numbers.append(jnp.zeros_like(numbers[0]))
+    numbers += [cut(s.acceptance_lengths, before.steps, steps), ends]
+    return Report(jnp.concatenate(numbers, axis=1), tops, state.survey)
+
+
+class Taken(NamedTuple):
+    """A slot's part of a report: the tokens of each step, and whether the text has ended."""
+
+    steps: list[list[int]]
+    logprobs: list[list[float]]
+    done: bool
+    tops: list[list[Top]] | None = None
+
+
+def taken(
+    report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
+) -> Taken:
+    """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
+    count, done = report[-2:]
+    tokens, probable = report[: width * steps], floats(report[width * steps : 2 * width * steps])
+    ends = np.cumsum(report[2 * width * steps :][:count]).tolist()
+    cuts = list(zip([0, *ends], ends, strict=False))
+    given, numbers = ([x[a:b].tolist() for a, b in cuts] for x in (tokens, probable))
+    likely = None if tops is None else [tops_of(tops[a:b]) for a, b in cuts]
+    return Taken(given, numbers, bool(done), likely)
+
+
+def floats(bits: Int[np.ndarray, "*lead"]) -> Float[np.ndarray, "*lead"]:
+    """The numbers whose bits these are."""
+    return np.ascontiguousarray(bits).view(np.float32)
+
+
+def tops_of(rows: Int[np.ndarray, "_ _"]) -> list[Top]:
+    """The most probable tokens of each place."""
+    ids, top = np.split(rows, 2, axis=1)
+    pairs = zip(ids.tolist(), floats(top).tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
