@@ -31,7 +31,8 @@ class Grammar:
     """
 
     start: Any  # llguidance's matcher at the beginning
-    vocabulary: int
+    vocabulary: int  # of the model
+    words: int  # of 32 bits, of a mask over the tokenizer's vocabulary, which may be larger
     stop_ids: tuple[int, ...]
     opens: int | None = None
 
@@ -45,7 +46,10 @@ class Grammars:
         except ModuleNotFoundError:
             raise ValueError("llguidance is not installed: pip install 'jflash[serve]'") from None
         self._vocabulary, self._stop_ids = vocabulary, tuple(stop_ids)
-        self._tokens = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(stop_ids))
+        # Gemma 3's tokenizer, for one, has a token for images that its text models lack.
+        known = max(vocabulary, 1 + max(tokenizer.get_vocab().values()))
+        self._words = -(-known // 32)
+        self._tokens = from_tokenizer(tokenizer, n_vocab=known, eos_token=list(stop_ids))
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
 
     def compile(self, kind: Kind, text: str, opens: int | None = None) -> Grammar:
@@ -54,7 +58,7 @@ class Grammars:
         `kind` grammar is llguidance's Lark or GBNF, choice a JSON list of texts.
         """
         start = self._compiled(kind, text)
-        return Grammar(start, self._vocabulary, self._stop_ids, opens)
+        return Grammar(start, self._vocabulary, self._words, self._stop_ids, opens)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for in a text."""
@@ -105,6 +109,10 @@ class Matcher:
         self._waits = grammar.opens is not None
 
     @property
+    def words(self) -> int:
+        return self._grammar.words
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         return self._grammar.stop_ids
 
@@ -140,17 +148,21 @@ def fill(masks: Int[np.ndarray, "B W M"], blocks: Sequence[tuple[int, Matcher, S
     B, W, M = masks.shape
     assert masks.flags["C_CONTIGUOUS"] and masks.dtype == np.int32
     asked, words = [], masks.view(np.uint32)
+    most = max((matcher.words for _, matcher, _ in blocks), default=M)
+    wide = masks if most == M else np.full((B, W, most), -1, np.int32)
     for sequence, matcher, drafts in blocks:
         first, follows, path = matcher.constrained(drafts[: W - 1])
         for token in matcher.stop_ids:
             words[sequence, :first, token // 32] &= ~np.uint32(1 << token % 32)
         if first < W and not matcher.error:
             asked.append((follows, sequence * W + first, path))
-    place, size = masks.ctypes.data, M * masks.itemsize
+    place, size = wide.ctypes.data, most * wide.itemsize
     if ends := [(follows, row) for follows, row, path in asked if not path]:
         _executor().unsafe_compute_mask_ptr(ends, place, size, B * W)
     if paths := [one for one in asked if one[2]]:
         _executor().unsafe_compute_mask_ptr_with_draft_token(paths, place, size, B * W)
+    if wide is not masks:
+        masks &= wide[..., :M]
 
 
 @functools.cache

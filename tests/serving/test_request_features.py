@@ -14,11 +14,11 @@ from jflash.decoding import Sampling
 from jflash.generate import Pair
 from jflash.logprobs import scored
 from jflash.serving.engine import Engine
-from jflash.serving.grammar import Grammars, Kind
+from jflash.serving.grammar import Grammars, Kind, Matcher, fill
 from jflash.serving.request import Request
 from jflash.shaping import Shaping, constrained, shaped
 from tests.support.attention_checks import ON_GPU
-from tests.support.letters import DIGITS, END, letters_tokenizer
+from tests.support.letters import DIGITS, END, LETTERS, letters_tokenizer
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
@@ -288,6 +288,17 @@ def test_a_grammar_that_begins_after_a_mark(engines, grammars):
     assert ids[: first + 1] == free[: first + 1] and ids[-1] == END and len(ids) == first + 7
     assert set(ids[first + 1 : -1]) <= set(DIGITS)
     assert narrow.acceptance_lengths[: first // 4] == [4] * (first // 4)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model():
+    """As Gemma 3's: the masks are over the model's 64, and 65 tokens have words of their own."""
+    grammar = Grammars(letters_tokenizer(), 64, [63]).compile("regex", "[0-9]x?")
+    masks = np.full((2, 3, 2), -1, np.int32)
+    fill(masks, [(1, Matcher(grammar), [DIGITS[4], 5])])
+    bits = (masks.view(np.uint32)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    free = [np.flatnonzero(row).tolist() for row in bits.reshape(6, 64)]
+    letter = LETTERS.index("x")
+    assert free[3] == [*DIGITS] and free[4] == [letter, 63] and free[0] == [*range(64)]
 
 
 def test_wrong_grammars_are_refused(engines, grammars):
