@@ -15,6 +15,9 @@ from jflash.generate import Pair
 from jflash.logprobs import scored
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars, Kind, Matcher, fill
+from jflash.serving.handle import Handle
+from jflash.serving.job import Job
+from jflash.serving.loop import Loop
 from jflash.serving.request import Request
 from jflash.shaping import Shaping, constrained, shaped
 from tests.support.attention_checks import ON_GPU
@@ -274,6 +277,28 @@ def test_a_grammar_allows_what_plain_decoding_allows(engines, grammars):
     narrow.update_weights(drafter=before)
     assert [*PROMPT, *result.token_ids] == text and result.finish_reason == "stop"
     assert set(result.acceptance_lengths[:-1]) == {4}
+
+
+def test_a_form_goes_on_after_each_preemption(engines, grammars):
+    """Its place in the grammar stays while its keys and values are computed again."""
+    wide, give = engines[0], lambda *_: None
+    grammar = grammars[0].compile(*FORMS[1][:2])
+    request = Request(prompt_ids=PROMPT, max_tokens=40, seed=1, stop_ids=[END], grammar=grammar)
+    [want] = wide.generate([request])
+    loop = Loop(wide.pair.models, wide.pair.params, wide._layout, b"")
+    loop.prepare_grammars()
+    job = Job(
+        handle=Handle(request, give), order=(0, 0), seed=1, deadline=None, tokens=list(PROMPT),
+        matcher=Matcher(grammar),
+    )  # fmt: skip
+    loop.waiting.append(job)
+    while job.reason is None:
+        loop.round(give)
+        loop.drain(give)
+        if job.reason is None and not job.end:
+            loop.preempt(job)
+    assert job.tokens == [*PROMPT, *want.token_ids] and want.finish_reason == "stop"
+    assert loop.counts.preempted >= 3
 
 
 def test_a_grammar_that_begins_after_a_mark(engines, grammars):
