@@ -19,7 +19,6 @@ from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.room import needed
 from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
@@ -122,10 +121,12 @@ def counted(loop: Loop) -> list[str]:
 
 
 def job_of(request: Request, order: int = 0) -> Job:
-    tokens = list(request.prompt_ids)
-    handle = Handle(request, lambda _: None)
     return Job(
-        handle=handle, order=(0, order), seed=request.seed or 0, deadline=None, tokens=tokens
+        handle=Handle(request, lambda _: None),
+        order=(0, order),
+        seed=request.seed or 0,
+        deadline=None,
+        tokens=list(request.prompt_ids),
     )
 
 
@@ -287,21 +288,15 @@ def test_a_first_token_keeps_the_next_call_under_way(pair):
 
 
 def test_a_fixed_number_of_rows_serves_requests_of_every_kind(pair):
-    """Greedy texts share five rows; a drawn one and one with a bias take whole blocks."""
-    requests = [
-        Request(prompt_ids=p, max_tokens=20, sampling=sampling, logit_bias=bias, seed=0)
-        for p, sampling, bias in zip(
-            prompts(4, seed=6), [GREEDY, GREEDY, DRAWN, GREEDY], [{}, {}, {}, {0: 0.0}], strict=True
-        )
-    ]
-    want = [one.token_ids for one in alone(pair, requests)]
+    """Changed and drawn texts take whole blocks, where greedy ones would share five rows."""
+    request = Request(prompt_ids=prompts(1, seed=6)[0], max_tokens=20, sampling=DRAWN, seed=0)
+    [want] = alone(pair, [request])
     few = replace(pair, models=replace(pair.models, rows=5))
-    shape = Shape.of(BATCH, CONTEXT)
-    assert needed(few.models, shape).page == needed(pair.models, shape).page
     how: dict[str, Any] = dict(max_batch=BATCH, max_context=CONTEXT, prefill_chunk=CHUNK)
-    with Engine(few, steps_per_call=STEPS, **how) as engine:
-        assert [one.token_ids for one in engine.generate(requests[:2])] == want[:2]
-        assert [one.token_ids for one in engine.generate(requests)] == want
+    with Engine(few, steps_per_call=STEPS, kinds=("drawn",), **how) as engine:
+        [got] = engine.generate([request])
+    assert got.token_ids == want.token_ids
+    assert got.acceptance_lengths == want.acceptance_lengths
 
 
 def test_as_many_rows_as_pay(pair):
