@@ -156,11 +156,11 @@ def test_a_config_of_another_type_is_refused():
 
 
 def test_a_block_past_the_weight_takes_no_memory():
-    """Its scales would be repeated two thousand million times."""
+    """Its scales would be repeated two thousand million times, for 8 TB."""
     block = {"quant_method": "fp8", "weight_block_size": [2**31 - 1, 2**31 - 1]}
     layout = scheme_of(block).layout("q_proj", (4, 8), {"weight_scale_inv": (1, 1)})
-    rows = layout.scales.decode(np.full((1, 1), 2, np.float32), 4)
-    np.testing.assert_array_equal(rows, np.full((4, 1), 2))
+    rows = layout.scales.decode(np.full((1, 1024), 2, np.float32), 4)
+    np.testing.assert_array_equal(rows, np.full((4, 1024), 2))
 
 
 def test_experts_in_one_tensor_have_their_blocks_each(tmp_path, monkeypatch):
