@@ -130,6 +130,8 @@ class Hosts:
         self._stop()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{ERRORS}{self.index}", "", allow_overwrite=True)
+        if not self.index:  # the service ends with this process: the others read the error first
+            time.sleep(3 * BEAT)
         for end in (global_state.client, global_state.service):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))  # their destructors would wait too
         global_state.client = global_state.service = None
