@@ -23,6 +23,7 @@ BEAT, SILENCE = 1.0, 15.0  # seconds
 HEARTBEAT = 20  # seconds without JAX's heartbeats, which go on where Python stands still
 MEET, PART = 300, 30  # seconds in which all hosts must come, and go
 LEAVE = 5  # seconds in which a host that ends with an error still has host 0's service
+ABORT = 3  # seconds in which JAX aborts where the service is gone
 LOST = 1  # exit code of the hosts that remain
 BEATS, ERRORS, RESULTS, END = "jflash/beat/", "jflash/error/", "jflash/result/", "jflash/end"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -66,7 +67,7 @@ class Hosts:
                 return self._client.blocking_key_value_get(key, 1000)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    self.gone()
+                    self._unanswered()
 
     def begin(self) -> None:
         self._thread.start()
@@ -81,7 +82,7 @@ class Hosts:
                 failed = self._client.key_value_dir_get(ERRORS)
             except jax.errors.JaxRuntimeError:
                 if not self._ended.is_set():
-                    self.gone()
+                    self._unanswered()
                 return
             for key, value in now.items():
                 if beats.get(key) != value:
@@ -104,6 +105,15 @@ class Hosts:
         lately = time.monotonic() - self._heard[host] < SILENCE / 2
         return 0 if self.index and lately else host
 
+    def _unanswered(self) -> NoReturn:
+        """Ends this process because the service does not answer.
+
+        JAX's client sees it too, prints an error and aborts, which _on_abort turns into the last
+        line. Only where that does not come is the line printed here: it would not be the last.
+        """
+        time.sleep(ABORT)
+        self.gone()
+
     def gone(self) -> NoReturn:
         self._lost(self._suspect())
 
@@ -120,7 +130,7 @@ class Hosts:
         try:
             jax.distributed.shutdown()
         except jax.errors.JaxRuntimeError:
-            self.gone()
+            self._unanswered()
 
     def fail(self) -> None:
         """Lets the other hosts know that this one ends with an error.
