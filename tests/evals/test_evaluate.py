@@ -255,6 +255,15 @@ def test_draws_depend_neither_on_the_drafter_nor_on_where_a_run_was_broken(
     assert "--draft-rule greedy alone" in capsys.readouterr().err
 
 
+def test_draws_from_the_drafter_do_not_depend_on_where_a_run_was_broken(run, data, tmp_path):
+    folder, drawn = tmp_path / "broken", ("--temperature", "0.9", "--seed", "5", "--limit", "3")
+    run(data, folder, *drawn)
+    want, file = tokens(folder), folder / "answers.jsonl"
+    file.write_text("".join(file.read_text().splitlines(True)[:1]))
+    run(data, folder, *drawn)
+    assert tokens(folder) == want and len(lines(file)) == 3
+
+
 def test_a_base_model_is_shown_examples(data, tmp_path, monkeypatch):
     asked = []
 

@@ -107,19 +107,8 @@ KINDS = {
     },
 }  # fmt: skip
 
-SOON = list(KINDS)[3:]  # their operations beside the others' need no full compilation
-
-
-@pytest.fixture
-def compiled_for(kind):
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", kind in SOON)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("compiled_for")
 def test_width_batch_capacity_and_chunk_change_no_bit(kind, asked):
     pair = pair_of(**KINDS[kind])
     want = texts(pair.plain(), 1, asked)
