@@ -6,6 +6,7 @@ whatever lies beside it: XLA would choose the order of a sum by shape.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +58,7 @@ def _clamped_gate(gate_ref, up_ref, out_ref):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def probabilities(logits: Float[Array, "M E"], interpret: bool = False) -> Float[Array, "M E"]:
-    return pl.pallas_call(
-        _probabilities,
-        name="router_probabilities",
-        grid=(len(logits),),
-        out_shape=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-    )(logits)
+    return _row_by_row(_probabilities, "router_probabilities", logits, interpret)
 
 
 def _probabilities(logits_ref, out_ref):
@@ -78,9 +72,14 @@ def _probabilities(logits_ref, out_ref):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def sigmoids(logits: Float[Array, "M E"], interpret: bool = False) -> Float[Array, "M E"]:
+    return _row_by_row(_sigmoids, "router_sigmoids", logits, interpret)
+
+
+def _row_by_row(kernel: Callable, name: str, logits: Float[Array, "M E"], interpret: bool):
+    """A kernel's scores of a router's logits, a program a token."""
     return pl.pallas_call(
-        _sigmoids,
-        name="router_sigmoids",
+        kernel,
+        name=name,
         grid=(len(logits),),
         out_shape=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
