@@ -29,7 +29,7 @@ from jflash.files import write_json
 from jflash.kernels import AUTO
 from jflash.programs import Programs, Shape, compile_programs, new_state
 from jflash.rows import BINS, Survey
-from jflash.speculative import Models, Params
+from jflash.speculative import Models, Params, State
 
 WIDTHS = (1, 2, 4, 8)  # rows a sequence, and the whole block: each is a program to compile
 SMALLEST_BATCH = 8  # below it a row costs next to nothing, and AUTO means all
@@ -191,21 +191,38 @@ def step_times(
     state, no_cancel = new_state(models, shape), jnp.zeros(batch, bool)
     vocabulary = models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(0), (batch, capacity), 0, vocabulary, jnp.int32)
-    state = state.with_sequences(tokens=tokens, limit=jnp.full(batch, capacity, jnp.int32))
+    state = state.with_sequences(tokens=tokens)
+    steps = jnp.int32(TIMED_STEPS)
+    return timed_halfway(
+        runs, shape, TIMED_STEPS, state, lambda run, state: run(params, state, steps, no_cancel)
+    )
+
+
+def timed_halfway(
+    runs: Mapping[int, Any],
+    shape: Shape,
+    steps: int,
+    state: State,
+    call: Callable[[Any, State], tuple[State, Any]],
+) -> dict[int, float]:
+    """Milliseconds of a step of each run, by its rows; a call has `steps` and takes the state."""
+    batch, capacity = shape.batch, shape.capacity
     ms = {}
     for rows, run in runs.items():
         seconds = []
         for _ in range(TIMED_CALLS):
             # No draft is accepted, so a step is a token.
             state = state.with_sequences(
-                length=jnp.full(batch, capacity // 2, jnp.int32), done=jnp.zeros(batch, bool)
+                length=jnp.full(batch, capacity // 2, jnp.int32),
+                limit=jnp.full(batch, capacity, jnp.int32),
+                done=jnp.zeros(batch, bool),
             )
             jax.block_until_ready(state)
             begin = time.perf_counter()
-            state, report = run(params, state, jnp.int32(TIMED_STEPS), no_cancel)
+            state, report = call(run, state)
             jax.block_until_ready(report)
             seconds.append(time.perf_counter() - begin)
-        ms[rows] = 1000 * min(seconds) / TIMED_STEPS
+        ms[rows] = 1000 * min(seconds) / steps
     return ms
 
 

@@ -6,7 +6,6 @@ reads one array a call. Nothing here knows a queue.
 
 import functools
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.passes import Chunk
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
-from jflash.row_choice import TIMED_CALLS, ChosenRows, kept_times, row_counts
+from jflash.row_choice import ChosenRows, kept_times, row_counts, timed_halfway
 from jflash.sampling import Filters, choose, cut_at_stop
 from jflash.serving.packing import HEAD, Report, mask_words, report_of, row_size
 from jflash.serving.slots import (
@@ -283,25 +282,12 @@ def choosing(models: Models, params: Params, layout: Layout, programs: Programs)
 
 def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
     """Milliseconds of a step by its rows; all slots are live, halfway through their pages."""
-    batch, half = layout.shape.batch, layout.shape.capacity // 2
+    batch = layout.shape.batch
     columns, window = table_columns(models, layout), sliding(models, layout)
     fewest = min(layout.pages, window.pages if window else layout.pages)
     pages = np.arange(batch * columns, dtype=np.int32) % fewest
     table, live = pages.reshape(batch, columns), np.ones(batch, bool)
-    state = empty_state(models, layout)
-    ms = {}
-    for rows, program in greedy.items():
-        seconds = []
-        for _ in range(TIMED_CALLS):
-            state = state.with_sequences(
-                length=jnp.full(batch, half, jnp.int32),
-                limit=jnp.full(batch, layout.shape.capacity, jnp.int32),
-                done=jnp.zeros(batch, bool),
-            )
-            jax.block_until_ready(state)
-            begin = time.perf_counter()
-            state, report = program(params, state, table, live)
-            jax.block_until_ready(report.numbers)
-            seconds.append(time.perf_counter() - begin)
-        ms[rows] = 1000 * min(seconds) / layout.steps
-    return ms
+    return timed_halfway(
+        greedy, layout.shape, layout.steps, empty_state(models, layout),
+        lambda program, state: program(params, state, table, live),
+    )  # fmt: skip
