@@ -2,8 +2,9 @@
 
 Every product is split over its columns, so each of `shards` devices has some columns of a row. A
 gather lays them side by side; an argmax compares the devices' best. No sum crosses devices, so the
-number of devices changes no bit. With one device every function here is the plain one. Only
-programs inside `shard_map` over AXIS have more (jflash.mesh).
+number of devices changes no bit where a column's product does not depend on the columns beside it.
+With one device every function here is the plain one. Only programs inside `shard_map` over AXIS
+have more (jflash.mesh).
 """
 
 import jax.numpy as jnp

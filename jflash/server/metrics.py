@@ -36,7 +36,9 @@ class Metrics:
         self._ended = counter("request_success", "Requests that ended.", "finished_reason")
         self.rejected = counter("admission_rejections", "Refused: the queue is full.").labels(model)
         self._steps = counter("spec_decode_num_drafts", "Steps that verified drafts.").labels(model)
-        self._drafted = counter("spec_decode_num_draft_tokens", "Drafts verified.").labels(model)
+        self._drafted = counter(
+            "spec_decode_num_draft_tokens", "Drafts made within the limit."
+        ).labels(model)
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts kept.").labels(model)
         places = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Drafts kept, by place.", "position"

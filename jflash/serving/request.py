@@ -137,8 +137,9 @@ class Event(NamedTuple):
     """A request's new tokens of one step; the prefill's token is a separate event without drafts.
 
     The last event has a `finish_reason`, and may have no tokens. `drafted` counts the drafts that
-    the step verified, `accepted` the accepted ones; `cached_tokens` counts the prompt's tokens
-    whose keys and values were cached, the same number in every event.
+    had room in the step's block, of which a row budget verifies fewer, `accepted` the accepted
+    ones; `cached_tokens` counts the prompt's tokens whose keys and values were cached, the same
+    number in every event.
     """
 
     token_ids: tuple[int, ...]
