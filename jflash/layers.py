@@ -188,7 +188,7 @@ class Attention(nn.Module):
             out = sigmoid_times(opened, out, backend=over.kernels.matmul)
         return self.out(out, over.kernels.matmul, residual), cache
 
-    def _pieces(self, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "P B R C"]:
+    def _pieces(self, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "P B T C"]:
         """The fused projection's; one piece where all heads are normed at once."""
         if not self.spec.norm_all_heads:
             return self.qkv.pieces(x, kernels.matmul)
