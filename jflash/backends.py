@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig, MoeSpec
+from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.mesh import local
+from jflash.specs import MoeSpec
 from jflash.speculative import Models
 from pallas_kernels import (
     block_attention,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from jflash.config import AttentionSpec, DeltaSpec
+from jflash.specs import AttentionSpec, DeltaSpec
 from pallas_kernels.block_attention import PAGE
 from pallas_kernels.gated_delta import CHUNK, Memory, Rows
 

@@ -12,10 +12,10 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jflash.cache import DeltaCache, LayerState, empty_delta
-from jflash.config import DeltaSpec
 from jflash.layers import DecoderLayer, Projection, RMSNorm, output
 from jflash.leaves import Leaf, SideBySide, declare
 from jflash.passes import Block, Chunk, Pass, Rows
+from jflash.specs import DeltaSpec
 from pallas_kernels import gated_delta as op
 
 

@@ -13,10 +13,10 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import MoeSpec
 from jflash.gather import gather, share
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
+from jflash.specs import MoeSpec
 from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
     clamped_gate,

@@ -11,13 +11,13 @@ from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.cache import LayerState, empty_cache
-from jflash.config import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.experts import Experts
 from jflash.gather import best_of, gather, share
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.passes import Pass, Projected
 from jflash.rope import rope_angles
+from jflash.specs import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.matmul import (
     added,

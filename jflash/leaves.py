@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jflash.config import Kept
+from jflash.specs import Kept
 from pallas_kernels.matmul.quantised import Quantised
 
 

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jflash.cache import ring_slots
-from jflash.config import AttentionSpec, Drafter2Config, DrafterConfig, MoeSpec, TargetConfig
+from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.mesh import local
 from jflash.models.params import abstract_params, decoding_params
 from jflash.programs import Shape, capacity_for, new_state, target_rows
+from jflash.specs import AttentionSpec, MoeSpec
 from jflash.speculative import Models
 from pallas_kernels.gated_delta import CHUNK
 

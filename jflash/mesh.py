@@ -16,18 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash.config import (
-    AttentionSpec,
-    DecoderConfig,
-    DeltaSpec,
-    DrafterConfig,
-    LayerConfig,
-    MoeSpec,
-)
+from jflash.config import DecoderConfig, DrafterConfig
 from jflash.gather import AXIS
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
+from jflash.specs import AttentionSpec, DeltaSpec, LayerConfig, MoeSpec
 from jflash.speculative import Models, Params
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jflash.cache import Cache, PagedCache, one_sequence, write_chunk, write_context
-from jflash.config import AttentionSpec
 from jflash.kernels import XLA, Kernels
+from jflash.specs import AttentionSpec
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.block_attention import block_attention
 

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash.config import (
-    LinearScaling,
-    Llama3Scaling,
-    ProportionalScaling,
-    RopeConfig,
-    YarnScaling,
-)
+from jflash.specs import LinearScaling, Llama3Scaling, ProportionalScaling, RopeConfig, YarnScaling
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

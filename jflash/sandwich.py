@@ -7,12 +7,12 @@ multiplies the layer's output.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash.config import DenseSpec
 from jflash.experts import Experts, route
 from jflash.kernels import Kernels
 from jflash.layers import MLP, DecoderLayer, RMSNorm
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
+from jflash.specs import DenseSpec
 from pallas_kernels.fixed_order import rounded
 from pallas_kernels.matmul import added, matmul
 from pallas_kernels.rms_norm import rms_norm

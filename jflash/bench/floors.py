@@ -14,15 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.config import (
-    DeltaSpec,
-    Drafter2Config,
-    DrafterConfig,
-    MoeSpec,
-    TargetConfig,
-)
+from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.leaves import Leaf
 from jflash.models.params import abstract_params, decoding_params
+from jflash.specs import DeltaSpec, MoeSpec
 
 
 class Work(NamedTuple):

@@ -8,16 +8,8 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jflash.config import (
-    DeltaSpec,
-    DrafterConfig,
-    Llama3Scaling,
-    MoeSpec,
-    RopeConfig,
-    TargetConfig,
-    YarnScaling,
-    second_version,
-)
+from jflash.config import DrafterConfig, TargetConfig, second_version
+from jflash.specs import DeltaSpec, Llama3Scaling, MoeSpec, RopeConfig, YarnScaling
 
 
 class ModelShape(NamedTuple):

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jflash.config import AttentionSpec, DrafterConfig, TargetConfig
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.names import Names, in_layer
 from jflash.models.params import leaf_paths
+from jflash.specs import AttentionSpec
 
 
 class Arrangement(NamedTuple):

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jflash.config import DrafterConfig, Kept, TargetConfig
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.folder import Fill
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import Safetensors
+from jflash.specs import Kept
 
 
 @runtime_checkable

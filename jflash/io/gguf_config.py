@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io.gguf_file import GgufFile
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.hf_values import ID, POSITIVE, SIZE, SWITCH, TEXT, shown
 from jflash.rope import rope_frequencies
+from jflash.specs import Llama3Scaling, RopeConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -6,19 +6,17 @@ It writes only Qwen3's shape, dense or with experts: drafters and the models mad
 from dataclasses import asdict, replace
 from typing import Any
 
-from jflash.config import (
+from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
+from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
+from jflash.specs import (
     AttentionSpec,
     DenseSpec,
-    Drafter2Config,
-    DrafterConfig,
     LinearScaling,
     Llama3Scaling,
     MoeSpec,
     RopeConfig,
-    TargetConfig,
     YarnScaling,
 )
-from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
 
 _KINDS = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
 

@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from jflash.config import DrafterConfig, Kept, TargetConfig
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.assemble import nest
 from jflash.io.checksums import check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder, Place, as_it_lies
@@ -20,6 +20,7 @@ from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
 from jflash.io.problems import check_problems
 from jflash.models.params import leaf_paths
+from jflash.specs import Kept
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks this form
 METADATA = "_METADATA"  # Orbax's file in it

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jflash.config import DrafterConfig, Kept, TargetConfig
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
 from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
@@ -33,6 +33,7 @@ from jflash.io.quantised.tensors import (
 )
 from jflash.io.read_ahead import Piece, find_tensors, split_rows
 from jflash.models.params import leaf_paths
+from jflash.specs import Kept
 
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 

@@ -8,13 +8,14 @@ from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.cache import LayerState
-from jflash.config import DeltaSpec, TargetConfig
+from jflash.config import TargetConfig
 from jflash.delta import DeltaLayer
 from jflash.gather import gather, rows_of
 from jflash.layers import DecoderLayer, RMSNorm, head_best, head_logits
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
 from jflash.sandwich import SandwichLayer
+from jflash.specs import DeltaSpec
 from pallas_kernels.fixed_order import rounded
 
 Caches = tuple[LayerState | None, ...]

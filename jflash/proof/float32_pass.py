@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import AttentionSpec, MoeSpec, TargetConfig
+from jflash.config import TargetConfig
 from jflash.leaves import SideBySide
 from jflash.rope import rope_angles
+from jflash.specs import AttentionSpec, MoeSpec
 
 _dot = functools.partial(jnp.matmul, precision="highest")
 _einsum = functools.partial(jnp.einsum, precision="highest")

@@ -10,17 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.config import (
-    DecoderConfig,
-    DrafterConfig,
-    ProportionalScaling,
-    RopeConfig,
-    TargetConfig,
-    default_target_layer_ids,
-)
+from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
 from jflash.files import json_lines
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.specs import ProportionalScaling, RopeConfig
 from jflash.training.attention import training_backend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter

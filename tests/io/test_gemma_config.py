@@ -14,10 +14,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
-from jflash.config import LinearScaling, ProportionalScaling
 from jflash.io.families import gemma3, gemma4
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
+from jflash.specs import LinearScaling, ProportionalScaling
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
 GEMMA3 = CASES / "pair09"

@@ -16,7 +16,6 @@ from gguf import GGML_QUANT_SIZES
 
 from jflash import generate, load_pair
 from jflash.cli.main import run
-from jflash.config import Llama3Scaling, RopeConfig
 from jflash.io import (
     configure_pair,
     load_target,
@@ -28,6 +27,7 @@ from jflash.io import (
 )
 from jflash.io.hf_config import target_config
 from jflash.rope import rope_frequencies
+from jflash.specs import Llama3Scaling, RopeConfig
 from tests.support.gguf_files import (
     EOS,
     HEADS,

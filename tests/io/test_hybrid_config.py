@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import load_pair
 from jflash.bench.shapes import model_shape
-from jflash.config import DeltaSpec
 from jflash.io.convert import convert_checkpoint
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
+from jflash.specs import DeltaSpec
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
 DENSE, MOE, NEXT = (CASES / f"pair0{i}" for i in (5, 6, 7))

@@ -6,9 +6,9 @@ Written by hand, no file was fetched; numbers of parameters tell a wrong size.
 import pytest
 
 from jflash.bench.shapes import model_shape
-from jflash.config import RopeConfig
 from jflash.io.hf_config import target_config
 from jflash.memory import weight_bytes
+from jflash.specs import RopeConfig
 from tests.io.test_hf_config import LLAMA3
 
 QWEN = {

@@ -13,7 +13,6 @@ from jflash import experts
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import Window, busy_state, experts_read
-from jflash.config import MoeSpec
 from jflash.experts import Experts, route
 from jflash.generate import Pair, generate
 from jflash.io import load_target, open_checkpoint, save_checkpoint
@@ -25,6 +24,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, random_weights
 from jflash.programs import Shape
+from jflash.specs import MoeSpec
 from jflash.speculative import Models, Params
 from pallas_kernels.grouped_matmul import weighted_sum
 from tests.support.pairs import (

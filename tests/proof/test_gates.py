@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
-from jflash.config import Kept
 from jflash.gather import AXIS
 from jflash.mesh import over
 from jflash.models.decoder import Target
@@ -45,6 +44,7 @@ from jflash.proof.step_program import (
     plain_models,
     step_program,
 )
+from jflash.specs import Kept
 from jflash.speculative import Models, draft, speculative_step, verify
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels.block_attention import block_attention

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jflash.bench.shapes import model_shape
-from jflash.config import MoeSpec
 from jflash.io import assemble, load_target, save_checkpoint
 from jflash.kernels import XLA
 from jflash.leaves import Leaf, SideBySide
@@ -15,6 +14,7 @@ from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, decoding_params, leaf_paths, random_params
 from jflash.passes import Block
 from jflash.programs import Shape, compile_programs, new_state
+from jflash.specs import MoeSpec
 from jflash.speculative import Models, Params
 from tests.support.pairs import drafter_config, target_config
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.config import MoeSpec
 from jflash.decoding import Decoding, Sampling
 from jflash.generate import Pair, generate, stream
 from jflash.models.decoder import Target
@@ -20,6 +19,7 @@ from jflash.programs import Shape
 from jflash.proof.digest import Apart, apart, digests
 from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, decode
 from jflash.serving.batch import Job, serve
+from jflash.specs import MoeSpec
 from jflash.speculative import Models, Params
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jflash.config import MoeSpec
 from jflash.gather import AXIS
 from jflash.mesh import over, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.proof.devices import Decoded, differences, failures_over_devices
+from jflash.specs import MoeSpec
 from jflash.speculative import Models
 from tests.support.pairs import target_config
 

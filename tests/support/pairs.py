@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.config import (
-    DeltaSpec,
-    DrafterConfig,
-    MoeSpec,
-    ProportionalScaling,
-    RopeConfig,
-    TargetConfig,
-)
+from jflash.config import DrafterConfig, TargetConfig
 from jflash.generate import Pair
 from jflash.kernels import XLA, Kernels
 from jflash.models.decoder import Target
@@ -22,6 +15,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params
 from jflash.passes import Projected
 from jflash.rope import rope_angles
+from jflash.specs import DeltaSpec, MoeSpec, ProportionalScaling, RopeConfig
 from jflash.speculative import Models, Params
 from pallas_kernels.heads_to_cache import Heads
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from jflash.config import DeltaSpec, MoeSpec, second_version
+from jflash.config import second_version
 from jflash.gather import AXIS
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Output
@@ -32,6 +32,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.programs import Shape, new_state, state_specs
 from jflash.proof.devices import added_over_devices
+from jflash.specs import DeltaSpec, MoeSpec
 from jflash.speculative import Models, Params, commit, draft, verify
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
 

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import MoeSpec, TargetConfig
+from jflash.config import TargetConfig
 from jflash.io.families import qwen3_5, qwen3_moe
 from jflash.io.hf_values import checked
+from jflash.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3_5MoeForCausalLM", "qwen3_5_moe"
 SEEING = "Qwen3_5MoeForConditionalGeneration"

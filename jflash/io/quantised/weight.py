@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int32, Integer, Num, UInt8
 
-from jflash.config import Kept
 from jflash.io import read_ahead
 from jflash.io.read_ahead import Piece
+from jflash.specs import Kept
 
 FLOAT_SCALES = ("F32", "BF16", "F16")
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
