@@ -13,11 +13,15 @@ class Incremental:
 
     The pieces joined are the decoded whole, cut before its earliest stop text. A call decodes only
     the tokens after the last whole character, and those of the call before them: a tokenizer may
-    join a word to the text before it.
+    join a word to the text before it. A stop text that is complete within the first `least` tokens
+    does not count, as in vLLM.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, stops
+    def __init__(
+        self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), least: int = 0
+    ) -> None:
+        self._decode, self._stops, self._least = decode, stops, least
+        self._early = 0  # characters held back that are of the first `least` tokens
         self._known: list[int] = []  # tokens whose text has been taken
         self._new: list[int] = []  # tokens after them, whose text may be half a character
         self._held = ""  # text that may be the beginning of a stop
@@ -27,19 +31,30 @@ class Incremental:
         """The text that these tokens add; `last` releases everything that was held back."""
         if self.stopped:
             return ""
+        early, rest = token_ids[: self._least], token_ids[self._least :]
+        if early:
+            self._least -= len(early)
+            self._take(early, last and not rest)
+            self._early = len(self._held)
+        self._take(rest, last)
+        first = (max(0, self._early - len(stop) + 1) for stop in self._stops)
+        starts = [self._held.find(*each) for each in zip(self._stops, first, strict=True)]
+        if places := [start for start in starts if start >= 0]:
+            self.stopped = True
+            return self._held[: min(places)]
+        safe = len(self._held) - (0 if last else held_back(self._held, self._stops))
+        piece, self._held = self._held[:safe], self._held[safe:]
+        self._early = max(0, self._early - safe)
+        return piece
+
+    def _take(self, token_ids: Sequence[int], last: bool) -> None:
+        """Adds the tokens' text to what is held, up to its last whole character."""
         self._new += token_ids
         if self._new:
             before, both = self._decode(self._known), self._decode(self._known + self._new)
             if last or not both.endswith(INCOMPLETE):
                 self._held += both[len(before) :]
                 self._known, self._new = self._new, []
-        places = [self._held.index(stop) for stop in self._stops if stop in self._held]
-        if places:
-            self.stopped = True
-            return self._held[: min(places)]
-        safe = len(self._held) - (0 if last else held_back(self._held, self._stops))
-        piece, self._held = self._held[:safe], self._held[safe:]
-        return piece
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

@@ -101,8 +101,9 @@ async def steps(
 async def _one(
     service: Service, answer: int, handle: Handle, stops: Sequence[str]
 ) -> AsyncGenerator[Step]:
-    text = Incremental(lambda ids: decode(service.tokenizer, ids), stops)
-    metrics, prompt_tokens = service.metrics, len(handle.request.prompt_ids)
+    request = handle.request
+    text = Incremental(lambda ids: decode(service.tokenizer, ids), stops, request.min_tokens)
+    metrics, prompt_tokens = service.metrics, len(request.prompt_ids)
     begin = last = time.perf_counter()
     first_seconds, tokens, finish = 0.0, 0, None
     metrics.began(prompt_tokens)

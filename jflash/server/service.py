@@ -23,6 +23,8 @@ from jflash.serving.request import KEYS, Failed, Full, Request
 
 MOST_ANSWERS = 128  # of one HTTP request
 MOST_STOPS = 64  # texts of one request
+# Fields that the engine checks, as its messages name them.
+CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +158,8 @@ class Service:
         try:
             self.engine.check(request)
         except ValueError as error:
-            field = "stop_token_ids" if "stop_ids" in str(error) else None
-            field = "logit_bias" if "logit_bias" in str(error) else field
-            raise ApiError(str(error), param=field, code="invalid_value") from None
+            named = (field for name, field in CHECKED.items() if name in str(error))
+            raise ApiError(str(error), param=next(named, None), code="invalid_value") from None
 
 
 def sampling_of(asked: Asked, default: Sampling) -> Sampling:
@@ -230,6 +231,9 @@ def requests_of(
                 logprobs=top_logprobs is not None,
                 top_logprobs=top_logprobs or 0,
                 prompt_logprobs=asked.prompt_logprobs,
+                logprobs_mode="raw" if asked.logprobs_mode is None else asked.logprobs_mode,
+                draft_rule=asked.draft_rule,
+                cache_salt=asked.cache_salt or "",
                 grammar=grammar,
             )
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))

@@ -14,6 +14,8 @@ from jaxtyping import Int
 
 Kind = Literal["json_schema", "lenient_json_schema", "regex", "grammar", "choice"]
 KEPT = 128  # compiled grammars
+SHOWN = 40  # first characters of a grammar in an error
+MOST_SHOWN = 300  # characters of an error, whose end says what is wrong
 # A space, or a new line with its indentation: any amount of white space would be legal JSON, and a
 # text that never ends.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
@@ -76,8 +78,17 @@ class Grammars:
 
         matcher = LLMatcher(self._tokens, _source(kind, text), log_level=0)
         if matcher.is_error():
-            raise ValueError(" ".join(matcher.get_error().split()))
+            raise ValueError(_brief(matcher.get_error(), text))
         return matcher
+
+
+def _brief(error: str, text: str) -> str:
+    """llguidance's error in one line; it quotes the grammar, sometimes more than once."""
+    line, quoted = (" ".join(x.split()) for x in (error, text))
+    if len(quoted) > SHOWN:
+        line = line.replace(quoted, f"{quoted[:SHOWN]}…")
+    half = MOST_SHOWN // 2
+    return line if len(line) <= MOST_SHOWN else f"{line[: half - 1]}…{line[-half:]}"
 
 
 def _source(kind: Kind, text: str) -> str:
@@ -95,7 +106,7 @@ def _source(kind: Kind, text: str) -> str:
         try:
             return LLMatcher.grammar_from_lark(any_to_lark(text))
         except Exception as error:  # the reader of GBNF has no narrower one
-            raise ValueError(str(error)) from None
+            raise ValueError(_brief(str(error), text)) from None
     options: Any = {"whitespace_pattern": WHITE_SPACE, "lenient": kind == "lenient_json_schema"}
     return LLMatcher.grammar_from_json_schema(text, overrides=options)
 

@@ -209,6 +209,14 @@ def test_logprobs_of_tokens_prompts_and_chunks(client, model):
     assert [entry for part in parts if part for entry in part.content] == content
     silent = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1)
     assert silent.choices[0].logprobs is None
+    warm = dict(how, max_tokens=1, temperature=0.5, seed=1)
+    raw, processed = (
+        client.chat.completions.create(**warm, extra_body={"logprobs_mode": mode})
+        for mode in ("raw", "processed")
+    )
+    of = lambda answer: answer.choices[0].logprobs.content[0].top_logprobs  # noqa: E731
+    gaps = [one.logprob - two.logprob for one, two in (of(raw), of(processed))]
+    assert gaps[1] == pytest.approx(2 * gaps[0], rel=1e-3)
 
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     new = client.completions.create(model=model, prompt=prompt, max_tokens=60, logprobs=0)
@@ -252,6 +260,8 @@ def test_penalties_bias_and_a_least_length_reach_the_engine(client, model):
     assert answer() == ANSWER == answer(presence_penalty=0, min_tokens=0, logit_bias={})
     assert not answer(logit_bias={str(tokens("Each")[0]): -100}).startswith("Each")
     assert answer(min_tokens=30).startswith(ANSWER) and len(tokens(answer(min_tokens=30))) > 25
+    words = dict(stop=["168 /"], min_tokens=len(tokens("Each player gets 168 /")))
+    assert answer(**words) == ANSWER and answer(stop=["168 /"]) == "Each player gets "
     for name, value in (("repetition", 5.0), ("frequency", 60.0), ("presence", 60.0)):
         assert answer(**{f"{name}_penalty": value}) != ANSWER, name
 
@@ -315,6 +325,10 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"logit_bias": {"4096": 1}}, "logit_bias", "invalid_value"),
         (CHAT, {"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
         (CHAT, {"min_tokens": 5}, "min_tokens", "invalid_value"),
+        (CHAT, {"logprobs_mode": ""}, "logprobs_mode", "invalid_value"),
+        (TEXT, {"draft_rule": "best"}, "draft_rule", "invalid_value"),
+        (RESPONSES, {"draft_rule": "sampled"}, "draft_rule", "invalid_value"),
+        (TEXT, {"cache_salt": ""}, "cache_salt", "invalid_type"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_type"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
@@ -405,4 +419,6 @@ def test_a_prompt_that_came_before_is_counted_as_cached_and_has_its_text(client,
     one, two = [client.completions.create(model=model, prompt=ids) for _ in range(2)]
     assert one.usage.prompt_tokens_details.cached_tokens == 0
     assert 128 <= two.usage.prompt_tokens_details.cached_tokens < 200
-    assert two.choices[0].text == one.choices[0].text
+    salted = client.completions.create(model=model, prompt=ids, extra_body={"cache_salt": "x"})
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+    assert two.choices[0].text == one.choices[0].text == salted.choices[0].text

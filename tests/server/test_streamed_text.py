@@ -57,6 +57,18 @@ def test_pieces_are_the_decoded_whole_before_its_earliest_stop(tokenizer, stops,
         assert not any("\ufffd" in piece for piece in given)
 
 
+@pytest.mark.parametrize("least", range(9))
+def test_a_stop_text_within_the_least_tokens_does_not_count(least):
+    """A token is a letter; a stop that begins there and ends later counts."""
+    whole, stop = "abcabcab", "cab"
+    end = min((i for i in (5, 8) if i > least), default=None)
+    kept = whole if end is None else whole[: end - 3]
+    for pieces in cuts([ord(letter) for letter in whole]):
+        stream = Incremental(lambda ids: "".join(map(chr, ids)), [stop], least)
+        given = [stream.push(piece, last) for piece, last in flags(pieces)]
+        assert "".join(given) == kept and stream.stopped == (end is not None)
+
+
 def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
     ids = tokenizer("a🦊", add_special_tokens=False)["input_ids"][:-1]
     stream = Incremental(lambda ids: decode(tokenizer, ids))

@@ -335,6 +335,13 @@ def test_wrong_grammars_are_refused(engines, grammars):
     ]:  # fmt: skip
         with pytest.raises(ValueError):
             compiler.compile(kind, text)
+    for kind, text, why in [
+        ("regex", "(" + "a" * 2000, "unclosed group"), ("json_schema", '{"type": "z%s"}', "type"),
+        ("grammar", "start: " + '"x" ' * 600 + "%%%", "lexer error"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=why) as refused:
+            compiler.compile(kind, text.replace("%s", "z" * 2000))
+        assert len(str(refused.value)) <= 300
     grammar = compiler.compile("regex", "a")
     assert compiler.compile("regex", "a").start is grammar.start
     with pytest.raises(ValueError, match="end 64 is not among the stop_ids"):
