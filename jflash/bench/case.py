@@ -20,6 +20,7 @@ from jflash.backends import named, with_backends
 from jflash.bench.clock import Clock
 from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.pair_speed import measured_speed
+from jflash.bench.prefill_time import time_prefill
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import (
     Window,
@@ -46,7 +47,7 @@ from jflash.mesh import local, over, place, tensor_mesh, with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
-from jflash.programs import Shape, compile_programs, compile_run, new_state
+from jflash.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
 from jflash.speculative import Models, Params, State
 
 
@@ -70,6 +71,8 @@ class Task:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     tensor_parallel: int = 1  # devices that share the pair
+    prefill: tuple[int, ...] = ()  # lengths of prompts, by themselves at batch 1
+    prefill_chunk: int | None = None  # the drivers'
 
     @property
     def decoding(self) -> Decoding:
@@ -129,8 +132,13 @@ def time_case(task: Task) -> dict[str, Any]:
         parts, state = time_parts(clock, params, state, step)
         result |= parts
     result["widths"], state = time_widths(task, clock, params, state, step)
+    del state
+    if task.prefill:
+        log("prefilling")
+        chunk = task.prefill_chunk or PREFILL_CHUNK
+        timings = time_prefill(models, params, task.prefill, chunk, task.repeats)
+        result["prefill"] = list(timings)
     if task.prompts:
-        del state
         log(f"batch {task.batch}: decoding prompts")
         pair = Pair(models, params)
         result["measured_speed"] = measured_speed(pair, task.prompts, task.batch, task.decoding)

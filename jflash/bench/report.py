@@ -79,6 +79,11 @@ def case_text(case: dict[str, Any]) -> str:
             f"{part['operations'] / 1e12:8.4f} {part['floor_ms']:9.3f} "
             f"{part['share_of_floor']:9.1%}"
         )
+    lines += [
+        f"  prefill of {row['tokens']} tokens by {row['chunk']}: {row['ms']:.1f} ms, "
+        f"{row['tokens_per_second']:.0f} tokens/s"
+        for row in case.get("prefill", ())
+    ]
     if "draft" in case:
         draft = case["draft"]
         lines.append(

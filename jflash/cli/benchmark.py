@@ -48,7 +48,7 @@ def make_task(args: Options) -> Task:
     check_sizes(args, target, drafter, capacity)
     prompts, stops = ((), ()) if args.shape else encoded_prompts(args)
     same = ("shape", "context", "widths", "only_step", "dtype", "steps", "repeats")
-    more = ("max_new_tokens", "tensor_parallel")
+    more = ("max_new_tokens", "tensor_parallel", "prefill", "prefill_chunk")
     return Task(
         **{name: getattr(args, name) for name in (*same, *more)},
         target=None if args.shape else str(args.target),
@@ -72,6 +72,8 @@ def check_sizes(args: Options, target: Any, drafter: Any, capacity: int) -> None
     refuse(beyond, f"--acceptance {accepted}: within 1 … {full} tokens a step")
     refuse(context > capacity, f"--context {context} is beyond the capacity {capacity}")
     refuse(context > positions, f"--context {context}: the pair has {positions} positions")
+    longest = max(args.prefill, default=0)
+    refuse(longest >= positions, f"--prefill {longest}: the pair has {positions} positions")
 
 
 def pair_configs(args: Options) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ By "canonical" a row's bits depend only on what it sees: not on B, T, S, the row
 block, its neighbours or who computes which piece. Positions are cut at multiples of 256; a piece is
 walked in ascending blocks of 64 by one online softmax, and pieces are merged in ascending order by
 one formula (`pieces`). What a row does not see is left out exactly. It is for Hopper and bfloat16,
-and takes a prompt's chunk, up to 512 tokens, as a block. "mosaic_gpu" and "triton"
+and takes a prompt's chunk, up to 2048 tokens, as a block. "mosaic_gpu" and "triton"
 cut by B, S and the heads; with "cpu" too a row's bits depend only on its query and what it sees.
 On an H200 (jax 0.11.2, 2026-11-22) 63 runs of B 1 and 8, T 1, 5, 16, 128 and 512, two capacities,
 walked and split, causal, with a window and with a soft cap, gave 0 differing bits.
@@ -59,7 +59,7 @@ BACKENDS = {
 MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
 PAGE = 64  # positions
 READ_TABLES = ("cpu", "canonical", "mosaic_gpu")  # of the others the pages are gathered
-MAX_CHUNK = 512  # tokens of a prompt's chunk, which the canonical kernel takes as a block
+MAX_CHUNK = 2048  # tokens of a prompt's chunk, which the canonical kernel takes as a block
 KERNEL_DTYPES = {
     "mosaic_gpu": ("bfloat16",),
     "triton": ("bfloat16", "float32"),

@@ -68,9 +68,9 @@ def block_attention(
             f"block attention's mosaic_gpu backend takes bfloat16, not q {q.dtype}, k {k.dtype}, "
             f"v {v.dtype}: use 'triton' or 'xla'"
         )
-    if H not in (64, 128, 256) or N % K or N // K > 16 or not 1 <= T <= 512:
+    if H not in (64, 128, 256) or N % K or N // K > 16 or not 1 <= T <= 2048:
         raise ValueError(
-            "block attention's mosaic_gpu backend takes T 1 to 512, N / K 1 to 16 and "
+            "block attention's mosaic_gpu backend takes T 1 to 2048, N / K 1 to 16 and "
             f"H 64, 128, 256, not {T=} {N=} {K=} {H=}: use 'xla'"
         )
     tiles = tiles or choose_tiles(B, S, K, H)

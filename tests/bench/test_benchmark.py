@@ -11,7 +11,7 @@ import pytest
 from jflash.bench import case as benchmark_case
 from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
-from jflash.bench.report import collect
+from jflash.bench.report import case_text, collect
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.bench.step_time import busy_state, time_run, window_around
 from jflash.io import load_pair
@@ -170,7 +170,7 @@ def test_a_case_and_the_saved_pair_hold_the_same_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def case() -> dict:
-    return run_task("time", TASK)
+    return run_task("time", replace(TASK, prefill=(40, 200), prefill_chunk=64))
 
 
 def test_a_case_of_random_weights(case):
@@ -187,7 +187,13 @@ def test_a_case_of_random_weights(case):
     entries = sum(x.size for c in model_shape("tiny") for x in jax.tree.leaves(abstract_params(c)))
     assert case["memory"]["weights_bytes"] == 4 * entries
     assert case["memory"]["caches_bytes"] == 4 * (3 + 1) * 2 * 2 * 512 * 2 * 64
-    assert "tokens_per_second" not in json.dumps(case)
+    steps = {name: value for name, value in case.items() if name != "prefill"}
+    assert "tokens_per_second" not in json.dumps(steps)
+    short, long = case["prefill"]
+    assert (short["tokens"], long["tokens"], long["chunk"]) == (40, 200, 64)
+    assert long["ms"] > 1.5 * short["ms"]  # four chunks, and one
+    assert long["tokens_per_second"] == pytest.approx(200e3 / long["ms"])
+    assert f"200 tokens by 64: {long['ms']:.1f} ms, " in case_text(case)
     shown = with_tables(
         "<!-- table: steps -->\n<!-- end table -->", [Result("a.json", result(case))]
     )

@@ -64,7 +64,7 @@ def test_default_backend_suits_the_device():
         ("triton", QWEN3._replace(head_dim=96), None, "64, 128, 256, not 96: use 'xla'"),
         ("triton", QWEN3._replace(width=33), None, "1 to 32 tokens, not 33: use 'xla'"),
         ("triton", QWEN3._replace(groups=17), None, "1 to 16 query heads a KV head, not 17"),
-        ("canonical", QWEN3._replace(width=513), None, "1 to 512 tokens, not 513: use 'xla'"),
+        ("canonical", QWEN3._replace(width=2049), None, "1 to 2048 tokens, not 2049: use 'xla'"),
         ("canonical", QWEN3, SM89, "needs an NVIDIA GPU of compute capability 9.x"),
         (
             "cudnn",

@@ -26,6 +26,10 @@ def declare(parser: Parser) -> None:
     add("--capacity", type=int, help="cache slots a sequence, default twice the context")
     add("--widths", type=counts, default=(), metavar="4,8,16", help="the step at these too")
     add("--only-step", action="store_true", help="leave plain decoding, verify and draft out")
+    prompts = "prompts of so many tokens, each by itself, through the prefill too"
+    add("--prefill", type=counts, default=(), metavar="512,2048", help=prompts)
+    chunk = "tokens of a prompt that one pass computes; default: the drivers'"
+    add("--prefill-chunk", type=int, metavar="N", help=chunk)
     several = "devices that share the pair; with --shape and --only-step; default 1"
     add("--tensor-parallel", type=int, default=1, metavar="N", help=several)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
@@ -59,6 +63,7 @@ def check(args: Options) -> None:
     parts = f"--tensor-parallel {args.tensor_parallel}: give --shape and --only-step too"
     refuse(shared and not (args.shape and args.only_step), parts)
     at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
+    at_least_1(args, "prefill_chunk")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")
     whole = 1 in args.batch and not args.only_step
     why = "--against reference compares whole cases at --batch 1"
