@@ -6,14 +6,15 @@ for sizes that no kernel takes, XLA compiles the same operation. What is asked f
 cannot run is refused, never replaced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.mesh import local
-from jflash.specs import MoeSpec
+from jflash.specs import AttentionSpec, MoeSpec
 from jflash.speculative import Models
 from pallas_kernels import (
     block_attention,
@@ -24,15 +25,6 @@ from pallas_kernels import (
     rms_norm,
 )
 from pallas_kernels.choice import best, check
-
-OPS = {
-    "attention": block_attention,
-    "matmul": matmul,
-    "heads": heads_to_cache,
-    "experts": grouped_matmul,
-    "norm": rms_norm,
-    "delta": gated_delta,
-}
 
 
 def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Models:
@@ -45,12 +37,12 @@ def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Mode
     assert set(asked) <= set(BACKENDS), f"{set(asked) - set(BACKENDS)} name no operation"
     models = models.of_dtype(dtype)
     chosen = {}
-    for op, sizes in _sizes(local(models)).items():
-        name = asked.get(f"{op}_backend", AUTO)
+    for op, (module, sizes_of) in OPS.items():
+        sizes, name = sizes_of(local(models)), asked.get(f"{op}_backend", AUTO)
         if name == AUTO:
-            chosen[op] = best(OPS[op], sizes, device) if sizes else "xla"
+            chosen[op] = best(module, sizes, device) if sizes else "xla"
         else:
-            check(op, OPS[op], name, sizes, device)
+            check(op, module, name, sizes, device)
             chosen[op] = name
     return replace(models, kernels=Kernels(**chosen))
 
@@ -60,24 +52,39 @@ def named(kernels: Kernels) -> dict[str, str]:
     return dict(zip(BACKENDS, kernels, strict=True))
 
 
-def _sizes(models: Models) -> dict[str, list]:
-    """What the pair asks of each operation."""
-    dtype = models.dtype
-    sizes: dict[str, list] = {"attention": [], "matmul": [], "heads": [], "norm": []}
-    for config in models.configs:
-        sizes["norm"].append(rms_norm.Sizes(config.hidden_size, dtype))
-        sizes["matmul"] += [matmul.Sizes(dtype, *weight) for weight in set(_weights(config))]
-        for mixer in set(config.mixers):
-            width, groups, head_dim = models.block_size, mixer.groups, mixer.head_dim
-            sizes["attention"].append(block_attention.Sizes(width, groups, head_dim, dtype))
-            sizes["heads"].append(heads_to_cache.Sizes(head_dim))
-    target = models.target.config
-    sizes["delta"] = [gated_delta.Sizes(x.key_dim, x.value_dim) for x in set(target.deltas)]
-    sizes["experts"] = [
-        grouped_matmul.Sizes(target.hidden_size, moe.intermediate_size, dtype)
-        for moe in set(target.experts)
+def _attention(models: Models) -> list[block_attention.Sizes]:
+    return [
+        block_attention.Sizes(models.block_size, mixer.groups, mixer.head_dim, models.dtype)
+        for mixer in _mixers(models)
     ]
-    return sizes
+
+
+def _heads(models: Models) -> list[heads_to_cache.Sizes]:
+    return [heads_to_cache.Sizes(mixer.head_dim) for mixer in _mixers(models)]
+
+
+def _mixers(models: Models) -> set[AttentionSpec]:
+    return {mixer for config in models.configs for mixer in config.mixers}
+
+
+def _products(models: Models) -> list[matmul.Sizes]:
+    weights = {weight for config in models.configs for weight in _weights(config)}
+    return [matmul.Sizes(models.dtype, *weight) for weight in weights]
+
+
+def _experts(models: Models) -> list[grouped_matmul.Sizes]:
+    target = models.target.config
+    inner = {moe.intermediate_size for moe in target.experts}
+    return [grouped_matmul.Sizes(target.hidden_size, size, models.dtype) for size in inner]
+
+
+def _norms(models: Models) -> list[rms_norm.Sizes]:
+    return [rms_norm.Sizes(config.hidden_size, models.dtype) for config in models.configs]
+
+
+def _deltas(models: Models) -> list[gated_delta.Sizes]:
+    deltas = set(models.target.config.deltas)
+    return [gated_delta.Sizes(delta.key_dim, delta.value_dim) for delta in deltas]
 
 
 def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
@@ -105,3 +112,14 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     if isinstance(config, Drafter2Config):
         groups = width // config.conv_group_size
         yield width, 2 * config.conv_kernel_size * groups
+
+
+# Each operation, and the sizes that a pair has for it.
+OPS: dict[str, tuple[ModuleType, Callable[[Models], list]]] = {
+    "attention": (block_attention, _attention),
+    "matmul": (matmul, _products),
+    "heads": (heads_to_cache, _heads),
+    "experts": (grouped_matmul, _experts),
+    "norm": (rms_norm, _norms),
+    "delta": (gated_delta, _deltas),
+}

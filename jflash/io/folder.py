@@ -3,6 +3,7 @@
 Safetensors and Orbax extend it with the weights.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,14 @@ COMPANIONS = (
 class Folder:
     path: Path
 
+    @functools.cached_property
+    def raw(self) -> dict[str, Any]:
+        """config.json, read once; ValueError if it is missing or no JSON object."""
+        return read_json(self.path / "config.json")
+
     def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config through one of hf_config's readers; its errors name the checkpoint."""
-        return read_config(self.path, read_json(self.path / "config.json"), read)
+        return read_config(self.path, self.raw, read)
 
     @property
     def quantised(self) -> str | None:
@@ -63,11 +69,13 @@ class Folder:
 
     def stop_ids(self, tokenizer: Any = None) -> list[int]:
         """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none."""
-        for file in (self.path / "generation_config.json", self.path / "config.json"):
-            if file.exists():
-                ids = read_config(file, read_json(file), _stops)
-                if ids is not None:
-                    return ids if isinstance(ids, list) else [ids]
+        file, ids = self.path / "generation_config.json", None
+        if file.exists():
+            ids = read_config(file, read_json(file), _stops)
+        if ids is None and (file := self.path / "config.json").exists():
+            ids = read_config(file, self.raw, _stops)
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             return [int(tokenizer.eos_token_id)]
         return []

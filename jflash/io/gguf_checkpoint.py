@@ -46,9 +46,14 @@ class Gguf:
     path: Path
     file: GgufFile
 
+    @functools.cached_property
+    def raw(self) -> dict[str, Any]:
+        """The file's metadata as a config.json."""
+        return hf_config_of(self.file)
+
     def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config through one of hf_config's readers; its errors name the file."""
-        return read_config(self.path, hf_config_of(self.file), read)
+        return read_config(self.path, self.raw, read)
 
     @property
     def quantised(self) -> str | None:
@@ -56,7 +61,7 @@ class Gguf:
 
     def companions(self) -> dict[str, bytes]:
         """The files that describe the model in Hugging Face's form, by name."""
-        config = json.dumps(hf_config_of(self.file), indent=2) + "\n"
+        config = json.dumps(self.raw, indent=2) + "\n"
         files = {"config.json": config.encode()}
         if self.has_tokenizer():
             with tempfile.TemporaryDirectory() as folder:

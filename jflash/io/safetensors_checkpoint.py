@@ -57,11 +57,11 @@ class Safetensors(Folder):
     @functools.cached_property
     def names(self) -> Names:
         """What the tensors of this family are called."""
-        return names_of(read_json(self.path / "config.json"))
+        return names_of(self.raw)
 
     @property
     def quantised(self) -> str | None:
-        raw = quantisation(read_json(self.path / "config.json"))
+        raw = quantisation(self.raw)
         return scheme_of(raw).method if raw else None
 
     def _stored(self) -> list[str]:
@@ -132,7 +132,7 @@ class Safetensors(Folder):
 
     def _weights(self, sources: dict[str, tuple[Source, ...]], owners: Owners) -> dict[str, Weight]:
         """The quantised weights among the sources, by name."""
-        raw = quantisation(read_json(self.path / "config.json"))
+        raw = quantisation(self.raw)
         headers = {name: Header(t.shape, t.dtype) for name, (t, *_) in owners.items()}
         shapes = {part.name: part.shape for parts in sources.values() for part in parts}
         try:

@@ -152,7 +152,7 @@ def test_both_checkpoints_are_checked_before_either_is_read(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "orbax", "gguf"])
-def test_every_header_is_read_once(form, pair, tmp_path, monkeypatch):
+def test_every_header_and_config_is_read_once(form, pair, tmp_path, monkeypatch):
     """By all that a command asks: configs, tokenizer and stops, checks and weights."""
     target, drafter = pair
     if form == "orbax":
@@ -168,7 +168,10 @@ def test_every_header_is_read_once(form, pair, tmp_path, monkeypatch):
     honest, read = pkgutil.resolve_name(readers[form]), []
     monkeypatch.setattr(readers[form], lambda *given: read.append(given) or honest(*given))
     files = configure_pair(target, drafter)
-    files.target.stop_ids(files.target.tokenizer())
+    tokenizer = files.target.tokenizer()
+    for folder in () if form == "gguf" else (target, drafter):
+        (folder / "config.json").write_text("{")  # it was read before
+    files.target.stop_ids(tokenizer)
     load_weights(files)
     assert len(read) == (1 if form == "gguf" else 2)
 
