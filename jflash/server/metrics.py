@@ -108,6 +108,11 @@ class _Now(Collector):
         )
         preempted.add_metric([self._model], stats.preempted)
         yield preempted
+        busy = CounterMetricFamily(
+            "jflash:device_busy_seconds", "In which the device computed.", labels=["model_name"]
+        )
+        busy.add_metric([self._model], stats.busy_seconds)
+        yield busy
 
 
 def _held(stats: Stats) -> float:

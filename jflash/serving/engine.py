@@ -34,7 +34,8 @@ class Stats:
     """The engine's present state, and its counts since it began.
 
     There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
-    `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`.
+    `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`. In
+    `busy_seconds` the device computed.
     """
 
     waiting: int
@@ -53,6 +54,8 @@ class Stats:
     live: int
     prefill_seconds: float
     decode_seconds: float
+    busy_seconds: float
+    steps_by_rows: dict[int, int]  # if the rows of a step are chosen
 
 
 class Engine:
@@ -204,6 +207,7 @@ class Engine:
                 pages_available=pages.available,
                 pages_kept=pages.kept,
                 ended=dict(self._ended),
+                steps_by_rows={} if self._loop.rows is None else dict(self._loop.rows.steps),
                 **self._loop.counts._asdict(),
             )
 

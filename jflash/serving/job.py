@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from jaxtyping import Array, Int
+
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.packing import Report
@@ -64,6 +66,15 @@ class Read(NamedTuple):
     steps: int = 0  # of the report
 
 
+class UnderWay(NamedTuple):
+    """A program that the device computes: its part of Counts, and an array that it fills."""
+
+    part: str
+    rows: int  # that a step verifies, of a call of steps
+    dispatched: float
+    array: Int[Array, "..."]
+
+
 class Counts(NamedTuple):
     """Counts since the loop began."""
 
@@ -77,3 +88,4 @@ class Counts(NamedTuple):
     live: int = 0  # live slots, summed over the calls
     prefill_seconds: float = 0.0  # in which the device computed chunks, and steps
     decode_seconds: float = 0.0
+    busy_seconds: float = 0.0  # in which the device computed; an estimate where the host was late

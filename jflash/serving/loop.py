@@ -15,7 +15,7 @@ from jflash.cache import PagedCache
 from jflash.kernels import AUTO
 from jflash.serving.constrained import Constrained, compile_constrained
 from jflash.serving.grammar import GrammarError, fill
-from jflash.serving.job import Counts, Job, Read
+from jflash.serving.job import Counts, Job, Read, UnderWay
 from jflash.serving.packing import Report, Row, Taken, floats, mask_words, packed, taken, tops_of
 from jflash.serving.pages import Pages, chain
 from jflash.serving.programs import Chunked, Programs, choosing, compile_programs
@@ -57,8 +57,9 @@ class Loop:
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
         self._salt, self._burst = salt, burst
         self._rounds = deque[list[Read]]()
-        self._under_way = deque[tuple[str, jax.Array]]()  # what the device computes, in order
-        self._since = time.perf_counter()
+        self._under_way = deque[UnderWay]()  # in order
+        self._since = self._busy_until = time.perf_counter()
+        self._lasted = dict[tuple[str, int], float]()  # seconds of each program, when last seen
         self._no_pages = np.full(layout.columns, layout.pages, np.int32)
         self._no_pages = np.append(self._no_pages, self.sliding.row(Held(), layout.columns))
         self._tables = np.tile(self._no_pages, (layout.shape.batch, 1))
@@ -277,8 +278,9 @@ class Loop:
             fill(masks, [(0, job.matcher, ())])
             allowed = masks[0, 0]
             self._drop_failed([job])
+        began = time.perf_counter()
         self.state, out = self.programs.chunk(self.params, self.state, table, control, allowed)
-        self._under_way.append(("prefill_seconds", out.first))
+        self._under_way.append(UnderWay("prefill_seconds", 0, began, out.first))
         job.computed = min(offset + size, job.end)
         self._name(job, job.computed)
         if last:
@@ -293,7 +295,9 @@ class Loop:
         if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
             rows = rows if self.rows is None else self.rows.pick()[0]
             program = greedy[rows]
+        began = time.perf_counter()
         self.state, report = program(self.params, self.state, table, live)
+        self._under_way.append(UnderWay("decode_seconds", rows, began, report.numbers))
         return self._called(jobs, rows, report, self.layout.steps)
 
     def _constrained_call(self, jobs: Sequence[Job]) -> Read:
@@ -301,6 +305,7 @@ class Loop:
         programs = self._constrained
         assert programs is not None, "the engine prepares it before the first such request"
         live, table = self._places(jobs)
+        began = time.perf_counter()
         self.state, begun = programs.propose(self.params, self.state, table, live)
         begun.proposal.tokens.copy_to_host_async()
         self.state, seen = programs.look(self.params, self.state, table, begun)
@@ -314,7 +319,9 @@ class Loop:
         fill(masks, blocks)
         self._drop_failed(jobs)
         self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
-        return self._called(jobs, max(self.programs.greedy, default=0), report, 1)
+        rows = max(self.programs.greedy, default=0)
+        self._under_way.append(UnderWay("decode_seconds", rows, began, report.numbers))
+        return self._called(jobs, rows, report, 1)
 
     def _places(self, jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:
         """The slots that step, and their pages."""
@@ -328,7 +335,6 @@ class Loop:
         """Notes a dispatched call, whose report is on its way."""
         for job in jobs:
             job.unread += 1
-        self._under_way.append(("decode_seconds", report.numbers))
         if self.rows is not None:
             self.rows.ran(rows, report.survey)
         if not any(job.request.top_logprobs for job in jobs):
@@ -362,15 +368,26 @@ class Loop:
 
     def _wait_for(self, array: jax.Array) -> None:
         """Waits, and counts the seconds of what the device computed up to it."""
-        if all(one is not array for _, one in self._under_way):
+        if all(each.array is not array for each in self._under_way):
             return  # a later one was waited for before: what is under way now comes after both
         while True:
-            part, one = self._under_way.popleft()
-            jax.block_until_ready(one)
-            now, seconds = time.perf_counter(), getattr(self.counts, part)
-            self.counts = self.counts._replace(**{part: seconds + now - self._since})
+            one = self._under_way.popleft()
+            late = one.array.is_ready()
+            jax.block_until_ready(one.array)
+            now, seconds = time.perf_counter(), getattr(self.counts, one.part)
+            begin, kind = max(one.dispatched, self._busy_until), (one.part, one.rows)
+            lasted = max(now - begin, 0.0)
+            if late:  # it ended unseen: it took as long as the last one that was seen to end
+                lasted = min(lasted, self._lasted.get(kind, lasted))
+            else:
+                self._lasted[kind] = lasted
+            self._busy_until = begin + lasted
+            self.counts = self.counts._replace(
+                **{one.part: seconds + now - self._since},
+                busy_seconds=self.counts.busy_seconds + lasted,
+            )
             self._since = now
-            if one is array:
+            if one.array is array:
                 return
 
     def _read_chunk(
