@@ -37,6 +37,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def server_of(app: Starlette, shutdown_timeout: float) -> uvicorn.Server:
+    """The HTTP server, which `serve` runs."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, lifespan="off",
+        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
 def serve(
     app: Starlette,
     service: Service,
@@ -49,12 +59,7 @@ def serve(
 
     False if the engine failed, or made no progress on requests for `hang_timeout` seconds.
     """
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, lifespan="off",
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
-        h11_max_incomplete_event_size=HEADER_BYTES,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = server_of(app, shutdown_timeout)
 
     async def main() -> None:
         async with _watched(service, server, hang_timeout):

@@ -1,0 +1,142 @@
+"""The cases of the serving table: engines of a size, compiled several at a time, timed one by one.
+
+A random pair of a published shape replays a recorded pair's acceptances; a real pair answers
+questions.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jflash.backends import with_backends
+from jflash.bench.recording import Recording
+from jflash.bench.replay import replaying
+from jflash.bench.serving_speed import (
+    NEW,
+    PROMPT,
+    RandomPrompts,
+    burst,
+    first_tokens,
+    median_of,
+    running,
+)
+from jflash.bench.shapes import model_shape
+from jflash.generate import Pair
+from jflash.io import default_dtype
+from jflash.mesh import with_context
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.models.params import random_weights
+from jflash.programs import Shape
+from jflash.serving.engine import Engine
+from jflash.serving.programs import compile_programs
+from jflash.serving.request import Request
+from jflash.serving.slots import Layout
+from jflash.speculative import Models, Params
+from pallas_kernels.block_attention import PAGE
+
+LONG = 2048  # new tokens of those that decode while a first token is waited for
+
+
+class Case(NamedTuple):
+    """A line of the table, and the engine that it needs."""
+
+    what: str  # "forced" or "first token"
+    batch: int
+    rows: str | None = None  # AUTO (jflash.kernels): as many as pay
+
+    @property
+    def slots(self) -> int:
+        return self.batch + (self.what == "first token")
+
+    @property
+    def context(self) -> int:
+        return PROMPT + (LONG if self.what == "first token" else NEW)
+
+
+def random_pair(shape: str, recording: Recording, dtype: str | None) -> Pair:
+    """A published shape with random weights that replays the recording."""
+    target, drafter = model_shape(shape)
+    models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    models = with_backends(models, dtype or default_dtype(), jax.devices()[0])
+    models = replaying(models, recording)
+    params = with_context(models, Params(*random_weights(models.configs)))
+    return Pair(models, jax.block_until_ready(params))
+
+
+def engine_for(pair: Pair, layout: Layout, queue: int) -> Engine:
+    """An engine of this layout, for greedy requests."""
+    shape = layout.shape
+    return Engine(
+        pair, max_batch=shape.batch, max_context=shape.capacity, pages=layout.pages,
+        max_queue=queue, max_stop_ids=shape.stop_slots, steps_per_call=layout.steps,
+        prefill_chunk=shape.chunk, kinds=layout.kinds,
+    )  # fmt: skip
+
+
+def layout_of(slots: int, context: int, steps: int, stops: int = 0) -> Layout:
+    columns = -(-context // PAGE)
+    return Layout(Shape.of(slots, columns * PAGE, stops), slots * columns, steps, ("greedy",))
+
+
+def warm(wanted: Sequence[tuple[Pair, Layout]]) -> None:
+    """Compiles everything, several programs at a time."""
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        compiled = lambda each: compile_programs(each[0].models, each[0].params, each[1])  # noqa: E731
+        list(pool.map(compiled, wanted))
+
+
+def measured(
+    pair: Pair, cases: Sequence[Case], steps: int, repeats: int, probes: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each case; all are compiled before the first is timed."""
+    engines = [
+        (replace(pair, models=replace(pair.models, rows=case.rows)), layout_of_case(case, steps))
+        for case in cases
+    ]
+    warm(engines)
+    prompts = RandomPrompts(pair.models.target.config.vocab_size)
+    for case, (own, layout) in zip(cases, engines, strict=True):
+        with engine_for(own, layout, 4 * case.batch) as engine:
+            run = first_token_row if case.what == "first token" else forced_row
+            yield (
+                case._asdict()
+                | {"steps_per_call": steps}
+                | run(engine, case, prompts, repeats, probes)
+            )
+
+
+def layout_of_case(case: Case, steps: int) -> Layout:
+    return layout_of(case.slots, case.context, steps)
+
+
+def forced_row(
+    engine: Engine, case: Case, prompts: RandomPrompts, repeats: int, probes: int
+) -> dict[str, Any]:
+    """All requests at once, from their prompts to their last tokens."""
+
+    def once() -> dict[str, Any]:
+        return burst(
+            engine,
+            [Request(prompt_ids=ids, max_tokens=NEW) for ids in prompts.take(case.batch)],
+        )
+
+    return median_of(repeats, once)
+
+
+def first_token_row(
+    engine: Engine, case: Case, prompts: RandomPrompts, repeats: int, probes: int
+) -> dict[str, Any]:
+    """Fresh prompts in an empty engine and beside `batch` that decode, and known ones."""
+    first_tokens(engine, prompts, 2)
+    row = {
+        "empty": first_tokens(engine, prompts, probes),
+        "known": first_tokens(engine, prompts, probes, again=True),
+    }
+    with running(engine, prompts, case.batch):
+        row["beside"] = first_tokens(engine, prompts, probes)
+    return row

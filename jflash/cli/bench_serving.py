@@ -1,0 +1,111 @@
+"""bench-serving: the figures of the engine and of the server."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jflash.bench.recording import of_mean, read_recording, recorded
+from jflash.bench.serving_cases import Case, measured, random_pair
+from jflash.cli.command import Options, require
+from jflash.decoding import Decoding
+from jflash.device import describe_device
+from jflash.evals.datasets import load_problems
+from jflash.files import whole_file
+from jflash.io import configure_pair, encode_prompt, load_weights
+from jflash.kernels import AUTO
+from jflash.serving.engine import STEPS_PER_CALL
+
+AT_ONCE = 8  # answers that are recorded at once
+
+
+def run(args: Options) -> Iterator[dict[str, Any]]:
+    """Yields the result after each row."""
+    result: dict[str, Any] = describe_device() | {"serving": []}
+    steps = args.steps_per_call or (STEPS_PER_CALL,)
+    if args.record is not None:
+        yield result | record(args)
+        return
+    rows = of_shape if args.target is None else of_pair
+    for row in rows(args, steps, result):
+        print(row_text(row), flush=True)
+        result["serving"].append(row)
+        yield result
+
+
+def of_shape(
+    args: Options, steps: Sequence[int], result: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    recording = read_recording(args.replay)
+    pair = random_pair(args.shape, recording, args.dtype)
+    result |= {"shape": args.shape, "backends": pair.models.kernels._asdict()}
+    result |= {"block_size": pair.models.block_size, "replayed_tau": recording.tokens_a_step}
+    groups = [
+        [Case("forced", batch) for batch in args.batch]
+        + [Case("first token", batch) for batch in args.first_token],
+        [Case("forced", batch, AUTO) for batch in args.auto_batch],
+    ]
+    for count in steps:
+        for cases in groups:
+            yield from measured(pair, cases, count, args.repeats, args.probes)
+
+
+def of_pair(
+    args: Options, steps: Sequence[int], result: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    if args.clients is not None:
+        require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
+    from jflash.bench.pair_serving import Load, answered, with_rows
+
+    pair, asked = pair_and_questions(args)
+    result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
+    result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
+    for count in steps:
+        for rows, batches in ((None, args.batch), (AUTO, args.auto_batch)):
+            load = Load(batches, args.max_new_tokens, count, args.repeats, args.clients)
+            if batches:
+                yield from answered(with_rows(pair, rows), asked, load)
+
+
+def pair_and_questions(args: Options) -> tuple[Any, Any]:
+    from jflash.bench.pair_serving import Questions
+
+    files = configure_pair(args.target, args.drafter, dtype=args.dtype)
+    tokenizer = files.target.tokenizer()
+    stops = tuple(files.target.stop_ids(tokenizer))
+    problems = load_problems("gsm8k", args.gsm8k, limit=args.questions)
+    texts = [problem.turns[0] for problem in problems]
+    prompts = [encode_prompt(tokenizer, text) for text in texts]
+    return load_weights(files), Questions(texts, prompts, stops, tokenizer)
+
+
+def record(args: Options) -> dict[str, Any]:
+    """Writes the recording, and returns what it holds."""
+    pair, asked = pair_and_questions(args)
+    decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=asked.stops)
+    answers = []
+    for begin in range(0, len(asked.prompts), AT_ONCE):
+        answers += recorded(pair, asked.prompts[begin : begin + AT_ONCE], decoding)
+    kept = of_mean(answers, args.tau)
+    steps = [step for answer in kept for step in answer]
+    holds = {
+        "pair": f"{str(args.target).rsplit('/', 1)[-1]}, GSM8K: the answers of most tokens a step",
+        "answers": f"{len(kept)} of {len(answers)}",
+        "tau": 1 + sum(step[0] for step in steps) / len(steps),
+    }
+    with whole_file(args.record, overwrite=args.overwrite) as write:
+        write(json.dumps(holds | {"steps": steps}, separators=(",", ":")))
+    print(f"{args.record}: {len(steps)} steps of {holds['answers']} answers, τ {holds['tau']:.2f}")
+    return holds
+
+
+def row_text(row: dict[str, Any]) -> str:
+    name = f"{row['what']}, batch {row['batch']}, {row['steps_per_call']} steps a call"
+    if row["what"] == "first token":
+        empty, known, beside = (row[key]["p50_ms"] for key in ("empty", "known", "beside"))
+        return f"{name}: p50 {empty:.1f} ms, {known:.1f} known, {beside:.1f} beside others"
+    more = "" if row["rows"] is None else f", steps by rows {row['steps_by_rows']}"
+    more += f", {row['share']:.1%} of the engine's" if "share" in row else ""
+    return (
+        f"{name}: {row['tokens_per_second']:,.0f} tokens/s, τ {row['tau']:.2f}, device busy "
+        f"{row['device_busy']:.1%}, prefill {row['prefill_share']:.1%}{more}"
+    )

@@ -1,0 +1,50 @@
+"""Measure the engine and the server: tokens a second, first tokens, how busy the device is.
+
+With --shape, random weights replay a recorded pair's acceptances (--replay), which gives speeds at
+the sizes of a published model. With --target and --drafter, a real pair answers GSM8K's questions
+through the engine, and with --clients over HTTP too. --record writes the recording of a real pair.
+"""
+
+from pathlib import Path
+
+from jflash.bench.shapes import SHAPES, model_shape
+from jflash.cli.command import Options, Parser
+from jflash.cli.options.values import at_least_1, counts, refuse
+
+KEPT = "kept there case by case, so that a run cut off keeps its cases"
+TAU = 6.05  # tokens a step; that of the numbers to compare with
+
+
+def declare(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--shape", help=f"random weights of a published shape: {', '.join(SHAPES)}")
+    add("--replay", type=Path, metavar="FILE", help="a recording, for --shape")
+    add("--batch", type=counts, default=(1, 8, 32, 64), metavar="1,8", help="default 1,8,32,64")
+    add("--auto-batch", type=counts, default=(), metavar="32", help="with rows that are chosen too")
+    add("--first-token", type=counts, default=(), metavar="32", help="beside so many that decode")
+    add("--target", metavar="SOURCE", help="a real pair instead, as for generate")
+    add("--drafter", metavar="SOURCE")
+    add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split, for a real pair")
+    add("--questions", type=int, default=256, help="default 256; 24 at batch 1")
+    add("--clients", type=int, metavar="N", help="the real pair over HTTP as well, N at once")
+    add("--max-new-tokens", type=int, default=512, help="of an answer, default 512")
+    add("--record", type=Path, metavar="FILE", help="write the real pair's recording, no more")
+    add("--tau", type=float, default=TAU, help=f"tokens a step of the recording, default {TAU}")
+    add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--steps-per-call", type=counts, default=None, metavar="1,4", help="of the engine")
+    add("--repeats", type=int, default=3, help="the median counts, default 3")
+    add("--probes", type=int, default=20, help="first tokens of each kind, default 20")
+
+
+def check(args: Options) -> None:
+    real = args.target is not None
+    refuse(real == (args.shape is not None), "give either --shape or --target and --drafter")
+    refuse(real and args.drafter is None, "--target without --drafter")
+    refuse(real and args.gsm8k is None, "--target without --gsm8k: there is nothing to answer")
+    refuse(not real and args.replay is None, "--shape without --replay: a recording")
+    for name in ("record", "clients"):
+        refuse(not real and getattr(args, name) is not None, f"--{name} without --target")
+    if not real:
+        model_shape(args.shape)
+    at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
+    refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
