@@ -25,6 +25,7 @@ from jflash.proof.pairs import PAIRS
 from jflash.proof.width_1 import Parting
 
 DIFFERS = 1
+USUAL_LAYERS = 8  # of the default pairs: the check ends in minutes, and the widths are whole
 
 
 def check(args: Options) -> dict[str, Any]:
@@ -242,7 +243,9 @@ def print_oracle(report: dict[str, Any]) -> None:
 def run(args: Options) -> Generator[dict[str, Any], None, int]:
     """Its exit code is DIFFERS if the check is not passed."""
     on_cpu = jax.default_backend() == "cpu"
-    args.pairs = args.pairs or (("tiny-math",) if on_cpu else ("qwen3-8b", "qwen3-coder-30b"))
+    if args.pairs is None:
+        args.pairs = ("tiny-math",) if on_cpu else ("qwen3-8b", "qwen3-coder-30b")
+        args.layers = args.layers or USUAL_LAYERS
     large = [name for name in args.pairs if name in SHAPES]
     if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
