@@ -14,9 +14,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
+from jflash.bench.shapes import model_shape
 from jflash.io.families import gemma3, gemma4
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
+from jflash.memory import weight_bytes
 from jflash.specs import LinearScaling, ProportionalScaling
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
@@ -173,3 +175,27 @@ def test_the_scale_of_a_drafters_embeddings(tmp_path):
         drafter = load_pair(GEMMA3 / "target", folder).models.drafter
         want = value or raw["hidden_size"] ** 0.5
         assert drafter and drafter.config.input_embedding_scale == want, key
+
+
+TWELVE = {
+    "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 1024,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}  # fmt: skip
+THIRTY_ONE = {
+    "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4,
+}  # fmt: skip
+
+
+def test_the_shapes_to_time_are_these_models():
+    """By the sizes that are stated of them; the number of a shape's weights tells a wrong one."""
+    for shape, kind, raw, billions in (
+        ("gemma-3-12b", "Gemma3ForCausalLM", TWELVE, 11.8),
+        ("gemma-4-31b", "Gemma4ForCausalLM", FOUR | THIRTY_ONE, 30.7),
+        ("gemma-4-26b-a4b", "Gemma4ForCausalLM", FOUR | EXPERTS, 25.2),
+    ):
+        target, drafter = model_shape(shape)
+        assert target_config({"architectures": [kind]} | raw) == target
+        assert abs(weight_bytes([target]) / 4e9 - billions) < 0.05, weight_bytes([target]) / 4e9
+        assert drafter.hidden_size == target.hidden_size
