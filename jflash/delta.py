@@ -96,13 +96,15 @@ class DeltaNet(nn.Module):
         padding = (row >= real[:, None])[:, :, None]
         raw = jnp.where(padding, 0, raw)  # padding must be finite
         q, rows = self._rows(jnp.concatenate([tail, raw], axis=1), b, a, over.kernels.delta)
-        out, memory = op.gated_delta(
-            q, rows, cache.memory, start, real, kept, backend=over.kernels.delta
-        )
+        out, memory = self.rule(q, rows, cache.memory, start, real, kept, over.kernels.delta)
         stays = (row < real[:, None]) & (row >= real[:, None] - places)
         at = jnp.where(stays, (start[:, None] + row) % places, places + row)
         kept_raw = cache.raw.at[sequence, at].set(raw, mode="drop", unique_indices=True)
         return out, DeltaCache(memory, kept_raw)
+
+    def rule(self, q, rows: op.Rows, memory: op.Memory, start, real, kept, backend: str):
+        """The op's outputs and memory."""
+        return op.gated_delta(q, rows, memory, start, real, kept, backend=backend)
 
     def _whole(self, raw, b, a, mask: Bool[Array, "B 1 T S"]) -> Float[Array, "B T Hv dv"]:
         """Whole sequences, several in a row, token by token; each begins at its first key."""

@@ -13,7 +13,7 @@ ONE_ARITHMETIC = {
     "heads": ("cpu", "triton"),
     "experts": ("cpu", "canonical"),
     "norm": ("cpu", "canonical"),
-    "delta": ("cpu",),
+    "delta": ("cpu", "triton"),
 }
 
 

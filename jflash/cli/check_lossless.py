@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -59,8 +60,10 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
     form = CPU if jax.default_backend() == "cpu" else GPU
+    if args.new_tokens:
+        form = replace(form, new_tokens=args.new_tokens, tokens=form.batch * args.new_tokens)
     case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch, args.layers)
-    with tqdm(total=form.comparisons, desc=name, unit="comparison") as bar:
+    with tqdm(total=form.comparisons(case.models), desc=name, unit="comparison") as bar:
 
         def progress(each: dict[str, Any]) -> None:
             bar.update()

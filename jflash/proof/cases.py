@@ -58,7 +58,7 @@ def load_case(
 ) -> Case:
     """One of PAIRS, ready to decode; jflash chooses the kernels that `backends` does not name.
 
-    `layers`: the first so many of a target with random weights.
+    `layers`: the first so many of a target with random weights, and no more of its drafter.
 
     Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
     weight is made or read, if a backend cannot run here or `batch` sequences take more memory than
@@ -110,7 +110,8 @@ def _random_weights(
     changes the input of all later ones. Windows are cut so that texts of this length exceed them.
     """
     shape = model_shape(name)
-    target, drafter = cut(shape, layers, shape.drafter.num_layers) if layers else shape
+    some = layers or shape.target.num_layers
+    target, drafter = cut(shape, some, min(some, shape.drafter.num_layers)) if layers else shape
     cut_windows = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
     drafter = drafter.attending(*cut_windows)
     models = suited(Models(Target(target), Drafter(drafter), drafter.block_size))

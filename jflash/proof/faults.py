@@ -2,8 +2,8 @@
 
 A fault is a target that only this file can make; no option leads to it. Its parameters are a
 Target's. Prompts are not faulty: a chunk's pass is the sound one, so that decoding has to show the
-fault. At width 1 and batch 1 the first three of FAULTS are the sound target; the fourth is another
-arithmetic there, and no single one. SPLIT_BY_LENGTH is the oracle's.
+fault. At width 1 and batch 1 the first three of FAULTS are the sound target; the fourth, and that
+of HYBRIDS, are another arithmetic there, and no single one. SPLIT_BY_LENGTH is the oracle's.
 Axes: B batch, T block width, S capacity.
 """
 
@@ -21,6 +21,7 @@ from jflash.layers import Projection, RMSNorm
 from jflash.models.decoder import Target
 from jflash.passes import Block
 from jflash.speculative import Models
+from pallas_kernels import gated_delta
 
 FEW_ROWS, SPLITS = 16, 4
 PIECES = 8  # of K, where no form has more than four
@@ -79,6 +80,26 @@ def _xlas_product(call, args, kwargs, context):
     return _product(x, module.kernel, 1, rest[1] if len(rest) > 1 else None)
 
 
+def _from_the_anchor(call, args, kwargs, context):
+    """A delta net whose chunk begins at the block's first row, by XLA; its memory is the sound one.
+
+    Many decoding kernels work so: the state that they keep is the one before the block.
+    """
+    _, after = call(*args, **kwargs)
+    q, rows, memory, start, real, *_ = args
+    known = gated_delta.lay_out(q, rows, memory, start, jnp.zeros_like(real))
+    every = jnp.full_like(start, known[0].shape[1])
+    _, state = gated_delta.xla.scan(memory.state, *known, every)
+
+    def chunk(x):
+        rest = [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, [(0, 0), (0, gated_delta.CHUNK - x.shape[1]), *rest])[:, None]
+
+    block = chunk(q), gated_delta.Rows(*map(chunk, rows))
+    out, _ = gated_delta.xla.scan(state, *block, jnp.ones_like(start))
+    return out[:, 0, : q.shape[1]], after
+
+
 def by_length(lengths: Int[Array, " B"], widths: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
     """SPLITS even parts of each sequence's live slots.
 
@@ -112,7 +133,8 @@ class AttendInParts(NamedTuple):
             return self.block.attend(spec, projected, cache, sinks)
         slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
         q, cache = projected.write(cache, slots, self.kernels.heads)
-        return attend_in_parts(q, cache.k, cache.v, lengths, widths, part), cache
+        how = {"window": spec.window, "scale": spec.scale, "sinks": sinks}
+        return attend_in_parts(q, cache.k, cache.v, lengths, widths, part, **how), cache
 
 
 def attend_in_parts(
@@ -122,13 +144,21 @@ def attend_in_parts(
     lengths: Int[Array, " B"],
     widths: Int[Array, " B"],
     part: Int[Array, "#B S"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal block attention by parts of the keys, a softmax for each, then combined."""
     B, T, N, H = q.shape
+    scale = H**-0.5 if scale is None else scale
     S, K = k.shape[1:3]
     in_block = jnp.arange(S)[None, :] - lengths[:, None]
     used = in_block < widths[:, None]
-    visible = used[:, None, :] & (in_block[:, None, :] <= jnp.arange(T)[None, :, None])
+    ahead = in_block[:, None, :] - jnp.arange(T)[None, :, None]
+    visible = used[:, None, :] & (ahead <= 0)
+    if window is not None:
+        visible &= ahead > -window
     how = {"precision": "highest", "preferred_element_type": jnp.float32}
     einsum = functools.partial(jnp.einsum, **how)
     scores = einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k)
@@ -136,12 +166,16 @@ def attend_in_parts(
     tops, totals, outs = [], [], []
     for i in range(SPLITS):
         in_part = (visible & (part == i)[:, None, :])[:, None, None]
-        masked = jnp.where(in_part, scores * H**-0.5, -jnp.inf)
+        masked = jnp.where(in_part, scores * scale, -jnp.inf)
         top = jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), -1e30)  # finite in empty parts
         weights = jnp.exp(masked - top)
         tops.append(top)
         totals.append(jnp.sum(weights, axis=-1, keepdims=True))
         outs.append(einsum("BKGTS,BSKH->BKGTH", weights.astype(v.dtype), live))
+    if sinks is not None:  # one more part, without values
+        tops.append(jnp.broadcast_to(sinks.reshape(1, K, N // K, 1, 1), tops[0].shape))
+        totals.append(jnp.ones_like(totals[0]))
+        outs.append(jnp.zeros_like(outs[0]))
     largest = jnp.max(jnp.stack(tops), axis=0)
     scales = [jnp.exp(top - largest) for top in tops]
     out = sum(o * s for o, s in zip(outs, scales, strict=True))
@@ -149,7 +183,7 @@ def attend_in_parts(
     return jnp.einsum("BKGTH->BTKGH", out).reshape(B, T, N, H).astype(q.dtype)
 
 
-def _faulty(intercept: Callable[..., Any]) -> type[Target]:
+def _faulty(intercept: Callable[..., Any], method: str = "__call__") -> type[Target]:
     class Faulty(Target):
         def __call__(self, tokens, positions, caches, over, *rest):
             if not isinstance(over, Block):
@@ -158,7 +192,7 @@ def _faulty(intercept: Callable[..., Any]) -> type[Target]:
                 return super().__call__(tokens, positions, caches, over, *rest)
 
     def only_calls(call, args, kwargs, context):
-        if context.method_name != "__call__":
+        if context.method_name != method:
             return call(*args, **kwargs)
         return intercept(call, args, kwargs, context)
 
@@ -184,3 +218,5 @@ FAULTS = (
     Fault("a norm summed in another order", _faulty(_norm_by_rows), True),
     Fault("XLA's product for one operation", _faulty(_xlas_product), False),
 )
+# Of targets with delta nets, besides.
+HYBRIDS = (Fault("chunks begin at the anchor", _faulty(_from_the_anchor, "rule"), False),)

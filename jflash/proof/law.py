@@ -18,7 +18,7 @@ from jflash.decoding import Decoding
 from jflash.programs import Shape, capacity_for, new_state
 from jflash.proof.cases import LONGEST_PROMPT, Case
 from jflash.proof.digest import Apart, Digest, apart, digests
-from jflash.proof.faults import FAULTS, Fault, planted
+from jflash.proof.faults import FAULTS, HYBRIDS, Fault, planted
 from jflash.proof.lossless import (
     Executable,
     Mode,
@@ -67,10 +67,22 @@ class Form:
     def batch(self) -> int:
         return max(way.batch for way in self.ways)
 
-    @property
-    def comparisons(self) -> int:
+    def comparisons(self, models: Models) -> int:
         """Every mode, the halves, and the planted faults."""
-        return sum(len(way.modes) for way in self.ways) + 1 + len(FAULTS)
+        ways = self.fitting(models).ways
+        return sum(len(way.modes) for way in ways) + 1 + len(faults_of(models))
+
+    def fitting(self, models: Models) -> "Form":
+        """The form for a pair: no way is wider than its block, and rows are chosen if they can."""
+        free = models.one_arithmetic and not models.target.config.deltas
+        ways = [way for way in self.ways if free or way.rows is None]
+        width = models.block_size
+        return replace(self, ways=tuple(w._replace(width=min(w.width, width)) for w in ways))
+
+
+def faults_of(models: Models) -> tuple[Fault, ...]:
+    """The faults to plant in a pair's target."""
+    return FAULTS + (HYBRIDS if models.target.config.deltas else ())
 
 
 PLAIN, OWN, OTHER, REPLAY = ((mode,) for mode in MODES)
@@ -192,9 +204,7 @@ def check_law(
 ) -> dict[str, Any]:
     """All comparisons of one pair, and the planted faults that were caught."""
     begin = time.perf_counter()
-    form = fitting(form, case.models.block_size)
-    if not case.models.one_arithmetic:  # then rows cannot be chosen
-        form = replace(form, ways=tuple(way for way in form.ways if way.rows is None))
+    form = form.fitting(case.models)
     bench = Bench(case, dtype, min(form.new_tokens, case.max_new_tokens))
     alone, *others = bench.executables([REFERENCE, *form.ways])
     prompts = case.prompts(form.batch, seed)
@@ -212,8 +222,9 @@ def check_law(
     found.append(halves(bench, alone, texts[:anchors]))
     progress(found[-1].result)
     # The last way is the widest block of the most sequences.
-    faults = []
-    for fault, faulty in zip(FAULTS, with_faults(bench, alone, others[-1]), strict=True):
+    faults, planned = [], faults_of(case.models)
+    made = with_faults(bench, planned, alone, others[-1])
+    for fault, faulty in zip(planned, made, strict=True):
         faults.append(caught(bench, fault, faulty, texts, prompts))
         progress(faults[-1])
     tokens = sum(len(text.tokens) - text.prompt_tokens for text in texts)
@@ -229,11 +240,6 @@ def check_law(
         "faults": faults,
         "seconds": time.perf_counter() - begin,
     }
-
-
-def fitting(form: Form, width: int) -> Form:
-    """The form for a drafter's block: no way is wider."""
-    return replace(form, ways=tuple(w._replace(width=min(w.width, width)) for w in form.ways))
 
 
 def _anchors(form: Form, bench: Bench) -> int:
@@ -260,9 +266,11 @@ class Planted(NamedTuple):
     wide: Executable
 
 
-def with_faults(bench: Bench, alone: Executable, wide: Executable) -> list[Planted]:
-    """The executables with each of FAULTS in its steps; prompts are admitted by the sound ones."""
-    wanted = [(f, sound) for f in FAULTS for sound in ((wide,) if f.sound_alone else (alone, wide))]
+def with_faults(
+    bench: Bench, faults: Sequence[Fault], alone: Executable, wide: Executable
+) -> list[Planted]:
+    """The executables with each fault in its steps; prompts are admitted by the sound ones."""
+    wanted = [(f, sound) for f in faults for sound in ((wide,) if f.sound_alone else (alone, wide))]
     models = [planted(sound.models, fault) for fault, sound in wanted]
 
     def lowered(own: Models, shape: Shape) -> jax.stages.Lowered:
@@ -278,7 +286,7 @@ def with_faults(bench: Bench, alone: Executable, wide: Executable) -> list[Plant
     }
     return [
         Planted(made.get((fault.name, alone.shape)), made[fault.name, wide.shape])
-        for fault in FAULTS
+        for fault in faults
     ]
 
 

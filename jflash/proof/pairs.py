@@ -3,3 +3,4 @@
 # Pair → its share of the tokens; large pairs (see jflash.bench.shapes) are slow and get less.
 PAIRS = {"tiny-math": 2, "qwen3-8b": 1}
 PAIRS |= dict.fromkeys(("qwen3-8b-window", "qwen3-8b-dflash2", "qwen3-coder-30b"), 1)
+PAIRS |= dict.fromkeys(("qwen3.5-27b", "qwen3.5-35b-a3b", "gpt-oss-20b", "gemma-3-12b"), 1)

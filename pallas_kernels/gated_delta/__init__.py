@@ -20,9 +20,9 @@ back. Rollback is a smaller `start` at the next call.
 - gated_norm: rms(out) · scale · silu(z) over dv.
 
 One body computes every chunk: a row's place in its chunk is absolute, and rows after it add exact
-zeros. With "cpu" a row's outputs, and the state kept, depend only on the tokens up to it: not on T,
-B, rollbacks, or whether a prompt or a step brought it. With "xla" this holds inside one program.
-"reference" is the rule, token by token.
+zeros. With "cpu" and "triton" a row's outputs, and the state kept, depend only on the tokens up to
+it: not on T, B, rollbacks, or whether a prompt or a step brought it. With "xla" this holds inside
+one program. "triton" is for NVIDIA GPUs from sm80. "reference" is the rule, token by token.
 """
 
 from typing import Any, NamedTuple
@@ -31,13 +31,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
-from pallas_kernels.gated_delta import cpu, reference, xla
+from pallas_kernels.gated_delta import cpu, reference, triton, xla
 from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
 from pallas_kernels.gated_delta.grid import Memory as Memory
 from pallas_kernels.gated_delta.grid import Rows as Rows
 from pallas_kernels.gated_delta.grid import commit, lay_out, outputs
 
-BACKENDS = {"cpu": cpu, "xla": xla, "reference": reference}
+BACKENDS = {"triton": triton, "cpu": cpu, "xla": xla, "reference": reference}
 
 
 class Sizes(NamedTuple):
@@ -67,6 +67,8 @@ def gated_delta(
     """See the module's contract. `backend` is one of BACKENDS; any other name is a ValueError."""
     module = _backend(backend)
     border = (start + kept) // CHUNK * CHUNK
+    if module is triton:
+        return triton.gated_delta(q, rows, memory, start, real, border)
     chunks = lay_out(q, rows, memory, start, real)
     out, state = module.scan(memory.state, *chunks, (border - memory.base) // CHUNK)
     return outputs(out, start - memory.base, q.shape[1]), commit(
@@ -87,6 +89,8 @@ def inputs(
 ) -> tuple[Float[Array, "B T Hk dk"], Rows]:
     """Queries and the state's inputs; `raw` begins U - 1 rows before the first row."""
     arithmetic = _backend(backend)
+    if arithmetic is triton:
+        return triton.inputs(raw, b, a, weights, a_log, dt_bias, heads)
     mixed = arithmetic.convolve(raw, weights).astype(jnp.float32)
     width = heads.key_heads * heads.key_dim
     q, k, v = jnp.split(mixed, [width, 2 * width], axis=-1)
@@ -117,7 +121,11 @@ def gated_norm(
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
-    return device_refusal("cpu", device) if backend == "cpu" else None
+    if backend not in ("cpu", "triton"):
+        return None
+    if backend == "triton" and any(x < 16 or x & (x - 1) for x in sizes):
+        return f"has heads of 16, 32, 64 … dims, not {sizes.key_dim} and {sizes.value_dim}"
+    return device_refusal(backend, device)
 
 
 def _backend(name: str):

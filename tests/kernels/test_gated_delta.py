@@ -17,7 +17,7 @@ from pallas_kernels.gated_delta import CHUNK, Memory, Rows
 from tests.support.attention_checks import ON_GPU
 
 COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
-HK, DK, HV, DV = 2, 8, 4, 12
+HK, DK, HV, DV = 2, 16, 4, 32
 TOKENS = 75  # four borders, and part of a chunk
 
 
@@ -53,7 +53,14 @@ def empty(batch: int) -> Memory:
 
 @functools.cache
 def call(backend: str):
+    if backend == "triton" and not ON_GPU:
+        return jax.jit(interpreted)
     return jax.jit(functools.partial(op.gated_delta, backend=backend))
+
+
+def interpreted(q, rows, memory, start, real, kept):
+    border = (start + kept) // CHUNK * CHUNK
+    return op.triton.gated_delta(q, rows, memory, start, real, border, interpret=True)
 
 
 def as_prompt(backend: str, own: Text, chunk: int, length: int):
@@ -126,15 +133,38 @@ def token_by_token(own: Text) -> np.ndarray:
     return jax.jit(op.recurrent)(*own, np.arange(TOKENS)[None].repeat(len(own.q), 0) == 0)
 
 
-def test_chunks_are_the_rule_token_by_token():
+@pytest.mark.parametrize(("backend", "width"), [("xla", 8), ("triton", 15)])
+def test_chunks_are_the_rule_token_by_token(backend, width):
     """Outputs and states of blocks taken back in part; by a CPU's form: below."""
     own = text(0, batch=3)
     want = token_by_token(own)
-    assert np.abs(want).max() > 0.5
-    out, memory = by_steps("xla", own, 8, seed=1)
+    assert np.abs(want).max() > 0.4
+    out, memory = by_steps(backend, own, width, seed=1)
     np.testing.assert_allclose(out, want, atol=1e-5)
     _, last = as_prompt("reference", own.at((slice(2, 3),)), 32, int(memory.base[2]))
     np.testing.assert_allclose(memory.state[2], last.state[0], atol=1e-5)
+
+
+def test_the_kernels_of_inputs_and_norm_are_the_reference():
+    """A convolution of rows that fill no tile, and roundings where the reference has them."""
+    keys = jax.random.split(jax.random.key(5), 6)
+    T, D = 19, 2 * HK * DK + HV * DV
+    shapes = (2, T + 3, D), (2, T, HV), (2, T, HV), (D, 4), (HV,), (HV,)
+    dtypes = [jnp.bfloat16] * 4 + [jnp.float32] * 2
+    given = [jax.random.normal(*x).astype(t) for *x, t in zip(keys, shapes, dtypes, strict=True)]
+    heads = op.Heads(HK, DK)
+    want = op.inputs(*given, heads=heads, backend="reference")
+    got = op.triton.inputs(*given, heads, interpret=True)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # An entry may lie on either side of a rounding to bfloat16.
+        assert np.mean(np.abs(one - other) > 1e-5) < 1e-3
+        np.testing.assert_allclose(one, other, atol=0.02)
+    out, z = want[1].v, want[1].v.astype(jnp.bfloat16)
+    scale = jnp.linspace(0.5, 2, DV).astype(jnp.bfloat16)
+    one = op.triton.gated_norm(out, z, scale, 1e-6, interpret=True)
+    other = op.gated_norm(out, z, scale, 1e-6, backend="reference")
+    assert one.dtype == other.dtype  # a CPU's compiler may leave a rounding out
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (one, other)), rtol=0.02)
 
 
 @functools.cache
@@ -166,12 +196,13 @@ def test_chunks_that_begin_at_the_anchor_are_caught():
     assert np.any(out != prompt)
 
 
+@pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 17])
-def test_short_prompts(length):
+def test_short_prompts(length, backend):
     """Shorter than the convolution's taps and than a chunk, a border more or less."""
     own = text(7)
     want, last = as_prompt("reference", own, 32, length)
-    got, memory = as_prompt("xla", own, 32, length)
+    got, memory = as_prompt(backend, own, 32, length)
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert int(memory.base[0]) == int(last.base[0]) == length // CHUNK * CHUNK
     np.testing.assert_allclose(memory.state, last.state, atol=1e-5)

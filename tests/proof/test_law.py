@@ -11,7 +11,7 @@ from jflash.kernels import Kernels
 from jflash.models.decoder import Target
 from jflash.proof import law as law_module
 from jflash.proof.digest import Digest, apart
-from jflash.proof.law import OWN, PLAIN, REPLAY, Form, Way, fitting
+from jflash.proof.law import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
@@ -108,7 +108,7 @@ def test_forms_decode_what_they_say():
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
     assert all(any(way.rows for way in each.ways) for each in (form, law_module.CPU))
-    assert {way.width for way in fitting(form, 8).ways} == {1, 4, 8}
+    assert {way.width for way in form.fitting(small_case().models).ways} == {1, 4, 8}
 
 
 def test_a_comparison_of_nothing_fails():

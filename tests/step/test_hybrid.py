@@ -15,7 +15,9 @@ from jflash.cache import DeltaCache
 from jflash.decoding import Decoding
 from jflash.generate import Pair, check_request, generate
 from jflash.models.decoder import Target
+from jflash.passes import Block
 from jflash.programs import Shape, compile_programs, make_request, new_state
+from jflash.proof.faults import HYBRIDS, planted
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 from jflash.speculative import Models
@@ -108,6 +110,27 @@ def test_refilled_slots_and_short_prompts_give_plain_decodings_text():
     assert [result.token_ids for result in found] == plain
     lengths = found[0].acceptance_lengths[:-1]
     assert max(lengths) > min(lengths)
+
+
+def test_a_fault_that_is_planted_is_right_up_to_rounding():
+    """Chunks that begin at the anchor: the law's check has to catch other bits, not other text."""
+    pair = hybrid_pair()
+    tokens = jnp.asarray(prompts(1, seed=5, low=20, high=21)[0])[None]
+
+    def block(models, caches, start, end):
+        over = Block(jnp.full(1, start), jnp.full(1, end - start), models.kernels)
+        rows = tokens[:, start:end], jnp.arange(start, end)[None]
+        run = jax.jit(lambda params, caches: models.target.apply(params, *rows, caches, over))
+        return run({"params": pair.params.target}, caches)
+
+    empty = pair.models.target.empty_states(1, 256, 8, "float32")
+    caches = block(pair.models, empty, 0, 12)[-1]
+    sound, faulty = (
+        block(models, caches, 12, 20)[0]
+        for models in (pair.models, planted(pair.models, HYBRIDS[0]))
+    )
+    np.testing.assert_allclose(sound, faulty, atol=1e-4)
+    assert np.any(sound != faulty)
 
 
 def test_what_a_hybrid_cannot_do_is_refused():
