@@ -151,7 +151,7 @@ def attend_in_parts(
 ) -> Float[Array, "B T N H"]:
     """Causal block attention by parts of the keys, a softmax for each, then combined."""
     B, T, N, H = q.shape
-    scale = H**-0.5 if scale is None else scale
+    factor = H**-0.5 if scale is None else scale
     S, K = k.shape[1:3]
     in_block = jnp.arange(S)[None, :] - lengths[:, None]
     used = in_block < widths[:, None]
@@ -166,7 +166,7 @@ def attend_in_parts(
     tops, totals, outs = [], [], []
     for i in range(SPLITS):
         in_part = (visible & (part == i)[:, None, :])[:, None, None]
-        masked = jnp.where(in_part, scores * scale, -jnp.inf)
+        masked = jnp.where(in_part, scores * factor, -jnp.inf)
         top = jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), -1e30)  # finite in empty parts
         weights = jnp.exp(masked - top)
         tops.append(top)
