@@ -238,7 +238,7 @@ OPS: dict[str, Op] = {
     "block_attention": Op(
         BLOCK_ATTENTION, ("mosaic_gpu", "triton", "xla", "flash-attn3"), attention_case
     ),
-    "matmul": Op(MATMUL, ("canonical", "tuned", "mosaic_gpu", "xla"), matmul_case),
-    "layer": Op(LAYER, ("canonical", "tuned", "xla"), layer_case),
+    "matmul": Op(MATMUL, ("canonical", "xla"), matmul_case),
+    "layer": Op(LAYER, ("canonical", "xla"), layer_case),
     "grouped_matmul": Op(GROUPED_MATMUL, ("triton", "xla"), grouped_case),
 }

@@ -18,7 +18,6 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
 from jflash.programs import Shape, new_state, run, run_limits
 from jflash.speculative import Models, Params
-from pallas_kernels.matmul.tuning import winner
 
 FLOAT32 = 4  # bytes
 # Bytes that do not grow with the batch: partial sums of attention and of matrix products, which are
@@ -85,20 +84,12 @@ def temporary_bound(models: Models, batch: int) -> int:
     for moe in models.target.config.experts:
         widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, hidden_size))
     widest = max(widths) * size
-    logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models, batch) else 0
+    logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models) else 0
     return rows * (logits + 2 * widest) + ROOM
 
 
-def writes_logits(models: Models, batch: int) -> bool:
+def writes_logits(models: Models) -> bool:
     """False if a kernel keeps all logits on chip and returns only the best token."""
     drafter = models.drafter and models.drafter.config
-    if models.sampled or (drafter is not None and drafter.reads_logits):
-        return True
-    if models.kernels.matmul in ("canonical", "mosaic_gpu"):
-        return False
-    if models.kernels.matmul != "tuned" or models.dtype != "bfloat16":
-        return True
-    widths = [models.block_size] + ([models.block_size - 1] if models.drafter else [])
-    c = models.target.config
-    head = (c.hidden_size, c.vocab_size)
-    return any(winner("head_argmax", batch * width, *head) is None for width in widths)
+    reads = models.sampled or (drafter is not None and drafter.reads_logits)
+    return reads or models.kernels.matmul != "canonical"

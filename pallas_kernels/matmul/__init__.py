@@ -23,20 +23,16 @@ x's dtype. "canonical" converts its tiles inside the kernel; elsewhere the array
 product.
 
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
-of the whole weight's shape alone (`pieces.pieces`). Each piece is summed in ascending steps of 16
+only of the whole weight's shape (`pieces.pieces`). Each piece is summed in ascending steps of 16
 into one float32 accumulator of the tensor cores, the pieces are added in float32 in ascending
-order, and the result is rounded once. Which kernel, tile, ring, cluster or CTA does it is free.
+order, and the result is rounded once. Kernel, tile, ring, cluster and CTA are free.
 Measured on an H200 (jax 0.11.2, 2026-11-22): 331 runs of 1 to 512 rows over products of Qwen3-8B,
 Qwen3-4B, Llama-3.1-8B and SmolLM2 and P from 1 to 8, by mma (Triton, 16 and 32 rows) and wgmma
 (Triton, 64 rows; Mosaic GPU, pieces walked and split), gave 0 differing bits; XLA's products
 differ from one M to another. `reference.canonical` is the form in plain jnp.
 
-"reference", "xla", "cpu" and "tuned" take any shape and dtype; "cpu" is for CPUs, and multiplies
-fixed tiles of rows; "tuned" is for Hopper, and picks XLA or the kernel by a table of what won
-there. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 32s. "mosaic_gpu"
-needs bfloat16 and an NVIDIA GPU of compute capability 9.0, and refuses with a ValueError what its
-tiles do not divide: a caller asks `tuning.tuning_for` when it is built and then decides; nothing
-falls back here.
+"reference", "xla" and "cpu" take any shape and dtype; "cpu" is for CPUs, and multiplies fixed tiles
+of rows. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 32s.
 """
 
 from typing import Any, NamedTuple
@@ -46,17 +42,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import canonical, cpu, mosaic_gpu, reference, tuned, xla
+from pallas_kernels.matmul import canonical, cpu, reference, xla
 from pallas_kernels.matmul.quantised import Quantised, dequantised_for
 
-BACKENDS = {
-    "canonical": canonical,
-    "tuned": tuned,
-    "cpu": cpu,
-    "xla": xla,
-    "mosaic_gpu": mosaic_gpu,
-    "reference": reference,
-}
+BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": xla, "reference": reference}
 
 
 Weight = Float[Array, "K N"] | Quantised  # of gate_up: N is 2 F
@@ -95,8 +84,7 @@ def partial_products(
     module, w = _backend(backend), _taken(x, w, backend)
     if module is canonical:
         return canonical.partial_products(x, w, columns=columns)
-    in_pieces = getattr(module, "partial_products", None)
-    return in_pieces(x, w) if in_pieces else module.matmul(x, w)[None]
+    return module.matmul(x, w)[None]
 
 
 def gate_up(
@@ -152,13 +140,12 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
     if backend == "cpu":
         return device_refusal("cpu", device)
-    if backend not in ("tuned", "canonical", "mosaic_gpu"):
+    if backend != "canonical":
         return None
     dtype = jnp.dtype(sizes.dtype).name
-    if backend != "tuned" and dtype != "bfloat16":
-        return f"has bfloat16 alone, not {dtype}"
-    lacking = canonical.refusal(sizes.K, sizes.columns) if backend == "canonical" else None
-    return lacking or device_refusal("mosaic_gpu", device)
+    if dtype != "bfloat16":
+        return f"has only bfloat16, not {dtype}"
+    return canonical.refusal(sizes.K, sizes.columns) or device_refusal("mosaic_gpu", device)
 
 
 def _taken(x: Float[Array, "M K"], w: Weight, backend: str) -> Weight:

@@ -5,7 +5,7 @@ one consumer warpgroup for each 64 rows. CTAs are persistent: each takes every C
 its row tile, and the ring runs on across tiles, so the next tile's loads overlap the epilogue.
 A cluster shares loads by multicast: its CTAs along "n" need the same x, those along "m" the same w.
 
-A row's bits depend on its own values only: every tile sums K in the same order, a split over K is
+A row's bits depend only on its values: every tile sums K in the same order, a split over K is
 the same for all tiles and combined in fixed order, and nothing is atomic. Rows past M are filled
 with zeros by TMA on the way in and clipped on the way out, so they cost no memory traffic.
 """
@@ -27,104 +27,68 @@ from pallas_kernels.matmul.mosaic_kernel import (
     scratch,
     silu_times,
 )
-from pallas_kernels.matmul.tuning import HEADS, Plan, Tuning, make_plan, tuning_for
+from pallas_kernels.matmul.tuning import HEADS, Plan, Tuning, make_plan
+
+# A jit each: the call sites of all layers then share one compiled kernel.
+_jit = functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
 
 
+@_jit
 def matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "K N"],
     residual: Float[Array, "M N"] | None = None,
     *,
-    tuning: Tuning | None = None,
+    tuning: Tuning,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    tuning = tuning or tuning_for("matmul", x.shape[0], x.shape[1], w.shape[1])
-    if residual is None:
-        return _matmul(x, w, tuning, interpret)
-    return _residual(x, w, residual, tuning, interpret)
+    if residual is not None and tuning.split_k == 1:
+        return _launch("residual", x, w, residual, tuning, interpret)
+    out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
+    return out.astype(x.dtype) if residual is None else add_residual(out, residual)
 
 
+@_jit
 def partial_products(
     x: Float[Array, "M K"], w: Float[Array, "K N"], *, tuning: Tuning, interpret: bool = False
 ) -> Float[Array, "S M N"]:
     """The float32 sums of a split over K, which the caller adds."""
     assert tuning.split_k > 1, f"{tuning} has one piece"
-    return _partial_products(x, w, tuning, interpret)
+    return _launch("matmul", x, w, None, tuning, interpret)
 
 
+@functools.partial(jax.jit, static_argnames=("firsts", "tuning", "interpret"))
 def gate_up(
     x: Float[Array, "M K"],
     w: Float[Array, "K FF"],
     firsts: Firsts | None = None,
     *,
-    tuning: Tuning | None = None,
+    tuning: Tuning,
     interpret: bool = False,
 ) -> Float[Array, "M F"]:
-    tuning = tuning or tuning_for("gate_up", x.shape[0], x.shape[1], w.shape[1])
-    return _gate_up(x, w, firsts or (0, w.shape[1] // 2), tuning, interpret)
-
-
-def head_argmax(
-    x: Float[Array, "M K"],
-    head: Float[Array, "V K"],
-    *,
-    tuning: Tuning | None = None,
-    interpret: bool = False,
-) -> Int[Array, " M"]:
-    tuning = tuning or tuning_for("head_argmax", x.shape[0], x.shape[1], head.shape[0])
-    return _head_argmax(x, head, tuning, interpret)
-
-
-def head_logits(
-    x: Float[Array, "M K"],
-    head: Float[Array, "V K"],
-    *,
-    tuning: Tuning | None = None,
-    interpret: bool = False,
-) -> Float[Array, "M V"]:
-    """ValueError for a V that is no multiple of 4: TMA writes rows of whole 16 bytes."""
-    if head.shape[0] % 4:
-        raise ValueError(f"mosaic_gpu head_logits takes V in 4s, got {head.shape[0]}: use 'xla'")
-    tuning = tuning or tuning_for("head_logits", x.shape[0], x.shape[1], head.shape[0])
-    return _head_logits(x, head, tuning, interpret)
-
-
-# One inner jit each: the call sites of all layers then share one compiled kernel.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _matmul(x, w, tuning, interpret):
-    return _sum_splits(_launch("matmul", x, w, None, tuning, interpret)).astype(x.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _partial_products(x, w, tuning, interpret):
-    return _launch("matmul", x, w, None, tuning, interpret)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _residual(x, w, residual, tuning, interpret):
-    if tuning.split_k == 1:
-        return _launch("residual", x, w, residual, tuning, interpret)
-    out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
-    return add_residual(out, residual)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _gate_up(x, w, firsts, tuning, interpret):
+    firsts = firsts or (0, w.shape[1] // 2)
     if tuning.split_k == 1:
         return _launch("gate_up", x, w, None, tuning, interpret, firsts)
     out = _sum_splits(_launch("matmul", x, w, None, tuning, interpret))
     return silu_times(*halves(out, firsts), x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _head_argmax(x, head, tuning, interpret):
+@_jit
+def head_argmax(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
+) -> Int[Array, " M"]:
     best, index = _launch("head_argmax", x, head, None, tuning, interpret)  # [C, M rounded up]
     winner = jnp.where(best == best.max(axis=0), index, head.shape[0])
     return winner.min(axis=0)[: x.shape[0]]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _head_logits(x, head, tuning, interpret):
+@_jit
+def head_logits(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
+) -> Float[Array, "M V"]:
+    """ValueError for a V that is no multiple of 4: TMA writes rows of whole 16 bytes."""
+    if head.shape[0] % 4:
+        raise ValueError(f"mosaic_gpu head_logits takes V in 4s, got {head.shape[0]}: use 'xla'")
     return _launch("head_logits", x, head, None, tuning, interpret)
 
 

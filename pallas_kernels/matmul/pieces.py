@@ -1,4 +1,4 @@
-"""The canonical form's cut of K: a function of a weight's own shape, never of a call's.
+"""The canonical form's cut of K: a function of a weight's shape, never of a call's.
 
 A weight that is split over devices keeps the pieces of the whole one: K and N are the unsharded
 weight's. So a row's bits are the same at any number of rows, tile and kernel.

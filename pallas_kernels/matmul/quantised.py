@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
-MIDDLE = 8  # the zero of four bits without zeros of their own
+MIDDLE = 8  # the zero of four bits without stored zeros
 
 
 @functools.partial(
@@ -55,7 +55,7 @@ def dequantised(w: Quantised, dtype: DTypeLike) -> Float[Array, "K N"]:
         zeros = MIDDLE if w.zeros is None else _by_row(w.zeros, w.group, K)
         wide = wide - zeros
     wide = wide * _by_row(w.scales, w.group, K)
-    if jnp.dtype(dtype) == jnp.bfloat16:  # a conversion alone may be taken back by XLA
+    if jnp.dtype(dtype) == jnp.bfloat16:  # XLA may take back a mere conversion
         wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     return lax.optimization_barrier(wide.astype(dtype))
 

@@ -38,7 +38,7 @@ def canonical(
 ) -> Float[Array, "M N"]:
     """The canonical form's float32 sum, before it is rounded: ascending by steps, then by pieces.
 
-    What a tensor core does inside a step of 16 is its own: it aligns the products to the largest
+    Inside a step of 16 a tensor core has another order: it aligns the products to the largest
     and cuts off what is below, where this adds them in float32.
     """
 

@@ -1,4 +1,4 @@
-"""How the Mosaic GPU kernel cuts a GEMM: the record, the plan it makes of a shape, and the table.
+"""How the Mosaic GPU kernel cuts a GEMM: the record, the plan it makes of a shape, and the rule.
 
 Ops are "matmul", "residual", "gate_up", "head_argmax" and "head_logits"; N counts w's output
 columns (2F for gate_up, V for a head). Knows no jax: a ValueError here is a refusal before anything
@@ -23,7 +23,7 @@ class Tuning:
     block_n: int
     block_k: int
     stages: int
-    split_k: int = 1  # pieces of K by CTAs of their own
+    split_k: int = 1  # pieces of K by separate CTAs
     walk: int = 1  # pieces of K that a CTA takes in turn, adding each to the sum of those before
     cluster_m: int = 1
     cluster_n: int = 1
@@ -115,107 +115,6 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     return plan
 
 
-def _t(block_m, block_n, block_k, stages, split_k=1, cluster_m=1, cluster_n=1) -> Tuning:
-    return Tuning(
-        block_m=block_m, block_n=block_n, block_k=block_k, stages=stages,
-        split_k=split_k, cluster_m=cluster_m, cluster_n=cluster_n,
-    )  # fmt: skip
-
-
-# (op, K, N): tunings for M up to 64, up to 128, and above. A residual's are its matmul's.
-_TABLE = {
-    ("matmul", 4096, 6144): (
-        _t(64, 64, 128, 6),
-        _t(64, 96, 128, 5, 1, 2),
-        _t(128, 192, 64, 4, 1, 2),
-    ),
-    ("gate_up", 4096, 24576): (
-        _t(64, 192, 64, 6),
-        _t(128, 192, 64, 5),
-        _t(128, 256, 64, 4, 1, 2),
-    ),
-}
-
-
-def tuning_for(op: str, M: int, K: int, N: int) -> Tuning:
-    """The tuning of a shape: the table's, else by rule. ValueError: the kernel cannot serve it."""
-    family = "matmul" if op == "residual" else op
-    known = _TABLE.get((family, K, N))
-    tuning = known[(M > 64) + (M > 128)] if known else _by_rule(op, M, K, N)
-    tuning = _with_full_clusters(tuning, M)
-    if op == "residual" and tuning.split_k == 1:  # whose tile also takes shared memory
-        room = SHARED_MEMORY - 2 * tuning.block_m * tuning.block_n
-        fit = room // (tuning.ring_bytes // tuning.stages)
-        tuning = dataclasses.replace(tuning, stages=min(tuning.stages, fit))
-    make_plan(op, M, K, N, tuning)
-    return tuning
-
-
-def _with_full_clusters(tuning: Tuning, M: int) -> Tuning:
-    """Clusters that M's row tiles fill; how they are grouped changes no result's bits."""
-    row_tiles = math.ceil(M / tuning.block_m)
-    return dataclasses.replace(tuning, cluster_m=math.gcd(tuning.cluster_m, row_tiles))
-
-
-def _by_rule(op: str, M: int, K: int, N: int) -> Tuning:
-    """The widest column tile among those that leave the fewest SMs idle, and a ring that fits."""
-    block_m = 64 if M <= 64 else 128
-    row_tiles = math.ceil(M / block_m)
-    halves = 2 if op == "gate_up" else 1
-    widths = [n for n in (256, 192, 160, 128, 96, 64, 32) if op in HEADS or N % n == 0]
-    if not widths or K % 64:
-        raise ValueError(f"mosaic_gpu {op}: no tile divides [{M}, {K}] by {N} columns")
-
-    def busy(block_n):
-        tiles = math.ceil(N / block_n) * row_tiles
-        return tiles / SMS / math.ceil(tiles / SMS)
-
-    best = max(map(busy, widths))
-    block_n = next(n for n in widths if busy(n) >= 0.95 * best)
-    result = block_m * block_n // halves * _RESULT_BYTES.get(op, 2)
-    stages = min(16, (SHARED_MEMORY - result) // ((block_m + block_n) * 128))
-    return _t(block_m, block_n, 64, stages)
-
-
-# (op, K, N): what beat XLA on an H200 (jax 0.11.2), for rows in the range. Whole DFlash steps at
-# Qwen3-8B shapes, ms: 7.40 -> 7.07 at 128 rows, 17.9 -> 17.6 at 512 by the fused gate_up and
-# the head; alone, µs: qkv 20.4 -> 17.8, out 14.2 -> 12.5, head 370 -> 330 and 1044 -> 967, all
-# with these tunings (benchmarks/h200-kernels.json has the kernel with `tuning_for`'s).
-_QKV_128, _OUT_128, _HEAD_128 = (
-    _t(128, 64, 64, 8, 1, 1, 4),
-    _t(64, 64, 128, 6, 1, 2, 1),
-    _t(128, 192, 64, 5),
-)
-_HEAD_512, _GATE_UP_512 = _t(128, 256, 64, 4, 1, 2, 1), _t(128, 256, 64, 4)
-WINS: dict[tuple[str, int, int], tuple[tuple[range, Tuning], ...]] = {
-    ("matmul", 4096, 6144): ((range(65, 129), _QKV_128),),
-    ("matmul", 4096, 4096): ((range(65, 129), _OUT_128),),
-    ("gate_up", 4096, 24576): ((range(257, 513), _GATE_UP_512),),
-    ("head_argmax", 4096, 151936): ((range(65, 129), _HEAD_128), (range(257, 513), _HEAD_512)),
-}
-
-
-def winner(op: str, M: int, K: int, N: int) -> Tuning | None:
-    """The kernel's tuning where it beats XLA; None where XLA is as fast or nothing was measured."""
-    for rows, tuning in WINS.get((op, K, N), ()):
-        if M in rows:
-            return _with_full_clusters(tuning, M)
-    return None
-
-
-# (K, N): into how many pieces K is cut for up to 64 rows, where the consumer adds them up. XLA cuts
-# [16, 4096] by [4096, 6144] in 4 itself, and needs a kernel to add them: without it a DFlash step
-# of Qwen3-8B's shapes takes 5.51 ms in place of 5.56 (H200, jax 0.11.2). For the output and down
-# projections a kernel that added pieces and residual and took the norm lost: 4.2 µs in 16 CTAs, and
-# 5.63 ms a step, where XLA's two kernels take 3.6.
-PIECES = {(4096, 6144): 4}
-
-
-def pieces_of(M: int, K: int, N: int) -> int:
-    """Pieces of a product whose consumer adds them up; 1 where one GEMM is as good."""
-    return PIECES.get((K, N), 1) if M <= 64 else 1
-
-
 # Tiles of the canonical form by rows, the largest first: what won in chains of a layer's products
 # of Qwen3-8B's shapes on an H200 (jax 0.11.2, 2026-11-22).
 _NARROW = ((128, 64), (64, 64), (64, 32))
@@ -239,7 +138,7 @@ _FULL = 96  # CTAs
 def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     """The largest tile whose CTAs fill the GPU, of those that sum K in so many pieces.
 
-    Up to 256 rows pieces go to CTAs of their own, whose sums are written and read again; from there
+    Up to 256 rows pieces go to separate CTAs, whose sums are written and read again; from there
     on a CTA walks them. ValueError: the kernel cannot serve the shape.
     """
     by_rows = _CANONICAL["matmul" if op == "residual" else op]
@@ -273,4 +172,6 @@ def _with_ring(op: str, block_m: int, block_n: int, walk: int, split: int) -> Tu
     stages = min(10, (SHARED_MEMORY - taken) // ((block_m + block_n) * 128))
     if stages < 3:
         return None
-    return dataclasses.replace(_t(block_m, block_n, 64, stages, split), walk=walk)
+    return Tuning(
+        block_m=block_m, block_n=block_n, block_k=64, stages=stages, split_k=split, walk=walk
+    )

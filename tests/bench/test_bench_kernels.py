@@ -100,7 +100,7 @@ def test_what_cannot_run_says_why(monkeypatch):
     if jax.default_backend() == "cpu":
         kernel = make_case("block_attention", "qwen3-b1-2k", "bfloat16", "triton")
         assert isinstance(kernel, Missing) and "this is a cpu device" in kernel.why
-        gemm = make_case("matmul", "qwen3-8b-qkv-m16", "bfloat16", "mosaic_gpu")
+        gemm = make_case("matmul", "qwen3-8b-qkv-m16", "bfloat16", "canonical")
         assert isinstance(gemm, Missing) and "9.x" in gemm.why
         rows += [measure(kernel, **QUICK), measure(gemm, **QUICK)]
     text = table(rows)

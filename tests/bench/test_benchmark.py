@@ -227,7 +227,7 @@ def test_a_shape_that_does_not_fit_the_memory_is_refused_before_anything_is_made
 @pytest.mark.parametrize("backend", ["attention", "heads", "matmul"])
 def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(backend, stage, monkeypatch):
     monkeypatch.setattr(benchmark_case, "prepare", None)
-    name = {"attention": "triton", "heads": "triton", "matmul": "mosaic_gpu"}[backend]
+    name = {"attention": "triton", "heads": "triton", "matmul": "canonical"}[backend]
     with pytest.raises(ValueError, match=f"{backend} backend '{name}' .* cpu device: use 'cpu'"):
         run_task(stage, replace(TASK, dtype="bfloat16", backends={f"{backend}_backend": name}))
 

@@ -38,7 +38,7 @@ def qwen3() -> Models:
     ("device", "dtype", "want"),
     [
         (HOPPER, "bfloat16", ("canonical", "canonical", "triton", "xla", "canonical")),
-        (HOPPER, "float32", ("triton", "tuned", "triton")),
+        (HOPPER, "float32", ("triton", "xla", "triton")),
         (AMPERE, "bfloat16", ("triton", "xla", "triton")),
         (BLACKWELL, "bfloat16", ("triton", "xla", "triton")),
         (OLD, "bfloat16", ("xla", "xla", "xla")),
@@ -76,10 +76,9 @@ ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA = BACKENDS
         (ATTENTION, "mosaic_gpu", HOPPER, "float32", "not float32: use 'triton'"),
         (ATTENTION, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
         (ATTENTION, "flash", HOPPER, "bfloat16", "no backend 'flash'"),
-        (MATMUL, "mosaic_gpu", CPU, "bfloat16", "9.x, and this is a cpu device: use 'cpu'"),
-        (MATMUL, "tuned", CPU, "float32", "matmul backend 'tuned' needs .* cpu device: use 'cpu'"),
-        (MATMUL, "tuned", AMPERE, "bfloat16", "9.x, and this is sm80: use 'xla'"),
-        (MATMUL, "mosaic_gpu", HOPPER, "float32", "bfloat16 alone, not float32: use 'tuned'"),
+        (MATMUL, "canonical", CPU, "bfloat16", "9.x, and this is a cpu device: use 'cpu'"),
+        (MATMUL, "canonical", AMPERE, "bfloat16", "9.x, and this is sm80: use 'xla'"),
+        (MATMUL, "canonical", HOPPER, "float32", "only bfloat16, not float32: use 'xla'"),
         (MATMUL, "triton", HOPPER, "bfloat16", "matmul has no backend 'triton': use one of"),
         (HEADS, "triton", CPU, "float32", "heads backend 'triton' needs .* cpu device: use 'cpu'"),
         (HEADS, "triton", OLD, "bfloat16", "8.0 or more, and this is sm75: use 'xla'"),
@@ -87,7 +86,7 @@ ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA = BACKENDS
         (MATMUL, "cpu", AMPERE, "bfloat16", "is for CPUs, and this is sm80: use 'xla'"),
         (HEADS, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'triton'"),
         (NORM, "cpu", HOPPER, "bfloat16", "is for CPUs, and this is sm90: use 'canonical'"),
-        (NORM, "canonical", HOPPER, "float32", "bfloat16 alone, not float32: use 'xla'"),
+        (NORM, "canonical", HOPPER, "float32", "only bfloat16, not float32: use 'xla'"),
         (NORM, "triton", HOPPER, "bfloat16", "norm has no backend 'triton': use one of"),
         (HEADS, "mosaic_gpu", HOPPER, "bfloat16", "heads has no backend 'mosaic_gpu': use one of"),
     ],
@@ -115,7 +114,7 @@ def test_experts_have_a_backend_of_their_own():
     assert with_backends(moe, "bfloat16", HOPPER).kernels.experts == "canonical"
     assert with_backends(moe, "bfloat16", AMPERE).kernels.experts == "xla"
     chosen = with_backends(moe, "bfloat16", HOPPER, experts_backend="xla").kernels
-    assert (chosen.matmul, chosen.experts) == ("tuned", "xla")  # its router has 8 columns
+    assert (chosen.matmul, chosen.experts) == ("xla", "xla")  # its router has 8 columns
 
 
 def test_a_hybrid_has_an_operation_more():
@@ -143,7 +142,7 @@ def test_what_promises_one_arithmetic(device, dtype):
 
 def test_what_promises_nothing():
     """A chunk has more rows than the kernels take."""
-    older = Kernels("mosaic_gpu", "tuned", "xla", "triton", "xla")
+    older = Kernels("mosaic_gpu", "xla", "xla", "triton", "xla")
     assert not older.one_arithmetic
     assert older.chunk == Kernels(experts="triton")
     for device, dtype in ((HOPPER, "float32"), (AMPERE, "bfloat16")):
@@ -155,14 +154,14 @@ def test_a_weight_that_the_canonical_products_lack():
     models = qwen3()
     odd = Target(replace(models.target.config, vocab_size=151_937))
     chosen = with_backends(replace(models, target=odd), "bfloat16", HOPPER).kernels
-    assert (chosen.matmul, chosen.attention) == ("tuned", "canonical")
-    with pytest.raises(ValueError, match="columns in 32s, not 4096 and 151937: use 'tuned'"):
+    assert (chosen.matmul, chosen.attention) == ("xla", "canonical")
+    with pytest.raises(ValueError, match="columns in 32s, not 4096 and 151937: use 'xla'"):
         with_backends(replace(models, target=odd), "bfloat16", HOPPER, matmul_backend="canonical")
 
 
 def test_a_backend_on_request():
     own = with_backends(qwen3(), "bfloat16", HOPPER)
-    asked = {ATTENTION: "triton", MATMUL: "mosaic_gpu", HEADS: "xla", EXPERTS: "reference"}
+    asked = {ATTENTION: "triton", MATMUL: "xla", HEADS: "xla", EXPERTS: "reference"}
     asked |= {NORM: "reference", DELTA: "reference"}
     chosen = with_backends(qwen3(), "bfloat16", HOPPER, **asked)
     assert chosen == replace(own, kernels=Kernels(*asked.values()))

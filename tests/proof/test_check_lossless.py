@@ -181,7 +181,10 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
         (["--pairs", "tiny-math", "--overwrite"], "--overwrite without --json"),
         (["--pairs", "tiny-math", "--json", "/nowhere/result.json"], "cannot write /nowhere"),
         (["--pairs", "tiny-math", "--attention-backend", "magic"], "no backend 'magic'"),
-        (["--pairs", "tiny-math", "--matmul-backend", "tuned"], "this is a cpu device: use 'cpu'"),
+        (
+            ["--pairs", "tiny-math", "--dtype", "bfloat16", "--matmul-backend", "canonical"],
+            "use 'cpu'",
+        ),
         (["--pairs", "tiny-math", "--heads-backend", "triton"], "this is a cpu device: use 'cpu'"),
         (["--pairs", "tiny-math", "--dtype", "float8"], "float8"),
     ],

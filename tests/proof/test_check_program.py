@@ -72,7 +72,7 @@ def test_the_report(on_gpu, broken, monkeypatch, capsys, tmp_path):
         ("--overwrite", "--overwrite without --json"),
         ("--json /nowhere/report.json", "cannot write /nowhere"),
         ("--attention-backend mosaic_gpu", "9.x, and this is a cpu device: use 'cpu'"),
-        ("--matmul-backend tuned", "matmul backend 'tuned' needs"),
+        ("--matmul-backend canonical", "matmul backend 'canonical' needs"),
         ("--heads-backend triton", "heads backend 'triton' needs"),
     ],
 )

