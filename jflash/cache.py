@@ -147,7 +147,7 @@ class PagedCache(NamedTuple):
 
 
 class WindowCache(PagedCache):
-    """Pages of a layer with a window, under a table of their own: no page lies before the window.
+    """Pages of a layer with a window, under a separate table: no page lies before the window.
 
     Their entries in the table may name any page, because no row sees them.
     """

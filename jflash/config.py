@@ -136,7 +136,7 @@ class TargetConfig(DecoderConfig):
 
     `norm_shift`: a constant that files leave out of the norms' weights; with it these stay float32.
     `norm_dtype`: the norms' weights have it, not the model's. `unread_ids`: tokens that stand for
-    images and videos, refused in a prompt. The target multiplies its own embeddings by
+    images and videos, refused in a prompt. The target multiplies its embeddings by
     `embedding_scale`, and its logits become cap · tanh(logit / cap) with the cap `logit_softcap`.
     """
 
@@ -254,7 +254,7 @@ def second_version(
 
 
 def default_target_layer_ids(num_target_layers: int, num_drafter_layers: int) -> tuple[int, ...]:
-    """Tapped layers of a drafter whose config names none (dflash 0.1.0, Python's own rounding)."""
+    """Tapped layers of a drafter whose config names none (dflash 0.1.0, by Python's rounding)."""
     if num_drafter_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4

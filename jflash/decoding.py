@@ -50,7 +50,7 @@ class Decoding:
     The new tokens end with the first of `stop_token_ids`, or after `max_new_tokens`, or after as
     many as `stop_when(new_ids)` returns, at least one of those that it is given; the host asks it
     every few steps. Draws depend on `seed`, the sequence's index and nothing else. `oracle` accepts
-    no draft: the same executable then commits the target's own tokens one by one.
+    no draft: the same executable then commits the target's tokens one by one.
     """
 
     max_new_tokens: int = 256

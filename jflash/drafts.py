@@ -84,7 +84,7 @@ def choose_path(rule: Rule, found: Candidates, vocab: int) -> Proposal:
 
 
 def follow(choices: Int[Array, "B T A"]) -> Int[Array, "B T"]:
-    """The path through the choices: which candidate is taken, given the one taken before."""
+    """The path through the choices: the candidate to take, given the one before."""
 
     def one(before, choice):
         taken = jnp.take_along_axis(choice, before[:, None], axis=1)[:, 0]

@@ -107,7 +107,7 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if len(prompt) + max_new_tokens > positions:
         fits = positions - len(prompt)
-        advice = f"max_new_tokens {fits} fits" if fits > 0 else "the prompt alone is too long"
+        advice = f"max_new_tokens {fits} fits" if fits > 0 else "the prompt itself is too long"
         raise ValueError(
             f"{len(prompt)} prompt tokens + {max_new_tokens} new tokens pass the model's "
             f"{positions} positions: {advice}"

@@ -210,7 +210,7 @@ def _end(line: str) -> NoReturn:
 def _on_abort(met: list[Hosts]) -> None:
     """Makes the lost host's line the last one where JAX aborts this process.
 
-    JAX's client does so as soon as host 0's service is gone, from a thread of its own and before
+    JAX's client does so as soon as host 0's service is gone, from another thread and before
     `_watch` can know. Python's signal handlers would come too late, so this is C's.
     """
 

@@ -46,7 +46,7 @@ class SideBySide(NamedTuple):
 class Leaf:
     """A layer's declaration of a parameter; without a `format` it lies in memory as its axes.
 
-    An empty `dtype` means the model's. Of devices that share a model each has a leaf of its own:
+    An empty `dtype` means the model's. Of devices that share a model each has its leaf:
     `whole` counts the columns of all of them together, which the product's pieces hang on, and
     `runs` the parts of the shared axis in memory of which each device has a slice. A kernel that is
     `kept` lies as codes and scales.
@@ -56,7 +56,7 @@ class Leaf:
     axes: tuple[str, ...]
     format: SideBySide | None = None
     dtype: str = ""
-    whole: int = 0  # 0: the leaf's own columns
+    whole: int = 0  # 0: the leaf's columns
     runs: tuple[int, ...] = ()  # empty: the format's parts, or the whole axis
     kept: Kept | None = None
 

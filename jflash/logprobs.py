@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """What is asked of each sequence, and its newest numbers: token i's are at place i % R."""
+    """What each sequence wants, and its newest numbers: token i's are at place i % R."""
 
     count: Int[Array, "*B"]  # of most probable tokens
     processed: Bool[Array, "*B"]  # of the logits that tokens are drawn from, not of the target's
@@ -33,7 +33,7 @@ class Logprobs(NamedTuple):
 
 
 def unasked(batch: int, places: int, most: int) -> Logprobs:
-    """Room for the numbers; nothing is asked."""
+    """Room for the numbers; no sequence wants any."""
     of = (batch, places)
     scores = Scores(jnp.zeros(of), jnp.zeros((*of, most), jnp.int32), jnp.zeros((*of, most)))
     return Logprobs(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), scores)

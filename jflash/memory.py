@@ -108,7 +108,7 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
     each = f" of each of {models.mesh.size} devices" if models.mesh else ""
     parts = ", ".join(f"{name} {_gb(value)}" for name, value in budget._asdict().items())
     if budget.weights > limit:
-        advice = "the weights alone do not fit"
+        advice = "the weights by themselves do not fit"
     else:
         fitting = largest_that_fit(models, shape, context, limit)
         tokens = f"at most {fitting.context} tokens of context fit"

@@ -104,7 +104,7 @@ def _xla_flags(asked: tuple[Flag, ...], notices: list[str]) -> dict[str, str]:
     ours = [*XLA_FLAGS, *asked]
     if users and not users.startswith("-"):  # XLA reads such a value as a file's name
         if ours:
-            notices.append(f"XLA_FLAGS={users} names a file: its flags alone are used")
+            notices.append(f"XLA_FLAGS={users} names a file: only its flags are used")
         return {}
     set_already = {name: value for name, _, value in (f.partition("=") for f in users.split())}
     for flag in asked:

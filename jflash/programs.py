@@ -85,7 +85,7 @@ def run(
 ) -> tuple[State, Report]:
     """Steps until every sequence is done, or `max_steps` (a run-time value) of them.
 
-    `cancel` ends sequences before the first step: how the host applies a stop that it found.
+    `cancel` ends sequences before the first step: how the host applies a stop text.
     """
     state = state.with_sequences(done=state.sequences.done | cancel)
 
@@ -135,7 +135,7 @@ def _caches(models: Models, shape: Shape) -> tuple[tuple, tuple]:
 def target_rows(models: Models, shape: Shape) -> int:
     """Tokens at once that a ring of the target has places for.
 
-    A prompt's chunk attends in the target alone; of a drafter it only writes the context. The
+    A prompt's chunk attends only in the target; of a drafter it only writes the context. The
     canonical attention cuts its pieces by slots: its rings are long enough never to wrap.
     """
     if models.kernels.attention == "canonical":
@@ -186,7 +186,7 @@ def make_request(
 
 
 def compile_programs(models: Models, params: Params, shape: Shape) -> Programs:
-    """Both executables of a shape; asked again, the same ones without compiling."""
+    """Both executables of a shape; a second call returns the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
     stored = {str(leaf.dtype) for leaf in leaves}
     assert models.dtype in stored, f"weights of {stored} for models of {models.dtype}"

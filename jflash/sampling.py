@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jflash.decoding import GREEDY, Sampling
 
-DRAFT, ACCEPT, TARGET = 0, 1, 2  # what noise is for: a draft, its test, the target's own token
+DRAFT, ACCEPT, TARGET = 0, 1, 2  # what noise is for: a draft, its test, the target's token
 DIGIT = 2  # bits of a bound that one pass over the vocabulary settles
 
 

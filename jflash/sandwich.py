@@ -19,7 +19,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 class ExpertsBeside(Experts):
-    """Experts whose router sees another input, normed by its own scale, and scales their weights.
+    """Experts whose router sees another input, by another norm, and scales their weights.
 
     More parameters: router_scale [D], expert_scale [E].
     """

@@ -80,7 +80,7 @@ class AttentionSpec:
     softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
     the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
     `value_norm`: values are normed by head, without a weight. `shared_kv`: values are the keys
-    before norm and rotation, and have no columns of their own. If `shards` devices share the
+    before norm and rotation, and have no columns. If `shards` devices share the
     layer, its heads are one device's, and `copies` devices have the same key and value heads.
     """
 

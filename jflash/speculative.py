@@ -132,11 +132,11 @@ class Models:
         return replace(self, target=cast(self.target), drafter=cast(self.drafter))
 
     def plain(self) -> "Models":
-        """The target alone at width 1: plain decoding, which a pair is measured against."""
+        """The target at width 1: plain decoding, which a pair is measured against."""
         return replace(self, drafter=None, block_size=1, rows=None)
 
     def width(self, batch: int) -> int:
-        """Rows of a block: 1 where a step verifies the anchors alone."""
+        """Rows of a block: 1 where a step verifies only the anchors."""
         return 1 if self.rows == batch else self.block_size
 
 
@@ -155,7 +155,7 @@ class Sequences(NamedTuple):
     limit: Int[Array, "*B"]  # the length at which a sequence ends
     stops: Int[Array, "*B E"]  # stop ids, filled up with -1
     done: Bool[Array, "*B"]
-    max_accept: Int[Array, "*B"]  # drafts accepted at most; 0 makes the step its own oracle
+    max_accept: Int[Array, "*B"]  # drafts accepted at most; 0 makes the step the oracle
     key: Key[Array, "*B"]
     filters: Filters
     steps: Int[Array, "*B"]
@@ -290,7 +290,7 @@ def look(models: Models, params: Params, state: State, proposal: Proposal) -> tu
         models.target, params.target, block, rows.pack(positions), state.target_cache, over,
         models.taps,
     )  # fmt: skip
-    # Logits that nobody reads are not computed: greedy choices do not need them written.
+    # Unread logits are not computed: greedy choices do not need them written.
     logits = apply(models.target, params.target, hidden, models.kernels.matmul, method="logits")
     return Seen(hidden, logits, features, rows), state._replace(target_cache=cache)
 
@@ -373,7 +373,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
 
     row = jnp.arange(positions.shape[1])
     capacity = s.tokens.shape[1]
-    # Rows that are not committed go past the capacity, each to a place of its own, and are dropped.
+    # Rows that are not committed go past the capacity, each to a different place, and are dropped.
     keep = row < count[:, None]
     sequence = jnp.arange(count.shape[0])[:, None]
     places = sequence, jnp.where(keep, positions + 1, capacity + row)

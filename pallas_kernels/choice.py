@@ -44,7 +44,7 @@ def device_refusal(kind: str, device: Any) -> str | None:
     here = f"sm{major}{minor}" if major else f"a {device.platform} device"
     if kind == "cpu" and device.platform != "cpu":
         return f"is for CPUs, and this is {here}"
-    if kind == "mosaic_gpu" and major != 9:  # wgmma is sm90's own: sm100 and sm120 lack it
+    if kind == "mosaic_gpu" and major != 9:  # only sm90 has wgmma: sm100 and sm120 lack it
         return f"needs an NVIDIA GPU of compute capability 9.x, and this is {here}"
     if kind == "triton" and major < 8:
         return f"needs an NVIDIA GPU of compute capability 8.0 or more, and this is {here}"

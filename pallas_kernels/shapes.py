@@ -1,6 +1,6 @@
 """The real shapes of the kernels' tests and benchmarks. Knows sizes, no model's code.
 
-Sizes are the models' own (public config.json); a name says the model, the batch and the capacity,
+Sizes are the models' (public config.json); a name says the model, the batch and the capacity,
 or the rows of a matrix product.
 """
 

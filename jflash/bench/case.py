@@ -237,7 +237,7 @@ def time_parts(
     parts["draft"] = clock.part([rest], clock.draft_work(models.block_size)) | {
         "share_of_step": 1e3 * rest / step["ms"],
         "alone_ms": 1e3 * statistics.median(seconds),
-        "how": "step - verify: the drafter, its head and the context K/V; alone: without the last",
+        "how": "step - verify: the drafter, its head and the context K/V; alone_ms lacks the last",
     }
     return parts, state
 

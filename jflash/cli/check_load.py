@@ -1,4 +1,4 @@
-"""check-load: texts under load beside the same texts alone."""
+"""check-load: compares texts under load with texts of an idle engine."""
 
 import argparse
 from collections.abc import Generator

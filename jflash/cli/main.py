@@ -31,7 +31,7 @@ COMMANDS = {
     "bench-rows": "tokens a second by the rows that a step verifies",
     "bench-serving": "tokens a second and first tokens of the engine and the server",
     "check-lossless": "compare speculative decoding with plain decoding, bit for bit",
-    "check-load": "compare texts under load with the same texts alone, bit for bit",
+    "check-load": "compare texts under load with those of an idle engine, bit for bit",
     "check-logits": "compare the logits of a pass with float32's",
     "same-answers": "count a real pair's answers that are plain decoding's",
     "check-program": "compile the step for this GPU and look at it",

@@ -84,7 +84,7 @@ def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
         drafter = pair_models(args.target, source).drafter
         assert drafter is not None
         if source.path.resolve() == args.output.resolve():
-            why = f"{source.path} would be replaced by its own training: another --output"
+            why = f"{source.path} is both trained on and written: choose another --output"
             raise ValueError(why)
         source.check(drafter.config)
         return drafter.config

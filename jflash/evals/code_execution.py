@@ -85,7 +85,7 @@ def _folder() -> Iterator[Path]:
     try:
         yield Path(folder)
     finally:
-        # Python's own removal stops at folders a thousand deep.
+        # shutil.rmtree stops at folders a thousand deep.
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
         subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 

@@ -188,7 +188,7 @@ def _check(dataset: Dataset, record: Record, place: str) -> None:
 def _text_field(record: Record, names: Sequence[str], place: str) -> None:
     value = record[_present(record, names, place)]
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{place}{' or '.join(names)} must be a text, found {value!r}")
+        raise ValueError(f"{place}{' or '.join(names)} must be a text, not {value!r}")
 
 
 def _present(record: Record, names: Sequence[str], place: str = "") -> str:
@@ -224,7 +224,7 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(dataset.hub, dataset.config, split=split)
-    except (OSError, ValueError) as error:  # the library's own errors are OSErrors
+    except (OSError, ValueError) as error:  # the library's errors are OSErrors
         fields = [names[0] for names in (*dataset.fields, dataset.turns, (dataset.tests,)) if names]
         wanted = ", ".join(name for name in fields if name)
         raise ValueError(

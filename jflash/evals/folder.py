@@ -84,7 +84,7 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
     if settings["temperature"] and rules != {"greedy"}:
         raise ValueError(
             "drafts drawn from q decide which tokens are drawn: above temperature 0 runs compare "
-            "under --draft-rule greedy alone"
+            "only under --draft-rule greedy"
         )
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     answers = read_answers(folder / "answers.jsonl")

@@ -146,7 +146,7 @@ def compare(
     pairs = [(generation(record), plain[_order(record)]) for record in ours]
     ended = [pair for pair in pairs if all(ending(g) == "ended" for g in pair)]
     return {
-        "what": "plain decoding: the target alone at width 1, the same prompts and engine",
+        "what": "plain decoding: the target at width 1, the same prompts and engine",
         **_speed_up(pairs),
         **({"both_ended": _speed_up(ended)} if batch_size == 1 else {}),
         "endings": dict(sorted(Counter(map(ending, plain.values())).items())),

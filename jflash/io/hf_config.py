@@ -58,7 +58,7 @@ def architecture(raw: dict[str, Any]) -> str:
     """The one architecture that a config names."""
     names = checked(raw, ["architectures"]).get("architectures", [])
     if len(names) != 1:
-        raise ValueError(f"config.json must name one architecture, found {names}")
+        raise ValueError(f"config.json must name one architecture, not {names}")
     return names[0]
 
 

@@ -54,7 +54,7 @@ def to_hf_config(config: TargetConfig | DrafterConfig, dtype: str) -> dict[str, 
 
 
 def _usual(config: TargetConfig | DrafterConfig) -> bool:
-    """Whether a model is Qwen3's, or a drafter with windows and causality of its own."""
+    """Whether a model is Qwen3's, or a drafter with its windows and causality."""
     mixer = config.mixers[0]
     usual = AttentionSpec(
         num_heads=mixer.num_heads,

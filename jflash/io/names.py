@@ -49,7 +49,7 @@ class Names:
     layer: str = "model.layers.{i}."
     # Which parts of a fused leaf each tensor holds, where a tensor holds several.
     parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    # Column i of a leaf is row order[i] of its tensors, where these lie in an order of their own;
+    # Column i of a leaf is row order[i] of its tensors, where these lie in another order;
     # it comes from the layer's config.
     orders: dict[str, Callable[..., Int[np.ndarray, " C"]]] = field(default_factory=dict)
     # Prefixes of some files, each with what stands in the table in its place.

@@ -208,7 +208,7 @@ def _files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map: which files hold the tensors?")
         if not all(isinstance(name, str) and _is_inside(name) for name in weight_map.values()):
-            raise ValueError(f"{index} must name files of its folder alone in weight_map")
+            raise ValueError(f"{index} must name only files of its folder in weight_map")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         missing = [shown(file.name) for file in files if not file.exists()]
         if missing:

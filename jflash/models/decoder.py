@@ -104,7 +104,7 @@ class Target(nn.Module):
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> Float[Array, "B T V"]:
-        """The head's logits before the target's cap, in float32: a drafter has its own cap."""
+        """The head's logits before the target's cap, in float32: a drafter has another cap."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)

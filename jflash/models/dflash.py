@@ -3,7 +3,7 @@
 One forward over [anchor, mask, mask, …] proposes a token for every masked position at once. What
 it knows of the text comes from its cache: keys and values projected from the target's features of
 every committed token but the newest (arXiv 2602.06036; dflash 0.1.0, `DFlashDraftModel`).
-Embedding and head are the target's, but for drafters that bring their own: this module takes
+Embedding and head are the target's, but for drafters that bring both: this module takes
 embeddings and returns hidden states, and of these and the head's logits the candidates for drafts.
 What version 2 adds is in `dflash2.py`.
 """
@@ -29,7 +29,7 @@ from jflash.passes import Pass, Projected
 class Candidates(NamedTuple):
     """Tokens that may be drafted at each place, and their scores.
 
-    If scores depend on the place alone they are [B, T, C], and `ids` [C] (None: all tokens in their
+    If scores depend only on the place they are [B, T, C], and `ids` [C] (None: all tokens in their
     order). If they depend on the token before it, which is one of A, they are [B, T, A, C] and
     `ids` [B, T, C].
     """
@@ -41,7 +41,7 @@ class Candidates(NamedTuple):
 class Drafter(nn.Module):
     """Parameters: fc [P·D, D], hidden_norm, one subtree a layer, norm.
 
-    Of a drafter that brings its own: embedding [V, D], head [V', D], and if V' is not V, d2t [V'],
+    Of a drafter that brings both: embedding [V, D], head [V', D], and if V' is not V, d2t [V'],
     what is added to a draft's id to give the target's. Of version 2: two convolutions a layer,
     candidate_selector.
 
@@ -94,7 +94,7 @@ class Drafter(nn.Module):
         caches: Caches,
         over: Pass,
     ) -> tuple[Float[Array, "B T D"], Caches]:
-        """Final-normed hidden states of a block: row i speaks for the token at its own position."""
+        """Final-normed hidden states of a block: row i predicts the token at its position."""
         scale = self.config.input_embedding_scale
         assert scale is not None, "a drafter meets its target before it drafts"
         x = embeddings * jnp.asarray(scale, embeddings.dtype)
@@ -145,13 +145,13 @@ class Drafter(nn.Module):
         return kernel, jnp.concatenate(biases) if biases else None
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the drafter's own embedding."""
+        """Rows of the drafter's embedding."""
         return rows_of(self.embedding, tokens, self.config.shards)
 
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> Float[Array, "B T _"]:
-        """Logits of the drafter's own head in float32."""
+        """Logits of the drafter's head in float32."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = gather(head_logits(flat, self.head, backend=backend), self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)
@@ -180,7 +180,7 @@ class Drafter(nn.Module):
 def with_context_kernel(drafter: Drafter, params: dict[str, Any]) -> dict[str, Any]:
     """The parameters with the leaf that makes the context of all layers in one GEMM.
 
-    It repeats weights (L·2·K·H·D of them), so it is made for decoding alone, never stored.
+    It repeats weights (L·2·K·H·D of them), so it is made only for decoding, and never stored.
     """
     kernel, bias = jax.jit(lambda p: drafter.apply({"params": p}, method="context_weights"))(params)
     extra = {"context_kernel": kernel} | ({} if bias is None else {"context_bias": bias})

@@ -17,7 +17,7 @@ from jflash.layers import DecoderLayer, Projection
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
 
-GROUP = 128  # tokens of which the best is found first
+GROUP = 128  # tokens whose best comes first
 
 
 class DynamicConvolution(nn.Module):
@@ -47,7 +47,7 @@ class DynamicConvolution(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], kernel: Float[Array, "B T U D"]
     ) -> Float[Array, "B T D"]:
-        """Row i from rows i, i - 1, … of its own block; what would lie before the block is 0.
+        """Row i from rows i, i - 1, … of its block; what would lie before the block is 0.
 
         Training lays blocks of the full width side by side; decoding has one a sequence, at most
         that wide.

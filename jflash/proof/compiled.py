@@ -62,7 +62,7 @@ def _assembler_prints_to(log: Path) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        ctypes.CDLL(None).fflush(None)  # C's own buffer
+        ctypes.CDLL(None).fflush(None)  # C's buffer
         os.dup2(kept, 1)
         os.close(kept)
         if before is None:

@@ -72,7 +72,7 @@ def _cache_checksums(
 
 def digests(run: Run, task: Task) -> list[Digest]:
     """Every sequence of a run."""
-    # A recurrent state has no rows: the layers that attend, and the logits, are told by them.
+    # A recurrent state has no rows; the layers that attend, and the logits, show its differences.
     caches = [c for c in run.state.target_cache if isinstance(c, LayerCache | RingCache)]
     tokens, ends = np.asarray(run.state.sequences.tokens), np.asarray(run.state.sequences.length)
     sums = _cache_checksums(tuple(caches), run.state.sequences.length, tokens.shape[1])

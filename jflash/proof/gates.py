@@ -103,7 +103,7 @@ def one_command_buffer(thunks: str) -> Result:
     gate = "one command buffer"
     if not body:
         return Result(gate, 0, "no loop", ("the program has no loop",))
-    above = body[0].inside.index("kWhile/body") + 1  # how deep the loop's own launches lie
+    above = body[0].inside.index("kWhile/body") + 1  # how deep the loop's launches lie
     by_host = [t for t in body if buffer not in t.inside]
     if buffer in body[0].inside[:above]:  # the loop itself is inside one
         by_host = []
@@ -123,7 +123,7 @@ def no_cache_copy(module: Module) -> Result:
         offences.append("no parameter is a cache: nothing was looked at")
     for cache in caches:
         if int(cache.argument) not in module.aliased:
-            offences.append(f"{cache.label} is not donated: the result has memory of its own")
+            offences.append(f"{cache.label} is not donated: the result has other memory")
     total = sum(m.bytes for m in copied)
     return Result("no copy of a cache", total, f"{total:,} bytes", tuple(offences))
 

@@ -1,7 +1,8 @@
 """A server under mixed load for minutes: clients that stay, go, read slowly and send garbage.
 
-Each text is compared with the same request's, asked of the idle server before. In the end nothing
-may wait or run, nothing may have compiled since the load began, and memory must be flat.
+Each text is compared with the one that the idle server gave for the same request before. In the
+end nothing may wait or run, nothing may have compiled since the load began, and memory must be
+flat.
 """
 
 import asyncio

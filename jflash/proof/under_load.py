@@ -1,4 +1,4 @@
-"""Every text under load is the text alone, bit for bit: an engine beside plain decoding at batch 1.
+"""Every text under load is plain decoding's at batch 1, bit for bit.
 
 Requests of all kinds come at random, with others that are cancelled or time out, in a pool of few
 pages, so that prefixes are shared, evicted and computed again. Knows token ids only.

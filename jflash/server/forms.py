@@ -19,7 +19,7 @@ NO_OTHER = {"additionalProperties": False}
 
 
 class Form(NamedTuple):
-    """A grammar's kind and text, and the field that asked for it."""
+    """A grammar's kind and text, and the field that brought it."""
 
     kind: Kind
     text: str

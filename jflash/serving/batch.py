@@ -1,4 +1,4 @@
-"""Many known jobs through an engine of their own: answers as they end, with the seconds they took.
+"""Many known jobs through one engine: answers as they end, with the seconds they took.
 
 A job's tokens depend neither on its neighbours nor on the order. This file knows only token ids.
 """

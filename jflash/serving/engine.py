@@ -67,7 +67,7 @@ class Engine:
     pages back, and is computed again later. At most `max_queue` requests wait; more are refused.
     Between two calls of steps at most `prefill_between` tokens of prompts are computed, in whole
     chunks, so that a long prompt keeps no text waiting. The constructor compiles the programs,
-    those of `kinds` of requests alone: 'greedy' ones need no more than the argmax of the unchanged
+    only those of `kinds` of requests: 'greedy' ones need no more than the argmax of the unchanged
     logits. The engine is a context manager.
     """
 

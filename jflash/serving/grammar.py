@@ -1,4 +1,4 @@
-"""Grammars of texts: which tokens may come next, after a text and along its drafts.
+"""Grammars of texts: the tokens that may come next, after a text and along its drafts.
 
 llguidance compiles and follows them. This file knows token ids and masks of bits, no request.
 """

@@ -22,7 +22,7 @@ class Waiting(NamedTuple):
 class Running(NamedTuple):
     """A request in a slot, with `chunks` of its text still to compute; none while it steps.
 
-    `short` counts the pages that it lacks for the next call, `alone` the pages that only it holds.
+    `short` counts the pages that it lacks for the next call, `alone` those that no other job holds.
     `gained`: it has got tokens since it was admitted.
     """
 

@@ -1,7 +1,7 @@
 """The pages of layers with windows: those that left the window of their text return to the pool.
 
-Such layers have pools and a table of their own, whose pages bear the same names as the others' and
-are shared alike. A prefix is found only as far as all that its next token sees is there. This file
+Such layers have separate pools and a table, whose pages bear the same names as the others' and
+are shared alike. A prefix counts only as far as all that its next token sees is there. This file
 knows positions and numbers of pages.
 """
 

@@ -129,7 +129,7 @@ def within(
 def blocks_attend(
     context: Bool[Array, "B A T"], anchors: Int[Array, "B A"], block_size: int, backend: Backend
 ) -> BlocksAttend | GroupedBlocksAttend:
-    """Each row sees its own block and its anchor's context, restricted by the layer's window and
+    """Each row sees its block and its anchor's context, restricted by the layer's window and
     causality."""
     if backend == "xla":
         return BlocksAttend(context, anchors)

@@ -197,7 +197,7 @@ def make_lesson(
     that do not fit, before anything runs.
     """
     if config.own_embedding or config.draft_vocab_size:
-        raise ValueError("a drafter with an embedding or a head of its own is not trained further")
+        raise ValueError("a drafter that brings an embedding or a head is not trained further")
     check_sizes(target.config, rows.tokens.shape[1], anchors)
     check_tokens(rows, target.config.vocab_size)
     configs: list[DecoderConfig] = [target.config, config]

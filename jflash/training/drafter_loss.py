@@ -1,7 +1,7 @@
 """DFlash's training loss: blocks at random anchors of a row, all drafted in one forward.
 
 Every block is [anchor, mask × W-1] and sees what it would see when decoding: the context features
-strictly before its anchor and all of its own rows, restricted by each layer's window and
+strictly before its anchor and all of its block's rows, restricted by each layer's window and
 causality. The target is frozen. One causal forward of it over the row gives the features of all
 blocks (arXiv 2602.06036), and its distribution at every place if the loss needs that.
 Axes besides the package's: A anchors of a row, K = W - 1 places past an anchor.

@@ -41,7 +41,7 @@ class TrainConfig:
 class Objective:
     """The recipe of the loss; the defaults are the paper's.
 
-    loss: 'ce' is cross-entropy on the target's own token; 'kl' is KL(p‖q) to the target's
+    loss: 'ce' is cross-entropy on the target's token; 'kl' is KL(p‖q) to the target's
     distribution p at the place; 'tv' is `ce_share` · ce + (1 - ce_share) · total variation of p, q.
     weights: 'decay' is exp(-(k-1)/γ); 'dpace' follows the drafter's confidence.
     """

@@ -1,14 +1,14 @@
 """Attention of a speculative block to a cache: the contract, the backends and their limits.
 
 Axes: B batch, T query tokens, S cache slots, N query heads, K KV heads, G = N / K, H head dim.
-The block's own keys and values already lie in the cache, at slots lengths[b] … lengths[b] + T - 1;
+The block's keys and values already lie in the cache, at slots lengths[b] … lengths[b] + T - 1;
 slot and position are one, but for a `ring`. Query i of sequence b, at position p = lengths[b] + i,
 sees
 - every slot below lengths[b] (its context), and
 - slot lengths[b] + j of the block when j < widths[b] and, if causal, also j <= i;
 - of these, with a window, only slots s with p - s < window and, if not causal, s - p < window.
 A causal window is transformers' sliding window; the two-sided one is dflash's, whose far ends are
-window - 1 away (transformers' own bidirectional mask reaches one further).
+window - 1 away (transformers' bidirectional mask reaches one further).
 
 With `ring` (and a window) a cache may hold fewer slots than positions: position p lies at slot
 p % S, so slot s holds the last position of its kind below lengths[b] + T, or none yet. S must be

@@ -3,7 +3,7 @@
 Axes: R rows (each token once for every expert it goes to), E experts, K summed over, N columns,
 F an expert's MLP width. Rows are sorted by expert: the first sizes[0] belong to expert 0, and so
 on; the sizes add up to R. Products are summed in float32; results have x's dtype.
-- grouped_matmul: every row times its own expert's w, rounded once.
+- grouped_matmul: every row times its expert's w, rounded once.
 - grouped_gate_up: w holds F columns of the gate and F of the up projection, from the columns
   `firsts` on (None: the gate's first). Both products are rounded to x's dtype, as a projection's
   output is; silu(gate) * up is rounded once more.
@@ -12,7 +12,7 @@ on; the sizes add up to R. Products are summed in float32; results have x's dtyp
   come before it, so gate and up are two arrays.
 - probabilities or sigmoids, and weighted_sum: what comes before and after, by token. These and
   clamped_gate are the reference's, which XLA compiles, with all others but "canonical" and "cpu".
-A row's bits depend on that row and its expert's w alone: not on where the row lies, on how many
+A row's bits depend only on that row and its expert's w: not on where the row lies, on how many
 rows its expert has, or on the other rows; with "canonical" and "cpu" not on R either. (With the
 others they may: see the step's fixed shapes.)
 
@@ -92,14 +92,14 @@ def weighted_sum(
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
-    # The canonical form is measured on Hopper alone.
+    # The canonical form is measured only on Hopper.
     kinds = {"cpu": "cpu", "triton": "triton", "canonical": "mosaic_gpu"}
     lacking = device_refusal(kinds[backend], device) if backend in kinds else None
     if lacking or backend not in ("triton", "canonical"):
         return lacking
     hidden, inner, dtype = sizes.hidden_size, sizes.intermediate_size, jnp.dtype(sizes.dtype).name
     if dtype != "bfloat16":
-        return f"has bfloat16 alone, not {dtype}"
+        return f"has only bfloat16, not {dtype}"
     if not (triton.divides(hidden, inner) and triton.divides(inner, hidden)):
         return f"has sizes that its tiles divide, not {hidden} and {inner}"
     return None

@@ -33,7 +33,7 @@ def grouped_matmul(
         tile = lax.dynamic_slice_in_dim(padded, first, TILE)
         tile = jnp.where(inside[:, None], tile, 0)
         product = rounded(jnp.matmul(*rounded((tile, w[expert])), precision="highest"))
-        # What is beyond the expert's rows goes past the end, each row to a place of its own.
+        # What is beyond the expert's rows goes past the end, each row to a different place.
         place = jnp.where(inside, place, rows + jnp.arange(TILE))
         return out.at[place].set(product, mode="drop", unique_indices=True)
 

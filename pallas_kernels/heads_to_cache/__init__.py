@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 class Heads(NamedTuple):
     """Where the heads lie in `x`, and how they are normed. Static."""
 
-    num_heads: int  # N; 0 for keys and values alone
+    num_heads: int  # N; 0 if there are only keys and values
     num_kv_heads: int
     head_dim: int
     eps: float

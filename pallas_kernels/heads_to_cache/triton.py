@@ -1,6 +1,6 @@
 """Head norms, RoPE and the cache write in Pallas-Triton: one program a sequence and head.
 
-Compiled alone for an H200, XLA makes five kernels of it for a block of 16 tokens at Qwen3-8B's
+Compiled by itself for an H200, it is five kernels of XLA for a block of 16 tokens at Qwen3-8B's
 heads: two reductions, two scatters and the queries. Here each program reads 16 rows of its head
 once, as two halves, and writes them where they belong; the caches are updated in place.
 """

@@ -2,7 +2,7 @@
 
 The result has x's dtype. That is transformers' order, where a scale of float32 is one whose product
 is rounded once (Qwen3.5, whose scales are 1 + w). "cpu" and "canonical" promise that a row's bits
-depend on that row alone, whatever the other axes are and whatever the norm is compiled beside.
+depend only on that row, whatever the other axes are and whatever the norm is compiled beside.
 "xla" and "reference" (one and the same: short jnp) promise it inside one program. "canonical" is
 for Hopper and x of bfloat16.
 """
@@ -42,5 +42,5 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
         return None
     dtype = jnp.dtype(sizes.dtype).name
     if dtype != "bfloat16":
-        return f"has bfloat16 alone, not {dtype}"
+        return f"has only bfloat16, not {dtype}"
     return device_refusal("mosaic_gpu", device)

@@ -53,7 +53,7 @@ def test_prompt_and_new_tokens_over_the_positions(pair, refused):
     named = ("100 prompt tokens + 141 new tokens", "240 positions", "max_new_tokens 140 fits")
     refused(decode(pair, *prompt, "--max-new-tokens", "141", prompt=None), *named)
     prompt = ["--prompt-ids", ",".join(["1"] * 240)]
-    refused(decode(pair, *prompt, prompt=None), "the prompt alone is too long")
+    refused(decode(pair, *prompt, prompt=None), "the prompt itself is too long")
 
 
 def test_the_smaller_of_both_models_positions_counts(pair, refused):
@@ -110,7 +110,7 @@ OPTIONS = [
     (["--overwrite"], "--overwrite without --output"),
     (["--system", "be", "--no-chat-template"], "--system with --no-chat-template"),
     (["--reasoning", "on", "--no-chat-template"], "--reasoning on"),
-    (["--target", "somewhere/else"], "needs its own --drafter"),
+    (["--target", "somewhere/else"], "somewhere/else needs --drafter"),
     (["--prompt-ids", "1", "text"], "not allowed with"),
     (["--prompt-ids", "1", "--prompt-file", "f"], "--prompt-file: not allowed with"),
 ]
@@ -134,7 +134,7 @@ LINES = [
     ('{"prompt": "a", "score": NaN}', "NaN"),
     ('{"prompt": "a", "steps": 3}', "steps"),
     ('{"prompt": "\\ud800"}', "not valid UTF-8"),
-    (json.dumps({"prompt": "a" * 400}), "the prompt alone is too long"),
+    (json.dumps({"prompt": "a" * 400}), "the prompt itself is too long"),
 ]
 
 

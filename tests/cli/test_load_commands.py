@@ -34,7 +34,7 @@ def test_soak_gives_its_server_every_option_of_the_models():
     [
         ("--context 11", "--context 11: at least 12"),
         ("--context 257 --pages 4", "--pages 4: a request of 257 tokens needs 5"),
-        ("--target T", "--target T needs its own --drafter"),
+        ("--target T", "--target T needs --drafter"),
         ("--drafter random:x", "--drafter random:x: give a seed"),
     ],
 )

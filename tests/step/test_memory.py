@@ -272,7 +272,7 @@ def test_the_error_says_what_is_missing_and_what_fits():
         f"at 40000 tokens of context at most batch {largest.batch} fits",
     ):
         assert part in str(error.value)
-    with pytest.raises(ValueError, match="the weights alone do not fit"):
+    with pytest.raises(ValueError, match="the weights by themselves do not fit"):
         check_memory(models, shape, context, 18 * GB)
     check_memory(models, shape, context, None)
 

@@ -247,7 +247,7 @@ def test_bad_input_is_a_line(place, capsys):
         assert complaint in capsys.readouterr().err.splitlines()[-1]
     itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
     assert command(place, "itself", **itself) == 2
-    assert "itself would be replaced by its own training" in capsys.readouterr().err
+    assert "itself is both trained on and written" in capsys.readouterr().err
     (place / "itself-work/training").mkdir(parents=True)
     with locked(place / "itself-work/training" / LOCK, place):  # a training that runs
         assert command(place, "itself", overwrite=FLAG) == 2

@@ -1,6 +1,6 @@
 """Time whole steps on one device and on several that share the pair, in one run.
 
-Random weights, as for benchmark --shape; each number of devices runs in a process of its own, one
+Random weights, as for benchmark --shape; each number of devices runs in a separate process, one
 after the other, and its time stands beside that of the smallest number. Without --cases these are
 the sizes of the table for hosts of several GPUs. A case that few devices cannot hold is left out
 for them.
@@ -43,5 +43,5 @@ def check(args: Options) -> None:
         positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
         beyond = args.context > positions
         refuse(beyond, f"--context {args.context}: {shape} has {positions} positions")
-    timed = "--no-compilation-cache: a cache of its own, new for each case, is what is timed"
+    timed = "--no-compilation-cache: the command times a new cache for each case"
     refuse(args.no_compilation_cache, timed)

@@ -68,5 +68,5 @@ def check(args: Options) -> None:
     whole = 1 in args.batch and not args.only_step
     why = "--against reference compares whole cases at --batch 1"
     refuse(args.against and not whole, why)
-    timed = "--no-compilation-cache: a cache of its own, new for each case, is what is timed"
+    timed = "--no-compilation-cache: the command times a new cache for each case"
     refuse(args.no_compilation_cache, timed)

@@ -1,4 +1,4 @@
-"""Compare texts under load with the same texts alone, bit for bit.
+"""Compare texts under load with those of an idle engine, bit for bit.
 
 Requests of all kinds come at random beside cancelled ones, in few pages. Each text, its end and its
 logprobs must be plain decoding's at batch 1. The exit code is 1 if one differs.

@@ -87,7 +87,7 @@ def drafter_choice(text: str) -> tuple[str | None, int | None]:
 
 
 def sampling(options: Options) -> Sampling:
-    """The draws of requests without options of their own; ValueError names the option."""
+    """The draws of requests that set none; ValueError names the option."""
     o = options
     try:
         return Sampling(temperature=o.temperature, top_k=o.top_k, top_p=o.top_p, min_p=o.min_p)
@@ -104,7 +104,7 @@ def check_pair(options: Options, drawn: bool) -> None:
     refuse(draws and not drawn, "--draft-rule sampled needs a --temperature above 0")
     refuse(draws and plain, "--draft-rule sampled without a drafter")
     refuse(o.verify_rows is not None and plain, f"--verify-rows {o.verify_rows} without a drafter")
-    needs = f"--target {o.target} needs its own --drafter (a folder, a hub id, or none)"
+    needs = f"--target {o.target} needs --drafter (a folder, a hub id, or none)"
     refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
     thinks = o.reasoning != "off"
