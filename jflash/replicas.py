@@ -7,6 +7,7 @@ left there is its maker's to go on from. This file knows no model.
 # Ray is an extra that `dev` lacks.
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ def cluster(address: str | None, processes: int) -> Iterator[None]:
     """Ray for the block: the cluster at `address`, or one of this machine."""
     import ray
 
-    own = {} if address else {"num_cpus": max(processes, os.cpu_count() or 1)}
-    ray.init(address, logging_level="error", include_dashboard=False, **own)
+    own: dict[str, Any] = {"num_cpus": max(processes, os.cpu_count() or 1)}
+    if address is not None:
+        own = {"address": address}
+    ray.init(logging_level=logging.ERROR, include_dashboard=False, **own)
     try:
         yield
     finally:

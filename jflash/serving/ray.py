@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -35,6 +34,7 @@ from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.serve import FAILED, api_keys, loaded_service, log_to_stderr
 from jflash.io.foreign import one_line
+from jflash.replicas import cluster, gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
@@ -45,7 +45,10 @@ LOG = logging.getLogger("jflash.server")
 NAME = "jflash"
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # a replica logs its requests
 # Its public name imports vLLM or SGLang.
-ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
+ROUTER = (
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router."
+    "PrefixCacheAffinityRouter"
+)
 TREE = {"do_eviction": True}  # its limits are Ray's defaults
 CHECK, CHECK_TIMEOUT = 5.0, 30.0  # seconds
 MANY = 10_000  # requests that the ingress passes on at once
@@ -138,7 +141,6 @@ def app(args: dict[str, Any]) -> serve.Application:
 def application(options: argparse.Namespace) -> serve.Application:
     """The deployments that the options describe, for the cluster that Ray is connected to."""
     batch, count = options.max_batch, options.replicas or 1
-    gpus = options.tensor_parallel if ray.cluster_resources().get("GPU") else 0
     numbers: dict[str, Any] = {"num_replicas": count}
     if options.max_replicas is not None:
         scaling = AutoscalingConfig(
@@ -146,17 +148,14 @@ def application(options: argparse.Namespace) -> serve.Application:
         )
         numbers = {"autoscaling_config": scaling}
     kwargs = TREE | {"imbalanced_threshold": batch}
-    router = f"{ROUTER}.PrefixCacheAffinityRouter"
+    router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": kwargs}
     replicas = serve.deployment(
         Replica, name="replica", logging_config=QUIET,
         max_ongoing_requests=2 * batch, max_queued_requests=options.max_queue * count,
-        ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
+        ray_actor_options={"num_cpus": 1, "num_gpus": gpus_of(options.tensor_parallel)},
         health_check_period_s=CHECK, health_check_timeout_s=CHECK_TIMEOUT,
         graceful_shutdown_timeout_s=options.shutdown_timeout, graceful_shutdown_wait_loop_s=0.5,
-        request_router_config=RequestRouterConfig(
-            request_router_class=router, request_router_kwargs=kwargs
-        ),
-        **numbers,
+        request_router_config=RequestRouterConfig(**router), **numbers,
     )  # fmt: skip
     ingress = serve.deployment(
         Ingress, name="ingress", logging_config=QUIET, num_replicas=1, max_ongoing_requests=MANY,
@@ -171,9 +170,12 @@ def serve_replicas(options: argparse.Namespace) -> None:
     listener = listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
     listener.close()  # Ray's proxy listens
-    own = {} if options.ray_address else {"num_cpus": max(options.replicas, os.cpu_count() or 1)}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    ray.init(options.ray_address, logging_level="warning", include_dashboard=False, **own)
+    with cluster(None, options.replicas):
+        _serve(options, host, port)
+
+
+def _serve(options: argparse.Namespace, host: str, port: int) -> None:
     try:
         serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
         ingress = serve.run(application(options), name=NAME)
@@ -188,4 +190,3 @@ def serve_replicas(options: argparse.Namespace) -> None:
         raise ValueError(f"the replicas did not start: {one_line(error)}") from None
     finally:
         serve.shutdown()
-        ray.shutdown()
