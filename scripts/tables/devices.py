@@ -14,7 +14,7 @@ GOALS = (  # shape, batch, and the most that 1, 2 and 4 GPUs may take of the fir
 
 def several_gpus(results: list[Result]) -> str:
     """DFlash steps at context 1024; a share is of the smallest number in the same run."""
-    runs = [r for r in results if len(_numbers(r)) > 1]
+    runs = [r for r in results if _several(r)]
     rows, used = [], []
     for shape, batch, goals in GOALS:
         cells = []
@@ -34,6 +34,6 @@ def several_gpus(results: list[Result]) -> str:
     return table(head, rows, used)
 
 
-def _numbers(result: Result) -> set[int | None]:
-    """The numbers of devices in a file; results from before there were several name none."""
-    return {case.get("tensor_parallel") for case in result.content.get("cases", [])}
+def _several(result: Result) -> bool:
+    """Whether devices share a case; results from before there were several name no number."""
+    return any(case.get("tensor_parallel", 1) > 1 for case in result.content.get("cases", []))
