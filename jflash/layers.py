@@ -29,7 +29,8 @@ from pallas_kernels.matmul import (
     sigmoid_times,
     silu_times,
 )
-from pallas_kernels.matmul import head_logits as head_logits  # for the models: layers is the door
+from pallas_kernels.matmul import head_confidence as head_confidence  # layers is the models' door
+from pallas_kernels.matmul import head_logits as head_logits
 from pallas_kernels.rms_norm import rms_norm
 
 TIMES = {"silu": silu_times, "gelu_tanh": gelu_times}  # by DenseSpec.activation

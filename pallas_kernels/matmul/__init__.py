@@ -12,6 +12,8 @@ float32; results have x's dtype.
   silu(gate) * up is float32 and rounded once.
 - head_argmax: per row the id of the largest float32 logit, the lowest of equal ones. The head is
   [V, K]. The logits are never written.
+- head_confidence: head_argmax's ids, and per row the sum of exp(logit - largest) in float32. The
+  last bits of a sum are a matter of tiles: it is for a drafter's confidence alone.
 - head_logits: those logits in float32, by "cpu", by "canonical" or else by XLA.
 - added: x + y rounded to x's dtype, for a bias or a residual.
 A row's bits depend only on that row and w: not on its index, on other rows, or on timing. With
@@ -127,6 +129,17 @@ def head_argmax(
 ) -> Int[Array, " M"]:
     """argmax of x @ head.T; see the module's contract. ValueError as `matmul`."""
     return _backend(backend).head_argmax(x, head)
+
+
+def head_confidence(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """The best ids and the sums; see the module's contract. ValueError as `matmul`."""
+    if _backend(backend) is canonical:
+        return canonical.head_confidence(x, head)
+    logits = head_logits(x, head, backend=backend)
+    sums = jnp.sum(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), sums
 
 
 def head_logits(

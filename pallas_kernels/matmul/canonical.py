@@ -81,6 +81,16 @@ def head_argmax(
     return _few_rows_argmax(x, head, interpret)
 
 
+def head_confidence(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    _pieces("head_argmax", x, head)
+    if len(x) > FEW_ROWS:
+        tuning = canonical_tuning("head_argmax", x.shape[0], x.shape[1], head.shape[0], 1)
+        return mosaic_gpu.head_confidence(x, head, tuning=tuning, interpret=interpret)
+    return _few_rows_confidence(x, head, interpret)
+
+
 def head_logits(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
 ) -> Float[Array, "M V"]:
@@ -168,6 +178,13 @@ def _few_rows_argmax(x, head, interpret: bool):
     tile = few_rows_tile("head_argmax", len(x), x.shape[1], head.shape[0], 1)
     best, index, _ = few_rows.best_of_tiles(x, head, tile=tile, interpret=interpret)
     return jnp.where(best == best.max(axis=0), index, head.shape[0]).min(axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=(2,))
+def _few_rows_confidence(x, head, interpret: bool):
+    tile = few_rows_tile("head_argmax", len(x), x.shape[1], head.shape[0], 1)
+    best = few_rows.best_of_tiles(x, head, tile=tile, interpret=interpret)
+    return mosaic_gpu.best_of_all(*best, head.shape[0])
 
 
 @functools.partial(jax.jit, static_argnums=(2,))

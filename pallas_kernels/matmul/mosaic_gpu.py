@@ -27,7 +27,7 @@ from pallas_kernels.matmul.mosaic_kernel import (
     scratch,
     silu_times,
 )
-from pallas_kernels.matmul.tuning import HEADS, Plan, Tuning, make_plan
+from pallas_kernels.matmul.tuning import ARGMAX, HEADS, Plan, Tuning, make_plan
 
 # A jit each: the call sites of all layers then share one compiled kernel.
 _jit = functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
@@ -83,6 +83,24 @@ def head_argmax(
 
 
 @_jit
+def head_confidence(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    found = _launch("head_confidence", x, head, None, tuning, interpret)  # [C, M rounded up]
+    best, index, total = (a[:, : x.shape[0]] for a in found)
+    return best_of_all(best, index, total, head.shape[0])
+
+
+def best_of_all(
+    best: Float[Array, "C M"], index: Int[Array, "C M"], total: Float[Array, "C M"], vocab: int
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """The lowest id of the largest value, and the sum of exp(value - largest), of some parts'."""
+    largest = best.max(axis=0)
+    ids = jnp.where(best == largest, index, vocab).min(axis=0)
+    return ids, jnp.sum(total * jnp.exp(best - largest), axis=0)
+
+
+@_jit
 def head_logits(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
 ) -> Float[Array, "M V"]:
@@ -113,12 +131,13 @@ def _launch(op, x, w, residual, tuning, interpret, firsts=(0,)):
         missing = ((0, -M % SWIZZLED_ROWS), (0, 0))
         x, residual = (None if a is None else jnp.pad(a, missing) for a in (x, residual))
         out = _launch(op, x, w, residual, tuning, interpret, firsts)
-        return out if op == "head_argmax" else out[..., :M, :]
+        return out if op in ARGMAX else out[..., :M, :]
     plan, t = plan_for(op, x, w, tuning), tuning
     padded = pl.cdiv(plan.M, t.block_m) * t.block_m
-    if op == "head_argmax":
+    if op in ARGMAX:
         out = (plan.clusters * t.cluster_n, padded)
-        out_type = (jax.ShapeDtypeStruct(out, jnp.float32), jax.ShapeDtypeStruct(out, jnp.int32))
+        types = (jnp.float32, jnp.int32, jnp.float32)[: 2 + (op == "head_confidence")]
+        out_type = tuple(jax.ShapeDtypeStruct(out, dtype) for dtype in types)
     else:
         shape = (plan.M, plan.N // plan.halves)
         shape = (t.split_k, *shape) if plan.split else shape

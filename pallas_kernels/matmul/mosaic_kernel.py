@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.tuning import WARPGROUP_ROWS, Plan
+from pallas_kernels.matmul.tuning import ARGMAX, WARPGROUP_ROWS, Plan
 
 PRODUCER_REGISTERS = 40
 WGMMA = plgpu.Layout.WGMMA
@@ -38,7 +38,7 @@ def scratch(plan: Plan) -> dict[str, Any]:
         "full": plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=t.stages),
         "empty": _empty_barrier(plan),
     }
-    if plan.op == "head_argmax":
+    if plan.op in ARGMAX:
         return shared
     item = plan.out_bytes
     out_tile = _tiled(plgpu.find_swizzle(plan.half_n * item * 8), item)
@@ -93,7 +93,7 @@ def kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_re
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(min(consumer_registers, 240), action="increase")
-        if plan.op == "head_argmax":
+        if plan.op in ARGMAX:
             _consume_argmax(plan, tiles, ring, *outputs)
         else:
             _consume(plan, tiles, ring, inputs[2:], *outputs, **epilogue_refs)
@@ -262,13 +262,14 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _consume_argmax(plan: Plan, tiles: _Tiles, ring: _Ring, best_gmem, index_gmem):
-    """Keeps each row's best value and its lowest id over this CTA's tiles, which ascend in id."""
+def _consume_argmax(plan: Plan, tiles: _Tiles, ring: _Ring, best_gmem, index_gmem, *total_gmem):
+    """Keeps each row's best value and its lowest id over this CTA's tiles, which ascend in id; with
+    a third output the sum of exp(value - best) too."""
     rows_layout = WGMMA.reduce(1)
     per_row = (WARPGROUP_ROWS,)
 
     def tile(i, carry):
-        best, index = carry
+        best, index, total = carry
         _, column = tiles.at(i)
         (logits,) = pl.run_scoped(
             lambda *accs: _accumulate(plan, ring, i, accs), *_accumulators(plan)
@@ -280,12 +281,19 @@ def _consume_argmax(plan: Plan, tiles: _Tiles, ring: _Ring, best_gmem, index_gme
         is_top = logits == lax.broadcast_in_dim(top, logits.shape, [0])
         lowest = jnp.where(is_top, ids, jnp.int32(2**31 - 1)).min(axis=1)
         better = top > best
-        return jnp.where(better, top, best), jnp.where(better, lowest, index)
+        new_best = jnp.where(better, top, best)
+        if total_gmem:
+            weights = jnp.exp(logits - lax.broadcast_in_dim(new_best, logits.shape, [0]))
+            total = total * jnp.exp(best - new_best) + weights.sum(axis=1)
+        return new_best, jnp.where(better, lowest, index), total
 
     none = plgpu.layout_cast(jnp.full(per_row, -jnp.inf, jnp.float32), rows_layout)
     first = plgpu.layout_cast(jnp.zeros(per_row, jnp.int32), rows_layout)
-    best, index = lax.fori_loop(0, tiles.count, tile, (none, first))
+    zero = plgpu.layout_cast(jnp.zeros(per_row, jnp.float32), rows_layout)
+    best, index, total = lax.fori_loop(0, tiles.count, tile, (none, first, zero))
     rows = pl.ds(tiles.row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
     cta = tiles.first * plan.tuning.cluster_n + lax.axis_index("n")
     best_gmem.at[cta][rows] = best
     index_gmem.at[cta][rows] = index
+    for gmem in total_gmem:
+        gmem.at[cta][rows] = total

@@ -12,7 +12,8 @@ from typing import NamedTuple
 WARPGROUP_ROWS = 64  # M of a wgmma: one consumer warpgroup for each
 SHARED_MEMORY = 232_448 - 2_048  # bytes a CTA may have, less barriers and reduction scratch
 SMS = 132
-HEADS = ("head_argmax", "head_logits")  # whose weights lie as [N, K], and any number of columns do
+ARGMAX = ("head_argmax", "head_confidence")  # heads whose logits are not written
+HEADS = (*ARGMAX, "head_logits")  # whose weights lie as [N, K], and any number of columns do
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Plan(NamedTuple):
     @property
     def shared_memory(self) -> int:
         """Bytes: the ring, the result's tile, which a residual takes before, and sums of pieces."""
-        tiles = 0 if self.op == "head_argmax" else 1
+        tiles = 0 if self.op in ARGMAX else 1
         tile = self.tuning.block_m * self.half_n
         sums = 4 * tile * self.halves if self.tuning.walk > 1 else 0
         return self.tuning.ring_bytes + tiles * tile * self.out_bytes + sums

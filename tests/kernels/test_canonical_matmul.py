@@ -18,6 +18,7 @@ from pallas_kernels.matmul import (
     few_rows,
     gate_up,
     head_argmax,
+    head_confidence,
     matmul,
     mosaic_gpu,
     reference,
@@ -141,6 +142,10 @@ def test_the_canonical_backend_equals_the_reference(M):
     head = draw(3, (328, 320))  # whose last tile is not full
     got = canonical.head_argmax(x, head, interpret=True)
     np.testing.assert_array_equal(got, head_argmax(x, head, backend="reference"))
+    ids, sums = canonical.head_confidence(x, head, interpret=True)
+    np.testing.assert_array_equal(ids, got)
+    want = head_confidence(x, head, backend="reference")[1]
+    np.testing.assert_allclose(sums, want, rtol=1e-4)
 
 
 @interpreted
