@@ -18,9 +18,10 @@ from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.mesh import local
 from jflash.models.params import abstract_params, decoding_params
-from jflash.programs import Shape, capacity_for, new_state, target_rows
+from jflash.programs import Shape, capacity_for, chunk_sizes, new_state, target_rows
 from jflash.specs import AttentionSpec, MoeSpec
 from jflash.speculative import Models
+from pallas_kernels.block_attention.canonical import tiles_for
 from pallas_kernels.gated_delta import CHUNK
 
 FLOAT32 = 4  # bytes
@@ -162,8 +163,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     live = 4 if models.sampled else 2  # draft's and verify's; probabilities and draws
     reports = 4 * shape.batch * shape.capacity * FLOAT32
     attention = max(
-        _attention_bytes(mixer, slots, models, shape, rows)
-        for mixer, slots in _mixers(models, shape)
+        _attention_bytes(mixer, slots, models, rows) for mixer, slots in _mixers(models, shape)
     )
     if models.kernels.attention == "xla" and shape.batch > 1:
         attention += caches  # its einsums transpose the batch: caches are copied at entry
@@ -173,9 +173,7 @@ def _step_bytes(models: Models, shape: Shape, caches: int) -> int:
     return live * logits + rows * _row_bytes(models) + experts + attention + reports
 
 
-def _attention_bytes(
-    mixer: AttentionSpec, slots: int, models: Models, shape: Shape, rows: int
-) -> int:
+def _attention_bytes(mixer: AttentionSpec, slots: int, models: Models, rows: int) -> int:
     queries = rows * mixer.num_heads
     if models.kernels.attention in ("xla", "reference"):
         return _einsum_bytes(queries, slots, models.dtype)
@@ -202,17 +200,25 @@ def _einsum_bytes(queries: int, slots: int, dtype: str) -> int:
 
 
 def _prefill_bytes(models: Models, shape: Shape) -> int:
-    """One chunk of one sequence: activations, scores, and a copy of one layer's cache."""
+    """One chunk of one sequence: activations, attention, and a copy of one layer's cache."""
     size = jnp.dtype(models.dtype).itemsize
+    chunk = chunk_sizes(models, shape)[-1]
     attention = max(
-        _einsum_bytes(shape.chunk * mixer.num_heads, slots, models.dtype)
-        + slots * size * mixer.kv_width
+        _chunk_attention_bytes(mixer, slots, models, chunk) + slots * size * mixer.kv_width
         for mixer, slots in _mixers(models, shape)
     )
     logits = models.target.config.vocab_size * FLOAT32
-    experts = _expert_bytes(models, shape.chunk, models.dtype)
-    experts += _delta_bytes(models, 1, shape.chunk) + _dequantised_bytes(models)
-    return shape.chunk * _row_bytes(models) + experts + attention + 2 * logits
+    experts = _expert_bytes(models, chunk, models.dtype)
+    experts += _delta_bytes(models, 1, chunk) + _dequantised_bytes(models)
+    return chunk * _row_bytes(models) + experts + attention + 2 * logits
+
+
+def _chunk_attention_bytes(mixer: AttentionSpec, slots: int, models: Models, chunk: int) -> int:
+    if models.kernels.chunk.attention != "canonical":
+        return _einsum_bytes(chunk * mixer.num_heads, slots, models.dtype)
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    whole = tiles_for(1, chunk, *heads).walk  # no piece is written
+    return 0 if whole else _attention_bytes(mixer, slots, models, chunk)
 
 
 def _expert_bytes(models: Models, tokens: int, dtype: str) -> int:

@@ -1,8 +1,12 @@
-"""Admitting a prompt: its tokens, then its keys, values and context in chunks of one shape.
+"""Admitting a prompt: its tokens, then its keys, values and context in chunks of a few shapes.
 
-Every prompt runs the same [1, C] program, with the last chunk padded, whatever its neighbours are.
-So its cache has the same bits in every batch, and no prompt length compiles again.
+Every prompt runs the same program, with the last chunk padded, whatever its neighbours are. So its
+cache has the same bits in every batch, and no prompt length compiles again. Several sizes of a
+chunk are for kernels whose bits do not depend on it.
 """
+
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +31,7 @@ def put(sequences: Sequences, slot: Int[Array, ""], row: Sequences) -> Sequences
 
 def prefill(
     models: Models,
-    chunk: int,
+    sizes: Sequence[int],
     params: Params,
     state: State,
     slot: Int[Array, ""],
@@ -35,17 +39,14 @@ def prefill(
 ) -> State:
     """Runs the prompt of `request` into `slot` and commits the token that follows it.
 
-    The capacity must hold the prompt rounded up to whole chunks.
+    `sizes` of a chunk ascend. The capacity must hold the prompt rounded up to the smallest.
     """
     state = admit(state, slot, request)
     kernels = models.kernels.chunk
     prompt_length = request.length
-    chunks = (prompt_length + chunk - 1) // chunk
-    hidden = jnp.zeros((1, chunk, models.target.config.hidden_size), models.dtype)
 
-    def one_chunk(i, carry):
-        target_cache, drafter_cache, _ = carry
-        offset = i * chunk
+    def one_chunk(chunk, _, carry):
+        target_cache, drafter_cache, _, offset = carry
         tokens = lax.dynamic_slice(request.tokens, (offset,), (chunk,))[None]
         positions = (offset + jnp.arange(chunk))[None]
         over = Chunk(slot, offset, prompt_length, kernels)
@@ -60,13 +61,20 @@ def prefill(
                 over.write(projected, cache)
                 for cache, projected in zip(drafter_cache, context, strict=True)
             )
-        return target_cache, drafter_cache, hidden
+        last = jnp.clip(prompt_length - 1 - offset, 0, chunk - 1)
+        newest = lax.dynamic_slice_in_dim(hidden, last, 1, 1)
+        return target_cache, drafter_cache, newest, offset + chunk
 
-    carry = (state.target_cache, state.drafter_cache, hidden)
-    target_cache, drafter_cache, hidden = lax.fori_loop(0, chunks, one_chunk, carry)
+    newest = jnp.zeros((1, 1, models.target.config.hidden_size), models.dtype)
+    carry = (state.target_cache, state.drafter_cache, newest, jnp.int32(0))
+    for chunk in reversed(sizes):
+        chunks = (prompt_length - carry[3] + chunk - 1) // chunk
+        if chunk != sizes[0]:  # a larger one pays if more than half of it is the prompt's
+            chunks = (prompt_length - carry[3] + chunk // 2 - 1) // chunk
+            chunks = jnp.minimum(chunks, (request.tokens.shape[0] - carry[3]) // chunk)
+        carry = lax.fori_loop(0, chunks, functools.partial(one_chunk, chunk), carry)
+    target_cache, drafter_cache, newest, _ = carry
 
-    last = prompt_length - 1 - (chunks - 1) * chunk
-    newest = lax.dynamic_slice_in_dim(hidden, last, 1, 1)
     logits = apply(models.target, params.target, newest, kernels.matmul, method="logits")
     if models.sampled:
         index, filters = prompt_length[None, None], jax.tree.map(lambda x: x[None], request.filters)

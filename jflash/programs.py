@@ -25,6 +25,7 @@ from jflash.sampling import filters_of
 from jflash.speculative import Models, Params, Sequences, State, speculative_step
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
+LONG_CHUNK = 1024  # of a long prompt, by kernels whose bits no chunk changes
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this
 
 
@@ -74,6 +75,17 @@ def capacity_for(prompt_tokens: int, max_new_tokens: int, block_size: int, chunk
     need = max(padded, prompt_tokens + max_new_tokens + block_size)
     bucket = max(256, 1 << (need.bit_length() - 2))
     return -(-need // bucket) * bucket
+
+
+def chunk_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
+    """Tokens of a prompt that one pass may compute, ascending: a choice, unless a chunk was given.
+
+    A CPU gains nothing by a second size.
+    """
+    free = models.one_arithmetic and models.kernels.attention == "canonical"
+    if free and shape.chunk == PREFILL_CHUNK and shape.capacity >= LONG_CHUNK:
+        return PREFILL_CHUNK, LONG_CHUNK
+    return (shape.chunk,)
 
 
 def run(
@@ -219,7 +231,10 @@ def lower_prefill(models: Models, params: Params, shape: Shape) -> jax.stages.Lo
     state = jax.eval_shape(lambda: new_state(models, shape))
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
-    where, inner = state_specs(models), functools.partial(prefill, local(models), shape.chunk)
+    where, inner = (
+        state_specs(models),
+        functools.partial(prefill, local(models), chunk_sizes(models, shape)),
+    )
     takes = (param_specs(models, params), where, EVERYWHERE, EVERYWHERE)
     jitted = spread(models.mesh, inner, takes, where, donate=(1,))
     return jitted.lower(params, state, jax.ShapeDtypeStruct((), jnp.int32), request)

@@ -4,9 +4,10 @@ Nothing here changes a request's text: a preempted one computes its keys and val
 continues from its newest token. This file knows only token ids.
 """
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -135,7 +136,12 @@ class Loop:
         if not self._under_way:
             self._since = time.perf_counter()
         chunked = jobs(what.chunks)
-        reads = [self._chunk(job) for job in chunked if job.slot is not None]
+        reads = [
+            self._chunk(job, size)
+            for job, run in itertools.groupby(chunked)
+            if job.slot is not None
+            for size in self._sizes(job, len(list(run)))
+        ]
         # A first token waits for no step: it is given out before the next call is dispatched.
         if any(read.first for read in reads):
             self._read(reads, on_event)
@@ -263,8 +269,17 @@ class Loop:
         self.sliding.slide(job.seen, position, min(-(-end // PAGE), len(job.pages)))
         self._write_table(job)
 
-    def _chunk(self, job: Job) -> Read:
-        offset, size = job.computed, self.layout.shape.chunk
+    def _sizes(self, job: Job, chunks: int) -> Iterator[int]:
+        """Passes for so many chunks of a text; a larger one pays if half of it is the text's."""
+        one = self.layout.shape.chunk
+        rest = min(chunks * one, job.end - job.computed)
+        while rest > 0:
+            fitting = [size for size in self.programs.chunk if size == one or 2 * rest > size]
+            yield max(fitting)
+            rest -= max(fitting)
+
+    def _chunk(self, job: Job, size: int) -> Read:
+        offset = job.computed
         assert job.slot is not None
         last = offset + size >= job.end
         commits = last and not job.begun
@@ -278,8 +293,8 @@ class Loop:
             fill(masks, [(0, job.matcher, ())])
             allowed = masks[0, 0]
             self._drop_failed([job])
-        began = time.perf_counter()
-        self.state, out = self.programs.chunk(self.params, self.state, table, control, allowed)
+        began, program = time.perf_counter(), self.programs.chunk[size]
+        self.state, out = program(self.params, self.state, table, control, allowed)
         self._under_way.append(UnderWay("prefill_seconds", 0, began, out.first))
         job.computed = min(offset + size, job.end)
         self._name(job, job.computed)

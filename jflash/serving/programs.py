@@ -6,6 +6,8 @@ reads one array a call. Nothing here knows a queue.
 
 import functools
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +23,8 @@ from jflash.logprobs import Scores, bits, judged, noted, read, scored, unasked
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.passes import Chunk
 from jflash.prefill import put
-from jflash.programs import Shape, empty_sequences
-from jflash.row_choice import ChosenRows, kept_times, row_counts, timed_halfway
+from jflash.programs import Shape, chunk_sizes, empty_sequences
+from jflash.row_choice import ChosenRows, kept_times, row_counts, timed
 from jflash.sampling import Filters, choose, cut_at_stop
 from jflash.serving.packing import HEAD, Report, mask_words, report_of, row_size
 from jflash.serving.slots import (
@@ -47,15 +49,16 @@ class Programs(NamedTuple):
     """Executables of one layout. `state` is donated, and its paged layers have no table.
 
     admit(state, row) -> state
-    chunk(params, state, table, control, allowed) -> (state, Chunked)
+    chunk[size](params, state, table, control, allowed) -> (state, Chunked)
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
-    `greedy` has a program for each number of rows that a step may verify; `drawn` verifies all, and
-    serves requests of every kind. Only the layout's kinds are there.
+    `chunk` has a program for each number of tokens that a pass computes, and `greedy` for each
+    number of rows that a step may verify. `drawn` verifies all, and serves requests of every kind.
+    Only the layout's kinds are there.
     """
 
     admit: Any
-    chunk: Any
+    chunk: dict[int, Any]
     greedy: dict[int, Any]
     drawn: Any | None
 
@@ -253,22 +256,29 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     counts = [models.rows or shape.batch * models.block_size]
     if models.rows == AUTO:
         counts = row_counts(shape.batch, models.block_size)
-    greedy = {
-        int(count): steps(replace(models, sampled=False, rows=models.rows and int(count)))
-        for count in counts
-        if "greedy" in layout.kinds
-    }
     row, words = ints(row_size(shape)), ints(mask_words(models))
-    one_chunk = functools.partial(chunk, local(draws), shape.chunk)
-    one_chunk = spread(models.mesh, one_chunk, (*takes, EVERYWHERE), gives, donate=(1,))
-    admitting = functools.partial(admit, shape)
-    admitting = spread(models.mesh, admitting, (where, EVERYWHERE), where, donate=(0,))
-    return Programs(
-        admitting.lower(state, row).compile(),
-        one_chunk.lower(params, state, ints(1, columns), ints(6), words).compile(),
-        greedy,
-        steps(draws) if "drawn" in layout.kinds else None,
-    )
+
+    def admitting():
+        jitted = spread(
+            models.mesh, functools.partial(admit, shape), (where, EVERYWHERE), where, donate=(0,)
+        )
+        return jitted.lower(state, row).compile()
+
+    def chunks(size: int):
+        function = functools.partial(chunk, local(draws), size)
+        jitted = spread(models.mesh, function, (*takes, EVERYWHERE), gives, donate=(1,))
+        return jitted.lower(params, state, ints(1, columns), ints(6), words).compile()
+
+    sizes = chunk_sizes(models, shape)
+    budgets = [int(count) for count in counts] if "greedy" in layout.kinds else []
+    greedy = [replace(models, sampled=False, rows=models.rows and count) for count in budgets]
+    stepping = [*greedy, *([draws] if "drawn" in layout.kinds else [])]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        step_programs, chunk_programs = pool.map(steps, stepping), pool.map(chunks, sizes)
+        admitted, stepped = pool.submit(admitting).result(), list(step_programs)
+        by_size = dict(zip(sizes, chunk_programs, strict=True))
+    by_rows = dict(zip(budgets, stepped, strict=False))
+    return Programs(admitted, by_size, by_rows, stepped[-1] if "drawn" in layout.kinds else None)
 
 
 def choosing(models: Models, params: Params, layout: Layout, programs: Programs) -> ChosenRows:
@@ -277,17 +287,17 @@ def choosing(models: Models, params: Params, layout: Layout, programs: Programs)
     folder = jax.config.jax_compilation_cache_dir
     where = Path(folder) if folder else None
     ms = kept_times(models, layout, measure, where)
-    return ChosenRows(None, programs.greedy, ms, 0.0)
+    return ChosenRows(None, programs.greedy, ms, 0.0, layout.steps)
 
 
 def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
-    """Milliseconds of a step by its rows; all slots are live, halfway through their pages."""
+    """Milliseconds of a step by its rows; see jflash.row_choice.timed."""
     batch = layout.shape.batch
     columns, window = table_columns(models, layout), sliding(models, layout)
     fewest = min(layout.pages, window.pages if window else layout.pages)
     pages = np.arange(batch * columns, dtype=np.int32) % fewest
     table, live = pages.reshape(batch, columns), np.ones(batch, bool)
-    return timed_halfway(
+    return timed(
         greedy, layout.shape, layout.steps, empty_state(models, layout),
         lambda program, state: program(params, state, table, live),
     )  # fmt: skip

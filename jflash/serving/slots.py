@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.logprobs import unasked
 from jflash.mesh import local, shared, specs
-from jflash.programs import Shape, empty_sequences
+from jflash.programs import Shape, chunk_sizes, empty_sequences
 from jflash.rows import empty_survey
 from jflash.serving.request import MOST
 from jflash.shaping import unshaped
@@ -66,7 +66,8 @@ def _empty_state(models: Models, layout: Layout) -> State:
         return kind(k, v, None)
 
     window = sliding(models, layout)
-    sizes = (shape.batch, PAGE, max(models.block_size, shape.chunk), models.dtype)
+    rows = max(models.block_size, chunk_sizes(models, shape)[-1])
+    sizes = (shape.batch, PAGE, rows, models.dtype)
     both = (models.target, models.drafter)
     target, drafter = (
         () if model is None else tuple(map(paged, model.empty_states(*sizes))) for model in both
@@ -104,7 +105,8 @@ def sliding(models: Models, layout: Layout) -> Window | None:
     if not windows:
         return None
     shape, ahead = layout.shape, 3 * layout.steps * models.block_size
-    one = -(-(max(windows) + max(shape.chunk, ahead)) // PAGE) + 2
+    most = chunk_sizes(models, shape)[-1]
+    one = -(-(max(windows) + max(most, ahead)) // PAGE) + 2
     return Window(max(windows), shape.batch * min(2 * one, layout.columns))
 
 

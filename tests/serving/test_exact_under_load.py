@@ -14,6 +14,7 @@ from jflash.kernels import AUTO
 from jflash.programs import Shape
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
+from jflash.serving import programs, slots
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
@@ -115,7 +116,8 @@ def counted(loop: Loop) -> list[str]:
         return lambda *args: (calls.append(name), program(*args))[1]
 
     greedy = {rows: named("call", one) for rows, one in loop.programs.greedy.items()}
-    chunk, drawn = named("chunk", loop.programs.chunk), named("call", loop.programs.drawn)
+    chunk = {size: named("chunk", one) for size, one in loop.programs.chunk.items()}
+    drawn = named("call", loop.programs.drawn)
     loop.programs = loop.programs._replace(greedy=greedy, drawn=drawn, chunk=chunk)
     return calls
 
@@ -230,6 +232,24 @@ def test_a_long_prompt_keeps_no_text_waiting(pair, burst):
     runs = [len(list(run)) for name, run in itertools.groupby(calls) if name == "chunk"]
     assert max(runs) == burst and sum(runs) == 2 * 6 and calls[-1] == "call"
     assert sorted(texts) == [0, 1, 2]
+
+
+def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch):
+    """Of a text of 180 tokens one pass computes 128; the texts are those by small chunks."""
+    requests = [Request(prompt_ids=p, max_tokens=9) for p in prompts(2, seed=2, low=180, high=181)]
+    texts: list[dict[int, list[int]]] = [{}, {}]
+    loops = [loop_of(pair)]
+    for module in (programs, slots):
+        monkeypatch.setattr(module, "chunk_sizes", lambda models, shape: (CHUNK, 128))
+    shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
+    loops.append(Loop(pair.models, pair.params, Layout(shape, 9, STEPS, ("greedy",)), b""))
+    for loop, got in zip(loops, texts, strict=True):
+        calls = counted(loop)
+        loop.waiting += [job_of(request, i) for i, request in enumerate(requests)]
+        while not loop.idle:
+            loop.round(lambda job, e, got=got: got.setdefault(job.order[1], []).extend(e.token_ids))
+    assert calls.count("chunk") == 2 * 3  # of 128, 32 and 32
+    assert texts[0] == texts[1] and [len(text) for text in texts[0].values()] == [9, 9]
 
 
 def caches(loop: Loop):

@@ -53,7 +53,7 @@ def start() -> State:
     request = make_request(
         shape, PROMPT[:-1], Decoding(max_new_tokens=NEW + 1), W - 1, jax.random.key(0)
     )
-    fill = jax.jit(functools.partial(prefill, models, shape.chunk))
+    fill = jax.jit(functools.partial(prefill, models, (shape.chunk,)))
     state = fill(params, new_state(models, shape), jnp.int32(0), request)
     return state.with_sequences(tokens=state.sequences.tokens.at[0, 2].set(PROMPT[-1]))
 

@@ -154,7 +154,7 @@ def test_stream_and_generate_cut_alike_at_a_stop_of_the_host():
         assert last[-1].generation.acceptance_lengths == cut.acceptance_lengths
 
 
-CHUNKS = (7, 16, 128)
+CHUNKS = ((7,), (16,), (128,), (16, 150))
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +162,12 @@ def chunked():
     """The states after a prompt's prefill in chunks of each size."""
     pair = random_pair()
     # `run` is not compiled in vain.
-    programs = [jax.jit(partial(prefill, pair.models, chunk)) for chunk in CHUNKS]
+    programs = [jax.jit(partial(prefill, pair.models, sizes)) for sizes in CHUNKS]
 
     def call(prompt: list[int]) -> list:
         states = []
-        for chunk, program in zip(CHUNKS, programs, strict=True):
-            shape = Shape(2, 256, chunk, 16)
+        for sizes, program in zip(CHUNKS, programs, strict=True):
+            shape = Shape(2, 256, sizes[0], 16)
             request = make_request(shape, prompt, Decoding(max_new_tokens=10), 7, jax.random.key(0))
             state = new_state(pair.models, shape)
             states.append(program(pair.params, state, jnp.int32(1), request))
@@ -176,7 +176,7 @@ def chunked():
     return call
 
 
-@pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 56, 59, 112, 127, 128, 129])
+@pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 56, 59, 112, 127, 128, 129, 240])
 def test_prefill_chunks_agree_within_float32(chunked, length):
     """Another chunk size is another order of sums: caches differ by rounding and no more. So at a
     prompt of whole chunks, and of one token more or less."""

@@ -158,7 +158,7 @@ def temporaries(models: Models, shape: Shape, compile_it, step_alone: bool = Fal
     key = jax.random.key(0)
     request = jax.eval_shape(lambda: make_request(shape, [0], Decoding(), 0, key))
     cancel = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_)
-    first = functools.partial(prefill, models, shape.chunk)
+    first = functools.partial(prefill, models, (shape.chunk,))
     programs = [compile_it(functools.partial(run, models), params, state, number, cancel)]
     if not step_alone:
         programs.append(compile_it(first, params, state, number, request))

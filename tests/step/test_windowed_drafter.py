@@ -59,7 +59,7 @@ def drafted(pair, sizes, rounds: int = 60) -> np.ndarray:
     """Keys and values of the text's last rows, after some steps."""
     shape = Shape(2, 512, 48, 16)
     state = new_state(pair.models, shape)
-    admit = jax.jit(partial(prefill, pair.models, shape.chunk))
+    admit = jax.jit(partial(prefill, pair.models, (shape.chunk,)))
     for slot, prompt in enumerate(prompts(2, seed=6, low=70, high=150)):
         request = make_request(shape, prompt, Decoding(max_new_tokens=250), 7, jax.random.key(0))
         state = admit(pair.params, state, jnp.int32(slot), request)
