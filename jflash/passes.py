@@ -46,15 +46,20 @@ class Projected(NamedTuple):
     ) -> tuple[Float[Array, "B T N H"], C]:
         """The queries, and the cache with the keys and values at `slots`; see the op's contract."""
         if isinstance(cache, PagedCache):
-            return self._write_pages(cache, slots, backend)
+            return self.write_flat(cache, slots, backend)
         q, k, v = heads_op.heads_to_cache(
             *self[:5], cache.k, cache.v, slots,
             heads=self.heads, backend=backend, rising=not cache.wraps,
         )  # fmt: skip
         return q, cache._replace(k=k, v=v)
 
-    def _write_pages(self, cache, places, backend):
-        """`write` with the pools as one long cache, and all rows as one sequence."""
+    def write_flat[C: Cache](
+        self, cache: C, places: Int[Array, "B T"], backend: str
+    ) -> tuple[Float[Array, "B T N H"], C]:
+        """`write` with the pools or the sequences as one long cache, and all rows as one sequence.
+
+        B is any number; places past the end are dropped.
+        """
         B, T = places.shape
         x = self.x.reshape(len(self.x), 1, B * T, -1)
         cos, sin = (a.reshape(1, B * T, -1) for a in (self.cos, self.sin))
@@ -99,13 +104,22 @@ class Block(NamedTuple):
     def attend(self, spec, projected, cache, sinks=None):
         slots = cache.slots(self.lengths[:, None] + jnp.arange(projected.cos.shape[1]))
         q, cache = projected.write(cache, slots, self.kernels.heads)
-        out = block_attention(
+        return self.seen(spec, q, cache, sinks), cache
+
+    def seen(
+        self,
+        spec: AttentionSpec,
+        q: Float[Array, "B T N H"],
+        cache: Cache,
+        sinks: Float[Array, " N"] | None,
+    ) -> Float[Array, "B T N H"]:
+        """Attention to a cache that holds the block's keys and values already."""
+        return block_attention(
             q, cache.k, cache.v, self.lengths, self.widths,
             causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
             window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
             table=cache.table,
         )  # fmt: skip
-        return out, cache
 
 
 class Chunk(NamedTuple):

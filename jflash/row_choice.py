@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import time
 from collections import deque
@@ -32,11 +33,13 @@ from jflash.rows import BINS, Survey
 from jflash.speculative import Models, Params, State
 
 WIDTHS = (1, 2, 4, 8)  # rows a sequence, and the whole block: each is a program to compile
-SMALLEST_BATCH = 8  # below it a row costs next to nothing, and AUTO means all
+# Below it a row costs next to nothing, and AUTO means all; but each row reads experts of its own.
+SMALLEST_BATCH = 8
 FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
 KEPT = 0.8  # weight of earlier counts, after each call that drafted
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
-TIMED_CALLS, TIMED_STEPS = 3, 4
+TIMED_CALLS, TIMED_STEPS = 6, 4
+TIMED_CONTEXT = 1024  # tokens of each sequence at most: few texts fill a large capacity
 PROBE = 100  # milliseconds without drafts before one of a probe
 
 
@@ -49,8 +52,9 @@ def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
         return models
     if rows == AUTO:
         free = models.drafter is not None and models.one_arithmetic
-        free = free and not models.target.config.deltas
-        return replace(models, rows=AUTO) if free and batch >= SMALLEST_BATCH else models
+        target = models.target.config
+        pays = batch >= SMALLEST_BATCH or bool(target.experts)
+        return replace(models, rows=AUTO) if free and pays and not target.deltas else models
     if int(rows) < batch:
         raise ValueError(
             f"{rows} rows to verify for {batch} sequences: each needs one, at least {batch} in all"
@@ -97,9 +101,14 @@ class ChosenRows:
     """Takes the place of `Programs`; its `run` uses the best number of rows at that time."""
 
     def __init__(
-        self, prefill: Any, runs: Mapping[int, Any], ms: Mapping[int, float], seconds: float
+        self,
+        prefill: Any,
+        runs: Mapping[int, Any],
+        ms: Mapping[int, float],
+        seconds: float,
+        fewest: int = 1,  # steps of a call, and so of a probe
     ) -> None:
-        self.prefill, self.seconds, self.ms = prefill, seconds, dict(ms)
+        self.prefill, self.seconds, self.ms, self.fewest = prefill, seconds, dict(ms), fewest
         self.estimate, self.steps = Estimate(), dict.fromkeys(runs, 0)
         self._runs, self._plain = dict(runs), min(runs)
         self._pending = deque[tuple[int, Survey]]()
@@ -136,8 +145,8 @@ class ChosenRows:
         best = max(drafting, key=speed.__getitem__)
         if speed[best] >= speed[self._plain]:
             return best, STEPS
-        if self._undrafted >= PROBE * self.ms[best]:
-            return best, 1
+        if self._undrafted >= PROBE * self.fewest * self.ms[best]:
+            return best, self.fewest
         return self._plain, STEPS
 
     def _look(self) -> None:
@@ -168,6 +177,8 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     rows = models.rows
     if rows is None or models.drafter is None:
         return compile_programs(models, params, shape)
+    if rows == AUTO and models.draws_drafts:
+        rows = shape.batch * models.block_size  # the choice hangs on times: no seed would repeat
     if rows != AUTO:
         return compile_programs(with_rows(models, rows, shape.batch), params, shape)
     begin = time.perf_counter()
@@ -186,34 +197,37 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
 def step_times(
     models: Models, params: Params, shape: Shape, runs: Mapping[int, Any]
 ) -> dict[int, float]:
-    """Milliseconds of a step by its rows; all sequences are live, halfway through the capacity."""
+    """Milliseconds of a step by its rows; see `timed`."""
     batch, capacity = shape.batch, shape.capacity
     state, no_cancel = new_state(models, shape), jnp.zeros(batch, bool)
     vocabulary = models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(0), (batch, capacity), 0, vocabulary, jnp.int32)
     state = state.with_sequences(tokens=tokens)
     steps = jnp.int32(TIMED_STEPS)
-    return timed_halfway(
+    return timed(
         runs, shape, TIMED_STEPS, state, lambda run, state: run(params, state, steps, no_cancel)
     )
 
 
-def timed_halfway(
+def timed(
     runs: Mapping[int, Any],
     shape: Shape,
     steps: int,
     state: State,
     call: Callable[[Any, State], tuple[State, Any]],
 ) -> dict[int, float]:
-    """Milliseconds of a step of each run, by its rows; a call has `steps` and takes the state."""
+    """Milliseconds of a step of each run, by its rows; a call has `steps` and takes the state.
+
+    All sequences are live, in the middle of a text. The runs take turns, and the fastest call of
+    each counts: so no pause of the host falls on one of them.
+    """
     batch, capacity = shape.batch, shape.capacity
-    ms = {}
-    for rows, run in runs.items():
-        seconds = []
-        for _ in range(TIMED_CALLS):
+    ms = dict.fromkeys(runs, math.inf)
+    for _ in range(TIMED_CALLS):
+        for rows, run in runs.items():
             # No draft is accepted, so a step is a token.
             state = state.with_sequences(
-                length=jnp.full(batch, capacity // 2, jnp.int32),
+                length=jnp.full(batch, min(capacity // 2, TIMED_CONTEXT), jnp.int32),
                 limit=jnp.full(batch, capacity, jnp.int32),
                 done=jnp.zeros(batch, bool),
             )
@@ -221,8 +235,7 @@ def timed_halfway(
             begin = time.perf_counter()
             state, report = call(run, state)
             jax.block_until_ready(report)
-            seconds.append(time.perf_counter() - begin)
-        ms[rows] = 1000 * min(seconds) / steps
+            ms[rows] = min(ms[rows], 1000 * (time.perf_counter() - begin) / steps)
     return ms
 
 

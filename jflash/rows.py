@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jflash.cache import Cache, PagedCache
 from jflash.kernels import Kernels
 from jflash.passes import Block, Projected
 
@@ -37,6 +38,12 @@ class Whole(NamedTuple):
     def over(self, block: Block) -> Block:
         return block
 
+    def write[C: Cache](
+        self, projected: Projected, cache: C, slots: Int[Array, "B W"], backend: str
+    ) -> tuple[Array, C]:
+        """The queries of the rows as they lie, and the cache with their keys and values."""
+        return projected.write(cache, slots, backend)
+
 
 class Packed(NamedTuple):
     """R rows as R sequences of one row, [R, 1]; a block's rows side by side, its anchor first.
@@ -47,6 +54,7 @@ class Packed(NamedTuple):
     widths: Int[Array, " B"]  # rows of each block, at least 1
     sequence: Int[Array, " R"]
     place: Int[Array, " R"]  # in the block
+    spare: Bool[Array, " R"]  # left over
     row: Int[Array, "B W"]  # where a block's rows lie; past its width anywhere
 
     def pack(self, x: Array) -> Array:
@@ -63,6 +71,17 @@ class Packed(NamedTuple):
 
     def over(self, block: Block) -> "PackedBlock":
         return PackedBlock(block, self)
+
+    def write[C: Cache](
+        self, projected: Projected, cache: C, slots: Int[Array, "B W"], backend: str
+    ) -> tuple[Array, C]:
+        """As of whole blocks, but [R, 1, N, H]: only the verified rows are normed and turned."""
+        B, S = cache.k.shape[:2]
+        own = slots[self.sequence, self.place]
+        first, end = (0, B * S) if isinstance(cache, PagedCache) else (self.sequence * S, S)
+        dropped = self.spare | (own >= end)  # each to a place of its own, past the end
+        places = jnp.where(dropped, B * S + jnp.arange(len(own)), first + own)
+        return projected.write_flat(cache, places[:, None], backend)
 
 
 Rows = Whole | Packed
@@ -82,19 +101,11 @@ class PackedBlock(NamedTuple):
         return self.block.kernels
 
     def attend(self, spec, projected, cache, sinks=None):
-        blocks = unpacked(projected, self.rows)
-        out, cache = self.block.attend(spec, blocks, cache, sinks)
+        places = jnp.arange(self.rows.row.shape[1])
+        slots = cache.slots(self.block.lengths[:, None] + places)
+        q, cache = self.rows.write(projected, cache, slots, self.kernels.heads)
+        out = self.block.seen(spec, self.rows.unpack(q), cache, sinks)
         return self.rows.pack(out), cache
-
-
-def unpacked(projected: Projected, rows: Rows) -> Projected:
-    """A projection of packed rows as one of blocks."""
-    if isinstance(rows, Whole):
-        return projected
-    pieces = projected.x[:, rows.row, 0]
-    return projected._replace(
-        x=pieces, cos=rows.unpack(projected.cos), sin=rows.unpack(projected.sin)
-    )
 
 
 def survivals(confidence: Float[Array, "B D"]) -> Float[Array, "B D"]:
@@ -135,7 +146,8 @@ def packed(counts: Int[Array, " B"], width: int, rows: int) -> Packed:
     begins = ends - counts
     places = jnp.minimum(begins[:, None] + jnp.arange(width), rows - 1)
     place = jnp.maximum(row - begins[sequence], 0)
-    return Packed(jnp.maximum(counts, 1), sequence, place, places)
+    spare = jnp.arange(rows) >= ends[-1]
+    return Packed(jnp.maximum(counts, 1), sequence, place, spare, places)
 
 
 class Survey(NamedTuple):

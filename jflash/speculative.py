@@ -26,7 +26,7 @@ from jflash.logprobs import Logprobs, judged, noted
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.passes import Block
-from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals, unpacked
+from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals
 from jflash.sampling import (
     TARGET,
     Filters,
@@ -241,6 +241,10 @@ def propose(
     ranked, keys = models.rows is not None, s.key
     if not (ranked or models.draws_drafts or c.reads_logits):
         return Proposal(apply(*target, hidden, backend, method="best"))
+    written = models.draws_drafts or c.reads_logits or models.target.config.shards > 1
+    if ranked and not written:
+        best, sure = apply(*target, hidden, backend, method="best_and_confidence")
+        return Proposal(best, confidence=sure)
     if ranked:
         # The rank of a row hangs on the drafts of other sequences, and so on noise that decided
         # nothing in earlier steps: what is drafted again is drawn anew.
@@ -389,9 +393,7 @@ def commit(models: Models, params: Params, state: State, verdict: Verdict) -> St
             method="context",
         )  # fmt: skip
         drafter_cache = tuple(
-            unpacked(projected, rows).write(
-                cache, cache.slots(positions, keep), models.kernels.heads
-            )[1]
+            rows.write(projected, cache, cache.slots(positions, keep), models.kernels.heads)[1]
             for cache, projected in zip(drafter_cache, context, strict=True)
         )
     target_cache = tuple(layer.committed(count) for layer in state.target_cache)

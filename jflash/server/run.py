@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -88,18 +88,15 @@ def _signals_end_there():
 async def _watched(
     service: Service, server: uvicorn.Server, hang_timeout: float
 ) -> AsyncIterator[None]:
-    def end() -> None:
-        server.should_exit = True
-
-    task = asyncio.create_task(watch(service, hang_timeout, end))
+    task = asyncio.create_task(_watch(service, server, hang_timeout))
     try:
         yield
     finally:
         task.cancel()
 
 
-async def watch(service: Service, hang_timeout: float, end: Callable[[], None]) -> None:
-    """Ends the server, after its last words, once the engine has failed or hangs."""
+async def _watch(service: Service, server: uvicorn.Server, hang_timeout: float) -> None:
+    """Ends the server once the engine has failed or hangs."""
     seen, since = None, time.monotonic()
     while not service.failures:
         await asyncio.sleep(LOOK_EVERY)
@@ -114,4 +111,4 @@ async def watch(service: Service, hang_timeout: float, end: Callable[[], None]) 
                 handle.fail(hung)
     LOG.error("ends: %s", service.failures[0])
     await asyncio.sleep(LAST_WORDS)
-    end()
+    server.should_exit = True

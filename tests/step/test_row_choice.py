@@ -11,9 +11,12 @@ import pytest
 from jflash import row_choice
 from jflash.generate import generate
 from jflash.kernels import AUTO, XLA
+from jflash.models.decoder import Target
 from jflash.programs import Shape
 from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts, with_rows
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
+from jflash.specs import MoeSpec
+from jflash.speculative import Params
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import prompts
@@ -97,6 +100,22 @@ def test_rows_follow_what_drafts_come_to():
     assert steps[8] == 0, steps
 
 
+def test_a_probe_costs_at_most_a_hundredth_of_the_time_whatever_a_call_has_of_steps():
+    """A drafter that is never right, in an engine's calls of four steps."""
+    text = Text(right=0.0, sure=0.9)
+    chosen = ChosenRows(None, dict.fromkeys(MS), MS, 0.0, fewest=4)
+    spent = dict.fromkeys(MS, 0.0)
+    for call in range(450):
+        rows, steps = chosen.pick()
+        assert rows == BATCH or steps == 4 or call < 1
+        for _ in range(4):
+            text.step(rows)
+        spent[rows] += 4 * MS[rows] * (call >= 8)
+        chosen.ran(rows, text.survey)
+    probing = sum(ms for rows, ms in spent.items() if rows > BATCH)
+    assert 0 < probing < 0.01 * spent[BATCH]
+
+
 def test_expected_tokens_count_the_best_rows():
     text = Text(right=0.9, sure=0.9)
     chosen = ChosenRows(None, text.runs(), MS, 0.0)
@@ -127,6 +146,17 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
     assert with_rows(pair.models, AUTO, 2) == with_rows(pair.models, None, 8) == pair.models
     with pytest.raises(ValueError, match="3 rows to verify for 4 sequences: each needs one"):
         programs_for(replace(pair.models, rows=3), pair.params, shape._replace(batch=4))
+
+
+def test_auto_follows_experts_at_batch_1_and_keeps_a_seeds_text(monkeypatch):
+    models = pair_of(8).models
+    moe = MoeSpec(num_experts=4, experts_per_token=2, intermediate_size=32, renormalise=True)
+    config = models.target.config.with_experts(moe, range(1))
+    sparse = replace(models, target=Target(config), kernels=models.kernels._replace(experts="cpu"))
+    assert with_rows(sparse, AUTO, 1).rows == AUTO and with_rows(models, AUTO, 1).rows is None
+    monkeypatch.setattr(row_choice, "compile_programs", lambda models, *_: models.rows)
+    drawn = replace(models, rows=AUTO, sampled=True, draft_rule="sampled")
+    assert programs_for(drawn, Params({}), Shape.of(2, 256)) == 16  # whole blocks: no times
 
 
 def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
