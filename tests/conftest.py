@@ -22,8 +22,12 @@ HASTE = (
 SOON = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # JAX's variable for compiling soon and badly
 MOST_PROCESSES = 4  # each takes a core and up to 4 GB
 gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
-_FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
-os.environ["XDG_CACHE_HOME"] = _FOLDER.name  # of the processes that tests start
+# Processes of a run share a folder, with locks, for their caches and for those of processes that
+# tests start.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _FOLDER = tempfile.TemporaryDirectory(prefix="jflash-tests-")
+    os.environ["XDG_CACHE_HOME"] = _FOLDER.name
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**34)  # a bound makes JAX lock the folder
 jax.config.update("jax_enable_compilation_cache", False)  # in this one all is compiled
 
 # JAX's CUDA plugin is here to compile for a GPU (tests/proof/test_gates.py). Where there is none,
@@ -42,7 +46,8 @@ pytest.register_assert_rewrite(
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Processes share the files of a whole run, unless -n says how many; a file stays in one.
+    """Processes share the files of a whole run, unless -n says how many; a file stays in one, and
+    so do the files of one server.
 
     Most of the time goes to compiling, which keeps one core busy. A GPU's memory is for one process
     alone, and a run of files that were named has little to share, unless a mark chooses among them.
@@ -57,6 +62,20 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        """The files of tests/server go to one process, which starts one server for them."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/server" if file.startswith("tests/server/") else file
+
+    return ByFile(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture
@@ -114,7 +133,8 @@ def compiled_once():
 
     with jax_options(
         jax_enable_compilation_cache=True,
-        jax_compilation_cache_dir=str(Path(_FOLDER.name) / "programs"),
+        jax_compilation_cache_dir=str(Path(os.environ["XDG_CACHE_HOME"]) / "programs"),
+        jax_compilation_cache_max_size=2**34,
         jax_persistent_cache_min_compile_time_secs=0.1,
         jax_persistent_cache_min_entry_size_bytes=-1,
     ):

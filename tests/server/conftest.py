@@ -1,4 +1,4 @@
-"""The command itself in a process of its own, with the embedded pair, once for a file of tests."""
+"""The command itself in its process, with the embedded pair, once for all tests that leave it."""
 
 import os
 import re
@@ -45,10 +45,21 @@ def started(log: Path, *options: str, **variables: str) -> Server:
     raise AssertionError(f"the server ended with {process.returncode}: {log.read_text()}")
 
 
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory) -> Iterator[list[Server]]:
+    """Those that were started; the newest may have ended."""
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+
+
 @pytest.fixture(scope="module")
-def server(compiled_soon, tmp_path_factory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    server = started(log, "--max-batch", "4", "--max-context", "512", "--max-queue", "40")
-    yield server
-    server.process.kill()
-    server.process.wait()
+def server(compiled_soon, servers, tmp_path_factory) -> Server:
+    """A server that runs: the one of the file before, unless that has ended it."""
+    if not servers or servers[-1].process.poll() is not None:
+        log = tmp_path_factory.mktemp("server") / "log"
+        options = ("--max-batch", "4", "--max-context", "512", "--max-queue", "40")
+        servers.append(started(log, *options))
+    return servers[-1]

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "checkpoints" / "tiny-math"
 GOLDEN = Path(__file__).parents[1] / "golden" / "default_prompt.json"
 REFERENCE = GOLDEN.with_name("tiny_math_reference.json")
+CAPACITY = 512  # of what is decoded at batch 1, which then is one program
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_the_reference_decodes_it_alike(pair):
     for case in record["cases"]:
         got = generate(
             pair, [case["prompt_ids"]], max_new_tokens=record["max_new_tokens"],
-            stop_token_ids=stops, capacity=512,
+            stop_token_ids=stops, capacity=CAPACITY,
         )[0]  # fmt: skip
         assert got.token_ids == case["output_ids"]
         assert got.acceptance_lengths == case["acceptance_lengths"]
@@ -71,7 +72,7 @@ def test_trained_random_and_no_drafts_say_the_same(pair):
     assert sum(lengths) / len(lengths) > 4
     for other in (generate(random, prompts, **how), generate(pair, prompts, oracle=True, **how)):
         assert [g.token_ids for g in other] == [g.token_ids for g in trained]
-    streamed = list(stream(pair, prompts[0], **how))[-1].generation
+    streamed = list(stream(pair, prompts[0], capacity=CAPACITY, **how))[-1].generation
     assert streamed.token_ids == trained[0].token_ids
     right = [extract_result(tokenizer.decode(g.token_ids[:-1])) for g in trained[:3]]
     assert right == [problem.result for problem in asked[:3]]

@@ -44,7 +44,7 @@ MOE = MoeSpec(
 
 
 def pair_of(dtype: str = "float32", **target) -> Pair:
-    configs = target_config(**target), drafter_config(block_size=WIDTH)
+    configs = target_config(**target), drafter_config(block_size=WIDTH, num_layers=1)
     configs = [replace(config, dtype=dtype) for config in configs]
     params = [random_params(config, seed) for seed, config in enumerate(configs)]
     params = jax.tree.map(lambda x: x.astype(dtype), params)
