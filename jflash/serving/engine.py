@@ -25,7 +25,10 @@ from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Requ
 from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
 from pallas_kernels.block_attention import PAGE
 
-PREFILL_BETWEEN = 512  # tokens: about as long as a call of steps at 8B's sizes
+# Tokens: 24 ms in 4 chunks of 128 at 8B's sizes, about as long as a call of steps. The last chunks
+# of 32k tokens take longer, so STALL bounds their time too.
+PREFILL_BETWEEN = 512
+STALL = 0.05  # seconds that a long prompt keeps a text waiting at most, if a chunk is no longer
 STEPS_PER_CALL = 4  # more leave ended slots idle for longer, fewer let the device wait
 
 
@@ -66,9 +69,9 @@ class Engine:
     for `max_batch` of the longest unless given. When they are short, the last request gives its
     pages back, and is computed again later. At most `max_queue` requests wait; more are refused.
     Between two calls of steps at most `prefill_between` tokens of prompts are computed, in whole
-    chunks, so that a long prompt keeps no text waiting. The constructor compiles the programs,
-    only those of `kinds` of requests: 'greedy' ones need no more than the argmax of the unchanged
-    logits. The engine is a context manager.
+    chunks, and none that would pass STALL, so that a long prompt keeps no text waiting. The
+    constructor compiles the programs, only those of `kinds` of requests: 'greedy' ones need no
+    more than the argmax of the unchanged logits. The engine is a context manager.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Engine:
         self._layout = Layout(shape, pages, steps_per_call, kinds)
         self._max_queue = max_queue
         burst, salt = max(1, prefill_between // prefill_chunk), pair.models.dtype.encode()
-        self._loop = Loop(pair.models, pair.params, self._layout, salt, burst)
+        self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
         self._changed = threading.Condition()
         self._inbox = list[Job]()
         self._actions = deque[tuple[Callable[[], Any], Future]]()
@@ -198,7 +201,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        pages = self._loop.pages
+        pages = self._loop.holdings.pages
         with self._changed:
             return Stats(
                 waiting=self._waiting(),

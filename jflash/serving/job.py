@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxtyping import Array, Int
-
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.packing import Report
@@ -49,6 +47,11 @@ class Job:
         return len(self.request.prompt_ids) + self.request.max_tokens
 
     @property
+    def to_compute(self) -> int:
+        """The number of tokens that chunks compute: all, without the newest once it has begun."""
+        return len(self.tokens) - self.begun
+
+    @property
     def begun(self) -> bool:
         """Whether its first token is known: then chunks commit nothing."""
         return len(self.tokens) > len(self.request.prompt_ids)
@@ -64,15 +67,6 @@ class Read(NamedTuple):
     report: Report | None = None
     jobs: tuple[Job, ...] = ()  # of the report
     steps: int = 0  # of the report
-
-
-class UnderWay(NamedTuple):
-    """A program that the device computes: its part of Counts, and an array that it fills."""
-
-    part: str
-    rows: int  # that a step verifies, of a call of steps
-    dispatched: float
-    array: Int[Array, "..."]
 
 
 class Counts(NamedTuple):

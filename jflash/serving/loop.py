@@ -5,6 +5,7 @@ continues from its newest token. This file knows only token ids.
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,58 +13,56 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from jflash.cache import PagedCache
 from jflash.kernels import AUTO
 from jflash.serving.constrained import Constrained, compile_constrained
+from jflash.serving.device_time import DeviceTime, UnderWay
+from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
 from jflash.serving.grammar import GrammarError, fill
-from jflash.serving.job import Counts, Job, Read, UnderWay
-from jflash.serving.packing import Report, Row, Taken, floats, mask_words, packed, taken, tops_of
-from jflash.serving.pages import Pages, chain
-from jflash.serving.programs import Chunked, Programs, choosing, compile_programs
+from jflash.serving.holdings import Holdings
+from jflash.serving.job import Counts, Job, Read
+from jflash.serving.packing import Report, Row, Taken, mask_words, packed
+from jflash.serving.planning import planned
+from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.request import Event, FinishReason
-from jflash.serving.schedule import Plan, Running, Waiting, plan
-from jflash.serving.sliding import Held, Sliding
-from jflash.serving.slots import Layout, empty_state, sliding
+from jflash.serving.schedule import Plan
+from jflash.serving.slots import Layout, empty_state
 from jflash.speculative import Models, Params
-from pallas_kernels.block_attention import PAGE
 
-LOOKED_AT = 64  # waiting requests that a round considers at most
+OnEvent = Callable[[Job, Event], None]
 
 
 class Loop:
     """The device's state, the pages and the slots; used by one thread.
 
-    At most `burst` chunks of prompts run between two calls of steps.
+    At most `burst` chunks of prompts run between two calls of steps, and once the device has shown
+    how long one takes, only as many as fit into `stall` seconds, at least one.
     """
 
     def __init__(
-        self, models: Models, params: Params, layout: Layout, salt: bytes, burst: int = 4
+        self,
+        models: Models,
+        params: Params,
+        layout: Layout,
+        salt: bytes,
+        burst: int = 4,
+        stall: float = math.inf,
     ) -> None:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
         auto = models.rows == AUTO and "greedy" in layout.kinds
         self.rows = choosing(models, params, layout, self.programs) if auto else None
         self.state = empty_state(models, layout)
-        # A state that is not in pages, a recurrent one, is in no prefix.
-        layers = (*self.state.target_cache, *self.state.drafter_cache)
-        self._paged = all(isinstance(layer, PagedCache) for layer in layers)
+        self.holdings = Holdings(models, layout, self.state, salt)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
-        self.pages = Pages(layout.pages)
-        self.sliding = Sliding(sliding(models, layout))
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
         self.counts = Counts()
+        self.time = DeviceTime()
         self._constrained: Constrained | None = None
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
-        self._salt, self._burst = salt, burst
+        self._burst, self._stall = burst, stall
         self._rounds = deque[list[Read]]()
-        self._under_way = deque[UnderWay]()  # in order
-        self._since = self._busy_until = time.perf_counter()
-        self._lasted = dict[tuple[str, int], float]()  # seconds of each program, when last seen
-        self._no_pages = np.full(layout.columns, layout.pages, np.int32)
-        self._no_pages = np.append(self._no_pages, self.sliding.row(Held(), layout.columns))
-        self._tables = np.tile(self._no_pages, (layout.shape.batch, 1))
 
     @property
     def running(self) -> list[Job]:
@@ -73,6 +72,12 @@ class Loop:
     def quiet(self) -> bool:
         """Whether no text is under way; requests that have no token yet may wait."""
         return not (self.running or self._rounds or any(job.begun for job in self.waiting))
+
+    @property
+    def burst(self) -> int:
+        """The chunks that may run now between two calls of steps."""
+        one = self.time.lasted("prefill_seconds", self.layout.shape.chunk)
+        return max(1, int(min(self._burst, self._stall / one))) if one else self._burst
 
     def prepare_grammars(self) -> None:
         """Compiles what requests with a grammar need, before the first of them comes."""
@@ -84,14 +89,12 @@ class Loop:
         assert self.quiet, "a text is of one version"
         self.params = params
         self.version += 1
-        self.pages.forget_all()
-        self.sliding.pages.forget_all()
+        self.holdings.forget_all()
 
     def sleep(self) -> None:
         """Frees the state's memory; the loop must be quiet."""
         assert self.quiet, "pages in use"
-        self.pages.forget_all()
-        self.sliding.pages.forget_all()
+        self.holdings.forget_all()
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
         self.asleep = True
@@ -113,7 +116,7 @@ class Loop:
         deadlines = [job.deadline for job in self.waiting if job.deadline is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def round(self, on_event: Callable[[Job, Event], None]) -> None:
+    def round(self, on_event: OnEvent) -> None:
         """Plans and dispatches a round, then reads the one before it."""
         for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
             self._end(job, "cancelled", on_event)
@@ -130,11 +133,10 @@ class Loop:
         for job in jobs(what.preempted):
             self.preempt(job)
         for job in jobs(what.grown):
-            self._grow(job)
+            self.holdings.grow(job)
         for job in jobs(what.admitted):
             self._admit(job)
-        if not self._under_way:
-            self._since = time.perf_counter()
+        self.time.begin()
         chunked = jobs(what.chunks)
         reads = [
             self._chunk(job, size)
@@ -165,109 +167,33 @@ class Loop:
         assert not self._rounds, "tokens on their way would be lost"
         self._leave(job)
         self.waiting.append(job)
-        self.counts = self.counts._replace(preempted=self.counts.preempted + 1)
+        self._count(preempted=1)
 
     def drop(self) -> Iterable[Job]:
         """All requests that have not ended, after a failure."""
         return [*self.waiting, *self.running]
 
     def _plan(self) -> Plan:
-        chunk = self.layout.shape.chunk
-        waiting = []
-        still = self.held or self.asleep
-        coming = [job for job in self.waiting if job.begun or not still]
-        for job in sorted(coming, key=lambda job: job.order)[:LOOKED_AT]:
-            end = self._end_of(job)
-            cached = self._cached_pages(job, end)
-            fresh = self._needs(job, 1) - self.pages.held(cached)
-            chunks = -(-(end - len(cached) * PAGE) // chunk)
-            waiting.append(Waiting(job.order, fresh, chunks, job.deadline))
-        late = [job for job in self.waiting if job.deadline and job.deadline <= time.monotonic()]
-        seen = {w.order for w in waiting}
-        waiting += [Waiting(j.order, 0, 0, j.deadline) for j in late if j.order not in seen]
-        running = [
-            Running(
-                job.order,
-                -(-(job.end - job.computed) // chunk) if job.end else 0,
-                0 if job.end else max(0, self._needs(job, job.unread + 1) - len(job.pages)),
-                self.pages.held_by_one(job.pages),
-                job.gained,
-                job.deadline,
-            )
-            for job in self.running
-        ]
-        free = len(self.slots) - len(running)
-        return plan(
-            waiting, running, slots=free, pages=self.pages.available, clock=time.monotonic(),
-            burst=self._burst,
+        return planned(
+            self.waiting, self.running, self.holdings, chunk=self.layout.shape.chunk,
+            slots=self.slots.count(None), burst=self.burst, still=self.held or self.asleep,
         )  # fmt: skip
-
-    def _needs(self, job: Job, calls: int) -> int:
-        """The pages for `calls` more calls than the host has read."""
-        ahead = calls * self.layout.steps * self.models.block_size + (not job.begun)
-        return -(-min(job.limit, len(job.tokens) + ahead) // PAGE)
-
-    def _end_of(self, job: Job) -> int:
-        """The number of tokens that chunks compute: all, without the newest once it has begun."""
-        return len(job.tokens) - job.begun
-
-    def _cached_pages(self, job: Job, end: int) -> list[int]:
-        """The cached pages of its text; the last token is always computed, and all of a prompt
-        whose logprobs are asked. A recurrent state is not cached."""
-        whole = job.request.prompt_logprobs is not None and not job.begun
-        if whole or not self._paged:
-            return []
-        job.names = chain(
-            job.tokens[: end - end % PAGE], self._salt + job.request.cache_salt.encode(), job.names
-        )
-        cached = self.pages.find(job.names[: (end - 1) // PAGE])
-        return cached[: self.sliding.shortened(job.names[: len(cached)])]
 
     def _admit(self, job: Job) -> None:
         """Gives a slot and pages, if there are still as many pages as planned."""
-        end = self._end_of(job)
-        cached = self._cached_pages(job, end)
-        self.pages.hold(cached)
-        fresh = self.pages.take(self._needs(job, 1) - len(cached))
-        if fresh is None:
-            self.pages.release(cached)
+        if not self.holdings.admit(job):
             return
         self.waiting.remove(job)
-        job.seen = self.sliding.admit(job.names[: len(cached)])
         job.slot = self.slots.index(None)
         self.slots[job.slot] = job
-        job.pages, job.named = [*cached, *fresh], len(cached)
-        job.computed, job.end = len(cached) * PAGE, end
-        job.unread, job.gained = 0, False
-        self._write_table(job)
+        job.end, job.unread, job.gained = job.to_compute, 0, False
         if job.cached is None:
-            job.cached = len(cached) * PAGE
-            self.counts = self.counts._replace(
-                prompt_tokens=self.counts.prompt_tokens + end,
-                cached_tokens=self.counts.cached_tokens + job.cached,
-            )
+            job.cached = job.computed
+            self._count(prompt_tokens=job.end, cached_tokens=job.cached)
         row = Row(job.slot, job.request, job.seed, job.tokens)
         self.state = self.programs.admit(
             self.state, packed(row, self.layout, self.models.max_accept)
         )
-
-    def _grow(self, job: Job) -> None:
-        more = self.pages.take(self._needs(job, job.unread + 1) - len(job.pages))
-        assert more is not None, "the plan counted the pages"
-        job.pages += more
-        self._write_table(job)
-
-    def _write_table(self, job: Job) -> None:
-        assert job.slot is not None
-        row = self._no_pages.copy()
-        row[: len(job.pages)] = job.pages
-        row[self.layout.columns :] = self.sliding.row(job.seen, self.layout.columns)
-        self._tables[job.slot] = row
-
-    def _slide(self, job: Job, position: int, end: int) -> None:
-        """Pages of layers with windows for the rows from `position` to `end`, and the table."""
-        self.sliding.slide(job.seen, position, min(-(-end // PAGE), len(job.pages)))
-        self._write_table(job)
 
     def _sizes(self, job: Job, chunks: int) -> Iterator[int]:
         """Passes for so many chunks of a text; a larger one pays if half of it is the text's."""
@@ -285,8 +211,7 @@ class Loop:
         commits = last and not job.begun
         scores = job.request.prompt_logprobs is not None and not job.begun
         control = np.array([job.slot, offset, job.end, last, commits, scores], np.int32)
-        self._slide(job, offset, offset + size)
-        table = self._tables[job.slot : job.slot + 1].copy()
+        table = self.holdings.table(job, offset, offset + size)
         allowed = self._free
         if commits and job.matcher is not None:
             masks = np.full((1, 1, len(allowed)), -1, np.int32)
@@ -295,16 +220,16 @@ class Loop:
             self._drop_failed([job])
         began, program = time.perf_counter(), self.programs.chunk[size]
         self.state, out = program(self.params, self.state, table, control, allowed)
-        self._under_way.append(UnderWay("prefill_seconds", 0, began, out.first))
+        self.time.dispatched(UnderWay("prefill_seconds", size, began, out.first))
         job.computed = min(offset + size, job.end)
-        self._name(job, job.computed)
+        self.holdings.name(job, job.computed)
         if last:
             job.end = 0
         scored = range(offset + 1, min(offset + size + 1, len(job.request.prompt_ids)))
         return Read(out, job, first=commits, scored=scored if scores else range(0))
 
     def _call(self, jobs: Sequence[Job]) -> Read:
-        live, table = self._places(jobs)
+        live, table = self.holdings.tables(jobs)
         greedy, program = self.programs.greedy, self.programs.drawn
         rows = max(greedy, default=0)
         if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
@@ -312,14 +237,14 @@ class Loop:
             program = greedy[rows]
         began = time.perf_counter()
         self.state, report = program(self.params, self.state, table, live)
-        self._under_way.append(UnderWay("decode_seconds", rows, began, report.numbers))
+        self.time.dispatched(UnderWay("decode_seconds", rows, began, report.numbers))
         return self._called(jobs, rows, report, self.layout.steps)
 
     def _constrained_call(self, jobs: Sequence[Job]) -> Read:
         """One step; the host computes the masks while the device verifies the drafts."""
         programs = self._constrained
         assert programs is not None, "the engine prepares it before the first such request"
-        live, table = self._places(jobs)
+        live, table = self.holdings.tables(jobs)
         began = time.perf_counter()
         self.state, begun = programs.propose(self.params, self.state, table, live)
         begun.proposal.tokens.copy_to_host_async()
@@ -335,16 +260,8 @@ class Loop:
         self._drop_failed(jobs)
         self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
         rows = max(self.programs.greedy, default=0)
-        self._under_way.append(UnderWay("decode_seconds", rows, began, report.numbers))
+        self.time.dispatched(UnderWay("decode_seconds", rows, began, report.numbers))
         return self._called(jobs, rows, report, 1)
-
-    def _places(self, jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:
-        """The slots that step, and their pages."""
-        live = np.zeros(len(self.slots), bool)
-        for job in jobs:
-            live[job.slot] = True
-            self._slide(job, len(job.tokens) - 1, len(job.pages) * PAGE)
-        return live, np.where(live[:, None], self._tables, self._no_pages)
 
     def _called(self, jobs: Sequence[Job], rows: int, report: Report, steps: int) -> Read:
         """Notes a dispatched call, whose report is on its way."""
@@ -355,109 +272,53 @@ class Loop:
         if not any(job.request.top_logprobs for job in jobs):
             report = report._replace(tops=None)
         jax.copy_to_host_async((report.numbers, report.tops))
-        counts = self.counts
-        self.counts = counts._replace(calls=counts.calls + 1, live=counts.live + len(jobs))
+        self._count(calls=1, live=len(jobs))
         return Read(report=report, jobs=tuple(jobs), steps=steps)
 
-    def drain(self, on_event: Callable[[Job, Event], None]) -> None:
+    def drain(self, on_event: OnEvent) -> None:
         """Reads all dispatched calls."""
         while self._rounds:
             self._read(self._rounds.popleft(), on_event)
 
-    def _read(self, reads: list[Read], on_event: Callable[[Job, Event], None]) -> None:
+    def _read(self, reads: list[Read], on_event: OnEvent) -> None:
         for read in reads:
             if read.chunk is not None:
-                self._read_chunk(read, read.chunk, on_event)
+                self._read_chunk(read, on_event)
                 continue
             assert read.report is not None
-            self._wait_for(read.report.numbers)
-            numbers = np.asarray(read.report.numbers)
-            tops = None if read.report.tops is None else np.asarray(read.report.tops)
-            for job in read.jobs:
-                if job.reason is None:
-                    assert job.slot is not None, "who leaves a slot has read all of its calls"
-                    job.unread -= 1
-                    likely = None if tops is None else tops[job.slot]
-                    width = self.models.block_size
-                    self._gain(job, taken(numbers[job.slot], likely, width, read.steps), on_event)
+            self._count(**self.time.wait_for(read.report.numbers))
+            for job, given in tokens_of_calls(read, self.models.block_size):
+                job.unread -= 1
+                self._gain(job, given, on_event)
 
-    def _wait_for(self, array: jax.Array) -> None:
-        """Waits, and counts the seconds of what the device computed up to it."""
-        if all(each.array is not array for each in self._under_way):
-            return  # a later one was waited for before: what is under way now comes after both
-        while True:
-            one = self._under_way.popleft()
-            late = one.array.is_ready()
-            jax.block_until_ready(one.array)
-            now, seconds = time.perf_counter(), getattr(self.counts, one.part)
-            begin, kind = max(one.dispatched, self._busy_until), (one.part, one.rows)
-            lasted = max(now - begin, 0.0)
-            if late:  # it ended unseen: it took as long as the last one that was seen to end
-                lasted = min(lasted, self._lasted.get(kind, lasted))
-            else:
-                self._lasted[kind] = lasted
-            self._busy_until = begin + lasted
-            self.counts = self.counts._replace(
-                **{one.part: seconds + now - self._since},
-                busy_seconds=self.counts.busy_seconds + lasted,
-            )
-            self._since = now
-            if one.array is array:
-                return
-
-    def _read_chunk(
-        self, read: Read, chunk: Chunked, on_event: Callable[[Job, Event], None]
-    ) -> None:
+    def _read_chunk(self, read: Read, on_event: OnEvent) -> None:
         """A chunk's logprobs of the prompt, and its first token."""
-        job = read.job
-        assert job is not None
-        self._wait_for(chunk.first)
+        job, chunk = read.job, read.chunk
+        assert job is not None and chunk is not None
+        self._count(**self.time.wait_for(chunk.first))
         if job.reason is not None:
             return
         if read.scored:
-            count = len(read.scored)
-            job.prompt_logprobs += floats(np.asarray(chunk.chosen))[:count].tolist()
-            if job.request.prompt_logprobs:
-                job.prompt_tops += tops_of(np.asarray(chunk.tops)[:count])
+            keep_prompt_scores(job, read, chunk)
         if read.first:
-            array = np.asarray(chunk.first)
-            tops = [tops_of(np.asarray(chunk.first_top))] if job.request.top_logprobs else None
-            given = Taken([[int(array[0])]], [floats(array[2:]).tolist()], bool(array[1]), tops)
-            self._gain(job, given, on_event)
+            self._gain(job, first_token(job, chunk), on_event)
 
-    def _gain(
-        self,
-        job: Job,
-        given: Taken,
-        on_event: Callable[[Job, Event], None],
-    ) -> None:
+    def _gain(self, job: Job, given: Taken, on_event: OnEvent) -> None:
         """Adds the tokens of some steps; the last one may end the text."""
-        counts = self.counts
-        for i, ids in enumerate(given.steps):
-            drafted = accepted = 0
-            if job.begun and job.request.speculate:
-                drafted = min(self.models.max_accept, job.limit - len(job.tokens))
-                accepted = len(ids) - 1
-            job.tokens += ids
-            if job.matcher is not None:
-                job.matcher.take(ids)
-            reason: FinishReason | None = None
-            if given.done and i == len(given.steps) - 1:
-                reason = "stop" if ids[-1] in job.request.stop_ids else "length"
-            counts = counts._replace(
-                new_tokens=counts.new_tokens + len(ids),
-                drafted=counts.drafted + drafted,
-                accepted=counts.accepted + accepted,
-            )
-            event = Event(tuple(ids), drafted, accepted, job.cached or 0, reason)
-            on_event(job, self._scored(job, event, given, i))
-            job.reason = reason
-        self.counts = counts
+        for event in gained(job, given, self.models.max_accept, self.version):
+            new = len(event.token_ids)
+            self._count(new_tokens=new, drafted=event.drafted, accepted=event.accepted)
+            on_event(job, event)
+            job.reason = event.finish_reason
         job.gained |= bool(given.steps)
-        self._name(job, len(job.tokens) - 1)
+        self.holdings.name(job, len(job.tokens) - 1)
         if job.reason:
             self._leave(job)
         self._drop_failed([job])
+
+    def _count(self, **more: int | float) -> None:
+        now = {name: getattr(self.counts, name) + value for name, value in more.items()}
+        self.counts = self.counts._replace(**now)
 
     def _drop_failed(self, jobs: Sequence[Job]) -> None:
         """Ends requests whose grammar cannot be followed; calls on their way are not read."""
@@ -467,38 +328,7 @@ class Loop:
                 self._leave(job)
                 job.handle.fail(GrammarError(job.matcher.error))
 
-    def _scored(self, job: Job, event: Event, given: Taken, step: int) -> Event:
-        """The event of a step with the numbers that the request asks for."""
-        request, new = job.request, {}
-        if request.logprobs:
-            new["logprobs"] = tuple(given.logprobs[step])
-        if request.top_logprobs:
-            assert given.tops is not None, "read with the report"
-            new["top_logprobs"] = tuple(top[: request.top_logprobs] for top in given.tops[step])
-        first = len(job.tokens) == len(request.prompt_ids) + 1
-        if first and request.prompt_logprobs is not None:
-            new["prompt_logprobs"] = tuple(job.prompt_logprobs)
-            if request.prompt_logprobs:
-                tops = (top[: request.prompt_logprobs] for top in job.prompt_tops)
-                new["prompt_top_logprobs"] = tuple(tops)
-        return event._replace(version=self.version, **new)
-
-    def _name(self, job: Job, computed: int) -> None:
-        """Indexes the pages whose tokens are all computed."""
-        if not self._paged:
-            return
-        whole = min(computed // PAGE, len(job.pages))
-        job.names = chain(
-            job.tokens[: max(whole, len(job.names)) * PAGE],
-            self._salt + job.request.cache_salt.encode(),
-            job.names,
-        )
-        for i in range(job.named, whole):
-            self.pages.name(job.pages[i], job.names[i])
-        self.sliding.name(job.seen, job.names[:whole])
-        job.named = max(job.named, whole)
-
-    def _end(self, job: Job, reason: FinishReason, on_event: Callable[[Job, Event], None]) -> None:
+    def _end(self, job: Job, reason: FinishReason, on_event: OnEvent) -> None:
         """Ends a waiting or running request early."""
         job.reason = reason
         if job in self.waiting:
@@ -508,12 +338,8 @@ class Loop:
         on_event(job, end)
 
     def _leave(self, job: Job) -> None:
-        """Gives slot and pages back.
-
-        Dispatched calls may still write these pages; their next holder is dispatched later.
-        """
+        """Gives slot and pages back."""
         if job.slot is not None:
             self.slots[job.slot] = None
-            self.pages.release(job.pages)
-            self.sliding.leave(job.seen)
-            job.slot, job.pages = None, []
+            self.holdings.leave(job)
+            job.slot = None

@@ -1,0 +1,71 @@
+"""From what the device gave to a request's events. This file reads arrays and starts nothing."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jflash.serving.job import Job, Read
+from jflash.serving.packing import Taken, floats, taken, tops_of
+from jflash.serving.programs import Chunked
+from jflash.serving.request import Event, FinishReason
+
+
+def keep_prompt_scores(job: Job, read: Read, chunk: Chunked) -> None:
+    """Adds a chunk's logprobs of the prompt."""
+    count = len(read.scored)
+    job.prompt_logprobs += floats(np.asarray(chunk.chosen))[:count].tolist()
+    if job.request.prompt_logprobs:
+        job.prompt_tops += tops_of(np.asarray(chunk.tops)[:count])
+
+
+def first_token(job: Job, chunk: Chunked) -> Taken:
+    """The token that a prompt's last chunk chose, as a step of one token."""
+    array = np.asarray(chunk.first)
+    tops = [tops_of(np.asarray(chunk.first_top))] if job.request.top_logprobs else None
+    return Taken([[int(array[0])]], [floats(array[2:]).tolist()], bool(array[1]), tops)
+
+
+def tokens_of_calls(read: Read, width: int) -> Iterator[tuple[Job, Taken]]:
+    """What a call gave to each of its requests that have not ended since."""
+    assert read.report is not None
+    numbers = np.asarray(read.report.numbers)
+    tops = None if read.report.tops is None else np.asarray(read.report.tops)
+    for job in read.jobs:
+        if job.reason is None:
+            assert job.slot is not None, "who leaves a slot has read all of its calls"
+            likely = None if tops is None else tops[job.slot]
+            yield job, taken(numbers[job.slot], likely, width, read.steps)
+
+
+def gained(job: Job, given: Taken, max_accept: int, version: int) -> Iterator[Event]:
+    """Adds the tokens of some steps to the text, and gives their events."""
+    for i, ids in enumerate(given.steps):
+        drafted = accepted = 0
+        if job.begun and job.request.speculate:
+            drafted = min(max_accept, job.limit - len(job.tokens))
+            accepted = len(ids) - 1
+        job.tokens += ids
+        if job.matcher is not None:
+            job.matcher.take(ids)
+        reason: FinishReason | None = None
+        if given.done and i == len(given.steps) - 1:
+            reason = "stop" if ids[-1] in job.request.stop_ids else "length"
+        event = Event(tuple(ids), drafted, accepted, job.cached or 0, reason, version=version)
+        yield _scored(job, event, given, i)
+
+
+def _scored(job: Job, event: Event, given: Taken, step: int) -> Event:
+    """The event of a step with the numbers that the request asks for."""
+    request, new = job.request, {}
+    if request.logprobs:
+        new["logprobs"] = tuple(given.logprobs[step])
+    if request.top_logprobs:
+        assert given.tops is not None, "read with the report"
+        new["top_logprobs"] = tuple(top[: request.top_logprobs] for top in given.tops[step])
+    first = len(job.tokens) == len(request.prompt_ids) + 1
+    if first and request.prompt_logprobs is not None:
+        new["prompt_logprobs"] = tuple(job.prompt_logprobs)
+        if request.prompt_logprobs:
+            tops = (top[: request.prompt_logprobs] for top in job.prompt_tops)
+            new["prompt_top_logprobs"] = tuple(tops)
+    return event._replace(**new)

@@ -1,0 +1,129 @@
+"""The requests' pages: which each holds, the prefix that it shares, its row of the page tables.
+
+This file knows requests and numbers of pages, and no device.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jflash.cache import PagedCache
+from jflash.serving.job import Job
+from jflash.serving.pages import Pages, chain
+from jflash.serving.sliding import Held, Sliding
+from jflash.serving.slots import Layout, sliding
+from jflash.speculative import Models, State
+from pallas_kernels.block_attention import PAGE
+
+
+class Holdings:
+    """The pages of one layout, and the tables that calls bring.
+
+    A state that is not in pages, a recurrent one, is in no prefix.
+    """
+
+    def __init__(self, models: Models, layout: Layout, state: State, salt: bytes) -> None:
+        self.pages, self.sliding = Pages(layout.pages), Sliding(sliding(models, layout))
+        layers = (*state.target_cache, *state.drafter_cache)
+        self._paged = all(isinstance(layer, PagedCache) for layer in layers)
+        self._salt, self._columns = salt, layout.columns
+        self._ahead = layout.steps * models.block_size  # tokens that a call may add
+        self._none = np.full(layout.columns, layout.pages, np.int32)
+        self._none = np.append(self._none, self.sliding.row(Held(), layout.columns))
+        self._tables = np.tile(self._none, (layout.shape.batch, 1))
+
+    def forget_all(self) -> None:
+        """Empties the prefix index, because the weights change or the pages go."""
+        self.pages.forget_all()
+        self.sliding.pages.forget_all()
+
+    def needs(self, job: Job, calls: int) -> int:
+        """The pages for `calls` more calls than the host has read."""
+        ahead = calls * self._ahead + (not job.begun)
+        return -(-min(job.limit, len(job.tokens) + ahead) // PAGE)
+
+    def short(self, job: Job) -> int:
+        """The pages that it lacks for the next call."""
+        return max(0, self.needs(job, job.unread + 1) - len(job.pages))
+
+    def fresh(self, job: Job) -> tuple[int, int]:
+        """The available pages that its admission would take, and the cached tokens."""
+        cached = self._cached(job)
+        return self.needs(job, 1) - self.pages.held(cached), len(cached) * PAGE
+
+    def admit(self, job: Job) -> bool:
+        """Gives it pages, the cached ones first; False if there are too few by now."""
+        cached = self._cached(job)
+        self.pages.hold(cached)
+        fresh = self.pages.take(self.needs(job, 1) - len(cached))
+        if fresh is None:
+            self.pages.release(cached)
+            return False
+        job.seen = self.sliding.admit(job.names[: len(cached)])
+        job.pages, job.named = [*cached, *fresh], len(cached)
+        job.computed = len(cached) * PAGE
+        return True
+
+    def grow(self, job: Job) -> None:
+        """Gives it the pages that it lacks for the next call."""
+        more = self.pages.take(self.needs(job, job.unread + 1) - len(job.pages))
+        assert more is not None, "the plan counted the pages"
+        job.pages += more
+
+    def name(self, job: Job, computed: int) -> None:
+        """Indexes the pages whose tokens are all among the first `computed` ones."""
+        if not self._paged:
+            return
+        whole = min(computed // PAGE, len(job.pages))
+        self._chain(job, max(whole, len(job.names)) * PAGE)
+        for i in range(job.named, whole):
+            self.pages.name(job.pages[i], job.names[i])
+        self.sliding.name(job.seen, job.names[:whole])
+        job.named = max(job.named, whole)
+
+    def leave(self, job: Job) -> None:
+        """Takes its pages.
+
+        Dispatched calls may still write them; their next holder's calls are dispatched later.
+        """
+        self.pages.release(job.pages)
+        self.sliding.leave(job.seen)
+        job.pages = []
+
+    def table(self, job: Job, position: int, end: int) -> Int[np.ndarray, "1 _"]:
+        """The table for a chunk of the rows from `position` to `end`."""
+        assert job.slot is not None
+        self._slide(job, position, end)
+        return self._tables[job.slot : job.slot + 1].copy()
+
+    def tables(self, jobs: Sequence[Job]) -> tuple[Bool[np.ndarray, " B"], Int[np.ndarray, "B _"]]:
+        """The slots that step, and the tables for their next call."""
+        live = np.zeros(len(self._tables), bool)
+        for job in jobs:
+            live[job.slot] = True
+            self._slide(job, len(job.tokens) - 1, len(job.pages) * PAGE)
+        return live, np.where(live[:, None], self._tables, self._none)
+
+    def _slide(self, job: Job, position: int, end: int) -> None:
+        """Moves the pages of layers with windows on, and writes the table's row."""
+        self.sliding.slide(job.seen, position, min(-(-end // PAGE), len(job.pages)))
+        row = self._none.copy()
+        row[: len(job.pages)] = job.pages
+        row[self._columns :] = self.sliding.row(job.seen, self._columns)
+        self._tables[job.slot] = row
+
+    def _cached(self, job: Job) -> list[int]:
+        """The cached pages of its text; the last token is always computed, and all of a prompt
+        whose logprobs are asked."""
+        whole, end = job.request.prompt_logprobs is not None and not job.begun, job.to_compute
+        if whole or not self._paged:
+            return []
+        self._chain(job, end - end % PAGE)
+        cached = self.pages.find(job.names[: (end - 1) // PAGE])
+        return cached[: self.sliding.shortened(job.names[: len(cached)])]
+
+    def _chain(self, job: Job, tokens: int) -> None:
+        """Names the pages of its first `tokens` tokens."""
+        salt = self._salt + job.request.cache_salt.encode()
+        job.names = chain(job.tokens[:tokens], salt, job.names)
