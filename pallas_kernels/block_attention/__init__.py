@@ -56,7 +56,7 @@ BACKENDS = {
     "reference": reference,
 }
 # The limits of the two kernels, the better one first; xla and reference take any sizes and types.
-MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256)
+MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256, 512)
 PAGE = 64  # positions
 READ_TABLES = ("cpu", "canonical", "mosaic_gpu")  # of the others the pages are gathered
 MAX_CHUNK = 2048  # tokens of a prompt's chunk, which the canonical kernel takes as a block
@@ -136,8 +136,9 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
         return device_refusal("cpu", device)
     if backend not in KERNEL_DTYPES:
         return None
-    if sizes.head_dim not in HEAD_DIMS:
-        return f"has head dims {', '.join(map(str, HEAD_DIMS))}, not {sizes.head_dim}"
+    head_dims = HEAD_DIMS[:-1] if backend == "triton" else HEAD_DIMS
+    if sizes.head_dim not in head_dims:
+        return f"has head dims {', '.join(map(str, head_dims))}, not {sizes.head_dim}"
     widest = MAX_CHUNK if backend == "canonical" else MAX_WIDTH
     if not 1 <= sizes.width <= widest:
         return f"has blocks of 1 to {widest} tokens, not {sizes.width}"

@@ -15,7 +15,7 @@ does not hold for rings that wrap, which only drafters have.
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import mosaic_gpu
-from pallas_kernels.block_attention.mosaic_task import ROWS, Tiles
+from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Tiles
 from pallas_kernels.block_attention.pieces import PIECE
 
 BLOCK = 64
@@ -51,5 +51,5 @@ def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
     """The CTAs of the pieces, which change no bit. A wide head's two sums do not fit registers."""
     row_tiles = -(-T // (ROWS // (N // K)))
     walks = H <= 128 and B * K * row_tiles >= WALKERS
-    stages = {64: 4, 128: 2, 256: 1}[H]
+    stages = STAGES[H]
     return Tiles(chunk=PIECE, block=BLOCK, stages=stages, walk=walks, ordered=True)

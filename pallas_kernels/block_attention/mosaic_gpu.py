@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention.combine import LOG2E, combine, combine_in_order
-from pallas_kernels.block_attention.mosaic_task import ROWS, Task, Tiles, choose_tiles
+from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Task, Tiles, choose_tiles
 from pallas_kernels.block_attention.mosaic_walk import (
     ROW_LAYOUT,
     SWIZZLED_ROWS,
@@ -68,10 +68,10 @@ def block_attention(
             f"block attention's mosaic_gpu backend takes bfloat16, not q {q.dtype}, k {k.dtype}, "
             f"v {v.dtype}: use 'triton' or 'xla'"
         )
-    if H not in (64, 128, 256) or N % K or N // K > 16 or not 1 <= T <= 2048:
+    if H not in STAGES or N % K or N // K > 16 or not 1 <= T <= 2048:
         raise ValueError(
             "block attention's mosaic_gpu backend takes T 1 to 2048, N / K 1 to 16 and "
-            f"H 64, 128, 256, not {T=} {N=} {K=} {H=}: use 'xla'"
+            f"H {', '.join(map(str, STAGES))}, not {T=} {N=} {K=} {H=}: use 'xla'"
         )
     tiles = tiles or choose_tiles(B, S, K, H)
     if S % tiles.block:

@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 ROWS = 64  # of a wgmma
+# By head dim, so that two CTAs fit a multiprocessor; of 512 dims one.
+STAGES = {64: 4, 128: 2, 256: 1, 512: 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,7 @@ def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
     block = 64
     chunks = max(1, min(2 * 132 // (B * K), S // (2 * block)))
     chunk = -(-S // (chunks * block)) * block
-    # Two CTAs a multiprocessor must fit.
-    stages = min({64: 4, 128: 2, 256: 1}[H], chunk // block)
+    stages = min(STAGES[H], chunk // block)
     return Tiles(chunk=chunk, block=block, stages=stages)
 
 
@@ -88,7 +89,7 @@ class Task:
 
     @property
     def columns(self) -> int:
-        """Columns of the result in a CTA's registers; a wide head takes two CTAs."""
+        """Columns of the result in a CTA's registers; a wide head takes two CTAs, or four."""
         return min(self.H, 128)
 
     @property

@@ -79,6 +79,7 @@ CASES = {
         {"window": 3, "causal": False, "ring": True, "sinks": SINKS},
     ),
     "wide head, one chunk": ((1, 2, 128, 2, 1, 256), [64], [2], 128, 1, {}),
+    "widest head": ((1, 2, 128, 2, 1, 512), [64], [2], 64, 1, {"window": 60}),
 }  # fmt: skip
 
 
