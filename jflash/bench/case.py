@@ -21,7 +21,7 @@ from jflash.bench.clock import Clock
 from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.pair_speed import measured_speed
 from jflash.bench.prefill_time import time_prefill
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import model_shape, quantised
 from jflash.bench.step_time import (
     Window,
     busy_state,
@@ -71,6 +71,7 @@ class Task:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     tensor_parallel: int = 1  # devices that share the pair
+    quantised: str | None = None  # how a shape's target lies in memory, one of QUANTISED
     prefill: tuple[int, ...] = ()  # lengths of prompts, by themselves at batch 1
     prefill_chunk: int | None = None  # the drivers'
 
@@ -119,6 +120,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "capacity": task.capacity,
         "block_size": models.block_size,
         "dtype": models.dtype,
+        "quantised": task.quantised,
         **named(models.kernels),
         "timed_steps": window.steps,
         "repeats": window.repeats,
@@ -166,6 +168,7 @@ def task_models(task: Task) -> Models:
     """The pair that a task names, at the drafter's width; ValueError: see with_backends."""
     if task.shape is not None:
         target, drafter = model_shape(task.shape)
+        target = quantised(target, task.quantised) if task.quantised else target
         models = Models(Target(target), Drafter(drafter), drafter.block_size)
         models = over(models, tensor_mesh(task.tensor_parallel))
     else:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jflash.config import DrafterConfig, TargetConfig, second_version
+from jflash.models.params import leaf_paths
 from jflash.specs import (
     DeltaSpec,
+    Kept,
     LinearScaling,
     Llama3Scaling,
     MoeSpec,
@@ -284,3 +286,20 @@ def model_shape(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ValueError(f"no shape is called {name!r}: use one of {', '.join(SHAPES)}")
     return SHAPES[name]
+
+
+# The layers' kernels in FP8 by blocks of 128, or in INT4 by groups of 128.
+QUANTISED = {
+    "fp8": Kept("fp8", 128, "float32", False),
+    "int4": Kept("int4", 128, "bfloat16", False),
+}
+
+
+def quantised(target: TargetConfig, form: str) -> TargetConfig:
+    """The target with the kernels of its dense layers kept quantised in memory."""
+    paths = [
+        path
+        for path, leaf in leaf_paths(target).items()
+        if path.startswith("layers_") and path.endswith("/kernel") and "experts" not in leaf.axes
+    ]
+    return target.keeping(dict.fromkeys(paths, QUANTISED[form]))

@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.leaves import Leaf, declared
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, context_leaves
+from pallas_kernels.matmul.quantised import MIDDLE, Quantised
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
 FORGETS = -2.0  # a recurrent state's decay: it lasts some dozens of tokens
@@ -81,11 +83,13 @@ def random_weights(
     pairs, tree = jax.tree_util.tree_flatten_with_path(trees)
     paths, leaves = zip(*pairs, strict=True)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    made: dict[int, Array] = {}
+    made: dict[int, Any] = {}
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
         leaf = leaves[i]
         if leaf.axes == ("value_heads",):
             made[i] = jnp.full(leaf.stored, FORGETS, leaf.dtype)
+        elif leaf.kept:
+            made[i] = _codes(keys[i], leaf)
         elif len(leaf.stored) == 1:
             made[i] = jnp.ones(leaf.stored, leaf.dtype)
         else:
@@ -94,7 +98,7 @@ def random_weights(
         if place is not None:
             [model, *path] = paths[i]
             made[i] = place(configs[model.idx], "/".join(key.key for key in path), made[i])
-        made[i].block_until_ready()
+        jax.block_until_ready(made[i])
     return jax.tree.unflatten(tree, [made[i] for i in range(len(leaves))])
 
 
@@ -102,3 +106,20 @@ def random_weights(
 def _normal(key: Array, shape: tuple[int, ...], dtype: str, scale: float) -> Array:
     """Compiled whole, so that nothing of it is held in float32."""
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _codes(key: Array, leaf: Leaf) -> Quantised:
+    """A kept kernel of random codes of about SCALE; those of four bits are even, a zero is 8."""
+    arrays = leaf.arrays
+    packed, scales = leaf.kept and leaf.kept.form == "int4", arrays["scales"]
+    codes = arrays["codes"].struct
+    if packed:
+        made = {"codes": jax.random.bits(key, codes.shape, jnp.uint8)}
+    else:
+        made = {"codes": jax.random.normal(key, codes.shape, jnp.float32).astype(codes.dtype)}
+    scale = SCALE / 21.25**0.5 if packed else SCALE  # of the numbers -8 … 7
+    made["scales"] = jnp.full(scales.stored, scale, scales.dtype)
+    if "zeros" in arrays:
+        made["zeros"] = jnp.full(arrays["zeros"].stored, MIDDLE, jnp.uint8)
+    return leaf.of_arrays(made)

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jflash.bench.shapes import SHAPES, model_shape
+from jflash.bench.shapes import QUANTISED, SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
@@ -33,6 +33,7 @@ def declare(parser: Parser) -> None:
     several = "devices that share the pair; with --shape and --only-step; default 1"
     add("--tensor-parallel", type=int, default=1, metavar="N", help=several)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--quantised", choices=tuple(QUANTISED), help="the layers of a shape's target; one device")
     backend_options(parser)
     add("--acceptance", type=float, metavar="TAU", help="tokens a step to assume, for tokens/s")
     add("--prompts", type=Path, metavar="FILE.jsonl", help="for a real pair; a few are built in")
@@ -62,6 +63,8 @@ def check(args: Options) -> None:
     shared = args.tensor_parallel != 1
     parts = f"--tensor-parallel {args.tensor_parallel}: give --shape and --only-step too"
     refuse(shared and not (args.shape and args.only_step), parts)
+    codes = "--quantised is for the random weights of --shape, on one device, without --against"
+    refuse(args.quantised and (not args.shape or shared or args.against), codes)
     at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
     at_least_1(args, "prefill_chunk")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")
