@@ -38,6 +38,7 @@ QUANTISED = (
     _Kind.Q4_0, _Kind.Q4_1, _Kind.Q5_0, _Kind.Q5_1, _Kind.Q8_0, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K,
 )  # fmt: skip
 _NAMES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+_NAMES |= {"gemma3": MODEL_ARCH.GEMMA3}
 _NO_WEIGHTS = {ROPE_FACTORS}  # read as part of the config
 
 
@@ -100,7 +101,10 @@ class Gguf:
         plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
         for leaf, parts in sources.items():
             for part in parts:
-                plan[leaf] += _pieces(self.file, names[part.name], turned)
+                name = names[part.name]
+                # Norms lie with the constant that Hugging Face's files leave out.
+                shift = config.norm_shift if name.endswith("norm.weight") else 0.0
+                plan[leaf] += _pieces(self.file, name, turned, shift)
         return functools.partial(fill_leaves, plan, leaf_paths(config), self.path.name)
 
 
@@ -153,10 +157,10 @@ def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
     }
 
 
-def _pieces(file: GgufFile, name: str, turned: Mapping[str, int]) -> list[Piece]:
+def _pieces(file: GgufFile, name: str, turned: Mapping[str, int], shift: float) -> list[Piece]:
     """A tensor as pieces of its rows; each has whole heads where `turned` names the tensor."""
     stored, heads = file.tensors[name], turned.get(name, 0)
-    decode = functools.partial(_decode, kind=stored.kind, head_dim=heads)
+    decode = functools.partial(_decode, kind=stored.kind, head_dim=heads, shift=shift)
     if stored.kind in PLAIN:
         dtype, shape, growth = PLAIN[stored.kind], stored.shape, 1.0
     else:
@@ -167,10 +171,14 @@ def _pieces(file: GgufFile, name: str, turned: Mapping[str, int]) -> list[Piece]
     return split_rows(whole, unit=heads or 1, growth=growth)
 
 
-def _decode(rows: np.ndarray, kind: GGMLQuantizationType, head_dim: int) -> np.ndarray:
-    """Rows as numbers, in Hugging Face's order."""
+def _decode(
+    rows: np.ndarray, kind: GGMLQuantizationType, head_dim: int, shift: float
+) -> np.ndarray:
+    """Rows as numbers, in Hugging Face's order and without `shift`."""
     if kind not in PLAIN:
         rows = dequantize(rows, kind)
+    if shift:
+        rows = rows.astype(np.float32) - np.float32(shift)
     if not head_dim:
         return rows
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])

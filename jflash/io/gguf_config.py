@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 LAYER = re.compile(r"blk\.(\d+)\.")
 _NEEDED = {
@@ -36,12 +37,14 @@ _ALSO_KNOWN = {
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "vocab_size",
     "tensor_data_layout",
 }  # fmt: skip
+_OF_GEMMA = {"attention.sliding_window", "rope.scaling.factor"}
+GEMMA_27B = 62  # layers, by which llama.cpp tells the model whose scores have a scale of their own
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 _KEYS = {
     SIZE: "block_count embedding_length feed_forward_length context_length vocab_size"
     " attention.head_count attention.head_count_kv attention.key_length attention.value_length"
-    " rope.dimension_count",
-    POSITIVE: "attention.layer_norm_rms_epsilon rope.freq_base",
+    " rope.dimension_count attention.sliding_window",
+    POSITIVE: "attention.layer_norm_rms_epsilon rope.freq_base rope.scaling.factor",
     SWITCH: "attention.causal",
     TEXT: "rope.scaling.type",
 }
@@ -79,10 +82,26 @@ def hf_config_of(file: GgufFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
     _check_heads(file, metadata, config["head_dim"])
+    if name == "gemma3":
+        config |= _gemma(file, metadata, config)
     if ROPE_FACTORS in file.tensors:
         config["rope_scaling"] = _rope_scaling(file, config["rope_theta"], config["head_dim"])
     stops = stop_ids(file)
     return config | ({"eos_token_id": stops} if stops else {})
+
+
+def _gemma(file: GgufFile, metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma 3 has besides. Files leave out what llama.cpp knows: every sixth layer is full."""
+    whole = config["num_hidden_layers"] == GEMMA_27B
+    heads = config["hidden_size"] // config["num_attention_heads"]
+    factor = metadata.get("rope.scaling.factor", 1.0)
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": file.need("gemma3.attention.sliding_window"),
+        "query_pre_attn_scalar": heads if whole else config["head_dim"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": metadata.get("rope.freq_base", 1e6),
+    } | ({} if factor == 1 else {"rope_scaling": {"rope_type": "linear", "factor": factor}})
 
 
 def stop_ids(file: GgufFile) -> list[int]:
@@ -107,11 +126,12 @@ def _metadata(file: GgufFile, name: str) -> dict[str, Any]:
     prefix = f"{name}."
     metadata = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     scaling = metadata.get("rope.scaling.type", "none")
-    if scaling != "none":
+    gemma = name == "gemma3"
+    if scaling != "none" and not (gemma and scaling == "linear"):
         raise ValueError(f"{file.path}: {name}.rope.scaling.type {scaling!r} is not supported")
     if not metadata.get("attention.causal", True):
         raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
-    known = {*_NEEDED.values(), *_ALSO_KNOWN}
+    known = {*_NEEDED.values(), *_ALSO_KNOWN, *(_OF_GEMMA if gemma else ())}
     foreign = [key for key in metadata if metadata[key] and key not in known]
     if foreign:
         named = ", ".join(f"{prefix}{key} ({shown(metadata[key])})" for key in foreign)

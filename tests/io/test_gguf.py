@@ -128,13 +128,16 @@ def expected(arch: str, kind: Kind, tied: bool) -> dict[str, np.ndarray]:
             at + "mlp/gate_up/kernel": np.concatenate([w["ffn_gate"], w["ffn_up"]]).T,
             at + "mlp/down/kernel": w["ffn_down"].T,
             at + "input_norm/scale": w["attn_norm"],
-            at + "post_norm/scale": w["ffn_norm"],
+            at + ("mlp_input_norm" if arch == "gemma3" else "post_norm") + "/scale": w["ffn_norm"],
         }
+        if arch == "gemma3":
+            leaves[at + "attention_norm/scale"] = w["post_attention_norm"]
+            leaves[at + "mlp_norm/scale"] = w["post_ffw_norm"]
         if arch == "qwen2":
             leaves[at + "attention/qkv/bias"] = np.concatenate(
                 [own[f"attn_{x}.bias"] for x in "qkv"]
             )
-        if arch == "qwen3":
+        if arch in ("qwen3", "gemma3"):
             leaves |= {at + f"attention/{x}_norm/scale": own[f"attn_{x}_norm.weight"] for x in "qk"}
     return leaves
 
@@ -144,10 +147,12 @@ def flat(params: dict) -> dict[str, np.ndarray]:
     return {"/".join(entry.key for entry in path): np.asarray(leaf) for path, leaf in paths}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-@pytest.mark.parametrize("arch", HEADS)
+EVERY = [(arch, kind) for arch in HEADS for kind in KINDS if arch != "gemma3" or kind == Kind.Q8_0]
+
+
+@pytest.mark.parametrize(("arch", "kind"), EVERY, ids=lambda x: getattr(x, "name", x))
 def test_every_leaf_of_every_type(arch, kind, tmp_path):
-    tied = arch == "qwen2"
+    tied = arch in ("qwen2", "gemma3")
     file = write_gguf(tmp_path / "m.gguf", arch, kind, tied=tied)
     model, params = load_target(file, "float32")
     got, want = flat(params), expected(arch, kind, tied)
@@ -157,11 +162,14 @@ def test_every_leaf_of_every_type(arch, kind, tmp_path):
         assert got[leaf].std() > 0.01  # no zeros, nothing vanishing
     c = model.config
     assert (c.mixers[0].num_heads, c.mixers[0].num_kv_heads, c.mixers[0].head_dim) == HEADS[arch]
-    assert (c.mixers[0].rope.theta, c.rms_norm_eps) == (50000, pytest.approx(1e-5))
+    windowed = arch == "gemma3"  # all but every sixth layer
+    assert c.windows == ((8, 8) if windowed else (None, None))
+    theta = 1e4 if windowed else 50000
+    assert (c.mixers[0].rope.theta, c.rms_norm_eps) == (theta, pytest.approx(1e-5))
     assert (c.tie_embeddings, c.mixers[0].qkv_bias, c.mixers[0].qk_norm) == (
         tied,
         arch == "qwen2",
-        arch == "qwen3",
+        arch in ("qwen3", "gemma3"),
     )
 
 
@@ -269,7 +277,7 @@ def test_stops_are_the_ends_that_the_file_names(tmp_path):
 Q = (np.zeros((256, 84), np.uint8), Kind.Q2_K)
 SQUARE = (np.zeros((WIDTH, WIDTH), np.float32), Kind.F32)
 BAD = {
-    "architecture": (dict(arch="gemma3"), {}, "unsupported GGUF architecture 'gemma3'; supported"),
+    "architecture": (dict(arch="gemma2"), {}, "unsupported GGUF architecture 'gemma2'; supported"),
     "no key": ({}, {"llama.block_count": None}, "the metadata lacks llama.block_count"),
     "mixture": ({}, {"llama.expert_count": 8}, r"not supported: llama\.expert_count \(8\)"),
     "yarn": ({}, {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' is not"),

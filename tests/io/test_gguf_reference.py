@@ -20,7 +20,7 @@ from tests.support.reference import PYTHON, SMOLLM2, needs, path_of, run_referen
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RECORD = Path(__file__).parents[1] / "reference" / "gguf_record.py"
 SMALL = [(arch, kind) for arch in ("llama", "qwen2") for kind in KINDS]
-SMALL += [("qwen3", Kind.Q8_0), ("qwen3", Kind.Q4_K)]
+SMALL += [("qwen3", Kind.Q8_0), ("qwen3", Kind.Q4_K), ("gemma3", Kind.Q8_0)]
 IDS = np.random.default_rng(1).integers(0, 260, 20).tolist()
 # Texts without a space before a digit: SPLIT says why.
 TEXTS = [

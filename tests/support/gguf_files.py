@@ -19,6 +19,7 @@ K_QUANTS = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 KINDS = (*PLAIN, *SIMPLE, *K_QUANTS)
 WIDTH, LAYERS = 256, 2  # a K-quant's block is 256 numbers of a row
 HEADS = {"llama": (4, 2, 64), "qwen2": (8, 4, 32), "qwen3": (2, 1, 128)}  # query, KV, width
+HEADS["gemma3"] = (4, 1, 64)
 TEMPLATE = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["It", "Ġa", "12", "123", "ĠĠ", "Ġ1"]  # each merged of the one or two before it
@@ -77,8 +78,10 @@ def tensors(arch: str, kind: GGMLQuantizationType, seed: int, tied: bool) -> dic
         own |= {f"{name}.weight": vector(WIDTH, 1) for name in ("attn_norm", "ffn_norm")}
         if arch == "qwen2":
             own |= {f"attn_{x}.bias": vector(rows[f"attn_{x}"], 0) for x in "qkv"}
-        if arch == "qwen3":
+        if arch in ("qwen3", "gemma3"):
             own |= {f"attn_{x}_norm.weight": vector(head_dim, 1) for x in "qk"}
+        if arch == "gemma3":
+            own |= {f"post_{x}_norm.weight": vector(WIDTH, 1) for x in ("attention", "ffw")}
         made |= {f"blk.{layer}.{name}": value for name, value in own.items()}
     return made
 
@@ -95,6 +98,8 @@ def metadata(arch: str) -> dict[str, Any]:
     }  # fmt: skip
     if arch == "llama":
         own["rope.dimension_count"] = head_dim
+    if arch == "gemma3":
+        own["attention.sliding_window"] = 8
     tokenizer = {
         "model": "gpt2", "pre": "smollm" if arch == "llama" else "qwen2", "merges": MERGES,
         "tokens": TOKENS + PADDING, "eos_token_id": EOS, "bos_token_id": BOS,
