@@ -137,6 +137,8 @@ REFUSED = [
     (of_compressed("pack-quantized", num_bits=3, type="int"), "3 bits"),
     (of_compressed("dense", type="int") | {"transform_config": {"a": 1}}, "transform_config"),
     (of_compressed("dense", type="int") | {"ignore": ["re:("]}, "is not a pattern"),
+    (of_compressed("dense", type="int") | {"ignore": [r"re:(\w+\.?)+x"]}, "repeats no group"),
+    (of_compressed("dense", type="int") | {"ignore": ["re:.*.*.*.*.*x"]}, "no more than 4"),
 ]
 
 
@@ -145,6 +147,16 @@ def test_what_is_not_read_is_refused_by_name(config, message):
     with pytest.raises(ValueError, match=r"^quantization_config") as error:
         scheme_of(config)
     assert message in str(error.value)
+
+
+def test_patterns_of_published_lists_are_read():
+    published = (
+        r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$",
+        "re:model.layers.[0-9]+.mlp.*",
+        "*mlp*",
+    )
+    scheme = scheme_of({"quant_method": "fp8", "ignored_layers": [*published]})
+    assert scheme.ignored == published
 
 
 def test_a_config_of_another_type_is_refused():

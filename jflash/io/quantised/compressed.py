@@ -16,6 +16,7 @@ from jflash.io.quantised.weight import Layout
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's tensors
 Layouts = Callable[[tuple[int, int], Shapes], Layout]  # of a weight's shape
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
+MOST_REPETITIONS = 4  # in a pattern
 _REFUSED = ("sparsity_config", "transform_config")
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
@@ -55,12 +56,24 @@ def _targets(group: dict[str, Any]) -> list[str]:
 
 
 def check_pattern(target: str) -> None:
-    """ValueError if a target is a pattern that does not compile."""
+    """ValueError if a target is a pattern that does not compile, or could be searched for ever.
+
+    A search tries every way to share a name among the pattern's repetitions: with one inside
+    another their number doubles with each letter.
+    """
+    if not target.startswith("re:"):
+        return
+    pattern = target.removeprefix("re:")
     try:
-        re.compile(target.removeprefix("re:"))
-    except re.error as error:
-        if target.startswith("re:"):
-            raise ValueError(f"{shown(target)} is not a pattern: {error}") from None
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{shown(target)} is not a pattern: {error}") from None
+    plain = re.sub(r"\\.", "", pattern)
+    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > MOST_REPETITIONS:
+        raise ValueError(
+            f"{shown(target)} is not supported: a pattern repeats no group, and no more than "
+            f"{MOST_REPETITIONS} letters or classes"
+        )
 
 
 def _layouts(group: dict[str, Any], format: Any) -> Layouts:
