@@ -101,10 +101,8 @@ class Gguf:
         plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
         for leaf, parts in sources.items():
             for part in parts:
-                name = names[part.name]
-                # Norms lie with the constant that Hugging Face's files leave out.
-                shift = config.norm_shift if name.endswith("norm.weight") else 0.0
-                plan[leaf] += _pieces(self.file, name, turned, shift)
+                # Norms lie as leaves do, with the constant that Hugging Face's files leave out.
+                plan[leaf] += _pieces(self.file, names[part.name], turned)
         return functools.partial(fill_leaves, plan, leaf_paths(config), self.path.name)
 
 
@@ -157,10 +155,10 @@ def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
     }
 
 
-def _pieces(file: GgufFile, name: str, turned: Mapping[str, int], shift: float) -> list[Piece]:
+def _pieces(file: GgufFile, name: str, turned: Mapping[str, int]) -> list[Piece]:
     """A tensor as pieces of its rows; each has whole heads where `turned` names the tensor."""
     stored, heads = file.tensors[name], turned.get(name, 0)
-    decode = functools.partial(_decode, kind=stored.kind, head_dim=heads, shift=shift)
+    decode = functools.partial(_decode, kind=stored.kind, head_dim=heads)
     if stored.kind in PLAIN:
         dtype, shape, growth = PLAIN[stored.kind], stored.shape, 1.0
     else:
@@ -171,14 +169,10 @@ def _pieces(file: GgufFile, name: str, turned: Mapping[str, int], shift: float) 
     return split_rows(whole, unit=heads or 1, growth=growth)
 
 
-def _decode(
-    rows: np.ndarray, kind: GGMLQuantizationType, head_dim: int, shift: float
-) -> np.ndarray:
-    """Rows as numbers, in Hugging Face's order and without `shift`."""
+def _decode(rows: np.ndarray, kind: GGMLQuantizationType, head_dim: int) -> np.ndarray:
+    """Rows as numbers, in Hugging Face's order."""
     if kind not in PLAIN:
         rows = dequantize(rows, kind)
-    if shift:
-        rows = rows.astype(np.float32) - np.float32(shift)
     if not head_dim:
         return rows
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
