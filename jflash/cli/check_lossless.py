@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
-from jflash.proof.law import CPU, GPU, check_law
+from jflash.proof.law import CPU, GPU, SHORT, check_law
 from jflash.proof.law_text import comparison_line, law_failures, law_lines
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
@@ -59,9 +58,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
 
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
-    form = CPU if jax.default_backend() == "cpu" else GPU
-    if args.new_tokens:
-        form = replace(form, new_tokens=args.new_tokens, tokens=form.batch * args.new_tokens)
+    form = SHORT if args.short else CPU if jax.default_backend() == "cpu" else GPU
     case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch, args.layers)
     with tqdm(total=form.comparisons(case.models), desc=name, unit="comparison") as bar:
 

@@ -62,6 +62,7 @@ class Form:
     anchored: int  # of them by width 1 and batch 1; others by width 1 and the largest batch
     new_tokens: int  # of a text, at most
     ways: tuple[Way, ...]
+    faults: int | None = None  # to plant, the last of them; None for all
 
     @property
     def batch(self) -> int:
@@ -70,7 +71,7 @@ class Form:
     def comparisons(self, models: Models) -> int:
         """Every mode, the halves, and the planted faults."""
         ways = self.fitting(models).ways
-        return sum(len(way.modes) for way in ways) + 1 + len(faults_of(models))
+        return sum(len(way.modes) for way in ways) + 1 + len(self.planted_in(models))
 
     def fitting(self, models: Models) -> "Form":
         """The form for a pair: no way is wider than its block, and rows are chosen if they can."""
@@ -79,10 +80,10 @@ class Form:
         width = models.block_size
         return replace(self, ways=tuple(w._replace(width=min(w.width, width)) for w in ways))
 
-
-def faults_of(models: Models) -> tuple[Fault, ...]:
-    """The faults to plant in a pair's target."""
-    return FAULTS + (HYBRIDS if models.target.config.deltas else ())
+    def planted_in(self, models: Models) -> tuple[Fault, ...]:
+        """The faults to plant in a pair's target."""
+        faults = FAULTS + (HYBRIDS if models.target.config.deltas else ())
+        return faults[-self.faults :] if self.faults else faults
 
 
 PLAIN, OWN, OTHER, REPLAY = ((mode,) for mode in MODES)
@@ -101,6 +102,18 @@ GPU = Form(
         Way(16, 32, OWN + REPLAY, rows=96),
         Way(16, 64, OWN + OTHER + REPLAY),
     ),
+)
+# A third of the programs, for pairs that take long to compile.
+SHORT = Form(
+    tokens=20_000,
+    anchored=2_000,
+    new_tokens=320,
+    ways=(
+        Way(1, 8, PLAIN, roomy=True, chunk=64),
+        Way(5, 8, OWN + REPLAY),
+        Way(16, 64, OWN + OTHER + REPLAY),
+    ),
+    faults=1,
 )
 CPU = Form(
     tokens=360,
@@ -222,7 +235,7 @@ def check_law(
     found.append(halves(bench, alone, texts[:anchors]))
     progress(found[-1].result)
     # The last way is the widest block of the most sequences.
-    faults, planned = [], faults_of(case.models)
+    faults, planned = [], form.planted_in(case.models)
     made = with_faults(bench, planned, alone, others[-1])
     for fault, faulty in zip(planned, made, strict=True):
         faults.append(caught(bench, fault, faulty, texts, prompts))

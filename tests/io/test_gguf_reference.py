@@ -15,7 +15,7 @@ from jflash import generate, load_pair
 from jflash.io import encode_prompt, load_target, load_tokenizer, stop_token_ids
 from tests.support.gguf_files import KINDS, Kind, sentencepiece, write_gguf
 from tests.support.logits import close, target_logits
-from tests.support.reference import PYTHON, SMOLLM2, needs, path_of, run_reference
+from tests.support.reference import GEMMA3, PYTHON, SMOLLM2, needs, path_of, run_reference
 
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RECORD = Path(__file__).parents[1] / "reference" / "gguf_record.py"
@@ -111,3 +111,16 @@ def test_smollm2_speaks():
     [answer] = generate(pair, [prompt], max_new_tokens=24, stop_token_ids=stops)
     assert "The capital of France is Paris." in tokenizer.decode(answer.token_ids)
     assert answer.finish_reason == "stop" and answer.token_ids[-1] == 2
+
+
+@needs(PYTHON, GEMMA3)
+def test_gemma_3_speaks_and_its_logits_are_transformers(tmp_path):
+    """transformers splits its text otherwise than the model's own tokenizer, so ids are ours."""
+    file = path_of(GEMMA3)
+    tokenizer, pair = load_tokenizer(file), load_pair(file, dtype="float32")
+    ids = tokenizer("Water boils at a temperature of")["input_ids"]
+    assert ids == [2, 17390, 104264, 657, 496, 4022, 529]
+    [answer] = generate(pair, [ids], max_new_tokens=12)
+    assert tokenizer.decode(answer.token_ids).startswith(" 100 degrees Celsius.")
+    ids += answer.token_ids
+    close(logits(file, ids), recorded(tmp_path, {"real": case(file, ids, [])})["real/logits"])

@@ -104,7 +104,9 @@ def test_forms_decode_what_they_say():
     assert {way.roomy for way in form.ways} == {True, False}
     assert {way.chunk for way in form.ways} == {64, 128}
     assert {mode for way in form.ways for mode in way.modes} == set(law_module.MODES)
-    for each in (form, law_module.CPU):
+    short = law_module.SHORT
+    assert short.batch * short.new_tokens >= short.tokens and short.faults == 1
+    for each in (form, law_module.CPU, short):
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
     assert all(any(way.rows for way in each.ways) for each in (form, law_module.CPU))

@@ -18,6 +18,7 @@ from jflash.generate import Pair
 
 PYTHON = "JFLASH_REFERENCE_PYTHON"  # an interpreter with torch, transformers and dflash 0.1.0
 SMOLLM2 = "JFLASH_SMOLLM2_GGUF"  # the file SmolLM2-135M-Instruct.Q4_1.gguf
+GEMMA3 = "JFLASH_GEMMA3_GGUF"  # the file gemma-3-270m-q4_k_m.gguf
 
 
 def marks(*variables: str) -> list[pytest.MarkDecorator]:

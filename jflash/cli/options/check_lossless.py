@@ -28,7 +28,7 @@ def declare(parser: Parser) -> None:
         help="of the targets with random weights, by default all of a named pair's",
     )
     add("--checks", type=names, default=CHECKS[:1], help="of law,oracle,devices; default law")
-    add("--new-tokens", type=int, metavar="N", help="of a text of the law, at most 512")
+    add("--short", action="store_true", help="the law by fewer programs, on longer texts")
     several = "of the devices' check, default 2,4"
     add("--tensor-parallel", type=counts, default=(2, 4), metavar="1,2,4", help=several)
     oracle = parser.add_argument_group("of the oracle's check").add_argument
@@ -53,5 +53,5 @@ def check(args: Options) -> None:
     refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
     several = "devices" in args.checks and max(args.tensor_parallel) < 2
     refuse(several, "--tensor-parallel 1: one device is what others are compared with")
-    at_least_1(args, "tokens", "min_count", "min_distinct", "layers", "new_tokens")
+    at_least_1(args, "tokens", "min_count", "min_distinct", "layers")
     check_seed(args.seed)
