@@ -78,11 +78,16 @@ def compiling(case: dict[str, Any]) -> float:
 
 def steps(results: list[Result]) -> str:
     """Every whole case: milliseconds of a step's parts, and the whole beside its floor."""
-    cases = sorted(full_cases(results), key=lambda c: (c["shape"] or "", c["context"], c["batch"]))
+
+    def name(c: dict[str, Any]) -> str:
+        kept = c.get("quantised")
+        return (c["shape"] or c["weights"]) + (f", layers in {kept.upper()}" if kept else "")
+
+    cases = sorted(full_cases(results), key=lambda c: (name(c), c["context"], c["batch"]))
     rows = [
         [
-            c["shape"] or c["weights"], c["batch"], f"{c['context']:.0f} of {c['capacity']}",
-            *(ms(c[part]) for part in ("plain", "verify", "draft", "step")),
+            name(c), c["batch"], f"{c['context']:.0f} of {c['capacity']}",
+            *(ms(c[part]) if part in c else "" for part in ("plain", "verify", "draft", "step")),
             f"{c['step']['floor_ms']:.2f}", share(c["step"]),
         ]
         for c in cases
