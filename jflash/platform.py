@@ -31,21 +31,24 @@ NO_CUDA_GRAPHS = Flag(
 # The newer name first: it is the one that is set.
 MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+AUTOTUNE, AUTOTUNE_DEFAULT = "JFLASH_AUTOTUNE", "0"
 
 
 def configure(
     *,
     cuda_graphs: bool = True,
+    autotune: bool | None = None,
     memory_fraction: float | None = None,
     preallocate: bool = True,
     compilation_cache: bool = True,
 ) -> list[str]:
     """Sets up this process before JAX touches a device; returns a line for each thing left undone.
 
-    cuda_graphs False launches GPU kernels one by one. memory_fraction is the share of a GPU's
-    memory that JAX may take, 0.75 if neither this nor the environment says; it takes it at once
-    unless preallocate is False. compilation_cache keeps compiled programs in `cache_folder()` for
-    the next process.
+    cuda_graphs False launches GPU kernels one by one. autotune says whether the tiles
+    of our products are timed, else the environment's JFLASH_AUTOTUNE does.
+    memory_fraction is the share of a GPU's memory that JAX may take, 0.75 if neither this nor the
+    environment says; it takes it at once unless preallocate is False. compilation_cache keeps
+    compiled programs in `cache_folder()` for the next process.
 
     ValueError for a fraction that is none, RuntimeError if a device is in use already and something
     would have to change.
@@ -54,6 +57,8 @@ def configure(
         raise ValueError(f"memory fraction {memory_fraction} must be above 0 and at most 1")
     notices: list[str] = []
     changes = _xla_flags(() if cuda_graphs else (NO_CUDA_GRAPHS,), notices)
+    if autotune is not None:
+        os.environ[AUTOTUNE] = str(int(autotune))
     if memory_fraction is not None:
         changes |= _variable(MEMORY_FRACTION, str(memory_fraction), notices)
     if not preallocate:
@@ -66,6 +71,11 @@ def configure(
     else:
         leave_compilation_cache()
     return notices
+
+
+def autotunes() -> bool:
+    """Whether the tiles of our products are timed on this device."""
+    return os.environ.get(AUTOTUNE, AUTOTUNE_DEFAULT) == "1"
 
 
 def leave_compilation_cache() -> None:

@@ -23,6 +23,7 @@ from jflash.prefill import prefill
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of
 from jflash.speculative import Models, Params, Sequences, State, speculative_step
+from jflash.tiles import settled
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
 LONG_CHUNK = 1024  # of a long prompt, by kernels whose bits no chunk changes
@@ -223,7 +224,8 @@ def _compile_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tupl
 def compile_prefill(models: Models, params: Params, shape: Shape) -> tuple[Any, float]:
     """The executable of `prefill`, and the seconds of its compilation."""
     begin = time.perf_counter()
-    return lower_prefill(models, params, shape).compile(), time.perf_counter() - begin
+    lowered = settled(lambda: lower_prefill(models, params, shape))
+    return lowered.compile(), time.perf_counter() - begin
 
 
 def lower_prefill(models: Models, params: Params, shape: Shape) -> jax.stages.Lowered:
@@ -243,7 +245,8 @@ def lower_prefill(models: Models, params: Params, shape: Shape) -> jax.stages.Lo
 def compile_run(models: Models, params: Params, state: State) -> tuple[Any, float]:
     """The executable of `run`, and the seconds of its compilation; `state` may be abstract."""
     begin = time.perf_counter()
-    return lower_run(models, params, state).compile(), time.perf_counter() - begin
+    lowered = settled(lambda: lower_run(models, params, state))
+    return lowered.compile(), time.perf_counter() - begin
 
 
 def lower_run(models: Models, params: Params, state: State) -> jax.stages.Lowered:

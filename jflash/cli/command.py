@@ -160,6 +160,8 @@ def _platform_options(parser: Parser) -> None:
     cache = f"compile anew; else programs are kept in {_cache_name()}"
     add("--no-compilation-cache", action="store_true", help=cache)
     add("--no-cuda-graphs", action="store_true", help="launch GPU kernels one by one: slower")
+    tiles = "time the tiles of products at first use, and keep them; else a rule gives them"
+    add("--autotune", action=argparse.BooleanOptionalAction, help=tiles)
     part = "of a GPU's memory that JAX may take, default 0.75"
     add("--memory-fraction", type=float, metavar="F", help=part)
     add("--no-preallocation", action="store_true", help="take GPU memory as needed, not at once")
@@ -175,6 +177,7 @@ def _cache_name() -> str:
 def _configure(options: argparse.Namespace) -> None:
     notices = configure(
         cuda_graphs=not options.no_cuda_graphs,
+        autotune=options.autotune,
         memory_fraction=options.memory_fraction,
         preallocate=not options.no_preallocation,
         compilation_cache=not options.no_compilation_cache,

@@ -34,6 +34,7 @@ from jflash.speculative import (
     draft,
     verify,
 )
+from jflash.tiles import settled
 
 CORRUPTION = 0.15  # share of a replayed text's tokens that are wrong
 
@@ -199,9 +200,9 @@ def compile_executables(asked: Sequence[tuple[Models, Params, Shape]]) -> list[E
 
 
 def _lowerings(models: Models, params: Params, shape: Shape) -> Iterator[jax.stages.Lowered]:
-    yield lower_prefill(models, params, shape)
+    yield settled(lambda: lower_prefill(models, params, shape))
     state = jax.eval_shape(lambda: new_state(models, shape))
-    yield lower_recorded(models, params, state, shape)
+    yield settled(lambda: lower_recorded(models, params, state, shape))
 
 
 def compile_all(lowered: Iterable[jax.stages.Lowered]) -> list[Any]:

@@ -20,6 +20,7 @@ from jflash.serving.programs import of_all_kinds
 from jflash.serving.slots import Layout, empty_state, state_specs, table_columns, with_table
 from jflash.speculative import Models, Params, Seen, State, commit, draft, judge
 from jflash.speculative import look as verify_rows
+from jflash.tiles import settled
 
 
 class Constrained(NamedTuple):
@@ -100,11 +101,16 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constr
     weights, where = param_specs(models, params), state_specs(models, layout)
 
     def compiled(function: Any, *given: Any) -> tuple[Any, Any]:
-        bound = functools.partial(function, local(draws))
         takes = (weights, where, EVERYWHERE, *[EVERYWHERE] * len(given))
-        jitted = spread(models.mesh, bound, takes, (where, EVERYWHERE), donate=(1,))
-        lowered = jitted.lower(params, state, table, *given)
-        return lowered.compile(), jax.eval_shape(jitted, params, state, table, *given)[1]
+
+        def lower():
+            bound = functools.partial(function, local(draws))
+            jitted = spread(models.mesh, bound, takes, (where, EVERYWHERE), donate=(1,))
+            return jitted.lower(params, state, table, *given)
+
+        lowered = settled(lower)
+        bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+        return lowered.compile(), jax.tree.map(bare, lowered.out_info[1])
 
     proposes, begun = compiled(propose, live)
     looks, seen = compiled(look, begun)

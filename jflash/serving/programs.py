@@ -40,6 +40,7 @@ from jflash.serving.slots import (
 )
 from jflash.shaping import Shaping, constrained, shaped
 from jflash.speculative import Models, Params, Sequences, State, apply, speculative_step
+from jflash.tiles import settled
 
 DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs read none
 SCORED = 16  # rows of a chunk whose logits are in memory at once, for the prompt's logprobs
@@ -249,9 +250,12 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     draws = of_all_kinds(models, shape.batch)
 
     def steps(models: Models):
-        function = functools.partial(run, local(models), layout.steps)
-        jitted = spread(models.mesh, function, takes, gives, donate=(1,))
-        return jitted.lower(params, state, ints(shape.batch, columns), live).compile()
+        def lower():
+            function = functools.partial(run, local(models), layout.steps)
+            jitted = spread(models.mesh, function, takes, gives, donate=(1,))
+            return jitted.lower(params, state, ints(shape.batch, columns), live)
+
+        return settled(lower).compile()
 
     counts = [models.rows or shape.batch * models.block_size]
     if models.rows == AUTO:
@@ -265,9 +269,12 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         return jitted.lower(state, row).compile()
 
     def chunks(size: int):
-        function = functools.partial(chunk, local(draws), size)
-        jitted = spread(models.mesh, function, (*takes, EVERYWHERE), gives, donate=(1,))
-        return jitted.lower(params, state, ints(1, columns), ints(6), words).compile()
+        def lower():
+            function = functools.partial(chunk, local(draws), size)
+            jitted = spread(models.mesh, function, (*takes, EVERYWHERE), gives, donate=(1,))
+            return jitted.lower(params, state, ints(1, columns), ints(6), words)
+
+        return settled(lower).compile()
 
     sizes = chunk_sizes(models, shape)
     budgets = [int(count) for count in counts] if "greedy" in layout.kinds else []

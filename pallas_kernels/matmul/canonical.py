@@ -1,13 +1,14 @@
 """The GEMMs in the canonical form, with a kernel and a tile for every number of rows.
 
-Up to 64 rows go to Pallas-Triton, with tiles of 16 rows and a program for each piece of K. More go
-to the Mosaic GPU kernel: one CTA takes the pieces in turn, or each piece has other CTAs if the
-tiles would leave multiprocessors idle. Weights kept as codes go to Triton at any number of rows,
-which converts them tile by tile. All add in one order, so the choices here change only the
-speed, and `pieces.pieces` decides the bits.
+Few rows go to Pallas-Triton, with tiles of 16 rows or more and a program for each piece of K. Many
+go to the Mosaic GPU kernel: one CTA takes the pieces in turn, or each piece has other CTAs if the
+tiles would leave multiprocessors idle. `tiles` says which. Weights kept as codes go to Triton at
+any number of rows, which converts them tile by tile. All add in one order, so the choices change
+only the speed, and `pieces.pieces` decides the bits.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,10 @@ from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
-from pallas_kernels.matmul.tuning import Tuning, canonical_tuning
+from pallas_kernels.matmul.tiles import AnyTile, Product, by_rule, few_rows_tile, tile_for
+from pallas_kernels.matmul.tuning import HEADS, Tuning
 
-FEW_ROWS = 64
+SUMS = ("matmul", "residual", "pieces")  # whose K may be cut
 
 
 def matmul(
@@ -33,13 +35,8 @@ def matmul(
     columns: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
-    P, tuning = _cut("matmul" if residual is None else "residual", x, w, columns)
-    if P > 1 and (tuning is None or tuning.split_k > 1):
-        sums = partial_products(x, w, columns=columns, interpret=interpret)
-        return add_pieces(sums, residual, dtype=x.dtype, interpret=interpret)
-    if tuning is None or isinstance(w, Quantised):
-        return _few_rows(x, w, residual, 1, interpret)
-    return mosaic_gpu.matmul(x, w, residual, tuning=tuning, interpret=interpret)
+    op = "matmul" if residual is None else "residual"
+    return _product(op, x, w, residual, columns=columns, interpret=interpret)
 
 
 def partial_products(
@@ -49,12 +46,7 @@ def partial_products(
     columns: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "P M N"]:
-    P, tuning = _cut("matmul", x, w, columns)
-    if P > 1 and tuning is None:
-        return _few_rows(x, w, None, P, interpret)
-    if P > 1 and tuning and tuning.split_k > 1 and not isinstance(w, Quantised):
-        return mosaic_gpu.partial_products(x, w, tuning=tuning, interpret=interpret)
-    return matmul(x, w, columns=columns, interpret=interpret)[None]
+    return _product("pieces", x, w, columns=columns, interpret=interpret)
 
 
 def gate_up(
@@ -64,41 +56,85 @@ def gate_up(
     *,
     interpret: bool = False,
 ) -> Float[Array, "M F"]:
-    _pieces("gate_up", x, w)
-    if len(x) > FEW_ROWS and not isinstance(w, Quantised):
-        tuning = canonical_tuning("gate_up", x.shape[0], x.shape[1], w.shape[1], 1)
-        return mosaic_gpu.gate_up(x, w, firsts, tuning=tuning, interpret=interpret)
-    return _few_rows_gate_up(x, w, firsts or (0, w.shape[1] // 2), interpret)
+    return _product("gate_up", x, w, firsts=firsts, interpret=interpret)
 
 
 def head_argmax(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
 ) -> Int[Array, " M"]:
-    _pieces("head_argmax", x, head)
-    if len(x) > FEW_ROWS:
-        tuning = canonical_tuning("head_argmax", x.shape[0], x.shape[1], head.shape[0], 1)
-        return mosaic_gpu.head_argmax(x, head, tuning=tuning, interpret=interpret)
-    return _few_rows_argmax(x, head, interpret)
+    return _product("head_argmax", x, head, interpret=interpret)
 
 
 def head_confidence(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
 ) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
-    _pieces("head_argmax", x, head)
-    if len(x) > FEW_ROWS:
-        tuning = canonical_tuning("head_argmax", x.shape[0], x.shape[1], head.shape[0], 1)
-        return mosaic_gpu.head_confidence(x, head, tuning=tuning, interpret=interpret)
-    return _few_rows_confidence(x, head, interpret)
+    product = Product.of("head_argmax", len(x), x.shape[1], head.shape[0], 1)
+    _pieces("head_argmax", x, head, head.shape[0])
+    tile = by_rule(product)  # sums of tiles make a confidence, which timing must not change
+    if isinstance(tile, Tile):
+        return _few_rows_confidence(x, head, tile, interpret)
+    return mosaic_gpu.head_confidence(x, head, tuning=tile, interpret=interpret)
 
 
 def head_logits(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
 ) -> Float[Array, "M V"]:
-    _pieces("head_logits", x, head)
-    if len(x) > FEW_ROWS:
-        tuning = canonical_tuning("head_logits", x.shape[0], x.shape[1], head.shape[0], 1)
-        return mosaic_gpu.head_logits(x, head, tuning=tuning, interpret=interpret)
-    return _few_rows_logits(x, head, interpret)
+    return _product("head_logits", x, head, interpret=interpret)
+
+
+def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpret=False):
+    K, N = w.shape[::-1] if op in HEADS else w.shape
+    P = _pieces("matmul" if op in SUMS else op, x, w, columns or N)
+    product = Product.of(op, len(x), K, N, P)
+    tile = few_rows_tile(product) if isinstance(w, Quantised) else tile_for(product)
+    return by_tile(tile, product, x, w, residual, firsts=firsts, interpret=interpret)
+
+
+def by_tile(
+    tile: AnyTile,
+    product: Product,
+    x: Float[Array, "M K"],
+    w: Any,
+    residual: Float[Array, "M N"] | None = None,
+    *,
+    firsts: Firsts | None = None,
+    interpret: bool = False,
+) -> Any:
+    """The product by this tile; x has the product's rows, or others that it stands for."""
+    if isinstance(tile, Tile):
+        out = _by_few_rows(tile, product, x, w, residual, firsts, interpret)
+    else:
+        out = _by_many_rows(tile, product, x, w, residual, firsts, interpret)
+    if product.op not in SUMS:
+        return out
+    if out.ndim == 2:
+        return out[None] if product.op == "pieces" else out
+    if product.op == "pieces":
+        return out
+    return add_pieces(out, residual, dtype=x.dtype, interpret=interpret)
+
+
+def _by_few_rows(tile: Tile, product: Product, x, w, residual, firsts, interpret: bool):
+    """The result, or of more than one piece [P, M, N] in float32; so does `_by_many_rows`."""
+    if product.op == "gate_up":
+        return _few_rows_gate_up(x, w, firsts or (0, product.columns), tile, interpret)
+    if product.op == "head_argmax":
+        return _few_rows_argmax(x, w, tile, interpret)
+    if product.op == "head_logits":
+        return _few_rows_logits(x, w, tile, interpret)
+    residual = residual if product.pieces == 1 else None
+    return _few_rows(x, w, residual, product.pieces, tile, interpret)
+
+
+def _by_many_rows(tuning: Tuning, product: Product, x, w, residual, firsts, interpret: bool):
+    how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
+    if product.op == "gate_up":
+        return mosaic_gpu.gate_up(x, w, firsts, **how)
+    if product.op in HEADS:
+        return getattr(mosaic_gpu, product.op)(x, w, **how)
+    if tuning.split_k > 1:
+        return mosaic_gpu.partial_products(x, w, **how)
+    return mosaic_gpu.matmul(x, w, residual, **how)
 
 
 def silu_times(
@@ -128,66 +164,42 @@ def refusal(K: int, columns: int) -> str | None:
     return None
 
 
-def few_rows_tile(op: str, M: int, K: int, columns: int, P: int) -> Tile:
-    """Columns are w's, of one half for gate_up. ValueError: no tile divides the shape."""
-    rows = min(64, max(16, 1 << (M - 1).bit_length()))
-    if op.startswith("head_"):
-        return Tile(rows=rows, columns=64, depth=128 if K % 128 == 0 else 64)
-    width = next((c for c in (64, 32, 16) if columns % c == 0), None)
-    if width is None or K % (64 * P):
-        raise ValueError(f"canonical {op}: no tile divides [{M}, {K}] by {columns} columns")
-    return Tile(rows=rows, columns=width, depth=64, stages=4 if op == "gate_up" else 6)
-
-
-def _cut(op: str, x, w, columns: int | None) -> tuple[int, Tuning | None]:
-    """Pieces of K, and the Mosaic kernel's tuning; None for few rows and for kept weights."""
-    P = _pieces("matmul", x, w, columns)
-    if len(x) <= FEW_ROWS or isinstance(w, Quantised):
-        return P, None
-    return P, canonical_tuning(op, x.shape[0], x.shape[1], w.shape[1], P)
-
-
-def _pieces(op: str, x, w, columns: int | None = None) -> int:
+def _pieces(op: str, x, w, columns: int) -> int:
     stored = x.dtype if isinstance(w, Quantised) else w.dtype
     if not x.dtype == stored == jnp.bfloat16:
         raise ValueError(
             f"the canonical {op} takes bfloat16, got {x.dtype} and {stored}: use the backend 'xla'"
         )
-    K, N = w.shape[::-1] if op.startswith("head_") else w.shape
+    K = w.shape[1 if op in HEADS else 0]
     assert x.shape[1] == K, f"{op}: x has {x.shape[1]} columns to sum over, w {K}"
     if K % 64:
         raise ValueError(f"the canonical {op} takes K in 64s, got {K}: use the backend 'xla'")
-    return pieces(op, K, columns or N)
+    return pieces(op, K, columns)
 
 
 # One inner jit each: the call sites of all layers then share one compiled kernel.
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _few_rows(x, w, residual, P: int, interpret: bool):
-    tile = few_rows_tile("matmul", len(x), x.shape[1], w.shape[1], P)
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _few_rows(x, w, residual, P: int, tile: Tile, interpret: bool):
     return few_rows.product(x, w, residual, pieces=P, tile=tile, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _few_rows_gate_up(x, w, firsts: Firsts, interpret: bool):
-    tile = few_rows_tile("gate_up", len(x), x.shape[1], w.shape[1] // 2, 1)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _few_rows_gate_up(x, w, firsts: Firsts, tile: Tile, interpret: bool):
     return few_rows.product(x, w, pieces=1, tile=tile, halves=firsts, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(2,))
-def _few_rows_argmax(x, head, interpret: bool):
-    tile = few_rows_tile("head_argmax", len(x), x.shape[1], head.shape[0], 1)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _few_rows_argmax(x, head, tile: Tile, interpret: bool):
     best, index, _ = few_rows.best_of_tiles(x, head, tile=tile, interpret=interpret)
     return jnp.where(best == best.max(axis=0), index, head.shape[0]).min(axis=0)
 
 
-@functools.partial(jax.jit, static_argnums=(2,))
-def _few_rows_confidence(x, head, interpret: bool):
-    tile = few_rows_tile("head_argmax", len(x), x.shape[1], head.shape[0], 1)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _few_rows_confidence(x, head, tile: Tile, interpret: bool):
     best = few_rows.best_of_tiles(x, head, tile=tile, interpret=interpret)
     return mosaic_gpu.best_of_all(*best, head.shape[0])
 
 
-@functools.partial(jax.jit, static_argnums=(2,))
-def _few_rows_logits(x, head, interpret: bool):
-    tile = few_rows_tile("head_logits", len(x), x.shape[1], head.shape[0], 1)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _few_rows_logits(x, head, tile: Tile, interpret: bool):
     return few_rows.head_logits(x, head, tile=tile, interpret=interpret)

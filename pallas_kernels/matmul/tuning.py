@@ -134,6 +134,7 @@ _CANONICAL = {
     },
 }
 _FULL = 96  # CTAs
+WALKED = 256  # rows; with more a CTA takes the pieces of K in turn
 
 
 def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
@@ -144,10 +145,10 @@ def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     """
     by_rows = _CANONICAL["matmul" if op == "residual" else op]
     tiles = next(tiles for most, tiles in by_rows.items() if most >= M)
-    walk = pieces if M > 256 else 1
+    walk = pieces if M > WALKED else 1
     found = None
     for block_m, block_n in tiles:
-        tuning = _with_ring(op, block_m, block_n, walk, pieces // walk)
+        tuning = with_ring(op, block_m, block_n, walk, pieces // walk)
         if tuning is None:
             continue
         try:
@@ -165,7 +166,7 @@ def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
 _RESULT_BYTES = {"head_argmax": 0, "head_logits": 4}
 
 
-def _with_ring(op: str, block_m: int, block_n: int, walk: int, split: int) -> Tuning | None:
+def with_ring(op: str, block_m: int, block_n: int, walk: int, split: int) -> Tuning | None:
     """A tile with as many stages as fit beside what its result takes; None if that is no ring."""
     half = block_m * block_n // (2 if op == "gate_up" else 1)
     taken = half * (4 if split > 1 else _RESULT_BYTES.get(op, 2))

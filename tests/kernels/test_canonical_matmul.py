@@ -26,7 +26,8 @@ from pallas_kernels.matmul import (
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import STEP, pieces
-from pallas_kernels.matmul.tuning import canonical_tuning, make_plan
+from pallas_kernels.matmul.tiles import Product, by_rule
+from pallas_kernels.matmul.tuning import Tuning, canonical_tuning, make_plan
 from pallas_kernels.shapes import MATMUL
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import draw
@@ -183,10 +184,12 @@ def test_every_shape_of_the_step_has_a_tile(op, K, N):
     P = pieces(op, K, N)
     for M in (1, 8, 16, 33, 64):
         half = N // 2 if op == "gate_up" else N
-        tile = canonical.few_rows_tile(op, M, K, half, P)
+        tile = by_rule(Product.of(op, M, K, N, P))
+        assert isinstance(tile, Tile)
         assert K % (tile.depth * P) == 0 and (op == "head_argmax" or half % tile.columns == 0)
     for M in (65, 128, 192, 320, 512, 1024):
-        tuning = canonical_tuning(op, M, K, N, P)
+        tuning = by_rule(Product.of(op, M, K, N, P))
+        assert isinstance(tuning, Tuning)
         assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
         make_plan(op, M, K, N, tuning)
 

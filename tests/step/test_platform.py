@@ -11,7 +11,7 @@ import pytest
 from jaxlib import xla_client
 
 from jflash import platform
-from jflash.platform import Flag, cache_folder, configure
+from jflash.platform import Flag, autotunes, cache_folder, configure
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,13 @@ def test_what_the_user_sets_wins_and_a_line_says_so(environment):
         *("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION=.4", "XLA_PYTHON_CLIENT_PREALLOCATE=true")
     ]
     assert graphs in notices[0]
+
+
+def test_autotuning_is_the_options_else_the_environments(environment, monkeypatch):
+    monkeypatch.setenv("JFLASH_AUTOTUNE", "1")
+    assert configure() == [] and autotunes()
+    assert configure(autotune=False) == [] and not autotunes()
+    assert configure(autotune=True) == [] and autotunes()
 
 
 def test_flags_in_a_file_are_left_alone(environment):

@@ -1,0 +1,163 @@
+"""The tile of each canonical product: the one that a driver preferred, else the rule's.
+
+Tiles change no bit of a result. So a driver may time `candidates` on its device and `prefer` the
+fastest, before or after other programs were compiled. This file times nothing and knows no files.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from pallas_kernels.matmul.few_rows import Tile
+from pallas_kernels.matmul.tuning import (
+    HEADS,
+    WALKED,
+    Tuning,
+    canonical_tuning,
+    make_plan,
+    with_ring,
+)
+
+FEW_ROWS = 64
+AnyTile = Tile | Tuning  # by Pallas-Triton, or by the Mosaic GPU kernel
+
+
+class Product(NamedTuple):
+    """A call's op and sizes; N counts w's columns, and K is cut in `pieces`.
+
+    "pieces" is a product whose consumer adds its pieces, "residual" one that adds a residual.
+    """
+
+    op: str
+    M: int
+    K: int
+    N: int
+    pieces: int
+
+    @classmethod
+    def of(cls, op: str, M: int, K: int, N: int, pieces: int) -> "Product":
+        """Numbers of rows that fill the same tiles are one product."""
+        rows = max(16, 1 << (M - 1).bit_length()) if M <= FEW_ROWS else -(-M // 64) * 64
+        return cls(op, rows, K, N, pieces)
+
+    @property
+    def columns(self) -> int:
+        """Of the result: gate and up are two halves of w."""
+        return self.N // 2 if self.op == "gate_up" else self.N
+
+
+_preferred: dict[Product, AnyTile] = {}
+_wanted: ContextVar[set[Product] | None] = ContextVar("wanted", default=None)
+
+
+def prefer(product: Product, tile: AnyTile) -> None:
+    """From here on programs that are traced take this tile."""
+    _preferred[product] = tile
+
+
+def unsettled(products: Iterable[Product]) -> list[Product]:
+    """Those without a preferred tile, in order."""
+    return sorted(product for product in products if product not in _preferred)
+
+
+@contextlib.contextmanager
+def wanted() -> Iterator[set[Product]]:
+    """Yields the products without a preferred tile that this thread traces inside."""
+    products: set[Product] = set()
+    token = _wanted.set(products)
+    try:
+        yield products
+    finally:
+        _wanted.reset(token)
+
+
+def tile_for(product: Product) -> AnyTile:
+    """ValueError: no kernel serves the shape."""
+    if product in _preferred:
+        return _preferred[product]
+    products = _wanted.get()
+    if products is not None:
+        products.add(product)
+    return by_rule(product)
+
+
+def by_rule(product: Product) -> AnyTile:
+    """A tile by sizes alone. ValueError: no kernel serves the shape."""
+    if product.M <= FEW_ROWS:
+        return few_rows_tile(product)
+    op = "matmul" if product.op == "pieces" else product.op
+    return canonical_tuning(op, product.M, product.K, product.N, product.pieces)
+
+
+def few_rows_tile(product: Product) -> Tile:
+    """ValueError: no tile divides the shape."""
+    op, M, K, _, pieces = product
+    rows = min(FEW_ROWS, M)
+    if op.startswith("head_"):
+        return Tile(rows=rows, columns=64, depth=128 if K % 128 == 0 else 64)
+    width = next((c for c in (64, 32, 16) if product.columns % c == 0), None)
+    if width is None or K % (64 * pieces):
+        what = f"[{M}, {K}] by {product.columns} columns"
+        raise ValueError(f"canonical {op}: no tile divides {what}")
+    return Tile(rows=rows, columns=width, depth=64, stages=4 if op == "gate_up" else 6)
+
+
+# For few rows a program's columns, step over K, stages and warps; for many, by the most rows that
+# they are for, a CTA's rows and columns.
+_FEW = ((64, 64, 6, 4), (64, 128, 4, 8), (32, 128, 4, 4), (128, 64, 4, 4))
+_MANY = {
+    128: ((64, 64), (64, 128), (64, 192), (128, 64), (128, 128)),
+    256: ((64, 128), (128, 64), (128, 128), (128, 192)),
+    math.inf: ((64, 256), (128, 128), (128, 192), (128, 256)),
+}
+_CLUSTERS = ((1, 1), (2, 1))
+_FULL = 96  # CTAs
+
+
+def candidates(product: Product) -> list[AnyTile]:
+    """Tiles worth timing, the rule's first."""
+    rule = by_rule(product)
+    found = [rule]
+    if product.M <= 2 * FEW_ROWS:
+        found += _few_rows_candidates(product)
+    if product.M > FEW_ROWS:
+        found += _many_rows_candidates(product)
+    if product.op == "pieces":  # what a consumer pays for several is not seen in their product
+        found = [tile for tile in found if _several(tile) == _several(rule)]
+    return list(dict.fromkeys(found))
+
+
+def _several(tile: AnyTile) -> bool:
+    return isinstance(tile, Tile) or tile.split_k > 1
+
+
+def _few_rows_candidates(product: Product) -> Iterator[Tile]:
+    op, M, K, _, pieces = product
+    for columns, depth, stages, warps in _FEW:
+        whole = op in HEADS or product.columns % columns == 0
+        if whole and K % (pieces * depth) == 0:
+            yield Tile(rows=M, columns=columns, depth=depth, stages=stages, warps=warps)
+
+
+def _many_rows_candidates(product: Product) -> Iterator[Tuning]:
+    """Those that fill the GPU; a CTA takes all pieces of K, or if that leaves too few, one."""
+    op, M, K, N, pieces = product
+    shapes = next(shapes for most, shapes in _MANY.items() if most >= M)
+    clusters = _CLUSTERS[: 1 if M <= WALKED else None]
+    for (block_m, block_n), (cluster_m, cluster_n) in itertools.product(shapes, clusters):
+        for walk in sorted({pieces, 1}, reverse=True):
+            tuning = with_ring(op, block_m, block_n, walk, pieces // walk)
+            if tuning is None:
+                continue
+            tuning = dataclasses.replace(tuning, cluster_m=cluster_m, cluster_n=cluster_n)
+            try:
+                plan = make_plan("matmul" if op == "pieces" else op, M, K, N, tuning)
+            except ValueError:
+                continue
+            if plan.columns * plan.row_groups * cluster_m * cluster_n >= _FULL:
+                yield tuning
+                break

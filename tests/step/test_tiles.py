@@ -1,0 +1,101 @@
+"""Tiles are timed once, on a GPU, before a program is compiled; nothing is timed on a CPU."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jflash import tiles
+from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import tiles as chosen
+from pallas_kernels.matmul.few_rows import Tile
+from pallas_kernels.matmul.tiles import Product, by_rule, candidates
+from pallas_kernels.matmul.tuning import HEADS, Tuning, make_plan
+from pallas_kernels.shapes import LAYER, MATMUL
+
+OUT = Product.of("matmul", 9, 4096, 4096, 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_preferred(monkeypatch, tmp_path):
+    monkeypatch.setattr(chosen, "_preferred", {})
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def lowering(calls: list):
+    """What `settled` takes; each call notes the tile that its product has."""
+
+    def product(x, w):
+        return matmul(x, w, backend="canonical")
+
+    def lower():
+        sizes = ((9, 4096), (4096, 4096))
+        args = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
+        text = str(jax.make_jaxpr(lambda *xw: product(*xw))(*args))
+        calls.append("grid=(64, 2, 1)" in text.replace("'", ""))
+        return text
+
+    return lower
+
+
+def test_a_program_is_traced_again_with_the_tiles_that_were_timed_for_it(monkeypatch, tmp_path):
+    timed = []
+
+    def fastest(products):
+        timed.extend(products)
+        return iter((p, Tile(rows=16, columns=32, depth=128)) for p in products)
+
+    monkeypatch.setattr(tiles, "_fastest", fastest)
+    calls = []
+    lower = lowering(calls)
+    lower()
+    tiles.settled(lower)  # on this CPU
+    assert (timed, calls) == ([], [True, True])
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("JFLASH_AUTOTUNE", "0")
+    tiles.settled(lower)
+    assert (timed, calls[2:]) == ([], [True])
+    monkeypatch.setenv("JFLASH_AUTOTUNE", "1")
+    tiles.settled(lower)
+    assert (timed, calls[3:]) == ([OUT], [True, False])
+    [file] = tmp_path.glob("tiles-*.json")
+    tiles.settled(lower)  # no second time in this process
+    assert (timed, calls[5:]) == ([OUT], [False])
+
+    monkeypatch.setattr(chosen, "_preferred", {})  # nor in the next
+    tiles.settled(lower)
+    assert (timed, calls[6:]) == ([OUT], [False])
+    kept = json.loads(file.read_text())
+    for spoilt in [{"rows": 16, "columns": 48, "depth": 64}, {"columns": 32}, 7]:
+        monkeypatch.setattr(chosen, "_preferred", {})
+        file.write_text(json.dumps(dict.fromkeys(kept, spoilt)))
+        tiles._prefer_kept(file)
+        assert chosen.unsettled([OUT]) == [OUT]
+
+
+def test_every_candidate_fits_its_product():
+    sizes = {(s.op, s.K, s.N) for s in MATMUL.values()} | {
+        (op, K, N)
+        for s in LAYER.values()
+        for op, K, N in (("pieces", s.D, s.Q), ("gate_up", s.D, 2 * s.F), ("residual", s.F, s.D))
+    }
+    for op, K, N in sizes:
+        for M in (1, 33, 65, 128, 300, 512):
+            whole = op in HEADS or op == "gate_up"
+            product = Product.of(op, M, K, N, 1 if whole else 2)
+            if K % (product.pieces * 64):
+                continue
+            several = candidates(product)
+            assert several[0] == by_rule(product) and len(several) <= 10, (product, several)
+            for tile in several:
+                if isinstance(tile, Tuning):
+                    assert tile.walk * tile.split_k == product.pieces
+                    make_plan("matmul" if op == "pieces" else op, M, K, N, tile)
+                else:
+                    assert product.K % (tile.depth * product.pieces) == 0
+                    assert op in HEADS or product.columns % tile.columns == 0
