@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.decoding import Decoding
-from jflash.programs import Shape, capacity_for, compile_prefill, make_request, new_state
+from jflash.programs import (
+    Shape,
+    capacity_for,
+    chunk_sizes,
+    compile_prefill,
+    make_request,
+    new_state,
+)
 from jflash.speculative import Models, Params
 
 
@@ -40,7 +47,7 @@ def time_prefill(
         median = statistics.median(seconds[1:])  # the first warms up
         yield {
             "tokens": length,
-            "chunk": chunk,
+            "chunks": chunk_sizes(models, shape),
             "ms": 1e3 * median,
             "ms_of_repeats": [1e3 * s for s in seconds[1:]],
             "tokens_per_second": length / median,

@@ -80,7 +80,8 @@ def case_text(case: dict[str, Any]) -> str:
             f"{part['share_of_floor']:9.1%}"
         )
     lines += [
-        f"  prefill of {row['tokens']} tokens by {row['chunk']}: {row['ms']:.1f} ms, "
+        f"  prefill of {row['tokens']} tokens by {' and '.join(map(str, row['chunks']))}: "
+        f"{row['ms']:.1f} ms, "
         f"{row['tokens_per_second']:.0f} tokens/s"
         for row in case.get("prefill", ())
     ]

@@ -11,13 +11,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import jax
+
+from jflash.backends import with_backends
+from jflash.bench.shapes import model_shape
 from jflash.decoding import Decoding
 from jflash.generate import Pair
+from jflash.io import default_dtype
 from jflash.kernels import AUTO
+from jflash.mesh import with_context
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.models.params import random_weights
+from jflash.programs import Shape
 from jflash.row_choice import with_rows
 from jflash.serving.batch import Job, layout_for, serve
+from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.programs import choosing, compile_programs
 from jflash.serving.slots import Layout
+from jflash.speculative import Models, Params
+from pallas_kernels.block_attention import PAGE
+
+
+def random_pair(shape: str) -> Pair:
+    """A published shape with random weights, in the device's dtype."""
+    target, drafter = model_shape(shape)
+    models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    models = with_backends(models, default_dtype(), jax.devices()[0])
+    return Pair(models, with_context(models, Params(*random_weights(models.configs))))
 
 
 def ways(pair: Pair, batch: int, widths: Sequence[int]) -> dict[str, Pair]:
@@ -28,6 +49,21 @@ def ways(pair: Pair, batch: int, widths: Sequence[int]) -> dict[str, Pair]:
         **{f"width {w}": replace(pair, models=replace(models, block_size=w)) for w in widths},
         "plain": pair.plain(),
     }
+
+
+def steps_of(pair: Pair, batch: int, capacity: int) -> dict[str, Any]:
+    """The times of a step by its rows, without a text, and the seconds that compiling took."""
+    models = with_rows(pair.models, AUTO, batch)
+    if models.rows != AUTO:
+        raise ValueError(f"batch {batch}: no number of rows is chosen there")
+    shape = Shape.of(batch, capacity)
+    layout = Layout(shape, batch * capacity // PAGE, STEPS_PER_CALL, ("greedy",))
+    begin = time.perf_counter()
+    programs = compile_programs(models, pair.params, layout)
+    took = time.perf_counter() - begin
+    chosen = choosing(models, pair.params, layout, programs)
+    times = {str(rows): ms for rows, ms in chosen.ms.items()}
+    return {"batch": batch, "compile_seconds": took, "capacity": capacity, "step_ms": times}
 
 
 def warm(named: Mapping[str, Pair], layout: Layout) -> float:

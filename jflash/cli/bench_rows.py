@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
-from jflash.bench.row_speed import measured
+from jflash.bench.row_speed import measured, random_pair, steps_of
 from jflash.cli.command import Options
 from jflash.decoding import Decoding
 from jflash.device import describe_device
@@ -13,6 +13,24 @@ from jflash.io import configure_pair, encode_prompt, load_weights
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
+    yield from (of_pair if args.shape is None else of_shape)(args)
+
+
+def of_shape(args: Options) -> Iterator[dict[str, Any]]:
+    pair = random_pair(args.shape)
+    result: dict[str, Any] = describe_device() | {
+        "shape": args.shape,
+        "backends": pair.models.kernels._asdict(),
+        "runs": [],
+    }
+    for batch in args.batch:
+        row = steps_of(pair, batch, args.capacity)
+        print(row_text(row), flush=True)
+        result["runs"].append(row)
+        yield result
+
+
+def of_pair(args: Options) -> Iterator[dict[str, Any]]:
     files = configure_pair(args.target, args.drafter)
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))

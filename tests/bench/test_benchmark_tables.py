@@ -27,6 +27,7 @@ def results() -> list[Result]:
     }  # fmt: skip
     case["compile_seconds"] = {"from_nothing": 41.0, "warm_cache": 9.5}
     case["widths"] = [{"block_size": 4, "ms": 5.0}, {"block_size": 16, "ms": 5.5}]
+    case["prefill"] = [{"tokens": 512, "chunks": [128, 1024], "tokens_per_second": 39876.4}]
     other = {"shape": "tiny", "step": case["step"]}
     case["beside"] = other | {"times_as_long": 1.0396}
     full["reference"] = {
@@ -41,6 +42,18 @@ def results() -> list[Result]:
     cells = dict.fromkeys(CELLS) | {"target": "tests/test_x.py::test_it[cases-pair00]"}
     family = {"families": [{"family": "Qwen9"} | cells]}
     return [Result("a.json", full), Result("f.json", family), Result("k.json", kernels)]
+
+
+def of_rows() -> list[Result]:
+    speeds = {"plain": 1000.0, "width 4": 2000.0, "width 16": 1250.0, "auto": 2100.0}
+    same = {"batch": 8, "prompts": "p", "tau": 2.5, "answers": 9, "same_as_plain": 9}
+    runs = [same | {"way": way, "tokens_per_second": s} for way, s in speeds.items()]
+    timed = {"batch": 8, "compile_seconds": 61.0, "step_ms": {"8": 5.0, "16": 6.25}}
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    return [
+        Result("rows.json", where | {"target": "m.gguf", "runs": [timed, *runs]}),
+        Result("steps.json", where | {"shape": "qwen9", "runs": [timed]}),
+    ]
 
 
 def evaluated() -> list[Result]:
@@ -140,6 +153,10 @@ def test_every_table_shows_its_numbers(results):
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "in_turns": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
         "families": ["| Qwen9 | ✓ | – | – |"],
+        "rows": ["| m | p | 8 | 1,000 | 2,000 | 1,250 | 2,100 | 1.05 × | 1.68 × | 2.50 | 9 of 9 |"],
+        "row_steps": ["| qwen9 | 8 | 5.00 | 6.25 |  |  |  | 61 s |  |", "`benchmarks/steps.json`"],
+        "prefills": ["| shape | tokens of a chunk | 512 tokens |",
+                     "| qwen3-8b | 128 and 1024 | 39,876 |"],
         "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
         "summary": [
             "| plain step, qwen9, context 656, batch 1 / 8 | 4.00 / 5.00 ms | 6.00 / 7.00 ms |",
@@ -181,7 +198,7 @@ def test_every_table_shows_its_numbers(results):
     }  # fmt: skip
     results = [
         *(*results, *evaluated(), *one_arithmetic(), checked(), right(), trained(), embedded()),
-        timed_beside_vllm(),
+        *(timed_beside_vllm(), *of_rows()),
     ]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():

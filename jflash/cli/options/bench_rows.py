@@ -5,16 +5,19 @@ The engine decodes records of data sets greedily with a real pair.
 
 from pathlib import Path
 
+from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options, Parser
-from jflash.cli.options.values import at_least_1, counts
+from jflash.cli.options.values import at_least_1, counts, refuse
 
 KEPT = "kept there row by row, so that a run cut off keeps its rows"
 
 
 def declare(parser: Parser) -> None:
     add = parser.add_argument
-    add("--target", required=True, metavar="SOURCE", help="as for generate")
-    add("--drafter", required=True, metavar="SOURCE")
+    add("--target", metavar="SOURCE", help="as for generate")
+    add("--drafter", metavar="SOURCE")
+    add("--shape", help="random weights of a published shape instead: times of steps, no text")
+    add("--capacity", type=int, default=2048, help="slots of a shape's sequence, default 2048")
     add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split")
     add("--mt-bench", type=Path, metavar="FILE", help="questions of MT-Bench")
     add("--batch", type=counts, default=(8, 32, 64), metavar="8,32", help="default 8,32,64")
@@ -25,6 +28,14 @@ def declare(parser: Parser) -> None:
 
 
 def check(args: Options) -> None:
-    if args.gsm8k is None and args.mt_bench is None:
-        raise ValueError("nothing to decode: give --gsm8k FILE, --mt-bench FILE or both")
+    pair, prompts = (args.target, args.drafter), (args.gsm8k, args.mt_bench)
+    if args.shape is None:
+        refuse(None in pair, "give --shape NAME, or --target SOURCE and --drafter SOURCE")
+        why = "nothing to decode: give --gsm8k FILE, --mt-bench FILE or both"
+        refuse(prompts == (None, None), why)
+    else:
+        text = f"--shape {args.shape} decodes no text: leave the pair and its prompts out"
+        refuse(any((*pair, *prompts)), text)
+        model_shape(args.shape)
     at_least_1(args, "answers", "rounds", "max_new_tokens")
+    refuse(args.capacity < 64 or args.capacity % 64, f"--capacity {args.capacity}: in 64s")

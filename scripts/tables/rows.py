@@ -1,0 +1,65 @@
+"""Tables of rows: tokens a second by the rows that a step verifies, its times, and prefills."""
+
+from tables.cells import Result, all_cases, table, with_key
+
+AUTO, PLAIN = "auto", "plain"
+
+
+def rows(results: list[Result]) -> str:
+    """Tokens a second of a real pair: rows chosen while it runs, fixed widths, plain decoding."""
+    files = with_key(results, "runs", "target")
+    ways = {
+        (r["file"], r["batch"], r["prompts"], r["way"]): r
+        for file in files
+        for r in ({"file": file["file"]} | run for run in file["runs"])
+        if "way" in r
+    }
+    cases = sorted({key[:3] for key in ways}, key=lambda key: (key[0], key[2], key[1]))
+    widths = sorted({key[3] for key in ways if key[3].startswith("width")}, key=_width)
+    made = []
+    for case in cases:
+        of = {way: ways[*case, way] for way in (PLAIN, *widths, AUTO) if (*case, way) in ways}
+        speeds = {way: row["tokens_per_second"] for way, row in of.items()}
+        best = max(speed for way, speed in speeds.items() if way != AUTO)
+        [target] = [file["target"] for file in files if file["file"] == case[0]]
+        auto = of[AUTO]
+        made.append([
+            target.partition(".")[0], case[2], case[1],
+            *(f"{speeds[way]:,.0f}" if way in speeds else "" for way in (PLAIN, *widths, AUTO)),
+            f"{speeds[AUTO] / best:.2f} ×", f"{speeds[AUTO] / speeds[widths[-1]]:.2f} ×",
+            f"{auto['tau']:.2f}", f"{auto['same_as_plain']} of {auto['answers']}",
+        ])  # fmt: skip
+    head = ["target", "prompts", "batch", PLAIN, *widths, AUTO]
+    head += ["of the best fixed", f"of {widths[-1]}" if widths else "", "τ", "as plain"]
+    return table(head, made, files)
+
+
+def row_steps(results: list[Result]) -> str:
+    """Milliseconds of an engine's step by its rows, and the seconds in which all are compiled."""
+    files = with_key(results, "runs", "shape")
+    timed = [(file, run) for file in files for run in file["runs"] if run.get("step_ms")]
+    made = []
+    for file, run in sorted(timed, key=lambda each: (each[0]["shape"], each[1]["batch"])):
+        batch, ms = run["batch"], {int(r): t for r, t in run["step_ms"].items()}
+        cells = [f"{ms[batch * w]:.2f}" if batch * w in ms else "" for w in (1, 2, 4, 8, 16)]
+        seconds = run["compile_seconds"], run.get("cached_seconds")
+        made.append([file["shape"], batch, *cells, *(f"{s:.0f} s" if s else "" for s in seconds)])
+    head = ["shape", "batch", *(f"{w} rows a sequence" for w in (1, 2, 4, 8, 16))]
+    return table([*head, "compiled in", "from the cache"], made, files)
+
+
+def prefills(results: list[Result]) -> str:
+    """Tokens a second of prompts by themselves, by their length and the chunk."""
+    cases = [case for case in all_cases(results) if case.get("prefill")]
+    lengths = sorted({row["tokens"] for case in cases for row in case["prefill"]})
+    made = []
+    for case in cases:
+        speeds = {row["tokens"]: row["tokens_per_second"] for row in case["prefill"]}
+        chunks = " and ".join(map(str, case["prefill"][0]["chunks"]))
+        cells = [f"{speeds[n]:,.0f}" if n in speeds else "" for n in lengths]
+        made.append([case["shape"] or case["weights"], chunks, *cells])
+    return table(["shape", "tokens of a chunk", *(f"{n} tokens" for n in lengths)], made, cases)
+
+
+def _width(way: str) -> int:
+    return int(way.removeprefix("width "))
