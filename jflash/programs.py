@@ -26,7 +26,6 @@ from jflash.speculative import Models, Params, Sequences, State, speculative_ste
 from jflash.tiles import settled
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
-LONG_CHUNK = 1024  # of a long prompt, by kernels whose bits no chunk changes
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this
 
 
@@ -79,14 +78,12 @@ def capacity_for(prompt_tokens: int, max_new_tokens: int, block_size: int, chunk
 
 
 def chunk_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
-    """Tokens of a prompt that one pass may compute, ascending: a choice, unless a chunk was given.
-
-    A CPU gains nothing by a second size.
+    """Tokens of a prompt that one pass may compute, ascending: the shape's, and fewer for the rest
+    of a prompt where no chunk changes a bit. A CPU gains nothing by a second size.
     """
     free = models.one_arithmetic and models.kernels.attention == "canonical"
-    if free and shape.chunk == PREFILL_CHUNK and shape.capacity >= LONG_CHUNK:
-        return PREFILL_CHUNK, LONG_CHUNK
-    return (shape.chunk,)
+    several = free and shape.chunk > PREFILL_CHUNK and shape.chunk % PREFILL_CHUNK == 0
+    return (PREFILL_CHUNK, shape.chunk) if several else (shape.chunk,)
 
 
 def run(

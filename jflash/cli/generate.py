@@ -32,7 +32,6 @@ from jflash.generate import Generation, Pair, check_request, generate, models_fo
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text
-from jflash.kernels import AUTO
 from jflash.memory import check_decoding
 from jflash.row_choice import with_rows
 
@@ -104,10 +103,7 @@ def configured(options: Options, batch: int) -> PairFiles:
         drafter_seed=seed, attention_backend=options.attention_backend,
         tensor_parallel=options.tensor_parallel, quantised=options.quantised,
     )  # fmt: skip
-    rows = AUTO if options.verify_rows is None else options.verify_rows
-    # An oracle accepts nothing, so a choice would soon draft nothing.
-    oracle = options.verify_rows is None and getattr(options, "oracle", False)
-    return replace(files, models=with_rows(files.models, None if oracle else rows, batch))
+    return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 
 
 def loaded(files: PairFiles, progress: bool) -> Pair:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jflash.generate import Pair, check_request
-from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.programs import PREFILL_CHUNK, Shape, chunk_sizes
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
@@ -112,7 +112,8 @@ class Engine:
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         self._layout = Layout(shape, pages, steps_per_call, kinds)
         self._max_queue = max_queue
-        burst, salt = max(1, prefill_between // prefill_chunk), pair.models.dtype.encode()
+        smallest = chunk_sizes(pair.models, shape)[0]
+        burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
         self._changed = threading.Condition()
         self._inbox = list[Job]()

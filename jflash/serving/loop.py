@@ -175,7 +175,7 @@ class Loop:
 
     def _plan(self) -> Plan:
         return planned(
-            self.waiting, self.running, self.holdings, chunk=self.layout.shape.chunk,
+            self.waiting, self.running, self.holdings, chunk=min(self.programs.chunk),
             slots=self.slots.count(None), burst=self.burst, still=self.held or self.asleep,
         )  # fmt: skip
 
@@ -197,7 +197,7 @@ class Loop:
 
     def _sizes(self, job: Job, chunks: int) -> Iterator[int]:
         """Passes for so many chunks of a text; a larger one pays if half of it is the text's."""
-        one = self.layout.shape.chunk
+        one = min(self.programs.chunk)
         rest = min(chunks * one, job.end - job.computed)
         while rest > 0:
             fitting = [size for size in self.programs.chunk if size == one or 2 * rest > size]

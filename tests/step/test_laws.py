@@ -12,10 +12,18 @@ import pytest
 
 from jflash.decoding import Decoding, Sampling
 from jflash.generate import Pair, check_keys, generate, stream
+from jflash.kernels import Kernels
 from jflash.prefill import prefill
-from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
+from jflash.programs import (
+    Shape,
+    capacity_for,
+    chunk_sizes,
+    compile_programs,
+    make_request,
+    new_state,
+)
 from jflash.speculative import speculative_step
-from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
+from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
 
 COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 NEW = 40
@@ -190,6 +198,16 @@ def test_prefill_chunks_agree_within_float32(chunked, length):
             for a, b in zip(want, got, strict=True):
                 assert np.abs(a).max() > 0.1
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_several_sizes_of_a_chunk_need_kernels_whose_bits_it_does_not_change():
+    models = one_arithmetic(random_pair()).models
+    hopper = Kernels("canonical", "canonical", "triton", "canonical", "canonical", "xla")
+    hopper = replace(models, kernels=hopper)
+    large, small = Shape.of(1, 2048, chunk=1024), Shape.of(1, 2048)
+    assert chunk_sizes(hopper, large) == (128, 1024) and chunk_sizes(hopper, small) == (128,)
+    other = replace(hopper, kernels=hopper.kernels._replace(matmul="xla"))
+    assert chunk_sizes(other, large) == chunk_sizes(models, large) == (1024,)
 
 
 def one_hot_pair(**changes) -> Pair:

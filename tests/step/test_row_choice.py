@@ -106,8 +106,7 @@ def test_a_probe_costs_at_most_a_hundredth_of_the_time_whatever_a_call_has_of_st
     chosen = ChosenRows(None, dict.fromkeys(MS), MS, 0.0, fewest=4)
     spent = dict.fromkeys(MS, 0.0)
     for call in range(450):
-        rows, steps = chosen.pick()
-        assert rows == BATCH or steps == 4 or call < 1
+        rows, _ = chosen.pick()
         for _ in range(4):
             text.step(rows)
         spent[rows] += 4 * MS[rows] * (call >= 8)

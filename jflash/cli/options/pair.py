@@ -21,7 +21,7 @@ QUANTISED = """a quantised target's weights in memory, which changes no bit: kep
 scales, or dequantised when they are read; default: kept where the kernels read them"""
 WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
-auto, from batch 8 on (with experts always) as many as pay, where no text depends on their number"""
+all. auto: from batch 8 on, with experts always, as many as pay where no text depends on it"""
 SHARED = "devices of this host that share both models, default 1"
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
