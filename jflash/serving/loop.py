@@ -75,9 +75,13 @@ class Loop:
 
     @property
     def burst(self) -> int:
-        """The chunks that may run now between two calls of steps."""
-        one = self.time.lasted("prefill_seconds", self.layout.shape.chunk)
-        return max(1, int(min(self._burst, self._stall / one))) if one else self._burst
+        """The chunks of the smallest size that may run now between two calls of steps."""
+        sizes = sorted(self.programs.chunk)
+        for size in reversed(sizes):
+            if seconds := self.time.lasted("prefill_seconds", size):
+                most = self._stall / seconds * (size // sizes[0])
+                return max(1, int(min(self._burst, most)))
+        return self._burst
 
     def prepare_grammars(self) -> None:
         """Compiles what requests with a grammar need, before the first of them comes."""
