@@ -21,7 +21,7 @@ READER_GONE = 141  # 128 + SIGPIPE
 # What an extra installs, by the module that is imported.
 EXTRAS = {
     "datasets": "eval", "math_verify": "eval", "matplotlib": "eval", "gguf": "gguf",
-    "optax": "train",
+    "optax": "train", "ray": "ray",
     "httpx": "test",
     **dict.fromkeys(("msgspec", "prometheus_client", "starlette", "uvicorn"), "serve"),
     "llguidance": "serve",
@@ -71,12 +71,12 @@ def run_command(
     options before anything slow is imported.
     """
     _quiet_libraries()
-    _platform_options(parser)
+    platform_options(parser)
     try:
         options = parser.parse_args(argv)
         if check is not None:
             check(options)
-        _configure(options)
+        configure_jax(options)
         code = body(options)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: without this Python complains once more while it exits
@@ -155,7 +155,7 @@ def _gpu_present() -> bool:
     return bool(shutil.which("nvidia-smi")) or any(Path(trace).exists() for trace in GPU_TRACES)
 
 
-def _platform_options(parser: Parser) -> None:
+def platform_options(parser: Parser) -> None:
     add = parser.add_argument_group("JAX (what the environment sets is kept)").add_argument
     cache = f"compile anew; else programs are kept in {_cache_name()}"
     add("--no-compilation-cache", action="store_true", help=cache)
@@ -174,7 +174,8 @@ def _cache_name() -> str:
         return "the user's cache folder"
 
 
-def _configure(options: argparse.Namespace) -> None:
+def configure_jax(options: argparse.Namespace) -> None:
+    """Applies the options about JAX, before a device is touched."""
     notices = configure(
         cuda_graphs=not options.no_cuda_graphs,
         autotune=options.autotune,

@@ -1,14 +1,16 @@
 """evaluate: a data set through the engine, to a folder of answers, their summary and plots."""
 
+import functools
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jflash.cli.command import Options, note_idle_gpu, require
+from jflash.cli.command import Options, configure_jax, note_idle_gpu, require
 from jflash.cli.generate import configured, loaded, with_sampling
 from jflash.cli.options.pair import drafter_name, sampling
 from jflash.cli.options.values import refuse
@@ -33,17 +35,24 @@ from jflash.evals.evaluation import (
     longest_capacity,
     with_results,
 )
-from jflash.evals.folder import check_settings, finished_answers, open_folder, read_answers
+from jflash.evals.folder import (
+    check_settings,
+    finished_answers,
+    join_parts,
+    open_folder,
+    part_file,
+    read_answers,
+)
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import Record, differences, summarise
-from jflash.files import appended, write_text
-from jflash.generate import Pair
+from jflash.files import appended, locked, write_text
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, encode_prompt
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_memory, device_memory
 from jflash.programs import Shape
+from jflash.replicas import cluster, made
 from jflash.serving.engine import STEPS_PER_CALL
 
 DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
@@ -67,6 +76,12 @@ def run(options: Options) -> int:
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.steps_per_call is None:
         options.steps_per_call = STEPS_PER_CALL
+    if options.replicas is not None:
+        require("ray")
+        with cluster(options.ray_address, options.replicas):
+            # From here on: the replicas, which Ray starts, take memory as the options say.
+            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            return _of_host(options, Hosts())
     with joined(options.coordinator, options.num_hosts, options.host_index) as hosts:
         return _of_host(options, hosts)
 
@@ -77,9 +92,9 @@ def _of_host(options: Options, hosts: Hosts) -> int:
         note_idle_gpu()
         _check_device(todo)
         with tempfile.TemporaryDirectory() as folder:
-            _answers(loaded(todo.files, sys.stderr.isatty()), todo, Path(folder), options, hosts)
+            _answers(todo, Path(folder), options, hosts)
         return 0
-    folder = options.output or Path(f"evaluation-{options.dataset}")
+    folder = _folder(options)
     if not options.overwrite:
         check_settings(folder, todo.settings)
     others = finished_answers(options.same_as, todo.settings) if options.same_as else []
@@ -93,11 +108,16 @@ def _of_host(options: Options, hosts: Hosts) -> int:
             print(f"\ninterrupted; the same command goes on from {folder}", file=sys.stderr)
             raise
     print(table(summary))
-    if hosts.count > 1:
-        print(f"\nspeeds are one host's: the seconds of {hosts.count} hosts are added up")
+    for name, count in (("host", hosts.count), ("replica", options.replicas or 1)):
+        if count > 1:
+            print(f"\nspeeds are one {name}'s: the seconds of {count} {name}s are added up")
     print(f"\n{folder}: summary.json, answers.jsonl and pictures")
     different = others and summary["same_as"]["identical_outputs"] < len(others)
     return DIFFERENT if different else 0
+
+
+def _folder(options: Options) -> Path:
+    return options.output or Path(f"evaluation-{options.dataset}")
 
 
 def _problems(o: Options) -> list[Problem]:
@@ -114,8 +134,9 @@ def _prepare(options: Options, hosts: int) -> Run:
     """Data, configs and tokenizer; ValueError for what the models cannot serve."""
     draws = sampling(options)
     problems = _problems(options)
-    few = f"--num-hosts {hosts}: there are only {len(problems)} problems to share"
-    refuse(hosts > len(problems) > 0, few)
+    for name, sharing in (("--num-hosts", hosts), ("--replicas", options.replicas or 1)):
+        few = f"{name} {sharing}: there are only {len(problems)} problems to share"
+        refuse(sharing > len(problems) > 0, few)
     files = configured(options, options.batch)
     tokenizer = files.target.tokenizer()
     decoding = Decoding(
@@ -188,23 +209,72 @@ def _announce(folder: Path, baseline: bool) -> None:
 
 
 def _answers(
-    pair: Pair, run: Run, folder: Path, options: Options, hosts: Hosts
+    run: Run, folder: Path, options: Options, hosts: Hosts
 ) -> tuple[list[Record], list[Record] | None]:
     """Answers, and plain decoding's if wanted: those of all hosts on host 0, in `folder`."""
     problems = run.evaluation.problems
-    own = [problems[number] for number in hosts.share(len(problems))]
-    evaluation = replace(run.evaluation, problems=own)
-    answers = answer_all(pair, evaluation, folder / "answers.jsonl")
-    baseline = None
-    if options.baseline:
-        baseline = answer_all(
-            pair.plain(), evaluation, folder / "baseline.jsonl", turns_of=answers,
-            name="plain decoding",
-        )  # fmt: skip
-    if hosts.count > 1:
-        kinds = {"answers": answers} | ({"baseline": baseline} if baseline is not None else {})
-        _bring(kinds, problems, folder, hosts)
-    return answers, baseline
+    if options.replicas is not None:
+        kinds = _by_replicas(run, folder, options)
+    else:
+        kinds = _share(run, hosts.share(len(problems)), options, lambda name: folder / name)
+        if hosts.count > 1:
+            _bring(kinds, problems, folder, hosts)
+    return kinds["answers"], kinds.get("baseline")
+
+
+def _share(
+    run: Run, numbers: range, options: Options, place: Callable[[str], Path],
+    known: Callable[[str], list[Record]] = lambda name: [],
+) -> dict[str, list[Record]]:  # fmt: skip
+    """The answers to some of the problems, by kind; `known` ones are not decoded again."""
+    pair = loaded(run.files, sys.stderr.isatty())
+    own = replace(run.evaluation, problems=[run.evaluation.problems[n] for n in numbers])
+    name = "answers.jsonl"
+    answers = answer_all(pair, own, place(name), known=known(name))
+    if not options.baseline:
+        return {"answers": answers}
+    name = "baseline.jsonl"
+    baseline = answer_all(
+        pair.plain(), own, place(name), known=known(name), turns_of=answers, name="plain decoding"
+    )
+    return {"answers": answers, "baseline": baseline}
+
+
+def _by_replicas(run: Run, folder: Path, options: Options) -> dict[str, list[Record]]:
+    """The answers of all replicas, which are joined in the files of `folder`, sorted.
+
+    A run that was killed left parts there. ValueError if a replica's settings are not this run's.
+    """
+    join_parts(folder)
+    try:
+        found = made(functools.partial(_part, options), options.replicas, options.tensor_parallel)
+    finally:
+        join_parts(folder)
+    for name, value in run.settings.items():
+        for other in found:
+            why = f"the replicas have {name} {other[name]!r}, this process has {value!r}"
+            refuse(other[name] != value, f"{why}: run the command where a replica could run")
+    kinds = ["answers"] + ["baseline"] * options.baseline
+    return {kind: read_answers(folder / f"{kind}.jsonl") for kind in kinds}
+
+
+def _part(options: Options, index: int, of: int) -> dict[str, Any]:
+    """Makes replica `index`'s answers, and returns the settings that it had."""
+    configure_jax(options)
+    run, folder = _prepare(options, 1), _folder(options)
+    _check_device(run)
+    numbers = range(index, len(run.evaluation.problems), of)
+    own = {run.evaluation.problems[number].index for number in numbers}
+
+    def known(name: str) -> list[Record]:
+        return [record for record in read_answers(folder / name) if record["index"] in own]
+
+    def place(name: str) -> Path:
+        return part_file(folder / name, index, of)
+
+    with locked(place("answers.jsonl"), folder):  # of a killed run's replica that still writes
+        _share(run, numbers, options, place, known)
+    return run.settings
 
 
 def _bring(
@@ -236,11 +306,10 @@ def _bring(
 def _evaluate(
     run: Run, folder: Path, options: Options, others: list[dict[str, Any]], hosts: Hosts
 ) -> dict[str, Any]:
-    pair = loaded(run.files, progress=sys.stderr.isatty())
-    width, evaluation = pair.models.block_size, run.evaluation
-    answers, baseline = _answers(pair, run, folder, options, hosts)
+    width, problems = run.files.models.block_size, run.evaluation.problems
+    answers, baseline = _answers(run, folder, options, hosts)
     if options.execute:
-        results = execute_all(options.dataset, evaluation, answers, folder / "executed.jsonl")
+        results = execute_all(options.dataset, problems, answers, folder / "executed.jsonl")
         answers = with_results(answers, results)
     summary = {
         "settings": run.settings,

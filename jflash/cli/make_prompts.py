@@ -1,5 +1,6 @@
 """make-prompts: from files, made up, and written by the target itself, to one file."""
 
+import functools
 import hashlib
 import json
 import random
@@ -9,13 +10,14 @@ from dataclasses import asdict
 import jax
 
 from jflash.backends import with_backends
-from jflash.cli.command import Options
+from jflash.cli.command import Options, configure_jax, require
 from jflash.cli.options.make_prompts import drawing
 from jflash.decoding import Decoding
 from jflash.files import replacing
 from jflash.generate import Pair
 from jflash.io import load_target, open_checkpoint
 from jflash.io.digest import checkpoint_digest
+from jflash.replicas import cluster, made
 from jflash.speculative import Models, Params
 from jflash.training.prompts import (
     Prompt,
@@ -26,6 +28,7 @@ from jflash.training.prompts import (
     self_instruct_prompts,
     svamp_prompts,
 )
+from jflash.training.recipe import WHOLE, Share
 from jflash.training.self_written import write_prompts
 
 
@@ -40,12 +43,15 @@ def from_files(args: Options) -> list[Prompt]:
     return prompts
 
 
-def self_written(args: Options) -> list[Prompt]:
-    """The target's user turns; they stay beside the output, so that a killed run goes on."""
+def self_written(args: Options, share: Share = WHOLE) -> list[Prompt] | None:
+    """The target's user turns; they stay beside the output, so that a killed run goes on.
+
+    None while another share has turns to write.
+    """
     checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
     target, params = load_target(checkpoint, progress=True)
     tokenizer = checkpoint.tokenizer()
-    models = with_backends(Models(target), target.config.dtype, jax.devices()[0])
+    models = with_backends(Models(target), target.config.dtype, jax.local_devices()[0])
     new, stops = args.max_new_tokens, checkpoint.stop_ids(tokenizer)
     decoding = Decoding(max_new_tokens=new, stop_token_ids=stops, sampling=sampling, seed=args.seed)
     systems = args.system or [None]
@@ -56,15 +62,25 @@ def self_written(args: Options) -> list[Prompt]:
     return write_prompts(
         Pair(models, Params(params)), tokenizer, args.count, systems=systems, decoding=decoding,
         batch_size=args.batch, folder=args.output.parent,
-        name=f"{args.output.stem}-written-{digest}",
+        name=f"{args.output.stem}-written-{digest}", share=share,
     )  # fmt: skip
+
+
+def _part(args: Options, index: int, of: int) -> None:
+    configure_jax(args)
+    self_written(args, Share(index, of))
 
 
 def run(args: Options) -> None:
     tests = questions_of_tests(args.exclude_test)
     collection = from_files(args)
     if args.written_by:
+        if args.replicas is not None:
+            require("ray")
+            with cluster(args.ray_address, args.replicas):
+                made(functools.partial(_part, args), args.replicas, devices=1)
         written = self_written(args)
+        assert written is not None  # all are written, or this process writes them
         print(f"{len(written)} of {args.count} user turns are worth asking")
         collection += written
     if not collection:

@@ -33,22 +33,23 @@ FAILED = 1  # exit code of a server whose device failed
 
 def run(options: argparse.Namespace) -> None:
     require("starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
+    if options.replicas is not None:
+        require("ray")
+        from jflash.serving import ray
+
+        ray.serve_replicas(options)
+        return
     from jflash.server.app import make_app
     from jflash.server.run import listen, serve
 
     keys = api_keys(options)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", force=True
-    )
-    logging.getLogger("jflash").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    log_to_stderr()
     listener = listen(options.host, options.port)
-    service = _service(options)
+    service = loaded_service(options)
     app = make_app(service, api_keys=keys, origins=options.allow_origin)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
-    _count_compilations(service.metrics.compiled.inc)
     well = serve(
         app, service, listener,
         shutdown_timeout=options.shutdown_timeout, hang_timeout=options.hang_timeout,
@@ -73,7 +74,15 @@ def api_keys(options: argparse.Namespace) -> list[str]:
     return keys
 
 
-def _service(options: argparse.Namespace):
+def log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", force=True
+    )
+    logging.getLogger("jflash").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def loaded_service(options: argparse.Namespace):
     """Loads and compiles the pair; ValueError, before a weight is read, for what does not fit."""
     from jflash.server.metrics import Metrics
     from jflash.server.service import Service
@@ -99,7 +108,7 @@ def _service(options: argparse.Namespace):
     grammars = Grammars(tokenizer, files.models.target.config.vocab_size, stop_ids)
     _warm_up(engine, grammars, tuple(stop_ids))
     print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-    return Service(
+    service = Service(
         engine=engine,
         grammars=grammars,
         tokenizer=tokenizer,
@@ -115,6 +124,8 @@ def _service(options: argparse.Namespace):
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
     )
+    _count_compilations(service.metrics.compiled.inc)
+    return service
 
 
 def _warm_up(engine: Engine, grammars: Grammars, stop_ids: tuple[int, ...]) -> None:

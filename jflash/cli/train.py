@@ -1,5 +1,7 @@
 """train: a target's answers to prompts, and the drafter that learns them."""
 
+import argparse
+import functools
 import hashlib
 import shutil
 import sys
@@ -13,7 +15,7 @@ import jax
 
 from jflash.acceptance import is_looping
 from jflash.backends import with_backends
-from jflash.cli.command import INTERRUPTED, Options, first_interrupt
+from jflash.cli.command import INTERRUPTED, Options, configure_jax, first_interrupt, require
 from jflash.cli.options.train import (
     SECOND,
     answer_samplings,
@@ -39,6 +41,7 @@ from jflash.io import (
 from jflash.io.digest import checkpoint_digest
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
+from jflash.replicas import cluster, made
 from jflash.speculative import Models, Params
 from jflash.training.answers import answer_into, answer_prompts
 from jflash.training.data import Conversation, load_conversations, save_conversations
@@ -52,9 +55,9 @@ from jflash.training.drafter import (
     train_drafter,
 )
 from jflash.training.held_out import held_out_evaluation
-from jflash.training.recipe import TrainConfig
+from jflash.training.recipe import Share, TrainConfig
 from jflash.training.steps import device_mesh
-from jflash.training.trainer import LOCK, Evaluation, plan_training
+from jflash.training.trainer import LOCK, RUN, Evaluation, plan_training
 
 MEASURED_TOKENS = 32  # of each answer in a dry run
 
@@ -72,7 +75,7 @@ class Prepared(NamedTuple):
     @property
     def pair(self) -> Pair:
         """The target without a drafter."""
-        models = with_backends(Models(self.target), default_dtype(), jax.devices()[0])
+        models = with_backends(Models(self.target), default_dtype(), jax.local_devices()[0])
         return Pair(models, Params(self.params))
 
 
@@ -212,19 +215,35 @@ def prepare(args: Options) -> Prepared:
     if args.eval_every and args.held_out and not held:
         split_held_out(records, args.held_out, args.seed)  # refuses too many, before the answers
     dtype = default_dtype()
-    models = with_backends(Models(target), dtype, jax.devices()[0])
+    models = with_backends(Models(target), dtype, jax.local_devices()[0])
     longest = max(len(r.prompt_ids) for r in records)
     check_decoding(models, args.answer_batch, longest, args.max_new_tokens)
     target, params = load_target(source, dtype, progress=True)
     return Prepared(target, params, config, records, held, stops)
 
 
+def answer_by_replicas(args: Options) -> None:
+    """Makes all answers, each replica its part, before this process touches a device."""
+    require("ray")
+    with cluster(args.ray_address, args.replicas):
+        made(functools.partial(_part, args), args.replicas, devices=1)
+
+
+def _part(args: Options, index: int, of: int) -> None:
+    configure_jax(args)
+    share = Share(index, of)
+    train(argparse.Namespace(**vars(args) | {"replicas": None, "answer_part": share}))
+
+
 def train(args: Options) -> None:
     begin = time.monotonic()
+    work = args.output.with_name(args.output.name + "-work")
+    learns = args.dry_run or (work / "training" / RUN).exists()  # it has all answers, or needs none
+    if args.replicas is not None and not learns:
+        answer_by_replicas(args)
     training = train_config(args, default_dtype())
     if args.answer_part.of == 1:
         device_mesh(args.batch)  # refuses a batch that the devices cannot share
-    work = args.output.with_name(args.output.name + "-work")
     finished = args.output / "config.json"
     if finished.exists() and not (args.overwrite or args.dry_run):
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")

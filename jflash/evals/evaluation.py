@@ -94,14 +94,15 @@ def answer_all(
     file: Path,
     *,
     turns_of: Sequence[Record] | None = None,
+    known: Sequence[Record] = (),
     name: str = "answers",
 ) -> list[Record]:
-    """Answers to all problems, including those that `file` holds already; in no order.
+    """Answers to all problems, including the `known` ones and those that `file` holds; in no order.
 
     Later turns follow the answers of `turns_of` instead of this run's, so that a baseline gets the
     very same prompts.
     """
-    records = read_answers(file)
+    records = [*known, *read_answers(file)]
     total = sum(len(problem.turns) for problem in evaluation.problems)
     bar = tqdm(total=total, initial=len(records), desc=name, unit="answer", file=sys.stderr)
     with bar, appended(file) as add:
@@ -124,16 +125,16 @@ def answer_all(
 
 
 def execute_all(
-    dataset: str, evaluation: Evaluation, answers: Sequence[Record], file: Path
+    dataset: str, problems: Sequence[Problem], answers: Sequence[Record], file: Path
 ) -> dict[int, str]:
     """Runs the answers' programs with their tests, each once; results by problem."""
     results = {record["index"]: record["result"] for record in read_lines(file)}
-    problems = {problem.index: problem for problem in evaluation.problems}
+    records = {problem.index: problem.record for problem in problems}
     todo = [record for record in answers if record["index"] not in results]
     with appended(file) as add:
         for record in tqdm(todo, desc="running programs", unit="program", file=sys.stderr):
             index = record["index"]
-            source = program(dataset, problems[index].record, record["text"])
+            source = program(dataset, records[index], record["text"])
             results[index] = passes(source)
             add({"index": index, "result": results[index]})
     return results

@@ -6,14 +6,15 @@ models nor data sets.
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jflash.files import locked, read_lines, write_json
+from jflash.files import locked, read_lines, write_json, write_text
 
 SETTINGS, LOCK = "run.json", "run.lock"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")
+PARTS = "*-of-*.jsonl"  # the lines of replicas that run, or of a run that was killed
 ALIKE = (  # what tokens may depend on; the drafter is not among them
     *("dataset", "target", "target_digest", "prompts", "problems", "max_new_tokens"),
     *("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -37,6 +38,8 @@ def open_folder(folder: Path, settings: dict[str, Any], overwrite: bool) -> Iter
         if overwrite:
             for name in (SETTINGS, *LINES, *RESULTS):
                 (folder / name).unlink(missing_ok=True)
+            for part in folder.glob(PARTS):
+                part.unlink()
         check_settings(folder, settings)
         if not file.exists():
             write_json(file, settings)
@@ -97,14 +100,37 @@ def finished_answers(folder: Path, settings: dict[str, Any]) -> list[dict[str, A
     return answers
 
 
+def part_file(file: Path, index: int, of: int) -> Path:
+    """Where replica `index` of `of` writes its lines of a file."""
+    return file.with_stem(f"{file.stem}-{index}-of-{of}")
+
+
+def join_parts(folder: Path) -> None:
+    """Puts the answers of replicas into the files of a run, sorted."""
+    for name in LINES:
+        file = folder / name
+        parts = sorted(folder.glob(f"{file.stem}-*-of-*.jsonl"))
+        if parts:
+            answers = _once([file, *parts])
+            ordered = sorted(answers, key=lambda record: (record["index"], record["turn"]))
+            write_text(file, "".join(json.dumps(record) + "\n" for record in ordered))
+        for part in parts:
+            part.unlink()
+
+
 def read_answers(file: Path) -> list[dict[str, Any]]:
     """The answers of a file, each (index, turn) once: the first of equal ones counts.
 
     ValueError, by the problem, if two answers to it have different tokens, and for a line that is
     no answer.
     """
+    return _once([file])
+
+
+def _once(files: Sequence[Path]) -> list[dict[str, Any]]:
     answers: dict[tuple[int, int], dict[str, Any]] = {}
-    for number, record in enumerate(read_lines(file), 1):
+    lines = ((file, number, r) for file in files for number, r in enumerate(read_lines(file), 1))
+    for file, number, record in lines:
         try:
             first = answers.setdefault((record["index"], record["turn"]), record)
             same = first["token_ids"] == record["token_ids"]

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -88,15 +88,18 @@ def _signals_end_there():
 async def _watched(
     service: Service, server: uvicorn.Server, hang_timeout: float
 ) -> AsyncIterator[None]:
-    task = asyncio.create_task(_watch(service, server, hang_timeout))
+    def end() -> None:
+        server.should_exit = True
+
+    task = asyncio.create_task(watch(service, hang_timeout, end))
     try:
         yield
     finally:
         task.cancel()
 
 
-async def _watch(service: Service, server: uvicorn.Server, hang_timeout: float) -> None:
-    """Ends the server once the engine has failed or hangs."""
+async def watch(service: Service, hang_timeout: float, end: Callable[[], None]) -> None:
+    """Ends the server, after its last words, once the engine has failed or hangs."""
     seen, since = None, time.monotonic()
     while not service.failures:
         await asyncio.sleep(LOOK_EVERY)
@@ -111,4 +114,4 @@ async def _watch(service: Service, server: uvicorn.Server, hang_timeout: float) 
                 handle.fail(hung)
     LOG.error("ends: %s", service.failures[0])
     await asyncio.sleep(LAST_WORDS)
-    server.should_exit = True
+    end()

@@ -98,6 +98,11 @@ async def _encoded(values: AsyncIterator[object], done: bytes, named: bool) -> A
                 yield b"event: " + value["type"].encode() + b"\n"
             yield b"data: " + encoder.encode(value) + b"\n\n"
     except ApiError as error:
-        yield (b"event: error\n" if named else b"") + b"data: " + encoder.encode(error.body())
-        yield b"\n\n"
+        yield last_words(error, named)
     yield done
+
+
+def last_words(error: ApiError, named: bool = False) -> bytes:
+    """The event of a stream that cannot go on."""
+    name = b"event: error\n" if named else b""
+    return name + b"data: " + msgspec.json.encode(error.body()) + b"\n\n"

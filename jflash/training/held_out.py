@@ -25,7 +25,7 @@ def held_out_evaluation(
     every: int, batch_size: int, decoding: Decoding,
 ) -> Evaluation:  # fmt: skip
     """Decoding of `prompts` (token ids) on the first device; see `acceptance_numbers`."""
-    drafter, device = Drafter(config), jax.devices()[0]
+    drafter, device = Drafter(config), jax.local_devices()[0]
     dtype = target.config.dtype
     models = with_backends(Models(target, drafter, config.block_size), dtype, device)
 

@@ -14,6 +14,7 @@ from jflash.generate import Pair
 from jflash.io.text import decode, through_template
 from jflash.training.answers import answer_into
 from jflash.training.prompts import Prompt
+from jflash.training.recipe import WHOLE, Share
 
 MARK = "\ue000"  # where the user's text stands when the template is rendered
 SHORTEST = 12  # characters: less is a greeting or nothing
@@ -35,17 +36,18 @@ def user_prefix(tokenizer: Any, system: str | None = None) -> list[int]:
 
 def write_prompts(
     pair: Pair, tokenizer: Any, count: int, *, systems: Sequence[str | None], decoding: Decoding,
-    batch_size: int, folder: Path, name: str,
-) -> list[Prompt]:  # fmt: skip
+    batch_size: int, folder: Path, name: str, share: Share = WHOLE,
+) -> list[Prompt] | None:  # fmt: skip
     """Samples `count` user turns, the system messages taking turns, and keeps the useful ones.
 
     A turn is kept if a stop token ended it, it has no loop and it is long enough. A killed run
-    resumes from `folder`.
+    resumes from `folder`. None while another share has turns to write.
     """
     prefixes = [user_prefix(tokenizer, system) for system in systems]
     given = [prefixes[i % len(prefixes)] for i in range(count)]
-    written = answer_into(folder, name, pair, given, [decoding], batch_size=batch_size)
-    assert written is not None  # this process makes all of them
+    written = answer_into(folder, name, pair, given, [decoding], batch_size=batch_size, share=share)
+    if written is None:
+        return None
     stops = set(decoding.stop_token_ids)
     ended = [ids for ids in written if ids[-1] in stops and not is_looping(ids)]
     texts = [decode(tokenizer, ids).strip() for ids in ended]

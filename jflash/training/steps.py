@@ -1,9 +1,9 @@
-"""The compiled inside of a training: many optimizer steps in one program, over all local devices.
+"""The compiled inside of a training: many optimizer steps in one program, over all devices.
 
-The devices share the rows of a batch, and everything else is on each of them; one device runs the
-same program. The rows of a step and the key that it draws from depend only on (seed, step).
-This file knows no model: `loss_fn(params, frozen, batch, key, progress) -> (loss, metrics)`, where
-progress runs from 0 to 1 over the training.
+The devices of all hosts share the rows of a batch, and everything else is on each of them; one
+device runs the same program. The rows of a step and the key that it draws from depend only on
+(seed, step). This file knows no model: `loss_fn(params, frozen, batch, key, progress) -> (loss,
+metrics)`, where progress runs from 0 to 1 over the training.
 """
 
 import functools
@@ -76,8 +76,8 @@ def _kernels(params: Any) -> Any:
 
 
 def device_mesh(batch_size: int) -> Mesh:
-    """All local devices in one row; ValueError if they cannot share a batch equally."""
-    devices = jax.local_devices()
+    """All devices of all hosts in one row; ValueError if they cannot share a batch equally."""
+    devices = jax.devices()
     if batch_size % len(devices):
         raise ValueError(
             f"a batch of {batch_size} rows does not divide by {len(devices)} devices: "
@@ -87,8 +87,13 @@ def device_mesh(batch_size: int) -> Mesh:
 
 
 def on_all(mesh: Mesh, tree: Any) -> Any:
-    """Whole copies of the arrays on every device."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    """Whole copies of the arrays on every device. Each host brings its own, all alike."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if not mesh.is_multi_process:
+        return jax.device_put(tree, everywhere)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(everywhere, np.asarray(x)), tree
+    )
 
 
 def new_train_state(params: Any, config: TrainConfig, mesh: Mesh) -> TrainState:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from jflash.training import steps
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig
 
-LOCK = "run.lock"  # in the folder of a training
+LOCK, RUN = "run.lock", "run.json"  # in the folder of a training
 SECONDS_BETWEEN_PICTURES = 20  # drawing takes half a second of a device that waits
 LOOK_DUE = "look_due"  # in the record of a checkpoint whose evaluation is not on the disk yet
 
@@ -87,18 +88,20 @@ def train(
     """Trains to the end, or until `should_stop(step)`; goes on from the newest checkpoint if any.
 
     `data` is a pytree of arrays with rows in front, held on the device; `frozen` is what the loss
-    reads without training it. All local devices share the work. It prints a plan, then writes
-    `checkpoints/`, `curve.json` and `curve.png` to `directory`. A run killed at any moment resumes,
-    on the CPU with the same bits (not shown on GPUs). ValueError while another process trains
-    there, and if the checkpoints there belong to another run: other data or settings, or another
-    `identity`, which holds what the loss was made with.
+    reads without training it. All devices of all hosts share the work, and the hosts `directory`,
+    where the first one prints a plan and writes `checkpoints/`, `curve.json` and `curve.png`. A run
+    killed at any moment resumes, on the CPU with the same bits (not shown on GPUs). ValueError
+    while another process trains there, and if the checkpoints there belong to another run: other
+    data or settings, or another `identity`, which holds what the loss was made with.
     """
     directory = Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
+    first = jax.process_index() == 0
     mesh = steps.device_mesh(config.batch_size)
     settings = _settings(config, identity, data)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(directory / LOCK, directory))
+        if first:
+            stack.enter_context(locked(directory / LOCK, directory))
         _check_claim(directory, settings)
         frozen, data = steps.on_all(mesh, (frozen, data))
         # Two, so that one is whole whenever the run is killed.
@@ -109,8 +112,9 @@ def train(
         if (manager.latest_step() or 0) < config.steps:
             # This comes before there is a state, because measuring makes one.
             compiled, plan = _compiled_that_fits(loss_fn, config, mesh, params, frozen, data)
-            print("\n".join(plan), flush=True)
-            write_json(directory / "run.json", settings)  # not sooner: these settings can run
+            if first:
+                print("\n".join(plan), flush=True)
+                write_json(directory / RUN, settings)  # not sooner: these settings can run
         state = steps.new_train_state(params, config, mesh)
         step, state, history = _newest(manager, state, directory)
         log = _Log(manager, directory, title, history)
@@ -137,7 +141,7 @@ def _to_the_end(
     drawn = time.monotonic()
     waiting: tuple[int, dict[str, Array]] | None = None
     bar = tqdm(total=config.steps, initial=step, desc=log.title, unit="step", mininterval=1)
-    while step < config.steps and not should_stop(step):
+    while step < config.steps and not _agreed(should_stop(step)):
         # The boundaries are always the same, so that a resumed run sums in the same order.
         last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
         state, metrics = call(state, step, last)
@@ -167,6 +171,13 @@ def _to_the_end(
     return step, state
 
 
+def _agreed(stop: bool) -> bool:
+    """What the first host says: all stop before the same step."""
+    if jax.process_count() == 1:
+        return stop
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(stop)))
+
+
 def _due(every: int, before: int, after: int) -> bool:
     return after // every > before // every
 
@@ -191,7 +202,8 @@ class _Log(NamedTuple):
     def look(self, evaluation: Evaluation, state: steps.TrainState) -> None:
         """Evaluates into the newest record, after the checkpoint that it looks at was saved."""
         self.history[-1].pop(LOOK_DUE, None)
-        self.history[-1] |= evaluation.run(state.params)
+        if jax.process_index() == 0:
+            self.history[-1] |= evaluation.run(state.params)
         self.write()
 
     def save(self, step: int, state: steps.TrainState) -> None:
@@ -203,10 +215,12 @@ class _Log(NamedTuple):
         self.manager.save(step, args=ocp.args.StandardSave(state))
 
     def write(self) -> None:
-        write_json(self.directory / "curve.json", self.history)
+        if jax.process_index() == 0:
+            write_json(self.directory / "curve.json", self.history)
 
     def draw(self) -> None:
-        draw_curves(self.directory, self.history, self.title)
+        if jax.process_index() == 0:
+            draw_curves(self.directory, self.history, self.title)
 
 
 def _newest(
@@ -238,7 +252,7 @@ def crc32_of(tree: Any) -> int:
 
 def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
     """ValueError if the folder is another run's."""
-    path = directory / "run.json"
+    path = directory / RUN
     if not path.exists():
         return
     there = json.loads(path.read_text(encoding="utf-8"))

@@ -66,6 +66,6 @@ def test_four_devices_give_the_losses_of_one(tmp_path):
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
-    monkeypatch.setattr("jax.local_devices", lambda: [None] * 4)
+    monkeypatch.setattr("jax.devices", lambda: [None] * 4)
     with pytest.raises(ValueError, match="batch of 6 rows does not divide by 4 devices"):
         device_mesh(6)

@@ -11,6 +11,7 @@ from jflash.cli.options.pair import (
     prompt_options,
     sampling_options,
 )
+from jflash.cli.options.replicas import check_replicas, replica_options
 from jflash.cli.options.values import at_least_1, refuse
 from jflash.evals.datasets import DATASETS, REFERENCE_COUNT, REFERENCE_SHUFFLE
 
@@ -40,7 +41,9 @@ def declare(parser: Parser, dataset: str | None = None) -> None:
     add("--few-shot", type=int, default=0, metavar="K", help="worked examples first")
     add("--few-shot-data", type=Path, metavar="FILE.jsonl", help="where from")
     prompt_options(problems)
-    host_options(parser.add_argument_group("hosts"))
+    shared = parser.add_argument_group("hosts and replicas")
+    host_options(shared)
+    replica_options(shared)
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--batch", type=int, default=32, metavar="B", help="default 32")
     sampling_options(decoding, max_new_tokens=512)
@@ -68,4 +71,7 @@ def check(options: Options) -> None:
     why = "--baseline with --drafter none: that is plain decoding already"
     refuse(o.baseline and plain, why)
     check_hosts(o)
+    check_replicas(o)
+    both = o.replicas is not None and o.num_hosts is not None
+    refuse(both, f"--replicas {o.replicas} with --num-hosts {o.num_hosts}: Ray knows its hosts")
     check_pair(o, drawn=o.temperature > 0)

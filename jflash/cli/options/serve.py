@@ -9,6 +9,7 @@ import argparse
 
 from jflash.cli.command import Parser
 from jflash.cli.options.pair import check_pair, model_options
+from jflash.cli.options.replicas import COUNT
 from jflash.cli.options.values import at_least_1, refuse
 from jflash.decoding import DRAFT_RULES
 
@@ -16,6 +17,7 @@ KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
 or as many as fit"""
 DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from it"
+MOST = "as many while more than --max-batch requests wait or run for each; default: --replicas"
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
 
@@ -23,6 +25,9 @@ def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
     _server_options(parser.add_argument_group("server"))
     _engine_options(parser.add_argument_group("engine"))
+    replicas = parser.add_argument_group("replicas")
+    replicas.add_argument("--replicas", type=int, metavar="N", help=COUNT)
+    replicas.add_argument("--max-replicas", type=int, metavar="N", help=MOST)
     _default_options(parser.add_argument_group("defaults of a request"))
     # `check_pair` reads these; a server leaves them to its requests.
     parser.set_defaults(system=None, no_chat_template=False, seed=0)
@@ -63,11 +68,13 @@ def _default_options(group: argparse._ArgumentGroup) -> None:
 
 def check(options: argparse.Namespace) -> None:
     o = options
-    at_least_1(o, "max_context", "max_batch", "pages", "max_queue", "max_body")
+    at_least_1(o, "max_context", "max_batch", "pages", "max_queue", "max_body", "replicas")
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
         refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
     refuse("" in o.api_key, "--api-key '' is empty: omit the option to serve every client")
     refuse(o.served_model_name == "", "--served-model-name '' is empty")
+    few = o.max_replicas is not None and o.max_replicas < (o.replicas or o.max_replicas + 1)
+    refuse(few, f"--max-replicas {o.max_replicas}: at least --replicas {o.replicas}")
     check_pair(o, drawn=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.replicas import check_replicas, replica_options
 from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
 from jflash.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
@@ -30,7 +31,9 @@ def declare(parser: Parser) -> None:
     add("--overwrite", action="store_true", help="replace a finished drafter, forget its training")
     add("--dry-run", action="store_true", help="print what it takes of memory and time, and stop")
     add("--minutes", type=float, help="stop training after as long, to be resumed by the next call")
-    _answer_options(parser.add_argument_group("answers").add_argument)
+    answers = parser.add_argument_group("answers")
+    _answer_options(answers.add_argument)
+    replica_options(answers)
     _drafter_options(parser.add_argument_group("drafter").add_argument)
     _training_options(parser.add_argument_group("training").add_argument)
     _evaluation_options(parser.add_argument_group("τ on prompts that are not learnt").add_argument)
@@ -121,6 +124,9 @@ def drafter_form(args: Options) -> dict[str, Any]:
 
 def check(args: Options) -> None:
     at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
+    check_replicas(args)
+    shared = args.replicas is not None and (args.overwrite or args.answer_part.of > 1)
+    refuse(shared, f"--replicas {args.replicas} with --overwrite or --answer-part: leave one out")
     why = "--overwrite with --answer-part: a part would delete the answers of the others; "
     refuse(args.overwrite and args.answer_part.of > 1, why + "give another --output")
     for file in filter(None, (args.data, args.eval_prompts)):

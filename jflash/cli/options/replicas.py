@@ -1,0 +1,23 @@
+"""Options that name the replicas of a run on Ray."""
+
+import argparse
+
+from jflash.cli.command import Options
+from jflash.cli.options.values import at_least_1, refuse
+
+COUNT = "processes on Ray, each with the whole pair; needs jflash[ray]"
+ADDRESS = (
+    "a Ray cluster's, such as auto; default: a Ray of this machine, which ends with the command"
+)
+
+
+def replica_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--replicas", type=int, metavar="N", help=COUNT)
+    group.add_argument("--ray-address", metavar="ADDRESS", help=ADDRESS)
+
+
+def check_replicas(options: Options) -> None:
+    o = options
+    at_least_1(o, "replicas")
+    why = f"--ray-address {o.ray_address} without --replicas N"
+    refuse(o.ray_address is not None and o.replicas is None, why)

@@ -1,0 +1,85 @@
+"""A run by replicas on Ray: each makes its part in a process of its own, and a lost part is made
+again. All processes work in one folder, which the hosts of a cluster share, and what a lost part
+left there is its maker's to go on from. This file knows no model.
+"""
+
+# pyright: reportMissingImports=false
+# Ray is an extra that `dev` lacks.
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TRIES = 3  # of a part
+Make = Callable[[int, int], Any]  # part `index` of `of`
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, processes: int) -> Iterator[None]:
+    """Ray for the block: the cluster at `address`, or one of this machine."""
+    import ray
+
+    own: dict[str, Any] = {"num_cpus": max(processes, os.cpu_count() or 1)}
+    if address is not None:
+        own = {"address": address}
+    ray.init(logging_level=logging.ERROR, include_dashboard=False, **own)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def gpus_of(devices: int) -> int:
+    """What to ask Ray for a replica of as many devices: GPUs if the cluster has any."""
+    import ray
+
+    return devices if ray.cluster_resources().get("GPU") else 0
+
+
+def made(make: Make, parts: int, devices: int) -> list[Any]:
+    """What `make` returns for each part, made by as many replicas of `devices` each.
+
+    A ValueError of `make` is raised here. A part whose process dies is made again, TRIES times in
+    all.
+    """
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    @ray.remote(num_cpus=1, num_gpus=gpus_of(devices))
+    class Replica:
+        def make(self, index: int) -> Any:
+            if not Path(folder).is_dir():
+                raise ValueError(
+                    f"{folder} is not on every host: replicas share the files of a run"
+                )
+            os.chdir(folder)
+            return make(index, parts)
+
+    def begin(index: int) -> Any:
+        replica = Replica.remote()
+        return replica.make.remote(index), replica
+
+    folder, results = Path.cwd(), dict[int, Any]()
+    lost = dict.fromkeys(range(parts), 0)
+    running = {index: begin(index) for index in range(parts)}
+    while running:
+        [ready], _ = ray.wait([future for future, _ in running.values()])
+        [index] = [index for index, (future, _) in running.items() if future == ready]
+        running.pop(index)
+        try:
+            results[index] = ray.get(ready)
+        except RayActorError:
+            lost[index] += 1
+            if lost[index] == TRIES:
+                raise ValueError(f"replica {index} of {parts} ended {TRIES} times") from None
+            print(f"replica {index} of {parts} is lost: its part begins again", file=sys.stderr)
+            running[index] = begin(index)
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise ValueError(str(error.cause)) from None
+            raise
+    return [results[index] for index in range(parts)]

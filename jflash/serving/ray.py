@@ -1,0 +1,192 @@
+"""A fleet on Ray Serve: an ingress without a model, and replicas of the server of `jflash serve`.
+
+The ingress passes a request on to the replica that has read its beginning, which Ray's tree of
+prefixes knows, unless another one has far less to do. Replicas are counted by the requests that run
+and wait. One that fails, hangs or dies is replaced, and one that a new deployment replaces answers
+what it has taken. This file knows the server only through ASGI.
+"""
+
+# pyright: reportMissingImports=false
+# Ray is an extra that `dev` lacks.
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.schema import LoggingConfig
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from jflash.cli.command import configure_jax, platform_options
+from jflash.cli.main import make_parser
+from jflash.cli.options import serve as serve_options
+from jflash.cli.serve import FAILED, api_keys, loaded_service, log_to_stderr
+from jflash.io.foreign import one_line
+from jflash.replicas import cluster, gpus_of
+from jflash.server.app import CLIENT_GONE, make_app
+from jflash.server.errors import ApiError
+from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
+from jflash.server.run import LOOK_EVERY, listen, watch
+from jflash.server.wire import ClientGone
+
+LOG = logging.getLogger("jflash.server")
+NAME = "jflash"
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # a replica logs its requests
+# Its public name imports vLLM or SGLang.
+ROUTER = (
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router."
+    "PrefixCacheAffinityRouter"
+)
+TREE = {"do_eviction": True}  # its limits are Ray's defaults
+CHECK, CHECK_TIMEOUT = 5.0, 30.0  # seconds
+MANY = 10_000  # requests that the ingress passes on at once
+
+
+class Replica:
+    """One pair with its engine and its routes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        log_to_stderr()
+        configure_jax(options)
+        self._options, self._service = options, loaded_service(options)
+        origins = options.allow_origin
+        self._app = make_app(self._service, api_keys=api_keys(options), origins=origins)
+        self._watch: asyncio.Task | None = None
+
+    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
+        async for message in messages(self._app, asked):
+            yield message
+
+    async def check_health(self) -> None:
+        """Ray asks now and then; a replica that failed or hangs ends, with its process."""
+        if self._watch is None:
+            ends = watch(self._service, self._options.hang_timeout, lambda: os._exit(FAILED))
+            self._watch = asyncio.create_task(ends)
+        if self._service.failures:
+            raise RuntimeError(self._service.failures[0])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_service"):  # not where the pair could not be loaded
+            self._service.engine.close()
+
+
+class Ingress:
+    """What clients reach: it has no model, and asks again where a replica was lost."""
+
+    def __init__(self, replicas: Any, max_body: int) -> None:
+        self._replicas, self._max_body = replicas.options(stream=True), max_body
+        self._running, self._closing = 0, False
+
+    async def __call__(self, request: Request) -> Response:
+        try:
+            if self._closing:
+                raise ApiError("the server ends", status=503, code="shutting_down")
+            return Relayed(self._call, await asked_of(request, self._max_body))
+        except ApiError as error:
+            return error.response()
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new requests, and returns when the others have ended, or after `seconds`."""
+        self._closing, end = True, time.monotonic() + seconds
+        while self._running and time.monotonic() < end:
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def _call(self, asked: Asked) -> AsyncGenerator[Message]:
+        answer = self._replicas.answer.remote(asked)
+        self._running += 1
+        try:
+            async for message in answer:
+                yield message
+        except BackPressureError as error:
+            raise Busy(one_line(error)) from None
+        except RayActorError as error:
+            LOG.warning("%s", one_line(error))
+            raise Lost("it ended before its answer did") from None
+        finally:
+            self._running -= 1
+            answer.cancel()
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """The application of `serve run jflash.serving.ray:app` and of `serve deploy`.
+
+    `args` are options of `jflash serve` without their dashes: target=…, replicas=2.
+    """
+    argv = []
+    for name, value in args.items():
+        option = "--" + name.replace("_", "-")
+        values = value if isinstance(value, list) else [value]
+        argv += [part for each in values for part in (option, str(each))]
+    parser = make_parser("serve", "jflash.serving.ray:app")
+    platform_options(parser)
+    options = parser.parse_args(argv)
+    serve_options.check(options)
+    return application(options)
+
+
+def application(options: argparse.Namespace) -> serve.Application:
+    """The deployments that the options describe, for the cluster that Ray is connected to."""
+    batch, count = options.max_batch, options.replicas or 1
+    numbers: dict[str, Any] = {"num_replicas": count}
+    if options.max_replicas is not None:
+        scaling = AutoscalingConfig(
+            min_replicas=count, max_replicas=options.max_replicas, target_ongoing_requests=batch
+        )
+        numbers = {"autoscaling_config": scaling}
+    kwargs = TREE | {"imbalanced_threshold": batch}
+    router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": kwargs}
+    replicas = serve.deployment(
+        Replica, name="replica", logging_config=QUIET,
+        max_ongoing_requests=2 * batch, max_queued_requests=options.max_queue * count,
+        ray_actor_options={"num_cpus": 1, "num_gpus": gpus_of(options.tensor_parallel)},
+        health_check_period_s=CHECK, health_check_timeout_s=CHECK_TIMEOUT,
+        graceful_shutdown_timeout_s=options.shutdown_timeout, graceful_shutdown_wait_loop_s=0.5,
+        request_router_config=RequestRouterConfig(**router), **numbers,
+    )  # fmt: skip
+    ingress = serve.deployment(
+        Ingress, name="ingress", logging_config=QUIET, num_replicas=1, max_ongoing_requests=MANY,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.shutdown_timeout, graceful_shutdown_wait_loop_s=0.5,
+    )  # fmt: skip
+    return ingress.bind(replicas.bind(options), options.max_body)
+
+
+def serve_replicas(options: argparse.Namespace) -> None:
+    """`jflash serve --replicas N`: until SIGTERM, and then until the requests have ended."""
+    listener = listen(options.host, options.port)
+    host, port = listener.getsockname()[:2]
+    listener.close()  # Ray's proxy listens
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with cluster(None, options.replicas):
+        _serve(options, host, port)
+
+
+def _serve(options: argparse.Namespace, host: str, port: int) -> None:
+    try:
+        serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
+        ingress = serve.run(application(options), name=NAME)
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers there
+            signal.signal(number, lambda *_: ended.set())
+        print(f"{options.replicas} replicas listen on http://{host}:{port}", file=sys.stderr)
+        sys.stderr.flush()
+        ended.wait()
+        ingress.drain.remote(options.shutdown_timeout).result()
+    except RuntimeError as error:
+        raise ValueError(f"the replicas did not start: {one_line(error)}") from None
+    finally:
+        serve.shutdown()

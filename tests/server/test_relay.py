@@ -1,0 +1,134 @@
+"""Requests that are passed on: a lost replica costs no client that has not begun to read."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from jflash.server import relay
+from jflash.server.relay import Asked, Busy, Lost, Relayed, messages
+
+TEXT, RESPONSES = "/v1/completions", "/v1/responses"
+
+
+def asked(path: str = TEXT) -> Asked:
+    return Asked("POST", path, b"", [], None, b'{"prompt": "ab"}', "ab")
+
+
+def head(status: int = 200) -> dict:
+    return {"type": "http.response.start", "status": status, "headers": []}
+
+
+def piece(body: bytes, more: bool = True) -> dict:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+FAILED = [head(503), piece(b'{"error": {"code": "engine_failed", "message": "gone"}}', False)]
+WHOLE = [head(), piece(b"one"), piece(b"two", False)]
+
+
+@pytest.fixture
+def passed_on(monkeypatch):
+    """What a client gets of replicas that give these messages and errors, one after another."""
+    monkeypatch.setattr(relay, "PAUSE", 0.0)
+
+    def run(*replicas: list, path: str = TEXT) -> tuple[int, bytes, int]:
+        left, sent = list(replicas), []
+
+        async def call(request: Asked):
+            assert request == asked(path)
+            for message in left.pop(0):
+                if isinstance(message, Exception):
+                    raise message
+                yield message
+
+        async def send(message) -> None:
+            sent.append(message)
+
+        async def receive():
+            raise AssertionError("the body was read before")
+
+        asyncio.run(Relayed(call, asked(path))({"type": "http"}, receive, send))
+        assert [m["type"] for m in sent].count("http.response.start") == 1
+        assert not sent[-1].get("more_body", False)
+        return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:]), len(left)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "first", [[Lost("dead")], [head(), Lost("dead")], FAILED], ids=["silent", "head", "failing"]
+)
+def test_a_request_whose_replica_is_lost_goes_to_another(passed_on, first):
+    assert passed_on(first, WHOLE) == (200, b"onetwo", 0)
+
+
+def test_a_stream_that_had_begun_ends_with_an_error_event(passed_on):
+    broken = [head(), piece(b"data: {}\n\n"), Lost("dead")]
+    for path, before, after in (
+        (TEXT, b"", b"data: [DONE]\n\n"),
+        (RESPONSES, b"event: error\n", b""),
+    ):
+        status, body, unused = passed_on(broken, WHOLE, path=path)
+        assert (status, unused) == (200, 1)
+        event = body.removeprefix(b"data: {}\n\n" + before + b"data: ").removesuffix(after)
+        error = json.loads(event)["error"]
+        assert error["code"] == "replica_lost" and "dead" in error["message"]
+    assert passed_on([*WHOLE, Lost("later")], WHOLE) == (200, b"onetwo", 1)  # it had all
+
+
+def test_replicas_that_are_full_or_never_answer_are_errors_of_their_own(passed_on):
+    for replicas, code in (
+        ([[Busy("full")]], "queue_full"),
+        ([[Lost("dead")]] * relay.TRIES, "replica_lost"),
+    ):
+        status, body, unused = passed_on(*replicas)
+        assert (status, json.loads(body)["error"]["code"], unused) == (503, code, 0)
+
+
+def test_an_application_answers_a_request_and_sees_its_client_leave():
+    ended = []
+
+    async def endless():
+        try:
+            while True:
+                yield b"more"
+                await asyncio.sleep(0)
+        finally:
+            ended.append(True)
+
+    async def echo(request: Request) -> JSONResponse:
+        return JSONResponse({"prompt": (await request.json())["prompt"]})
+
+    async def stream(_: Request) -> StreamingResponse:
+        return StreamingResponse(endless())
+
+    routes = [Route(TEXT, echo, methods=["POST"]), Route(RESPONSES, stream, methods=["POST"])]
+    app = Starlette(routes=routes)
+
+    async def main() -> None:
+        got = [message async for message in messages(app, asked())]
+        assert got[0]["status"] == 200 and json.loads(got[1]["body"]) == {"prompt": "ab"}
+        answer = messages(app, asked(RESPONSES))
+        assert (await anext(answer))["type"] == "http.response.start"
+        assert (await anext(answer))["body"] == b"more"
+        assert not ended
+        await answer.aclose()
+        assert ended
+
+    asyncio.run(main())
+
+
+def test_equal_beginnings_are_known_by_what_a_template_puts_first():
+    def beginning(**body) -> str:
+        return relay._beginning(json.dumps(body).encode())
+
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    first, both = beginning(messages=turns[:1], seed=1), beginning(messages=turns, seed=2)
+    assert both.startswith(first.rstrip("]}"))
+    assert beginning(messages=turns, tools=[{"a": 1}]) != both
+    assert beginning(model="x") == "" == relay._beginning(b"no JSON") == relay._beginning(b"[]")
