@@ -1,9 +1,10 @@
 """Several hosts of one run: each does its share of the work, and host 0 has all results in order.
 
-The hosts meet at the coordination service of `jax.distributed`, which host 0 runs. A model lies on
-the devices of one host, so no compiled program spans hosts: they exchange text, and each text goes
-to host 0. Every host beats once a second, and ends when another one is silent for SILENCE seconds,
-ends with an error, or no longer reaches host 0. This file knows no model and no option.
+The hosts meet at the coordination service of `jax.distributed`, which host 0 runs. A model that
+decodes lies on the devices of one host, so no such program spans hosts: they exchange text, and
+each text goes to host 0. A training's program spans all of them. Every host beats once a second,
+and ends when another one is silent for SILENCE seconds, ends with an error, or no longer reaches
+host 0. This file knows no model and no option.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ LEAVE = 5  # seconds in which a host that ends with an error still has host 0's 
 ABORT = 3  # seconds in which JAX aborts where the service is gone
 LOST = 1  # exit code of the hosts that remain
 BEATS, ERRORS, RESULTS, END = "jflash/beat/", "jflash/error/", "jflash/result/", "jflash/end"
+PLACES = "jflash/place/"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 # Hosts compile the same programs at different times, so none may wait for another's measurements.
 OWN_AUTOTUNING = "--xla_gpu_shard_autotuning=false"
@@ -59,6 +61,13 @@ class Hosts:
         ]
         self._watching = False
         return texts
+
+    def meet(self, place: str) -> None:
+        """Returns when all hosts have come here."""
+        if self.count > 1:
+            self._client.key_value_set(f"{PLACES}{place}/{self.index}", "")
+            for index in range(self.count):
+                self._awaited(f"{PLACES}{place}/{index}")
 
     def _awaited(self, key: str) -> str:
         """The value of a key, as soon as a host has set it. Ctrl-C ends the wait."""

@@ -28,6 +28,7 @@ from jflash.config import DrafterConfig, second_version
 from jflash.decoding import Decoding
 from jflash.files import locked
 from jflash.generate import Pair
+from jflash.hosts import Hosts, joined
 from jflash.io import (
     configure_target,
     default_dtype,
@@ -102,10 +103,12 @@ def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
     return config if version == "dflash" else second_version(config, **second)
 
 
-def answered(args: Options, prepared: Prepared, work: Path) -> list[Conversation] | None:
+def answered(
+    args: Options, prepared: Prepared, work: Path, hosts: Hosts
+) -> list[Conversation] | None:
     """The conversations to learn, with answers of this call or of an earlier one for the same data.
 
-    It returns None while other processes have answers to make.
+    Hosts make them together. It returns None while other processes have answers to make.
     """
     records, stops, samplings = prepared.records, prepared.stops, answer_samplings(args)
     seed = args.seed if any(s.temperature for s in samplings) else 0
@@ -118,12 +121,15 @@ def answered(args: Options, prepared: Prepared, work: Path) -> list[Conversation
     prompts = [r.prompt_ids for r in records if not r.answer_ids]
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops, seed=seed)
     decodings = [replace(decoding, sampling=sampling) for sampling in samplings]
-    answers: list[list[int]] | None = []
-    if prompts:
-        answers = answer_into(
-            work, f"answers-{digest}", prepared.pair, prompts, decodings,
-            batch_size=args.answer_batch, share=args.answer_part,
-        )  # fmt: skip
+    share = Share(hosts.index, hosts.count) if hosts.count > 1 else args.answer_part
+    make = functools.partial(
+        answer_into, work, f"answers-{digest}", prepared.pair, prompts, decodings,
+        batch_size=args.answer_batch, share=share,
+    )  # fmt: skip
+    answers = make() if prompts else []
+    hosts.meet("answers")
+    if hosts.count > 1 and prompts:
+        answers = make()  # those of all hosts lie there now
     if answers is None:
         return None
     made = iter(answers)
@@ -132,7 +138,8 @@ def answered(args: Options, prepared: Prepared, work: Path) -> list[Conversation
         for r in records
         for answer in ([r.answer_ids] if r.answer_ids else islice(made, len(samplings)))
     ]
-    save_conversations(file, conversations)
+    if not hosts.index:
+        save_conversations(file, conversations)
     return conversations
 
 
@@ -195,7 +202,8 @@ def evaluation_for(
 
 def run(args: Options) -> None:
     try:
-        train(args)
+        with joined(args.coordinator, args.num_hosts, args.host_index) as hosts:
+            train(args, hosts)
     except KeyboardInterrupt:
         if not args.dry_run:
             print("\ninterrupted; the same command goes on", file=sys.stderr)
@@ -232,10 +240,10 @@ def answer_by_replicas(args: Options) -> None:
 def _part(args: Options, index: int, of: int) -> None:
     configure_jax(args)
     share = Share(index, of)
-    train(argparse.Namespace(**vars(args) | {"replicas": None, "answer_part": share}))
+    train(argparse.Namespace(**vars(args) | {"replicas": None, "answer_part": share}), Hosts())
 
 
-def train(args: Options) -> None:
+def train(args: Options, hosts: Hosts) -> None:
     begin = time.monotonic()
     work = args.output.with_name(args.output.name + "-work")
     learns = args.dry_run or (work / "training" / RUN).exists()  # it has all answers, or needs none
@@ -257,7 +265,7 @@ def train(args: Options) -> None:
             shutil.rmtree(work)
         finished.unlink()
     work.mkdir(parents=True, exist_ok=True)
-    found = answered(args, prepared, work)
+    found = answered(args, prepared, work, hosts)
     if found is None or args.answer_part.of > 1:
         print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")
         return
@@ -281,6 +289,8 @@ def learn(
             should_stop=lambda step: interrupted() or out_of_time(args.minutes, begin),
             backend=args.training_attention, start=start, evaluation=evaluation,
         )  # fmt: skip
+    if jax.process_index():
+        return
     if trained.step < args.steps:
         print(f"stopped at step {trained.step} of {args.steps}; the same command goes on")
         if interrupted():

@@ -202,8 +202,7 @@ class _Log(NamedTuple):
     def look(self, evaluation: Evaluation, state: steps.TrainState) -> None:
         """Evaluates into the newest record, after the checkpoint that it looks at was saved."""
         self.history[-1].pop(LOOK_DUE, None)
-        if jax.process_index() == 0:
-            self.history[-1] |= evaluation.run(state.params)
+        self.history[-1] |= evaluation.run(state.params)  # on every host: none waits for another
         self.write()
 
     def save(self, step: int, state: steps.TrainState) -> None:

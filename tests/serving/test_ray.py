@@ -15,7 +15,10 @@ from tests.support.ray_marks import MARKS, keep
 
 pytestmark = MARKS
 CHAT = "/v1/chat/completions"
-OPTIONS = {"dtype": "float32", "max_batch": 4, "max_context": 512, "replicas": 2}
+OPTIONS = {
+    "dtype": "float32", "max_batch": 4, "max_context": 512, "replicas": 2,
+    "shutdown_timeout": 600,  # a busy machine takes its time to drain
+}  # fmt: skip
 DIFFERENT, COUNT = 10, 40
 
 

@@ -73,5 +73,5 @@ def check(options: Options) -> None:
     check_hosts(o)
     check_replicas(o)
     both = o.replicas is not None and o.num_hosts is not None
-    refuse(both, f"--replicas {o.replicas} with --num-hosts {o.num_hosts}: Ray knows its hosts")
+    refuse(both, f"--replicas {o.replicas} with --num-hosts {o.num_hosts}: Ray has its hosts")
     check_pair(o, drawn=o.temperature > 0)

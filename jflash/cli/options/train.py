@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.hosts import check_hosts, host_options
 from jflash.cli.options.replicas import check_replicas, replica_options
 from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
 from jflash.decoding import Sampling
@@ -34,6 +35,7 @@ def declare(parser: Parser) -> None:
     answers = parser.add_argument_group("answers")
     _answer_options(answers.add_argument)
     replica_options(answers)
+    host_options(parser.add_argument_group("hosts that share --output"))
     _drafter_options(parser.add_argument_group("drafter").add_argument)
     _training_options(parser.add_argument_group("training").add_argument)
     _evaluation_options(parser.add_argument_group("τ on prompts that are not learnt").add_argument)
@@ -124,9 +126,15 @@ def drafter_form(args: Options) -> dict[str, Any]:
 
 def check(args: Options) -> None:
     at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
+    check_hosts(args)
     check_replicas(args)
-    shared = args.replicas is not None and (args.overwrite or args.answer_part.of > 1)
-    refuse(shared, f"--replicas {args.replicas} with --overwrite or --answer-part: leave one out")
+    for name in ("num_hosts", "replicas"):
+        value = getattr(args, name)
+        others = args.overwrite or args.answer_part.of > 1
+        why = f"{option_name(name)} {value} with --overwrite or --answer-part: leave one out"
+        refuse(value is not None and others, why)
+    both = args.replicas is not None and args.num_hosts is not None
+    refuse(both, f"--replicas {args.replicas} with --num-hosts {args.num_hosts}: Ray has its hosts")
     why = "--overwrite with --answer-part: a part would delete the answers of the others; "
     refuse(args.overwrite and args.answer_part.of > 1, why + "give another --output")
     for file in filter(None, (args.data, args.eval_prompts)):
