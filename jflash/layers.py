@@ -54,6 +54,13 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "*lead D"], backend: str = "xla") -> Float[Array, "*lead D"]:
         return rms_norm(x, self.scale, self.eps, backend=backend)
 
+    def over_all(
+        self, x: Float[Array, "*lead D"], shards: int, backend: str
+    ) -> Float[Array, "*lead D"]:
+        """This device's columns of rows of which each of `shards` devices has some."""
+        scale = gather(self.scale, shards)
+        return share(rms_norm(gather(x, shards), scale, self.eps, backend=backend), shards)
+
 
 class Projection(nn.Module):
     """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32).
@@ -190,13 +197,14 @@ class Attention(nn.Module):
         return self.out(out, over.kernels.matmul, residual), cache
 
     def _pieces(self, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "P B T C"]:
-        """The fused projection's; one piece where all heads are normed at once."""
+        """The fused projection's; one piece where all heads, of all devices, are normed at once."""
         if not self.spec.norm_all_heads:
             return self.qkv.pieces(x, kernels.matmul)
         format = self.qkv.leaf.format
         assert format is not None
         q, k, *rest = format.split(self.qkv(x, kernels.matmul))
-        normed = self.q_norm(q, kernels.norm), self.k_norm(k, kernels.norm)
+        pairs = (self.q_norm, q), (self.k_norm, k)
+        normed = [norm.over_all(x, self.spec.shards, kernels.norm) for norm, x in pairs]
         return format.join([*normed, *rest])[None]
 
 

@@ -70,14 +70,12 @@ def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
         sizes["draft vocabulary"] = config.draft_vocab_size
     for layer in config.layers:
         mixer, mlp = layer.mixer, layer.mlp
-        if layer.sandwich:
-            yield "layers with norms after attention and MLP"
         if isinstance(mixer, DeltaSpec):
             sizes["key heads of a gated delta net"] = mixer.num_key_heads
         else:
             N, K = mixer.num_heads, mixer.num_kv_heads
-            if mixer.norm_all_heads and shards > 1:
-                yield "norm of queries and keys over all heads"
+            if mixer.norm_all_heads and K % shards:
+                yield f"norm over all keys of heads ({K}) that several devices keep"
             if N % shards or (K % shards and shards % K):
                 yield f"attention heads ({N}, {K} for keys and values)"
         if isinstance(mlp, MoeSpec):
@@ -85,6 +83,8 @@ def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
             sizes["columns of the shared expert"] = mlp.shared_size or 0
         else:
             sizes["columns of an MLP"] = mlp.intermediate_size
+        if layer.beside is not None:
+            sizes["columns of an expert beside the MLP"] = layer.beside.intermediate_size
     yield from (f"{name} ({size})" for name, size in sizes.items() if size % shards)
 
 
@@ -116,7 +116,12 @@ def _layer(layer: LayerConfig, shards: int) -> LayerConfig:
     mlp = replace(mlp, intermediate_size=mlp.intermediate_size // shards, shards=shards)
     if isinstance(mlp, MoeSpec) and mlp.shared_size is not None:
         mlp = replace(mlp, shared_size=mlp.shared_size // shards)
-    return replace(layer, mixer=mixer, mlp=mlp)
+    beside = layer.beside
+    if beside is not None:
+        beside = replace(
+            beside, intermediate_size=beside.intermediate_size // shards, shards=shards
+        )
+    return replace(layer, mixer=mixer, mlp=mlp, beside=beside)
 
 
 def shared_axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:

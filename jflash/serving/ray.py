@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -124,7 +125,8 @@ class Ingress:
 def app(args: dict[str, Any]) -> serve.Application:
     """The application of `serve run jflash.serving.ray:app` and of `serve deploy`.
 
-    `args` are options of `jflash serve` without their dashes: target=…, replicas=2.
+    `args` are options of `jflash serve` without their dashes: target=…, replicas=2. The cluster is
+    that of RAY_ADDRESS, or of this machine.
     """
     argv = []
     for name, value in args.items():
@@ -135,6 +137,8 @@ def app(args: dict[str, Any]) -> serve.Application:
     platform_options(parser)
     options = parser.parse_args(argv)
     serve_options.check(options)
+    if not ray.is_initialized():  # `serve run` would be later than the question for GPUs
+        ray.init(namespace="serve")
     return application(options)
 
 

@@ -120,6 +120,37 @@ def test_hosts_share_the_problems_and_the_first_sums_all_up(
     assert without_times(got) == without_times(want)
 
 
+def test_replicas_make_their_parts_once_and_join_them_sorted(
+    run, data, unbroken, tmp_path, monkeypatch
+):
+    folder, begun = tmp_path / "parts", []
+
+    def made(make, parts: int, devices: int) -> list[dict]:
+        assert (parts, devices) == (2, 1)
+        make(1, 2)
+        begun.extend(lines(folder / "answers-1-of-2.jsonl"))
+        settings = [make(index, 2) for index in (0, 1)]  # 1 once more, as if its process had died
+        assert lines(folder / "answers-1-of-2.jsonl") == begun
+        return settings
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # the command sets it for good
+    monkeypatch.setattr(evaluate, "require", lambda *_: None)
+    monkeypatch.setattr(evaluate, "cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(evaluate, "made", made)
+    _, out, _ = run(data, folder, "--limit", "3", "--replicas", "2")
+    answers = lines(folder / "answers.jsonl")
+    assert [r["index"] for r in answers] == [0, 1, 2] and answers[1] in begun
+    assert tokens(folder) == {n: tokens(unbroken)[n] for n in range(3)}
+    assert "the seconds of 2 replicas" in out and not list(folder.glob("*-of-*"))
+
+    def others(make, parts: int, devices: int) -> list[dict]:
+        return [json.loads((folder / "run.json").read_text()) | {"device": "another"}]
+
+    monkeypatch.setattr(evaluate, "made", others)
+    argv = ["--data", str(data), "--output", str(folder), *SAME, "--limit", "3", "--replicas", "2"]
+    assert main.run("eval-gsm8k", argv) == 2
+
+
 def test_killed_and_resumed_it_sums_up_like_an_unbroken_run(run, data, unbroken, tmp_path):
     whole, out, _ = run(data, unbroken)
     assert whole["accuracy"]["share"] == 1 and whole["answers"] == COUNT

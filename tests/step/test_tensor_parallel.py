@@ -23,6 +23,7 @@ from tests.support.pairs import target_config
 ROOT = Path(__file__).parents[2]
 DEVICES = 4
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
+MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 STEP = """
 import json
 from tests.support.shared_steps import largest_differences, output_differences, random_parts
@@ -104,11 +105,9 @@ def shared_by(devices: int, **changes) -> None:
         ({"vocab_size": 67}, r"target's vocabulary \(67\)"),
         ({"intermediate_size": 42}, r"columns of an MLP \(42\)"),
         ({"deltas": (0,)}, r"key heads of a gated delta net \(2\)"),
-        (
-            {"moe": MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6,
-                            renormalise=True)},
-            r"columns of an expert \(6\)",
-        ),
+        ({"sights": ({"norm_all_heads": True}, {})}, r"norm over all keys of heads \(2\)"),
+        ({"layer": {"sandwich": True, "beside": MOE}}, r"expert beside the MLP \(6\)"),
+        ({"moe": MOE}, r"columns of an expert \(6\)"),
     ],
 )  # fmt: skip
 def test_what_four_devices_cannot_share_is_named(changes, why):

@@ -1,4 +1,4 @@
-"""A step on several devices against one device's: a hybrid with experts and DFlash 2."""
+"""A step on several devices against one device's: layers of each kind, and DFlash 2."""
 
 import functools
 from collections.abc import Callable
@@ -44,17 +44,22 @@ DELTA = DeltaSpec(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=8, ta
 MOE = MoeSpec(
     num_experts=4, experts_per_token=2, intermediate_size=64, renormalise=True, shared_size=64
 )
+BESIDE = replace(MOE, shared_size=None, activation="gelu_tanh")
 SHAPE = Shape.of(1, 64, chunk=32)
 
 
 def pair() -> tuple[Models, Params]:
     config = target_config(
-        **TRUNK | HYBRID | {"deltas": ()}, num_layers=2, tie_embeddings=True, moe=MOE, sparse=(1,)
+        **TRUNK | HYBRID | {"deltas": ()}, num_layers=3, tie_embeddings=True, moe=MOE, sparse=(1,)
     )
-    first = replace(config.layers[0], mixer=DELTA)
-    config = replace(config, layers=(first, *config.layers[1:]))
+    delta, sparse, dense = config.layers
+    delta = replace(delta, mixer=DELTA)
+    # Gemma's norms after attention and MLP, experts beside it, and MiniMax-M2's norm of all heads.
+    sandwich = replace(dense, sandwich=True, scaled=True, beside=BESIDE)
+    sandwich = sandwich.attending(num_kv_heads=4, gated=False, norm_all_heads=True)
+    config = replace(config, layers=(delta, sparse, sandwich))
     drafter = drafter_config(
-        **TRUNK, num_layers=1, mask_token_id=100, target_layer_ids=(0, 1), num_target_layers=2
+        **TRUNK, num_layers=1, mask_token_id=100, target_layer_ids=(0, 2), num_target_layers=3
     )
     drafter = second_version(drafter, selector_rank=16, selector_top_k=4)
     models = Models(Target(config), Drafter(drafter), 8, Kernels(*["cpu"] * len(XLA)))
