@@ -12,7 +12,7 @@ from jflash import row_choice
 from jflash.generate import generate
 from jflash.kernels import AUTO, XLA
 from jflash.models.decoder import Target
-from jflash.programs import Shape
+from jflash.programs import Programs, Shape
 from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts, with_rows
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from jflash.specs import MoeSpec
@@ -153,9 +153,11 @@ def test_auto_follows_experts_at_batch_1_and_keeps_a_seeds_text(monkeypatch):
     config = models.target.config.with_experts(moe, range(1))
     sparse = replace(models, target=Target(config), kernels=models.kernels._replace(experts="cpu"))
     assert with_rows(sparse, AUTO, 1).rows == AUTO and with_rows(models, AUTO, 1).rows is None
-    monkeypatch.setattr(row_choice, "compile_programs", lambda models, *_: models.rows)
+    rows = lambda models, *_: Programs(None, None, float(models.rows))  # noqa: E731
+    monkeypatch.setattr(row_choice, "compile_programs", rows)
     drawn = replace(models, rows=AUTO, sampled=True, draft_rule="sampled")
-    assert programs_for(drawn, Params({}), Shape.of(2, 256)) == 16  # whole blocks: no times
+    programs = programs_for(drawn, Params({}), Shape.of(2, 256))
+    assert programs == (None, None, 16.0)  # whole blocks: no times
 
 
 def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
