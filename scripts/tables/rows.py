@@ -51,13 +51,17 @@ def row_steps(results: list[Result]) -> str:
 def prefills(results: list[Result]) -> str:
     """Tokens a second of prompts by themselves, by their length and the chunk."""
     cases = [case for case in all_cases(results) if case.get("prefill")]
+    cases += with_key(results, "prefill", "shape")
     lengths = sorted({row["tokens"] for case in cases for row in case["prefill"]})
     made = []
     for case in cases:
-        speeds = {row["tokens"]: row["tokens_per_second"] for row in case["prefill"]}
-        chunks = " and ".join(map(str, case["prefill"][0]["chunks"]))
-        cells = [f"{speeds[n]:,.0f}" if n in speeds else "" for n in lengths]
-        made.append([case["shape"] or case["weights"], chunks, *cells])
+        speeds: dict[tuple[int, ...], dict[int, float]] = {}
+        for row in case["prefill"]:
+            by_length = speeds.setdefault(tuple(row["chunks"]), {})
+            by_length[row["tokens"]] = row["tokens_per_second"]
+        for chunks, of in sorted(speeds.items()):
+            cells = [f"{of[n]:,.0f}" if n in of else "" for n in lengths]
+            made.append([case["shape"] or case["weights"], " and ".join(map(str, chunks)), *cells])
     return table(["shape", "tokens of a chunk", *(f"{n} tokens" for n in lengths)], made, cases)
 
 
