@@ -153,7 +153,7 @@ class DrafterConfig(DecoderConfig):
     """A DFlash drafter (version 1): layers, block, and how it meets its target.
 
     Its layers see the context, and of the block all rows unless they are causal or have a window.
-    Embedding and head are the target's, but for drafters that bring their own: `own_embedding`, and
+    Embedding and head are the target's, but for drafters that bring both: `own_embedding`, and
     a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it,
     and `input_embedding_scale` too: in a pair it is the target's then (`meeting`).
     """

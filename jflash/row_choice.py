@@ -35,7 +35,7 @@ from jflash.speculative import Models, Params, State
 # Rows a sequence, and the whole block: each is a program to compile. Not 2: at Qwen3-8B's sizes and
 # batch 32 a step of 1, 2, 4, 8 and 16 took 6.5, 10.2, 10.9, 13.1 and 17.8 ms on a shared H200.
 WIDTHS = (1, 4, 8)
-# Below it a row costs next to nothing, and AUTO means all; but each row reads experts of its own.
+# Below it a row costs next to nothing, and AUTO means all; but each row reads other experts.
 SMALLEST_BATCH = 8
 FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
 KEPT = 0.8  # weight of earlier counts, after each call that drafted

@@ -79,7 +79,7 @@ class Packed(NamedTuple):
         B, S = cache.k.shape[:2]
         own = slots[self.sequence, self.place]
         first, end = (0, B * S) if isinstance(cache, PagedCache) else (self.sequence * S, S)
-        dropped = self.spare | (own >= end)  # each to a place of its own, past the end
+        dropped = self.spare | (own >= end)  # each to a different place past the end
         places = jnp.where(dropped, B * S + jnp.arange(len(own)), first + own)
         return projected.write_flat(cache, places[:, None], backend)
 

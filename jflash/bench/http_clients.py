@@ -1,4 +1,4 @@
-"""Clients of a server, in a process of their own: so many at once, each reads streams to their end.
+"""Clients of a server, in another process: so many at once, and each reads streams to their end.
 
 `python -m jflash.bench.http_clients` takes a JSON object on stdin: url, clients, bodies. It prints
 another: the seconds from the first request to the last end, and the counts of all streams. They are

@@ -146,10 +146,10 @@ def _from_record(value: dict[str, Any], where: str, shared: Sampling) -> Prompt:
     if ("prompt" in value) == ("prompt_ids" in value):
         raise ValueError(f'{where}expected an object with either "prompt" or "prompt_ids"')
     if "prompt" in value and not isinstance(value["prompt"], str):
-        raise ValueError(f"{where}prompt must be a text, found {value['prompt']!r}")
+        raise ValueError(f"{where}prompt must be a text, not {value['prompt']!r}")
     text, ids = value.pop("prompt", None), value.pop("prompt_ids", None)
     if text is None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise ValueError(f"{where}prompt_ids must be a list of whole numbers, found {ids!r}")
+        raise ValueError(f"{where}prompt_ids must be a list of whole numbers, not {ids!r}")
     taken = sorted(value.keys() & RESULT_KEYS)
     if taken:
         raise ValueError(f"{where}{', '.join(taken)}: keys of the result, rename them")
@@ -167,7 +167,7 @@ def _line_sampling(value: dict[str, Any], where: str, shared: Sampling) -> Sampl
         whole = name == "top_k"
         if type(number) is not int and (whole or type(number) is not float):
             kind = "a whole number" if whole else "a number"
-            raise ValueError(f"{where}{name} must be {kind}, found {number!r}")
+            raise ValueError(f"{where}{name} must be {kind}, not {number!r}")
         given[name] = number if whole else float(number)
     base = GREEDY if given.get("temperature") == 0 else shared
     try:

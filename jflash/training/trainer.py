@@ -259,6 +259,6 @@ def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
     other = {k: there.get(k) for k in keys if there.get(k) != settings.get(k)}
     if other:
         raise ValueError(
-            f"{directory} holds a run with {other}, asked for "
+            f"{directory} holds a run with {other}, this one has "
             f"{ {k: settings.get(k) for k in other} }: finish it so, or use another folder"
         )

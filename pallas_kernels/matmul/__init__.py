@@ -13,7 +13,7 @@ float32; results have x's dtype.
 - head_argmax: per row the id of the largest float32 logit, the lowest of equal ones. The head is
   [V, K]. The logits are never written.
 - head_confidence: head_argmax's ids, and per row the sum of exp(logit - largest) in float32. The
-  last bits of a sum are a matter of tiles: it is for a drafter's confidence alone.
+  last bits of a sum are a matter of tiles: it is only for a drafter's confidence.
 - head_logits: those logits in float32, by "cpu", by "canonical" or else by XLA.
 - added: x + y rounded to x's dtype, for a bias or a residual.
 A row's bits depend only on that row and w: not on its index, on other rows, or on timing. With

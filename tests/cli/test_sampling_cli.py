@@ -57,9 +57,9 @@ def test_drawn_drafts_need_a_drafter(weightless, refused):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ({"temperature": "warm"}, "temperature must be a number, found 'warm'"),
-        ({"temperature": True}, "temperature must be a number, found True"),
-        ({"temperature": 1, "top_k": 2.5}, "top_k must be a whole number, found 2.5"),
+        ({"temperature": "warm"}, "temperature must be a number, not 'warm'"),
+        ({"temperature": True}, "temperature must be a number, not True"),
+        ({"temperature": 1, "top_k": 2.5}, "top_k must be a whole number, not 2.5"),
         ({"top_p": 0.5}, "top_p 0.5 needs a temperature above 0"),
         ({"temperature": 1, "min_p": 2}, "min_p 2.0: within 0"),
         ({"sampling": {}}, "sampling: keys of the result"),

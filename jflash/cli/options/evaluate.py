@@ -20,7 +20,7 @@ STYLES = "reference (the authors', default), plain, hashes (mathematics), tests 
 SAME_AS = """a finished run of the same problems, with another drafter or --oracle: exit code 1
 unless every answer has the same tokens"""
 EXECUTE = """run the programs of humaneval and mbpp with their tests. A program and all that it
-starts together are held to 10 s, 2 GiB, 64 processes and 64 MiB of files in a folder of their own,
+starts together are held to 10 s, 2 GiB, 64 processes and 64 MiB of files in a temporary folder,
 and ended with it. That is no sandbox: they run as you, may read, write and kill what you may, and
 use your network"""
 

@@ -1,4 +1,4 @@
-"""Options of the commands that measure or check: which kernels, and where the result goes."""
+"""Options of the commands that measure or check: the kernels, and where the result goes."""
 
 import json
 import math

@@ -89,7 +89,7 @@ def _sight(raw: dict[str, Any], nested: dict[str, Any], num_layers: int) -> list
     """What each layer of a drafter sees: its window, and whether it is causal.
 
     Qwen3Config's rules for windows; unless `is_causal` says so for all, those layers are causal
-    that have a window. dflash 0.1.0 reads the keys at the top level alone, not in its `own`.
+    that have a window. dflash 0.1.0 reads the keys only at the top level, not in its `own`.
     """
     misplaced = [key for key in _SIGHT_KEYS if key in nested and nested[key] != raw.get(key)]
     if misplaced:

@@ -1,4 +1,4 @@
-"""Gemma 4, dense, with experts beside the MLP, and unified: Gemma 3's layers with own heads a kind.
+"""Gemma 4, dense, with experts beside the MLP, and unified: Gemma 3's layers with heads by kind.
 
 Layers without a window have wider and fewer key heads, whose values are the keys. The vision models
 hold the same layers. Models with per-layer embeddings (E2B, E4B) have other layers.

@@ -1,7 +1,7 @@
 """Which weights of a checkpoint are quantised, and how: quantization_config with the tensors.
 
 The tensors say which modules are quantised, because published lists leave modules out; a module
-that the config excludes must not be. The config says how. Weights alone are dequantised: scales of
+that the config excludes must not be. The config says how. Only weights are dequantised: scales of
 activations and of caches are known by name and not read.
 """
 
