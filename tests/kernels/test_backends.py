@@ -129,7 +129,8 @@ def test_a_hybrid_has_an_operation_more():
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (HOPPER, "bfloat16")])
 def test_what_promises_one_arithmetic(device, dtype):
     """All operations that the pair has: with experts or without."""
-    for name in ("qwen3-8b", "qwen3-coder-30b"):
+    hybrid_and_windowed = ("qwen3.5-27b", "gpt-oss-20b", "gemma-4-31b")
+    for name in (*hybrid_and_windowed, "qwen3-8b", "qwen3-coder-30b"):
         models = with_backends(of_shape(name), dtype, device)
         assert models.one_arithmetic
         assert models.kernels.chunk == models.kernels
