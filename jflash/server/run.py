@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ LOG = logging.getLogger("jflash.server")
 LOOK_EVERY = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 2.0  # seconds for a failed server to end its streams with the error
 HEADER_BYTES = 64 * 1024
+SWITCH = 0.0005  # Python's default lets the engine's thread wait 5 ms for the event loop's
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,7 +40,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def server_of(app: Starlette, shutdown_timeout: float) -> uvicorn.Server:
-    """The HTTP server, which `serve` runs."""
+    """The HTTP server, which `serve` runs. From now on threads take turns in SWITCH seconds."""
+    sys.setswitchinterval(SWITCH)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, lifespan="off",
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),

@@ -1,7 +1,7 @@
 """Bodies in and events out: sizes, timeouts, disconnects. This file knows no model and no route."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from jflash.server.errors import ApiError
 
 BODY_SECONDS = 30.0  # for a body to arrive
+MOST_AT_ONCE = 16  # events of one write
 DONE = b"data: [DONE]\n\n"
 
 
@@ -92,11 +93,16 @@ class Events(StreamingResponse):
 
 async def _encoded(values: AsyncIterator[object], done: bytes, named: bool) -> AsyncIterator[bytes]:
     encoder = msgspec.json.Encoder()
+
+    def event(value: object) -> bytes:
+        name = b""
+        if named and isinstance(value, dict):
+            name = b"event: " + value["type"].encode() + b"\n"
+        return name + b"data: " + encoder.encode(value) + b"\n\n"
+
     try:
-        async for value in values:
-            if named and isinstance(value, dict):
-                yield b"event: " + value["type"].encode() + b"\n"
-            yield b"data: " + encoder.encode(value) + b"\n\n"
+        async for several in at_once(values):
+            yield b"".join(map(event, several))
     except ApiError as error:
         yield last_words(error, named)
     yield done
@@ -106,3 +112,27 @@ def last_words(error: ApiError, named: bool = False) -> bytes:
     """The event of a stream that cannot go on."""
     name = b"event: error\n" if named else b""
     return name + b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
+async def at_once[T](values: AsyncIterator[T]) -> AsyncGenerator[list[T]]:
+    """The values in lists of those that are there without waiting, MOST_AT_ONCE at most.
+
+    A call of the engine brings several steps, and a write costs more than an event.
+    """
+
+    async def following() -> T:
+        return await anext(values)
+
+    loop, ready = asyncio.get_running_loop(), list[T]()
+    while True:
+        task = asyncio.Task(following(), loop=loop, eager_start=True)
+        try:
+            if ready and (not task.done() or task.exception() or len(ready) == MOST_AT_ONCE):
+                yield ready
+                ready = []
+            ready.append(await task)
+        except StopAsyncIteration:
+            return
+        finally:  # the reader may go while the next value is waited for
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            task.cancel()

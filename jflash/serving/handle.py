@@ -52,13 +52,13 @@ class Handle:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(arrived.set)
 
-        with self._changed:
-            self._wake = wake
         while True:
-            arrived.clear()
             with self._changed:
                 waits = not (self._events or self._ended)
                 event = None if waits else self._next()
+                if waits:
+                    arrived.clear()
+                    self._wake = wake
             if waits:
                 await arrived.wait()
             elif event is None:
@@ -111,8 +111,9 @@ class Handle:
 
     def _notify(self) -> None:
         self._changed.notify_all()
-        if self._wake is not None:
-            self._wake()
+        wake, self._wake = self._wake, None  # a reader that waits is woken once
+        if wake is not None:
+            wake()
         if self._ended and self._at_end is not None:
             self._at_end()
 

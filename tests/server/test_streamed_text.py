@@ -1,5 +1,6 @@
 """Text in pieces: wherever the tokens and the pieces are cut, the whole comes out."""
 
+import asyncio
 import itertools
 import json
 import random
@@ -10,8 +11,10 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.io.incremental import Incremental
 from jflash.io.text import decode
+from jflash.server.errors import ApiError
 from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Call, Tools
+from jflash.server.wire import MOST_AT_ONCE, at_once
 
 RANDOM = random.Random(0)
 
@@ -116,3 +119,36 @@ def test_calls_are_read_at_any_cut_and_the_rest_stays_text():
     reader = Tools(most=1)
     assert [call.name for call in reader.push(whole, True)[1]] == ["weather"]
     assert Tools().push("a <tool_call>{", True) == ("a <tool_call>{", [])
+
+
+def test_what_is_there_without_waiting_leaves_in_one_write():
+    """A pause, the most of a write and an error each end a list; nothing is lost or late."""
+    pause, gone = asyncio.Event(), []
+
+    async def values():
+        try:
+            for i in range(3):
+                yield i
+            await pause.wait()
+            for i in range(MOST_AT_ONCE + 1):
+                yield i
+            raise ApiError("over")
+        finally:
+            gone.append(True)
+
+    async def main():
+        lists = at_once(values())
+        assert await anext(lists) == [0, 1, 2]
+        pause.set()
+        assert await anext(lists) == [*range(MOST_AT_ONCE)]
+        assert await anext(lists) == [MOST_AT_ONCE]
+        with pytest.raises(ApiError, match="over"):
+            await anext(lists)
+        pause.clear()
+        lists = at_once(values())
+        await anext(lists)
+        await lists.aclose()  # as when the client goes
+        await asyncio.sleep(0)
+        assert len(gone) == 2
+
+    asyncio.run(main())
