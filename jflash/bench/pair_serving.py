@@ -1,5 +1,6 @@
 """A real pair that answers questions through the engine and over HTTP, and its recording."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -8,9 +9,11 @@ from jflash.bench.over_http import served, service_of, streamed
 from jflash.bench.serving_cases import engine_for, layout_of, warm
 from jflash.bench.serving_speed import burst, median_of
 from jflash.generate import Pair
+from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 
 ALONE = 24  # questions at batch 1
+WARMING = 32  # tokens of the answers before the clock begins
 
 
 class Questions(NamedTuple):
@@ -31,37 +34,47 @@ class Load(NamedTuple):
 
 
 def answered(pair: Pair, asked: Questions, load: Load) -> Iterator[dict[str, Any]]:
-    """A row for each batch, all of whose questions come at once, then one over HTTP."""
+    """Rows for each batch, the largest first; all programs are compiled before."""
     context = max(map(len, asked.prompts)) + load.new
-    stops = len(asked.stops)
-    layouts = [layout_of(batch, context, load.steps, stops) for batch in load.batches]
+    batches = sorted(load.batches, reverse=True)
+    layouts = [layout_of(batch, context, load.steps, len(asked.stops)) for batch in batches]
     warm([(pair, layout) for layout in layouts])
-    for layout in layouts:
-        batch = layout.shape.batch
-        count = len(asked.prompts) if batch > 1 else ALONE
-        turns = iter(range(100))
-        row = {"what": "questions", "batch": batch, "steps_per_call": load.steps}
-        row["rows"] = pair.models.rows
-
-        def once(count: int = count, turns: Iterator[int] = turns) -> dict[str, Any]:
-            salt = str(next(turns))  # so that no repeat finds the prefixes of another
-            requests = [
-                Request(prompt_ids=ids, max_tokens=load.new, stop_ids=asked.stops, cache_salt=salt)
-                for ids in asked.prompts[:count]
-            ]
-            return burst(engine, requests)
-
+    for batch, layout in zip(batches, layouts, strict=True):
+        row = {"batch": batch, "rows": pair.models.rows, "steps_per_call": load.steps}
         with engine_for(pair, layout, 2 * len(asked.prompts)) as engine:
-            through = median_of(load.repeats, once)
-            yield row | through
+            through = of_engine(engine, asked, load, batch)
+            yield {"what": "questions"} | row | through
             if load.clients is not None and batch > 1:
-                service = service_of(engine, asked.tokenizer, asked.stops)
-                with served(service) as url:
-                    warming = [f"{text} Once more." for text in asked.texts[:batch]]
-                    streamed(service, url, warming, load.new, load.clients)
-                    found = streamed(service, url, asked.texts, load.new, load.clients)
+                found = over_http(engine, asked, load, load.clients)
                 share = found["tokens_per_second"] / through["tokens_per_second"]
-                yield row | {"what": "questions over HTTP"} | found | {"share": share}
+                yield {"what": "questions over HTTP"} | row | found | {"share": share}
+
+
+def of_engine(engine: Engine, asked: Questions, load: Load, batch: int) -> dict[str, Any]:
+    """All questions come at once."""
+    prompts = asked.prompts if batch > 1 else asked.prompts[:ALONE]
+    turns = itertools.count()
+
+    def once(prompts: Sequence[list[int]], new: int) -> dict[str, Any]:
+        salt = str(next(turns))  # so that no repeat finds the prefixes of another
+        return burst(
+            engine,
+            [
+                Request(prompt_ids=ids, max_tokens=new, stop_ids=asked.stops, cache_salt=salt)
+                for ids in prompts
+            ],
+        )
+
+    once(prompts[:batch], WARMING)
+    return median_of(load.repeats, lambda: once(prompts, load.new))
+
+
+def over_http(engine: Engine, asked: Questions, load: Load, clients: int) -> dict[str, Any]:
+    """So many clients, each of which asks its next question when it has an answer."""
+    service = service_of(engine, asked.tokenizer, asked.stops)
+    with served(service) as url:
+        streamed(service, url, [f"{text} Why?" for text in asked.texts[:clients]], WARMING, clients)
+        return streamed(service, url, asked.texts, load.new, clients)
 
 
 def with_rows(pair: Pair, rows: str | None) -> Pair:

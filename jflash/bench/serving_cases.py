@@ -43,19 +43,16 @@ LONG = 2048  # new tokens of those that decode while a first token is waited for
 
 
 class Case(NamedTuple):
-    """A line of the table, and the engine that it needs."""
+    """An engine of so many slots, and the lines of the table that it gives."""
 
-    what: str  # "forced" or "first token"
-    batch: int
+    slots: int
     rows: str | None = None  # AUTO (jflash.kernels): as many as pay
-
-    @property
-    def slots(self) -> int:
-        return self.batch + (self.what == "first token")
+    burst: bool = True  # requests for all slots at once, whose acceptances are forced
+    first: bool = False  # first tokens: in an empty engine, beside all other slots, again
 
     @property
     def context(self) -> int:
-        return PROMPT + (LONG if self.what == "first token" else NEW)
+        return PROMPT + (LONG if self.first else NEW)
 
 
 def random_pair(shape: str, recording: Recording, dtype: str | None) -> Pair:
@@ -101,42 +98,38 @@ def measured(
     warm(engines)
     prompts = RandomPrompts(pair.models.target.config.vocab_size)
     for case, (own, layout) in zip(cases, engines, strict=True):
-        with engine_for(own, layout, 4 * case.batch) as engine:
-            run = first_token_row if case.what == "first token" else forced_row
-            yield (
-                case._asdict()
-                | {"steps_per_call": steps}
-                | run(engine, case, prompts, repeats, probes)
-            )
+        row = {"batch": case.slots, "rows": case.rows, "steps_per_call": steps}
+        with engine_for(own, layout, 4 * case.slots) as engine:
+            if case.burst:
+                yield {"what": "forced"} | row | forced(engine, case.slots, prompts, repeats)
+            if case.first:
+                found = waited_for(engine, case.slots, prompts, probes)
+                yield {"what": "first token"} | row | found
 
 
 def layout_of_case(case: Case, steps: int) -> Layout:
     return layout_of(case.slots, case.context, steps)
 
 
-def forced_row(
-    engine: Engine, case: Case, prompts: RandomPrompts, repeats: int, probes: int
-) -> dict[str, Any]:
+def forced(engine: Engine, slots: int, prompts: RandomPrompts, repeats: int) -> dict[str, Any]:
     """All requests at once, from their prompts to their last tokens."""
 
-    def once() -> dict[str, Any]:
-        return burst(
-            engine,
-            [Request(prompt_ids=ids, max_tokens=NEW) for ids in prompts.take(case.batch)],
-        )
+    def once(new: int) -> dict[str, Any]:
+        fresh = prompts.take(slots)
+        return burst(engine, [Request(prompt_ids=ids, max_tokens=new) for ids in fresh])
 
-    return median_of(repeats, once)
+    once(2 * engine.pair.models.block_size)  # warms up
+    return median_of(repeats, lambda: once(NEW))
 
 
-def first_token_row(
-    engine: Engine, case: Case, prompts: RandomPrompts, repeats: int, probes: int
-) -> dict[str, Any]:
-    """Fresh prompts in an empty engine and beside `batch` that decode, and known ones."""
+def waited_for(engine: Engine, slots: int, prompts: RandomPrompts, probes: int) -> dict[str, Any]:
+    """Times to the first token: in an empty engine, of known prompts, and with one slot free."""
     first_tokens(engine, prompts, 2)
     row = {
         "empty": first_tokens(engine, prompts, probes),
         "known": first_tokens(engine, prompts, probes, again=True),
+        "running": slots - 1,
     }
-    with running(engine, prompts, case.batch):
+    with running(engine, prompts, slots - 1):
         row["beside"] = first_tokens(engine, prompts, probes)
     return row

@@ -61,8 +61,7 @@ def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
 
 
 def median_of(repeats: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The run of median speed, after one that warms up, and the speed of each."""
-    run()
+    """The run of median speed, with the speeds of all."""
     runs = sorted((run() for _ in range(repeats)), key=lambda each: each["tokens_per_second"])
     speeds = [each["tokens_per_second"] for each in runs]
     return runs[len(runs) // 2] | {"tokens_per_second_of_repeats": speeds}

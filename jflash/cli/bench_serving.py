@@ -39,10 +39,10 @@ def of_shape(
     pair = random_pair(args.shape, recording, args.dtype)
     result |= {"shape": args.shape, "backends": pair.models.kernels._asdict()}
     result |= {"block_size": pair.models.block_size, "replayed_tau": recording.tokens_a_step}
+    slots = sorted({*args.batch, *args.first_token})
     groups = [
-        [Case("forced", batch) for batch in args.batch]
-        + [Case("first token", batch) for batch in args.first_token],
-        [Case("forced", batch, AUTO) for batch in args.auto_batch],
+        [Case(n, None, n in args.batch, n in args.first_token) for n in slots],
+        [Case(n, AUTO) for n in args.auto_batch],
     ]
     for count in steps:
         for cases in groups:
@@ -93,7 +93,8 @@ def record(args: Options) -> dict[str, Any]:
         "tau": 1 + sum(step[0] for step in steps) / len(steps),
     }
     with whole_file(args.record, overwrite=args.overwrite) as write:
-        write(json.dumps(holds | {"steps": steps}, separators=(",", ":")))
+        made = describe_device() | holds | {"steps": steps}
+        write(json.dumps(made, separators=(",", ":")))
     print(f"{args.record}: {len(steps)} steps of {holds['answers']} answers, τ {holds['tau']:.2f}")
     return holds
 

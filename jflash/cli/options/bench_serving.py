@@ -21,7 +21,8 @@ def declare(parser: Parser) -> None:
     add("--replay", type=Path, metavar="FILE", help="a recording, for --shape")
     add("--batch", type=counts, default=(1, 8, 32, 64), metavar="1,8", help="default 1,8,32,64")
     add("--auto-batch", type=counts, default=(), metavar="32", help="with rows that are chosen too")
-    add("--first-token", type=counts, default=(), metavar="32", help="beside so many that decode")
+    first = "times to the first token with so many slots: of an idle engine, and with one slot free"
+    add("--first-token", type=counts, default=(), metavar="32", help=first)
     add("--target", metavar="SOURCE", help="a real pair instead, as for generate")
     add("--drafter", metavar="SOURCE")
     add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split, for a real pair")

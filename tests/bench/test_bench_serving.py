@@ -1,0 +1,83 @@
+"""bench-serving: what is replayed is what was recorded, through the real engine."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.bench.http_clients import counted
+from jflash.bench.recording import of_mean, read_recording
+from jflash.bench.serving_cases import engine_for, layout_of, random_pair
+from jflash.cli import main
+from jflash.serving.engine import STEPS_PER_CALL
+from jflash.serving.request import Request
+
+STEPS = [[0, 0.5, *[0.3] * 6], [7, *[0.9] * 7], [3, 0.9, 0.8, 0.7, *[0.2] * 4], [1, *[0.6] * 7]]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A recording of blocks of 8, as the tiny shape has them."""
+    file = tmp_path_factory.mktemp("replay") / "steps.json"
+    file.write_text(json.dumps({"steps": STEPS}))
+    return file
+
+
+def test_a_row_of_the_table(file, tmp_path):
+    kept = tmp_path / "result.json"
+    argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
+    assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
+    result = json.loads(kept.read_text())
+    [row] = result["serving"]
+    assert row["new_tokens"] == 2 * 256
+    assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut
+    assert 0 < row["device_busy"] < 1.05
+
+
+def test_each_text_walks_through_the_recorded_steps(file):
+    """Every step accepts as many drafts as the recorded one that its anchor names."""
+    pair = random_pair("tiny", read_recording(file), "float32")
+    recorded = [step[0] + 1 for step in STEPS]
+    with engine_for(pair, layout_of(2, 768, STEPS_PER_CALL), 8) as engine:
+        found = engine.generate(Request(prompt_ids=[i, 7, 9], max_tokens=60) for i in range(3))
+    for result in found:
+        first = result.token_ids[0] % len(STEPS)
+        walk = [recorded[(first + i) % len(STEPS)] for i in range(len(result.acceptance_lengths))]
+        assert result.acceptance_lengths[:-1] == walk[:-1]
+
+
+def test_confidences_are_the_recorded_ones(file):
+    drafter = random_pair("tiny", read_recording(file), "float32").models.drafter
+    assert drafter is not None
+    draws = jax.random.split(jax.random.key(0))
+    hidden, logits = (jax.random.normal(key, (4, 7, 512)) for key in draws)
+    found = drafter.apply(
+        {"params": {}}, hidden[..., :128], jnp.arange(4), logits, method="candidates"
+    )
+    sure = jnp.max(jax.nn.softmax(found.scores), axis=-1)
+    np.testing.assert_allclose(sure, [step[1:] for step in STEPS], atol=1e-3)
+
+
+def test_recorded_answers_have_the_wanted_mean():
+    slow, fast = [[0, 0.5]] * 4, [[9, 0.5]] * 2
+    assert of_mean([slow, [], fast], 4.0) == [fast, slow]
+    assert of_mean([slow, fast], 4.1) == [fast]
+    with pytest.raises(ValueError, match=r"no answer commits 10\.5"):
+        of_mean([slow, fast], 10.5)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"steps": [[1, 0.5], [0]]}', '{"steps": [[2, 0.5]]}'])
+def test_a_file_that_is_no_recording_is_refused(text, tmp_path, capsys):
+    file = tmp_path / "steps.json"
+    file.write_text(text)
+    assert main.run("bench-serving", ["--shape", "tiny", "--replay", str(file)]) == 2
+    assert f"{file} is no recording" in capsys.readouterr().err
+
+
+def test_a_stream_is_counted_by_its_usage_and_must_end():
+    chunk, usage = b'data: {"choices": [{}]}\n\n', b'data: {"usage": {"completion_tokens": 9}}\n\n'
+    assert counted(chunk * 3 + usage + b"data: [DONE]\n\n") == (9, 3)
+    with pytest.raises(ValueError, match="without an end"):
+        counted(chunk * 3)
