@@ -26,9 +26,11 @@ class Questions(NamedTuple):
 
 
 class Load(NamedTuple):
+    """The sizes; the first number of steps is every batch's, the others only the largest one's."""
+
     batches: Sequence[int]
     new: int  # tokens of an answer at most
-    steps: int  # of a call
+    steps: Sequence[int]  # of a call
     repeats: int
     clients: int | None
 
@@ -36,15 +38,17 @@ class Load(NamedTuple):
 def answered(pair: Pair, asked: Questions, load: Load) -> Iterator[dict[str, Any]]:
     """Rows for each batch, the largest first; all programs are compiled before."""
     context = max(map(len, asked.prompts)) + load.new
-    batches = sorted(load.batches, reverse=True)
-    layouts = [layout_of(batch, context, load.steps, len(asked.stops)) for batch in batches]
+    first, *others = load.steps
+    largest, *smaller = sorted(load.batches, reverse=True)
+    sizes = [(largest, first), *((largest, n) for n in others), *((n, first) for n in smaller)]
+    layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch, steps in sizes]
     warm([(pair, layout) for layout in layouts])
-    for batch, layout in zip(batches, layouts, strict=True):
-        row = {"batch": batch, "rows": pair.models.rows, "steps_per_call": load.steps}
+    for (batch, steps), layout in zip(sizes, layouts, strict=True):
+        row = {"batch": batch, "rows": pair.models.rows, "steps_per_call": steps}
         with engine_for(pair, layout, 2 * len(asked.prompts)) as engine:
             through = of_engine(engine, asked, load, batch)
             yield {"what": "questions"} | row | through
-            if load.clients is not None and batch > 1:
+            if load.clients is not None and (batch, steps) == sizes[0]:
                 found = over_http(engine, asked, load, load.clients)
                 share = found["tokens_per_second"] / through["tokens_per_second"]
                 yield {"what": "questions over HTTP"} | row | found | {"share": share}

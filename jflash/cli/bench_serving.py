@@ -59,11 +59,10 @@ def of_pair(
     pair, asked = pair_and_questions(args)
     result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
     result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
-    for count in steps:
-        for rows, batches in ((None, args.batch), (AUTO, args.auto_batch)):
-            load = Load(batches, args.max_new_tokens, count, args.repeats, args.clients)
-            if batches:
-                yield from answered(with_rows(pair, rows), asked, load)
+    for rows, batches in ((None, args.batch), (AUTO, args.auto_batch)):
+        load = Load(batches, args.max_new_tokens, steps, args.repeats, args.clients)
+        if batches:
+            yield from answered(with_rows(pair, rows), asked, load)
 
 
 def pair_and_questions(args: Options) -> tuple[Any, Any]:
