@@ -18,7 +18,7 @@ from jflash.generate import Pair
 from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
 from jflash.speculative import Params, State, commit, draft, verify
 
-Steps = list[list[float]]  # the accepted drafts of each step, then its confidences
+Steps = list[list[int | float]]  # the accepted drafts of each step, then its confidences
 
 
 class Recording(NamedTuple):
