@@ -53,9 +53,11 @@ def served(service: Service) -> Iterator[str]:
     server = server_of(make_app(service, api_keys=[], origins=[]), 1.0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def streamed(
