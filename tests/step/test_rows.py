@@ -79,6 +79,16 @@ def pair_of(vocab: int = 67) -> Pair:
     return one_arithmetic(Pair(Models(Target(configs[0]), Drafter(configs[1]), WIDTH), params))
 
 
+def windowed(pair: Pair, window: int) -> Pair:
+    """The pair with a window in every layer, whose keys and values lie in rings."""
+    target, drafter = (
+        config.attending(*[{"window": window}] * config.num_layers)
+        for config in pair.models.configs
+    )
+    models = replace(pair.models, target=Target(target), drafter=Drafter(drafter))
+    return replace(pair, models=models)
+
+
 def budgeted(pair: Pair, rows: int) -> Pair:
     return replace(pair, models=replace(pair.models, rows=rows))
 
@@ -90,7 +100,7 @@ def asked() -> list[list[int]]:
 
 def test_a_budget_changes_no_bit_of_the_text(asked):
     """11 rows that four sequences fight over; drafts are the text with a few mistakes."""
-    pair = pair_of()
+    pair = windowed(pair_of(), 70)
     want = texts(pair.plain(), 1, asked)
     assert not total(want, texts(budgeted(pair, 11), 4, asked, replay=want)).differ
 
