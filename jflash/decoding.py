@@ -1,9 +1,9 @@
 """The options of a request. These records name no array and import no JAX."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+HOTTEST = 1e9  # float32 holds logits / temperature, of masked logits too
 COLDEST = 1e-4  # below it float32 could not tell logits / temperature apart; 0 is greedy
 DRAFT_RULES = ("greedy", "sampled")  # the drafter's best tokens; drawn from its distribution
 
@@ -24,8 +24,8 @@ class Sampling:
         t, k = self.temperature, self.top_k
         for wrong, why in [
             (
-                not (math.isfinite(t) and (t == 0 or t >= COLDEST)),
-                f"temperature {t}: 0 (greedy) or a number from {COLDEST} up",
+                not (t == 0 or COLDEST <= t <= HOTTEST),
+                f"temperature {t}: 0 (greedy) or a number within {COLDEST} … {HOTTEST:g}",
             ),
             (type(k) is not int or k < 0, f"top_k {k}: a whole number from 1 up, 0 to keep all"),
             (not 0 < self.top_p <= 1, f"top_p {self.top_p}: above 0, at most 1 (which keeps all)"),

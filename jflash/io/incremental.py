@@ -11,10 +11,11 @@ INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
 class Incremental:
     """A decoder for one answer.
 
-    The pieces joined are the decoded whole, cut before its earliest stop text. A call decodes only
-    the tokens after the last whole character, and those of the call before them: a tokenizer may
-    join a word to the text before it. A stop text that is complete within the first `least` tokens
-    does not count, as in vLLM.
+    The pieces joined are the decoded whole, cut before the stop text that is complete first; of
+    several, before the earliest. So the text does not depend on how tokens come together. A call
+    decodes only the tokens after the last whole character, and those of the call before them: a
+    tokenizer may join a word to the text before it. A stop text that is complete within the first
+    `least` tokens does not count, as in vLLM.
     """
 
     def __init__(
@@ -26,28 +27,32 @@ class Incremental:
         self._new: list[int] = []  # tokens after them, whose text may be half a character
         self._held = ""  # text that may be the beginning of a stop
         self.stopped = False
+        self.taken = 0  # tokens of the last call, to the one that completed a stop
 
     def push(self, token_ids: Sequence[int], last: bool) -> str:
         """The text that these tokens add; `last` releases everything that was held back."""
+        self.taken = 0
         if self.stopped:
             return ""
-        early, rest = token_ids[: self._least], token_ids[self._least :]
-        if early:
-            self._least -= len(early)
-            self._take(early, last and not rest)
-            self._early = len(self._held)
-        self._take(rest, last)
-        first = (max(0, self._early - len(stop) + 1) for stop in self._stops)
-        starts = [self._held.find(*each) for each in zip(self._stops, first, strict=True)]
-        if places := [start for start in starts if start >= 0]:
-            self.stopped = True
-            return self._held[: min(places)]
+        groups = [[token] for token in token_ids] if self._stops else [list(token_ids)]
+        for ids in groups:
+            self._take(ids, last=False)
+            self.taken += len(ids)
+            if self._least > 0:
+                self._least -= len(ids)
+                self._early = len(self._held)
+            elif self._found():
+                return self._held
+        if last:
+            self._take([], last=True)
+            if self._found():
+                return self._held
         safe = len(self._held) - (0 if last else held_back(self._held, self._stops))
         piece, self._held = self._held[:safe], self._held[safe:]
         self._early = max(0, self._early - safe)
         return piece
 
-    def _take(self, token_ids: Sequence[int], last: bool) -> None:
+    def _take(self, token_ids: list[int], last: bool) -> None:
         """Adds the tokens' text to what is held, up to its last whole character."""
         self._new += token_ids
         if self._new:
@@ -55,6 +60,14 @@ class Incremental:
             if last or not both.endswith(INCOMPLETE):
                 self._held += both[len(before) :]
                 self._known, self._new = self._new, []
+
+    def _found(self) -> bool:
+        """Looks for a complete stop text, and cuts what is held before it."""
+        first = (max(0, self._early - len(stop) + 1) for stop in self._stops)
+        starts = [self._held.find(*each) for each in zip(self._stops, first, strict=True)]
+        if places := [start for start in starts if start >= 0]:
+            self._held, self.stopped = self._held[: min(places)], True
+        return self.stopped
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

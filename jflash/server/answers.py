@@ -2,18 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jflash.io.incremental import Incremental
-from jflash.io.text import decode
 from jflash.server.errors import ApiError
 from jflash.server.service import Service
 from jflash.serving.grammar import GrammarError
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed
+
+Decode = Callable[[list[int]], str]
 
 
 class Step(NamedTuple):
@@ -28,9 +29,10 @@ class Step(NamedTuple):
 
 @dataclass
 class Usage:
-    """Tokens of all answers so far."""
+    """Tokens of all answers so far, `each` of them to one prompt."""
 
     prompt: int
+    each: int = 1
     cached: int = 0
     new: int = 0
     drafted: int = 0
@@ -38,8 +40,10 @@ class Usage:
     steps: int = 0
     reasoning: int = 0
 
-    def add(self, event: Event, first: bool) -> None:
-        self.cached += event.cached_tokens if first else 0
+    def add(self, step: "Step") -> None:
+        event, first = step.event, step.first
+        # Of several answers to a prompt the later ones may find what the first one computed.
+        self.cached += event.cached_tokens if first and step.answer % self.each == 0 else 0
         self.new += len(event.token_ids)
         self.drafted += event.drafted
         self.accepted += event.accepted
@@ -61,23 +65,23 @@ class Usage:
 
 
 async def steps(
-    service: Service, handles: Sequence[Handle], stops: Sequence[str], usage: Usage
+    service: Service, handles: Sequence[Handle], stops: Sequence[str], usage: Usage, decode: Decode
 ) -> AsyncIterator[Step]:
     """The steps of all answers, as they come; counts them in `usage`.
 
     ApiError for a request that the time limit or the engine ended. The caller releases the handles.
     """
     if len(handles) == 1:  # nothing to merge
-        async with aclosing(_one(service, 0, handles[0], stops)) as only:
+        async with aclosing(_one(service, 0, handles[0], stops, decode)) as only:
             async for step in only:
-                usage.add(step.event, step.first)
+                usage.add(step)
                 yield step
         return
     came = asyncio.Queue[Step | Exception]()
 
     async def read(answer: int, handle: Handle) -> None:
         try:
-            async for step in _one(service, answer, handle, stops):
+            async for step in _one(service, answer, handle, stops, decode):
                 came.put_nowait(step)
         except Exception as error:
             came.put_nowait(error)
@@ -90,7 +94,7 @@ async def steps(
             if isinstance(step, Exception):
                 raise step
             # Usage counts steps as they are sent: several may wait for a slow client.
-            usage.add(step.event, step.first)
+            usage.add(step)
             left -= step.finish is not None
             yield step
     finally:
@@ -99,10 +103,10 @@ async def steps(
 
 
 async def _one(
-    service: Service, answer: int, handle: Handle, stops: Sequence[str]
+    service: Service, answer: int, handle: Handle, stops: Sequence[str], decode: Decode
 ) -> AsyncGenerator[Step]:
     request = handle.request
-    text = Incremental(lambda ids: decode(service.tokenizer, ids), stops, request.min_tokens)
+    text = Incremental(decode, stops, request.min_tokens)
     metrics, prompt_tokens = service.metrics, len(request.prompt_ids)
     begin = last = time.perf_counter()
     first_seconds, tokens, finish = 0.0, 0, None
@@ -110,15 +114,17 @@ async def _one(
     try:
         async for event in handle:
             now = time.perf_counter()
-            first = not tokens
+            first, reason = not tokens, event.finish_reason
+            shown = event.token_ids
+            if reason == "stop" and shown:  # by its stop id, of which the answer has no text
+                shown = shown[:-1]
+            piece = text.push(shown, last=reason is not None)
+            if text.stopped:
+                handle.cancel()
+                event, reason = _cut(event, text.taken), "stop"
             metrics.step(event, prompt_tokens, now - last, first)
             first_seconds, last = now - begin if first else first_seconds, now
             tokens += len(event.token_ids)
-            reason = event.finish_reason
-            piece = text.push(event.token_ids, last=reason is not None)
-            if text.stopped:
-                handle.cancel()
-                reason = "stop"
             if reason in ("timeout", "cancelled"):
                 finish = reason
                 raise _ended_early(service, reason)
@@ -136,6 +142,16 @@ async def _one(
         raise service.failed(error) from None
     finally:
         metrics.ended(finish or "abort", tokens, first_seconds, time.perf_counter() - begin)
+
+
+def _cut(event: Event, count: int) -> Event:
+    """The event of the first `count` tokens, with which plain decoding would have ended."""
+    return event._replace(
+        token_ids=event.token_ids[:count],
+        accepted=min(event.accepted, max(count - 1, 0)),
+        logprobs=event.logprobs and event.logprobs[:count],
+        top_logprobs=event.top_logprobs and event.top_logprobs[:count],
+    )
 
 
 def _ended_early(service: Service, reason: str) -> ApiError:

@@ -9,14 +9,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jflash.server.answers import Step, Usage, steps
-from jflash.server.conversation import Reader, call_body, prompt_text
+from jflash.server.conversation import (
+    Reader,
+    call_body,
+    must_call,
+    prompt_text,
+    reader,
+    thought_counter,
+)
 from jflash.server.errors import invalid, json_response
 from jflash.server.forms import answer_form
+from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import Chat, StreamOptions, read
-from jflash.server.reasoning import ThoughtTokens, opened
+from jflash.server.reasoning import ThoughtTokens
 from jflash.server.scores import chat_logprobs, joined, prompt_logprobs
 from jflash.server.service import Service, requests_of, stops_of, thinking, thinks
-from jflash.server.tools import forced, wanted
+from jflash.server.tools import wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
@@ -26,8 +34,8 @@ class Talk(NamedTuple):
 
     service: Service
     handles: Sequence[Handle]
-    readers: Sequence[Reader]
-    thoughts: Sequence[ThoughtTokens]
+    readers: Sequence[Reader | Channels]
+    thoughts: Sequence[ThoughtTokens | AnalysisTokens]
     stops: Sequence[str]
     usage: Usage
 
@@ -42,7 +50,7 @@ async def chat(request: HttpRequest) -> Response:
     prompt = prompt_text(service, asked.messages, tools, names)
     ids = await service.encode(prompt, special=False)
     one_call = asked.parallel_tool_calls is False
-    must = forced(tools, asked.tool_choice)
+    must = must_call(service, tools, asked.tool_choice)
     form = answer_form(
         asked, asked.response_format, "response_format", must, service.call_marks, one_call
     )
@@ -57,9 +65,9 @@ async def chat(request: HttpRequest) -> Response:
         grammar=await service.grammar(form, thinks(service, prompt, names)),
         top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )  # fmt: skip
-    readers = [Reader(opened(prompt), bool(tools), one_call) for _ in range(n)]
-    usage = Usage(prompt=len(ids))
-    thoughts = [ThoughtTokens(opened(prompt), service.thought_marks) for _ in range(n)]
+    readers = [reader(service, prompt, bool(tools), one_call) for _ in range(n)]
+    usage = Usage(prompt=len(ids), each=n)
+    thoughts = [thought_counter(service, prompt) for _ in range(n)]
     handles = service.submit(requests, "messages")
     talk = Talk(service, handles, readers, thoughts, stops, usage)
     request.state.usage = usage
@@ -84,7 +92,7 @@ def _frame(service: Service, kind: str) -> dict[str, Any]:
     }
 
 
-def _reason(reader: Reader, finish: str) -> str:
+def _reason(reader: Reader | Channels, finish: str) -> str:
     return "tool_calls" if reader.called and finish == "stop" else finish
 
 
@@ -121,7 +129,9 @@ async def _whole(talk: Talk) -> Response:
 
 
 async def _steps(talk: Talk) -> AsyncIterator[Step]:
-    async for step in steps(talk.service, talk.handles, talk.stops, talk.usage):
+    async for step in steps(
+        talk.service, talk.handles, talk.stops, talk.usage, talk.service.answer_text
+    ):
         talk.usage.reasoning += talk.thoughts[step.answer].count(step.event.token_ids)
         yield step
 

@@ -9,7 +9,6 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jflash.io.text import decode
 from jflash.server.answers import Usage, steps
 from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
@@ -29,6 +28,7 @@ async def completions(request: HttpRequest) -> Response:
     stops, n = stops_of(asked.stop), asked.n or 1
     prompts = await _prompts(service, asked)
     max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    scores_only = asked.echo is True and max_tokens == 0 and not asked.stream
     form = form_of(asked, asked.response_format, "response_format")
     wanted = asked
     if asked.echo and asked.logprobs is not None:
@@ -37,20 +37,21 @@ async def completions(request: HttpRequest) -> Response:
         most = max(asked.logprobs, asked.prompt_logprobs or 0)
         wanted = msgspec.structs.replace(asked, prompt_logprobs=most)
     requests = requests_of(
-        service, wanted, prompts, max_tokens=max_tokens,
+        service, wanted, prompts, max_tokens=1 if scores_only else max_tokens,
         stop_token_ids=asked.stop_token_ids or (), n=n,
         grammar=await service.grammar(form, thinks=False), top_logprobs=asked.logprobs,
     )  # fmt: skip
-    echoes = [decode(service.tokenizer, ids) if asked.echo else "" for ids in prompts]
+    echoes = [service.plain_text(list(ids)) if asked.echo else "" for ids in prompts]
     echoes = [echo for echo in echoes for _ in range(n)]
     handles = service.submit(requests, "prompt")
-    usage = Usage(prompt=sum(map(len, prompts)))
+    usage = Usage(prompt=sum(map(len, prompts)), each=n)
     request.state.usage = usage
     if asked.stream:
         values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
         return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
-        return await while_there(request, _whole(service, asked, handles, stops, usage, echoes))
+        whole = _whole(service, asked, handles, stops, usage, echoes, scores_only)
+        return await while_there(request, whole)
     finally:
         service.release(handles)
 
@@ -97,20 +98,25 @@ async def _whole(
     stops: Sequence[str],
     usage: Usage,
     echoes: Sequence[str],
+    scores_only: bool,
 ) -> Response:
+    """The answers at once; with `scores_only` the echoed prompts without the token after them."""
     texts, ends = list(echoes), [""] * len(handles)
     scores = [list[dict[str, Any] | None]() for _ in handles]
     writers = [CompletionLogprobs(service) for _ in handles]
     of_prompts = list[Any]([None] * len(handles))
-    async for step in steps(service, handles, stops, usage):
+    async for step in steps(service, handles, stops, usage, service.plain_text):
         i, request = step.answer, handles[step.answer].request
-        texts[i] += step.text
         ends[i] = step.finish or ""
         if step.first:
             ids = request.prompt_ids
             of_prompts[i] = prompt_logprobs(service, ids, step.event, asked.prompt_logprobs)
             if asked.echo and request.logprobs:
                 scores[i].append(writers[i].prompt(ids, step.event, request.top_logprobs))
+        if scores_only:
+            usage.new, ends[i] = 0, "length"
+            continue
+        texts[i] += step.text
         scores[i].append(writers[i].step(step.event))
     choices = [
         _choice(i, text, ends[i], joined(scores[i]))
@@ -139,7 +145,7 @@ async def _chunks(
         if echo:
             yield chunk([_choice(index, echo, None)])
     writers = [CompletionLogprobs(service) for _ in handles]
-    async for step in steps(service, handles, stops, usage):
+    async for step in steps(service, handles, stops, usage, service.plain_text):
         scores = writers[step.answer].step(step.event)
         yield chunk([_choice(step.answer, step.text, step.finish, scores)])
     if options.include_usage:

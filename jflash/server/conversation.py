@@ -2,16 +2,17 @@
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from jflash.io.text import through_template
 from jflash.server.errors import ApiError, invalid, unsupported
+from jflash.server.harmony import ANALYSIS, CHANNEL, END, AnalysisTokens, Channels
 from jflash.server.protocol import Message
-from jflash.server.reasoning import Reasoning
+from jflash.server.reasoning import Reasoning, ThoughtTokens, opened
 from jflash.server.service import Service
-from jflash.server.tools import Call, Tools
+from jflash.server.tools import Call, Parts, Tools, forced
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool"}
@@ -48,6 +49,8 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     for name in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
+    if calls and not turn["content"] and message.reasoning_content:
+        turn["thinking"] = message.reasoning_content  # its name in gpt-oss's template
     if calls:
         turn["tool_calls"] = [
             {
@@ -85,14 +88,6 @@ def _arguments(given: str | dict[str, Any], where: str) -> dict[str, Any]:
         raise invalid(f"{where}.function.arguments", "is no JSON object") from None
 
 
-class Parts(NamedTuple):
-    """The additions of a piece of text to the parts of its answer."""
-
-    reasoning: str
-    content: str
-    calls: list[Call]
-
-
 class Reader:
     """Splits one answer into its parts as it streams. `inside`: the prompt ends within thoughts."""
 
@@ -110,6 +105,31 @@ class Reader:
     @property
     def called(self) -> bool:
         return self._tools is not None and self._tools.count > 0
+
+
+def must_call(
+    service: Service, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The tools of which one must be called; ApiError where no grammar can see to it."""
+    must = forced(tools, choice)
+    if must and service.harmony:
+        raise unsupported("tool_choice", "calls of gpt-oss's form cannot be forced: give auto")
+    return must
+
+
+def reader(service: Service, prompt: str, tools: bool, one_call: bool) -> Reader | Channels:
+    """What splits an answer to the prompt."""
+    if service.harmony:
+        return Channels(1 if one_call else None)
+    return Reader(opened(prompt), tools, one_call)
+
+
+def thought_counter(service: Service, prompt: str) -> ThoughtTokens | AnalysisTokens:
+    """What counts the tokens of an answer's thoughts."""
+    if service.harmony:
+        marks = (service.marks(text)[0] for text in (CHANNEL, ANALYSIS, END))
+        return AnalysisTokens(*marks)
+    return ThoughtTokens(opened(prompt), service.thought_marks)
 
 
 def call_body(call: Call) -> dict[str, Any]:

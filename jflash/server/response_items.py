@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jflash.server.answers import Usage
-from jflash.server.conversation import Parts
-from jflash.server.tools import Call
+from jflash.server.tools import Call, Parts
 
 
 class Output:

@@ -13,14 +13,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jflash.server.answers import Usage, steps
-from jflash.server.conversation import Reader, prompt_text
+from jflash.server.conversation import Reader, must_call, prompt_text, reader, thought_counter
 from jflash.server.errors import ApiError, invalid, json_response, unsupported
 from jflash.server.forms import answer_form
+from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import FunctionCall, Message, Responses, ToolCall, read
-from jflash.server.reasoning import ThoughtTokens, opened
+from jflash.server.reasoning import ThoughtTokens
 from jflash.server.response_items import Output
 from jflash.server.service import Service, requests_of, thinking, thinks
-from jflash.server.tools import forced, wanted
+from jflash.server.tools import wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
@@ -34,11 +35,11 @@ async def responses(request: HttpRequest) -> Response:
     _check_parts(asked)
     tools = wanted(_chat_tools(asked.tools), asked.tool_choice, service.template)
     effort = (asked.reasoning or {}).get(EFFORT)
-    names = thinking(service, effort, {})
+    names = thinking(service, effort, {}, "reasoning.effort")
     prompt = prompt_text(service, _messages(asked), tools, names, "input")
     ids = await service.encode(prompt, special=False)
     one_call = asked.parallel_tool_calls is False
-    must = forced(tools, asked.tool_choice)
+    must = must_call(service, tools, asked.tool_choice)
     form = answer_form(
         asked, (asked.text or {}).get(FORMAT), "text.format", must, service.call_marks, one_call
     )
@@ -46,13 +47,13 @@ async def responses(request: HttpRequest) -> Response:
         service, asked, [ids], max_tokens=asked.max_output_tokens, limit_name="max_output_tokens",
         grammar=await service.grammar(form, thinks(service, prompt, names)),
     )  # fmt: skip
-    reader = Reader(opened(prompt), bool(tools), one_call)
-    thoughts = ThoughtTokens(opened(prompt), service.thought_marks)
+    parts = reader(service, prompt, bool(tools), one_call)
+    thoughts = thought_counter(service, prompt)
     usage = Usage(prompt=len(ids))
     request.state.usage = usage
     [handle] = service.submit(requests, "input")
     output = Output(_frame(service, asked), usage)
-    events = _events(service, handle, reader, thoughts, usage, output)
+    events = _events(service, handle, parts, thoughts, usage, output)
     if asked.stream:
         return Events(
             events, lambda: service.release([handle]), seconds=2 * service.request_timeout,
@@ -73,14 +74,14 @@ async def _drain(events: AsyncIterator[dict[str, Any]]) -> None:
 async def _events(
     service: Service,
     handle: Handle,
-    reader: Reader,
-    thoughts: ThoughtTokens,
+    reader: Reader | Channels,
+    thoughts: ThoughtTokens | AnalysisTokens,
     usage: Usage,
     output: Output,
 ) -> AsyncIterator[dict[str, Any]]:
     for event in output.begin():
         yield event
-    async for step in steps(service, [handle], [], usage):
+    async for step in steps(service, [handle], [], usage, service.answer_text):
         usage.reasoning += thoughts.count(step.event.token_ids)
         for event in output.add(reader.push(step.text, last=step.finish is not None)):
             yield event

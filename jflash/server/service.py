@@ -8,21 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jflash.decoding import Sampling
-from jflash.io.foreign import one_line
-from jflash.io.text import token_ids
+from jflash.io.foreign import named, one_line
+from jflash.io.text import decode, token_ids
 from jflash.server import tools
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form
+from jflash.server.harmony import CHANNEL, FINAL, MESSAGE
 from jflash.server.metrics import Metrics
 from jflash.server.protocol import Asked
 from jflash.server.reasoning import CLOSE, OPEN, opened
 from jflash.serving.engine import Engine
-from jflash.serving.grammar import Grammar, Grammars
+from jflash.serving.grammar import Grammar, Grammars, Opening
 from jflash.serving.handle import Handle
 from jflash.serving.request import KEYS, Failed, Full, Request
 
 MOST_ANSWERS = 128  # of one HTTP request
 MOST_STOPS = 64  # texts of one request
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
+HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
 # Fields that the engine checks, as its messages name them.
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
 
@@ -53,9 +56,29 @@ class Service:
         return self.engine.pair.models.target.config.vocab_size
 
     @functools.cached_property
+    def harmony(self) -> bool:
+        """Whether answers have gpt-oss's channels."""
+        return CHANNEL in self.template
+
+    def marks(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+        return token_ids(self.tokenizer, text, add_special_tokens=False)
+
+    def plain_text(self, ids: list[int]) -> str:
+        """Tokens as text, without special tokens."""
+        return decode(self.tokenizer, ids)
+
+    def answer_text(self, ids: list[int]) -> str:
+        """Tokens of a chat's answer as text, with the marks of its channels if it has any."""
+        if not self.harmony:
+            return self.plain_text(ids)
+        with named("the tokenizer fails"):
+            return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
     def thought_marks(self) -> tuple[int | None, int | None]:
         """The tokens that open and close thoughts; None for a mark of several tokens."""
-        ids = [token_ids(self.tokenizer, mark, add_special_tokens=False) for mark in (OPEN, CLOSE)]
+        ids = [self.marks(mark) for mark in (OPEN, CLOSE)]
         opens, closes = (found[0] if len(found) == 1 else None for found in ids)
         return opens, closes
 
@@ -74,9 +97,7 @@ class Service:
         """
         if form is None:
             return None
-        opens = self.thought_marks[1] if thinks else None
-        if thinks and opens is None:
-            raise unsupported(form.param, f"{CLOSE} is not one token: turn the thoughts off")
+        opens = self._opening(form) if thinks else None
 
         def compiled() -> Grammar:
             return self.grammars.compile(form.kind, form.text, opens)
@@ -87,6 +108,14 @@ class Service:
             raise ApiError(
                 f"{form.param}: {error}", param=form.param, code="invalid_grammar"
             ) from None
+
+    def _opening(self, form: Form) -> Opening:
+        """Where an answer begins after its thoughts."""
+        if self.harmony:
+            return Opening(self.marks(MESSAGE)[0], after=tuple(self.marks(CHANNEL + FINAL)))
+        if self.thought_marks[1] is None:
+            raise unsupported(form.param, f"{CLOSE} is not one token: turn the thoughts off")
+        return Opening(self.thought_marks[1])
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -267,20 +296,26 @@ def stops_of(stop: str | list[str] | None) -> list[str]:
 def thinks(service: Service, prompt: str, names: dict[str, Any]) -> bool:
     """Whether thoughts come before the answer: the prompt opens them, or leaves that to the model
     in the thinking mode of its template."""
-    if prompt.rstrip().endswith(CLOSE):
-        return False
+    if service.harmony or prompt.rstrip().endswith(CLOSE):
+        return service.harmony
     mode = "enable_thinking" in service.template and names.get("enable_thinking") is not False
     return opened(prompt) or mode
 
 
-def thinking(service: Service, effort: str | None, names: dict[str, Any]) -> dict[str, Any]:
-    """The template's variables: the request's `names` override the server's thinking mode."""
+def thinking(
+    service: Service, effort: str | None, names: dict[str, Any], field: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """The template's variables: the request's `names` override the server's thinking mode. `field`
+    is that of `effort`."""
     for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template"):
         if name in names:
             raise invalid(f"chat_template_kwargs.{name}", "cannot be set by a request")
     known: dict[str, Any] = {"enable_thinking": service.reasoning}
     if effort is not None:
         if "enable_thinking" not in service.template and "reasoning_effort" not in service.template:
-            raise unsupported("reasoning_effort", "the model's template has no thinking mode")
+            raise unsupported(field, "the model's template has no thinking mode")
+        efforts = HARMONY_EFFORTS if service.harmony else EFFORTS
+        if effort not in efforts:
+            raise invalid(field, f"{effort!r} is none of {', '.join(efforts)}")
         known = {"enable_thinking": effort != "none", "reasoning_effort": effort}
     return known | names

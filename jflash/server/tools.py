@@ -19,6 +19,14 @@ class Call(NamedTuple):
     arguments: str  # JSON
 
 
+class Parts(NamedTuple):
+    """The additions of a piece of text to the parts of its answer."""
+
+    reasoning: str
+    content: str
+    calls: list[Call]
+
+
 class Tools:
     """Reads the calls out of one answer."""
 

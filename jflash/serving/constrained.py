@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jflash.drafts import Proposal
+from jflash.memory import FLOAT32
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.serving.packing import Report, mask_words, report_of
 from jflash.serving.programs import of_all_kinds
@@ -80,6 +81,18 @@ def decide(
     done = jnp.where(begun.live, state.sequences.done, begun.done)
     state = with_table(state.with_sequences(done=done), None)
     return state, report
+
+
+def kept_bytes(models: Models, batch: int) -> int:
+    """The bytes that lie on the device between the programs: `Begun`, `Seen` and the masks."""
+    models = of_all_kinds(models, batch)
+    c, rows = models.target.config, batch * models.block_size
+    drafts, size = batch * (models.block_size - 1), jnp.dtype(models.dtype).itemsize
+    proposal = drafts * FLOAT32 * (1 + (models.rows is not None))
+    proposal += drafts * c.vocab_size * FLOAT32 * models.draws_drafts  # what they were drawn from
+    hidden = rows * c.hidden_size * size * (1 + len(models.taps))
+    logits = rows * (c.vocab_size + mask_words(models)) * FLOAT32
+    return proposal + hidden + logits + batch * (2 + FLOAT32)  # done, live and the rows' widths
 
 
 def compile_constrained(models: Models, params: Params, layout: Layout) -> Constrained:

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -25,9 +25,24 @@ class GrammarError(Exception):
     """A grammar became too complex for a text, which cannot be continued."""
 
 
+class Opening(NamedTuple):
+    """Where a grammar begins: after the first `token`, or after the first that follows all tokens
+    of `after`, which stand together."""
+
+    token: int
+    after: tuple[int, ...] = ()
+
+
+class _Waits(NamedTuple):
+    """A text before its grammar: its newest tokens, and whether `after` was there."""
+
+    newest: tuple[int, ...] = ()
+    ready: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar of the text after the first token `opens`, or of the whole text.
+    """A compiled grammar of the text from `opens` on, or of the whole text.
 
     Where the text may end, one of `stop_ids` may come; before `opens` none may.
     """
@@ -36,7 +51,7 @@ class Grammar:
     vocabulary: int  # of the model
     words: int  # of 32 bits, of a mask over the tokenizer's vocabulary, which may be larger
     stop_ids: tuple[int, ...]
-    opens: int | None = None
+    opens: Opening | None = None
 
 
 class Grammars:
@@ -54,7 +69,7 @@ class Grammars:
         self._tokens = from_tokenizer(tokenizer, n_vocab=known, eos_token=list(stop_ids))
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
 
-    def compile(self, kind: Kind, text: str, opens: int | None = None) -> Grammar:
+    def compile(self, kind: Kind, text: str, opens: Opening | None = None) -> Grammar:
         """The grammar that `text` describes; ValueError says what is wrong with it.
 
         `kind` grammar is llguidance's Lark or GBNF, choice a JSON list of texts.
@@ -116,8 +131,7 @@ class Matcher:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar, self._matcher = grammar, grammar.start.deep_copy()
-        self._opens = grammar.opens
-        self._waits = grammar.opens is not None
+        self._waits = None if grammar.opens is None else _Waits()
 
     @property
     def words(self) -> int:
@@ -135,19 +149,28 @@ class Matcher:
     def take(self, token_ids: Sequence[int]) -> None:
         """Follows the text's next tokens."""
         for token in token_ids:
-            if self._waits:
-                self._waits = token != self._opens
-            else:
+            if self._waits is None:
                 self._matcher.consume_token(token)
+            else:
+                self._waits = self._waiting(self._waits, token)
 
     def constrained(self, drafts: Sequence[int]) -> tuple[int, Any, list[int]]:
         """The first row of a block that is constrained, llguidance's matcher, later drafts."""
-        path = list(drafts)
-        if not self._waits:
-            return 0, self._matcher, path
+        path, waits, first = list(drafts), self._waits, 0
+        while waits is not None and first < len(path):
+            waits = self._waiting(waits, path[first])
+            first += 1
         # No row of this block, unless one of the drafts opens the grammar.
-        first = path.index(self._opens) + 1 if self._opens in path else len(path) + 1
-        return first, self._matcher, path[first:]
+        return first + (waits is not None), self._matcher, path[first:]
+
+    def _waiting(self, waits: _Waits, token: int) -> _Waits | None:
+        """The state before the grammar after one more token; None where the grammar begins."""
+        opens = self._grammar.opens
+        assert opens is not None
+        if token == opens.token and (waits.ready or not opens.after):
+            return None
+        newest = (*waits.newest, token)[-len(opens.after) :] if opens.after else ()
+        return _Waits(newest, waits.ready or newest == opens.after)
 
 
 def fill(masks: Int[np.ndarray, "B W M"], blocks: Sequence[tuple[int, Matcher, Sequence[int]]]):

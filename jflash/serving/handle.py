@@ -4,6 +4,7 @@ The engine's thread adds events and never waits for the reader. This file knows 
 """
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -48,8 +49,8 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[Event]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
-        def wake() -> None:  # from the engine's thread; the loop may be closed by now
-            if not loop.is_closed():
+        def wake() -> None:  # from the engine's thread
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
                 loop.call_soon_threadsafe(arrived.set)
 
         while True:

@@ -11,6 +11,7 @@ import jax
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import local
 from jflash.programs import Shape
+from jflash.serving.constrained import kept_bytes
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.slots import Layout, empty_state
 from jflash.speculative import Models
@@ -21,7 +22,7 @@ class Need(NamedTuple):
     """Bytes on the device: what an engine takes whatever its pages are, and each page."""
 
     weights: int
-    others: int  # slots and temporaries
+    others: int  # slots, temporaries, and what a grammar's programs hand on
     page: int
 
     def of(self, pages: int) -> int:
@@ -38,7 +39,8 @@ def needed(models: Models, shape: Shape, steps: int = STEPS_PER_CALL) -> Need:
 
     page = state(2) - state(1)
     budget = memory_budget(replace(models, sampled=True), shape)
-    return Need(budget.weights, state(1) - page + budget.temporaries, page)
+    others = state(1) - page + budget.temporaries + kept_bytes(models, shape.batch)
+    return Need(budget.weights, others, page)
 
 
 def pages_within(

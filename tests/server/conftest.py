@@ -14,6 +14,7 @@ import pytest
 
 # The page runs in the Chromium that this names; without it there is nothing to run it in.
 collect_ignore = [] if os.environ.get("JFLASH_CHROMIUM") else ["test_page.py"]
+OPTIONS = ("--max-batch", "4", "--max-context", "512", "--max-queue", "40")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
 
 
@@ -60,6 +61,5 @@ def server(compiled_soon, servers, tmp_path_factory) -> Server:
     """A server that runs: the one of the file before, unless that has ended it."""
     if not servers or servers[-1].process.poll() is not None:
         log = tmp_path_factory.mktemp("server") / "log"
-        options = ("--max-batch", "4", "--max-context", "512", "--max-queue", "40")
-        servers.append(started(log, *options))
+        servers.append(started(log, *OPTIONS))
     return servers[-1]

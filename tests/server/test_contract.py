@@ -234,6 +234,13 @@ def test_logprobs_of_tokens_prompts_and_chunks(client, model):
     assert echoed.tokens[-count - 1 : -1] == numbers.tokens[:-1]
     assert echoed.token_logprobs[-count - 1 : -1] == numbers.token_logprobs[:-1]
     assert all(len(top) <= 2 for top in echoed.top_logprobs[1:])  # the likeliest, and the token
+    scored = client.completions.create(
+        model=model, prompt=prompt + ANSWER, max_tokens=0, logprobs=1, echo=True
+    )
+    assert choice.text.startswith(scored.choices[0].text)
+    assert scored.choices[0].logprobs.tokens == echoed.tokens[:-1]
+    assert scored.choices[0].logprobs.token_logprobs == echoed.token_logprobs[:-1]
+    assert scored.usage.completion_tokens == 0
     first, *rest = choice.prompt_logprobs
     assert first is None and len(rest) == len(echoed.tokens) - 2
     assert all(len(place) in (2, 3) for place in rest)
@@ -262,6 +269,18 @@ def test_penalties_bias_and_a_least_length_reach_the_engine(client, model):
     assert answer(min_tokens=30).startswith(ANSWER) and len(tokens(answer(min_tokens=30))) > 25
     words = dict(stop=["168 /"], min_tokens=len(tokens("Each player gets 168 /")))
     assert answer(**words) == ANSWER and answer(stop=["168 /"]) == "Each player gets "
+    ends = [
+        client.chat.completions.create(
+            model=model, messages=MESSAGES, stop=["cray", "168 /"], logprobs=True, n=2,
+            extra_body={"speculation": drafts},
+        )
+        for drafts in (True, False)
+    ]  # fmt: skip
+    for one, other in zip(ends[0].choices, ends[1].choices, strict=True):
+        assert one.message.content == other.message.content == "Each player gets "
+        assert one.logprobs.content == other.logprobs.content
+    assert ends[0].usage.completion_tokens == ends[1].usage.completion_tokens < 40
+    assert all(e.usage.prompt_tokens_details.cached_tokens < e.usage.prompt_tokens for e in ends)
     for name, value in (("repetition", 5.0), ("frequency", 60.0), ("presence", 60.0)):
         assert answer(**{f"{name}_penalty": value}) != ANSWER, name
 
@@ -327,7 +346,7 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"min_tokens": 5}, "min_tokens", "invalid_value"),
         (CHAT, {"logprobs_mode": ""}, "logprobs_mode", "invalid_value"),
         (TEXT, {"draft_rule": "best"}, "draft_rule", "invalid_value"),
-        (RESPONSES, {"draft_rule": "sampled"}, "draft_rule", "invalid_value"),
+        (RESPONSES, {"draft_rule": 1}, "draft_rule", "invalid_type"),
         (TEXT, {"cache_salt": ""}, "cache_salt", "invalid_type"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_type"),

@@ -1,9 +1,11 @@
 """What `jflash serve` decides before it listens: its keys, and the pages that its memory holds."""
 
 import argparse
+import functools
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from jflash.cli import serve
@@ -12,11 +14,14 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
+from jflash.serving.constrained import kept_bytes, look, propose
 from jflash.serving.engine import STEPS_PER_CALL
+from jflash.serving.packing import mask_words
+from jflash.serving.programs import of_all_kinds
 from jflash.serving.room import needed
 from jflash.serving.slots import Layout, empty_state
 from pallas_kernels.block_attention import PAGE
-from tests.support.pairs import random_pair
+from tests.support.pairs import one_arithmetic, random_pair
 
 
 def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
@@ -56,7 +61,24 @@ def test_pages_of_windows_have_room_for_what_a_call_may_commit():
     shape = Shape.of(4, 1024, chunk=64)
     budget = memory_budget(replace(models, sampled=True), shape)
     state = jax.eval_shape(lambda: empty_state(models, Layout(shape, 40, STEPS_PER_CALL)))
-    assert needed(models, shape).of(40) == budget.weights + budget.temporaries + tree_bytes(state)
+    kept = kept_bytes(models, 4)
+    parts = (budget.weights, budget.temporaries, tree_bytes(state), kept)
+    assert needed(models, shape).of(40) == sum(parts)
+
+
+@pytest.mark.parametrize(("rule", "rows"), [("greedy", None), ("sampled", 12)])
+def test_what_the_programs_of_a_grammar_hand_on(rule, rows):
+    """To the byte what their shapes say."""
+    pair = one_arithmetic(random_pair())
+    models = replace(pair.models, draft_rule=rule, rows=rows)
+    layout, draws = Layout(Shape.of(4, 256, chunk=64), 16, 1), of_all_kinds(models, 4)
+    state = empty_state(models, layout)
+    table, live = np.zeros((4, 4), np.int32), np.ones(4, bool)
+    of = functools.partial
+    _, begun = jax.eval_shape(of(propose, draws), pair.params, state, table, live)
+    _, seen = jax.eval_shape(of(look, draws), pair.params, state, table, begun)
+    masks = np.zeros((4, models.block_size, mask_words(models)), np.int32)
+    assert kept_bytes(models, 4) == tree_bytes((begun, seen, masks))
 
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):

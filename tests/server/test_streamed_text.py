@@ -72,6 +72,17 @@ def test_a_stop_text_within_the_least_tokens_does_not_count(least):
         assert "".join(given) == kept and stream.stopped == (end is not None)
 
 
+def test_the_stop_that_is_complete_first_ends_the_text_at_any_cut():
+    """As token by token: a longer stop that began before it would have come later."""
+    for pieces in cuts([ord(letter) for letter in "abcde"]):
+        stream = Incremental(lambda ids: "".join(map(chr, ids)), ["bcd", "c"])
+        given, taken = "", 0
+        for piece, last in flags(pieces):
+            given += stream.push(piece, last)
+            taken += stream.taken
+        assert (given, taken) == ("ab", 3)
+
+
 def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
     ids = tokenizer("a🦊", add_special_tokens=False)["input_ids"][:-1]
     stream = Incremental(lambda ids: decode(tokenizer, ids))

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.server.conftest import OPTIONS, started
+
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NAMES = ["Ana", "Theo", "Emma", "Omar"]
 THINGS = ["ribbons", "crayons", "stamps", "shells"]
@@ -176,8 +178,25 @@ def test_nothing_is_stuck_or_was_compiled_after_all_that(server):
     assert server.metric("kv_cache_usage_perc") == 0
 
 
-def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(server):
+def test_after_kill_9_the_same_command_serves_the_same_text(server, servers, tmp_path):
+    """On the same port; clients of the killed one see a broken stream, not the end of a text."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+    want = httpx.post(server.url + TEXT, json=body, timeout=PATIENCE).json()["choices"]
+    broken = pytest.raises((httpx.RemoteProtocolError, httpx.ReadError))
+    stream = httpx.stream("POST", server.url + TEXT, json=body | {"stream": True}, timeout=PATIENCE)
+    with broken, stream as answer:
+        for _ in answer.iter_lines():
+            server.process.kill()
+    assert server.process.wait(PATIENCE) == -signal.SIGKILL
+    port = server.url.rpartition(":")[2]
+    servers.append(started(tmp_path / "log", *OPTIONS, "--port", port))
+    assert servers[-1].url == server.url
+    assert httpx.post(server.url + TEXT, json=body, timeout=PATIENCE).json()["choices"] == want
+
+
+def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(servers):
     """The last test: it ends the server."""
+    server = servers[-1]
     body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + TEXT, json=body, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()

@@ -14,7 +14,7 @@ from jflash.decoding import Sampling
 from jflash.generate import Pair
 from jflash.logprobs import scored
 from jflash.serving.engine import Engine
-from jflash.serving.grammar import Grammars, Kind, Matcher, fill
+from jflash.serving.grammar import Grammars, Kind, Matcher, Opening, fill
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
@@ -305,7 +305,7 @@ def test_a_grammar_that_begins_after_a_mark(engines, grammars):
     """The mark is a draft in the middle of a block, and the grammar begins in the same block."""
     free = engines[2].generate([ALL_KNOWN])[0].token_ids
     first = next(i for i, x in enumerate(free) if i > 4 and i % 4 == 2 and free.index(x) == i)
-    grammar = grammars[0].compile("regex", "[0-9]{5}", opens=free[first])
+    grammar = grammars[0].compile("regex", "[0-9]{5}", opens=Opening(free[first]))
     request = replace(ALL_KNOWN, stop_ids=[END], grammar=grammar)
     wide, narrow, plain = (engine.generate([request])[0] for engine in engines)
     ids = wide.token_ids
@@ -313,6 +313,12 @@ def test_a_grammar_that_begins_after_a_mark(engines, grammars):
     assert ids[: first + 1] == free[: first + 1] and ids[-1] == END and len(ids) == first + 7
     assert set(ids[first + 1 : -1]) <= set(DIGITS)
     assert narrow.acceptance_lengths[: first // 4] == [4] * (first // 4)
+    matcher = Matcher(grammars[0].compile("regex", "[0-9]", opens=Opening(7, after=(5, 6))))
+    matcher.take([7, 5])
+    rows = lambda *drafts: matcher.constrained(drafts)[::2]  # noqa: E731
+    assert rows(6, 7, DIGITS[0]) == (2, [DIGITS[0]]) and rows(7, 6, 7) == (4, [])
+    matcher.take([6, 9])
+    assert rows(8, 7) == (2, []) and rows(8, 8) == (3, [])
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model():

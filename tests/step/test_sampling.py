@@ -116,6 +116,7 @@ def test_zero_temperature_is_greedy_and_ties_go_to_the_lowest_id():
     [
         ({"temperature": -1.0}, "temperature -1"),
         ({"temperature": 1e-9}, "temperature 1e-09"),
+        ({"temperature": 1e39}, "temperature 1e\\+39"),
         ({"temperature": float("nan")}, "temperature nan"),
         ({"temperature": 1.0, "top_k": -2}, "top_k -2"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p 0"),

@@ -16,7 +16,8 @@ from jflash.decoding import DRAFT_RULES
 KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
 or as many as fit"""
-DRAFTS = "at a temperature: the drafter's best tokens (default), or drawn from it"
+DRAFTS = """at a temperature: the drafter's best tokens, or drawn from it; default: drawn, but for
+requests with a seed"""
 MOST = "as many while more than --max-batch requests wait or run for each; default: --replicas"
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
@@ -53,8 +54,7 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
     add("--pages", type=int, metavar="N", help=PAGES)
     add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
-    # Greedy drafts: a seed repeats its text whatever else runs.
-    add("--draft-rule", choices=DRAFT_RULES, default="greedy", help=DRAFTS)
+    add("--draft-rule", choices=DRAFT_RULES, help=DRAFTS)
 
 
 def _default_options(group: argparse._ArgumentGroup) -> None:

@@ -1,0 +1,119 @@
+"""gpt-oss's answers in its harmony format: channels of thoughts, text and calls, as they stream.
+
+An answer is messages `<|channel|>NAME to=RECIPIENT <|constrain|>TYPE<|message|>TEXT`, each ended by
+`<|end|>`, `<|call|>` or `<|return|>` and followed by `<|start|>assistant`. The channel `analysis`
+holds thoughts; a message to `functions.NAME` is a call; all others are text. The prompt has already
+begun the first message.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jflash.io.incremental import held_back
+from jflash.server.tools import Call, Parts
+
+CHANNEL, MESSAGE, END = "<|channel|>", "<|message|>", "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>", "<|start|>")
+ANALYSIS, FINAL = "analysis", "final"
+TO = "to=functions."
+
+
+class Head(NamedTuple):
+    """What stands before a message's text."""
+
+    channel: str
+    function: str  # that is called; empty for other messages
+
+
+class Channels:
+    """Reads one answer, of which nothing of the heads and marks is text. Calls after the first
+    `most` are dropped."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._held, self._call = "", ""
+        self._head: Head | None = None  # of the message under way
+        self._most, self._count = most, 0
+
+    @property
+    def called(self) -> bool:
+        return self._count > 0
+
+    def push(self, text: str, last: bool) -> Parts:
+        """The additions of a piece of text; a call is given once it is complete."""
+        self._held += text
+        reasoning, content, calls = "", "", list[Call]()
+        while True:
+            if self._head is None:
+                before, mark, rest = self._held.partition(MESSAGE)
+                if not mark:  # an answer cut within a head has no more text
+                    self._held = "" if last else self._held
+                    break
+                self._head, self._held = _head(before), rest
+            body, ended = self._body(last)
+            if self._head.function:
+                self._call += body
+            elif self._head.channel == ANALYSIS:
+                reasoning += body
+            else:
+                content += body
+            if not (ended or last):
+                break
+            if self._head.function:
+                call, self._call = _call(self._head.function, self._call), ""
+                if call is not None:
+                    self._count += 1
+                    calls += [call] if self._most is None or self._count <= self._most else []
+            self._head = None
+        return Parts(reasoning, content, calls)
+
+    def _body(self, last: bool) -> tuple[str, bool]:
+        """The next text of the message under way, and whether the message has ended."""
+        places = [(self._held.index(mark), mark) for mark in ENDS if mark in self._held]
+        if places:
+            place, mark = min(places)
+            body, self._held = self._held[:place], self._held[place + len(mark) :]
+            return body, True
+        safe = len(self._held) - (0 if last else held_back(self._held, ENDS))
+        body, self._held = self._held[:safe], self._held[safe:]
+        return body, False
+
+
+def _head(text: str) -> Head:
+    """The recipient may stand before the channel or after it."""
+    _, _, after = text.partition(CHANNEL)
+    words = after.replace("<|", " <|").split()
+    to = [word.removeprefix(TO) for word in text.replace("<|", " <|").split() if TO in word]
+    return Head(words[0] if words else FINAL, to[0] if to else "")
+
+
+def _call(name: str, arguments: str) -> Call | None:
+    """None for arguments that are no JSON object, which the answer's cut may have left."""
+    try:
+        value = msgspec.json.decode(arguments or "{}", type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return Call(name, msgspec.json.encode(value).decode())
+
+
+class AnalysisTokens:
+    """Counts the tokens of an answer's thoughts, from the channel's name to the message's end.
+
+    `channel`, `analysis` and `end` are the tokens of the marks and of the name.
+    """
+
+    def __init__(self, channel: int, analysis: int, end: int) -> None:
+        self._channel, self._analysis, self._end = channel, analysis, end
+        self._inside = self._named = False
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """The tokens of thoughts among the answer's next ones."""
+        count = 0
+        for token in token_ids:
+            if self._named:
+                self._inside = token == self._analysis
+            count += self._inside
+            self._named = token == self._channel
+            self._inside &= token != self._end
+        return count

@@ -1,0 +1,125 @@
+"""gpt-oss's channels: at any cut of the text, and by the routes, whose engine recites."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from jflash.decoding import Sampling
+from jflash.server.app import make_app
+from jflash.server.harmony import Channels
+from jflash.server.metrics import Metrics
+from jflash.server.service import Service
+from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammars, Opening
+from jflash.serving.handle import Handle
+from jflash.serving.request import Event, Request
+from tests.server.test_streamed_text import cuts, flags
+from tests.support.letters import letters_tokenizer
+
+THOUGHT = "<|channel|>analysis<|message|>so it is<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>yes<|return|>"
+CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{%s}<|call|>"
+OTHER = " to=functions.then<|channel|>commentary json<|message|>{}<|call|>"
+SAYS = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+HALF = "<|channel|>commentary to=functions.now<|message|>{no"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("whole", "reasoning", "content", "calls"),
+    [
+        (THOUGHT + FINAL, "so it is", "yes", []),
+        (THOUGHT + CALL % '"a": [1]', "so it is", "", [("now", '{"a":[1]}')]),
+        (OTHER + "<|start|>assistant" + CALL % "", "", "", [("then", "{}"), ("now", "{}")]),
+        (SAYS + HALF, "", "I look.", []),
+        ("<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
+        ("<|channel|>fin", "", "", []),
+    ],
+)  # fmt: skip
+def test_channels_at_any_cut(whole, reasoning, content, calls):
+    for pieces in cuts(whole):
+        reader = Channels()
+        parts = [reader.push(piece, last) for piece, last in flags(pieces)]
+        assert "".join(part.reasoning for part in parts) == reasoning
+        assert "".join(part.content for part in parts) == content
+        assert [tuple(call) for part in parts for call in part.calls] == calls
+        assert reader.called == bool(calls)
+    one = Channels(most=1).push(OTHER + CALL % "", True)
+    assert [call.name for call in one.calls] == ["then"]
+
+
+def test_the_routes_give_thoughts_text_and_calls_apart():
+    tokenizer = letters_tokenizer()
+    marks = ["channel", "message", "end", "start", "call", "return", "constrain"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{mark}|>" for mark in marks]})
+    tokenizer.add_tokens(["analysis", "final", " to=functions."])
+    template = (
+        "{{ 'a' if reasoning_effort == 'high' else 'b' }}{% for m in messages %}{{ m.content }}"
+        "{{ m.thinking or '' }}{% endfor %}<|start|>assistant{# <|channel|> tools #}"
+    )
+    tokenizer.chat_template = template
+    size = max(tokenizer.get_vocab().values()) + 1
+    asked = list[Any]()
+
+    class Reciting(Engine):
+        text = ""
+        max_context = 200
+        pair: Any = SimpleNamespace(
+            models=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=size)))
+        )
+
+        def __init__(self) -> None:
+            pass
+
+        def check(self, request: Request) -> None:
+            asked.append(request)
+
+        def submit(self, request: Request) -> Handle:
+            handle, ids = Handle(request, lambda _: None), tokenizer(self.text)["input_ids"]
+            handle.give([Event((token,)) for token in ids[:-1]])
+            handle.give([Event((ids[-1],), finish_reason="stop")])
+            return handle
+
+    engine = Reciting()
+    service = Service(
+        engine=engine, grammars=Grammars(tokenizer, size, [64]), tokenizer=tokenizer, name="oss",
+        version="jflash", template=template, stop_ids=(64,), sampling=Sampling(), reasoning=True,
+        created=0, metrics=Metrics("oss", 3, engine.stats),
+        max_body=9000, max_queue=4, request_timeout=9.0,
+    )  # fmt: skip
+    client = TestClient(make_app(service))
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+
+    def post(route: str, **how: Any) -> httpx.Response:
+        return client.post(route, json=body | how)
+
+    engine.text = THOUGHT.replace(" ", "") + FINAL
+    whole = post(CHAT, reasoning_effort="high").json()
+    message = whole["choices"][0]["message"]
+    assert message["content"] == "yes" and message["reasoning_content"] == "soitis"
+    details = whole["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == 1 + 1 + len("soitis") + 1  # name, two marks, letters
+    assert tokenizer.decode(asked[-1].prompt_ids).startswith("ax<|start|>")
+    [thought, text] = client.post("/v1/responses", json={"input": "x"}).json()["output"]
+    assert thought["content"][0]["text"] == "soitis" and text["content"][0]["text"] == "yes"
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    engine.text = THOUGHT.replace(" ", "") + (CALL % '"a":1')
+    lines = post(CHAT, tools=[tool], stream=True).text.splitlines()
+    deltas = [json.loads(x[6:])["choices"][0] for x in lines if "delta" in x]
+    assert "".join(one["delta"].get("reasoning_content", "") for one in deltas) == "soitis"
+    [call] = [call for one in deltas for call in one["delta"].get("tool_calls", [])]
+    assert call["function"] == {"name": "now", "arguments": '{"a":1}'}
+    assert deltas[-1]["finish_reason"] == "tool_calls"
+    post(CHAT, guided_regex="[0-9]")
+    ids = tokenizer.convert_tokens_to_ids(["<|message|>", "<|channel|>", "final"])
+    assert asked[-1].grammar.opens == Opening(ids[0], after=tuple(ids[1:]))
+    for how, param in (
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"tools": [tool], "tool_choice": "required"}, "tool_choice"),
+    ):
+        refused = post(CHAT, **how)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
