@@ -107,12 +107,19 @@ def few_rows_tile(product: Product) -> Tile:
 
 
 # For few rows a program's columns, step over K, stages and warps; for many, by the most rows that
-# they are for, a CTA's rows and columns.
+# they are for, a CTA's rows, columns and step.
 _FEW = ((64, 64, 6, 4), (64, 128, 4, 8), (32, 128, 4, 4), (128, 64, 4, 4))
 _MANY = {
-    128: ((64, 64), (64, 128), (64, 192), (128, 64), (128, 128)),
-    256: ((64, 128), (128, 64), (128, 128), (128, 192)),
-    math.inf: ((64, 256), (128, 128), (128, 192), (128, 256)),
+    128: (
+        (64, 64, 128),
+        (64, 128, 64),
+        (64, 192, 64),
+        (128, 64, 64),
+        (128, 128, 64),
+        (128, 192, 64),
+    ),
+    256: ((64, 128, 64), (128, 64, 64), (128, 128, 64), (128, 192, 64)),
+    math.inf: ((64, 256, 64), (128, 128, 64), (128, 192, 64), (128, 256, 64)),
 }
 _CLUSTERS = ((1, 1), (2, 1))
 _FULL = 96  # CTAs
@@ -148,9 +155,9 @@ def _many_rows_candidates(product: Product) -> Iterator[Tuning]:
     op, M, K, N, pieces = product
     shapes = next(shapes for most, shapes in _MANY.items() if most >= M)
     clusters = _CLUSTERS[: 1 if M <= WALKED else None]
-    for (block_m, block_n), (cluster_m, cluster_n) in itertools.product(shapes, clusters):
+    for (block_m, block_n, step), (cluster_m, cluster_n) in itertools.product(shapes, clusters):
         for walk in sorted({pieces, 1}, reverse=True):
-            tuning = with_ring(op, block_m, block_n, walk, pieces // walk)
+            tuning = with_ring(op, block_m, block_n, walk, pieces // walk, step)
             if tuning is None:
                 continue
             tuning = dataclasses.replace(tuning, cluster_m=cluster_m, cluster_n=cluster_n)

@@ -166,14 +166,16 @@ def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
 _RESULT_BYTES = {"head_argmax": 0, "head_logits": 4}
 
 
-def with_ring(op: str, block_m: int, block_n: int, walk: int, split: int) -> Tuning | None:
+def with_ring(
+    op: str, block_m: int, block_n: int, walk: int, split: int, block_k: int = 64
+) -> Tuning | None:
     """A tile with as many stages as fit beside what its result takes; None if that is no ring."""
     half = block_m * block_n // (2 if op == "gate_up" else 1)
     taken = half * (4 if split > 1 else _RESULT_BYTES.get(op, 2))
     taken += 4 * block_m * block_n if walk > 1 else 0
-    stages = min(10, (SHARED_MEMORY - taken) // ((block_m + block_n) * 128))
+    stages = min(640 // block_k, (SHARED_MEMORY - taken) // ((block_m + block_n) * block_k * 2))
     if stages < 3:
         return None
     return Tuning(
-        block_m=block_m, block_n=block_n, block_k=64, stages=stages, split_k=split, walk=walk
+        block_m=block_m, block_n=block_n, block_k=block_k, stages=stages, split_k=split, walk=walk
     )
