@@ -6,7 +6,6 @@ fastest, before or after other programs were compiled. This file times nothing a
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -15,7 +14,6 @@ from typing import NamedTuple
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tuning import (
     HEADS,
-    WALKED,
     Tuning,
     canonical_tuning,
     make_plan,
@@ -107,21 +105,22 @@ def few_rows_tile(product: Product) -> Tile:
 
 
 # For few rows a program's columns, step over K, stages and warps; for many, by the most rows that
-# they are for, a CTA's rows, columns and step.
+# they are for, a CTA's rows, columns and step, and the cluster that shares loads.
 _FEW = ((64, 64, 6, 4), (64, 128, 4, 8), (32, 128, 4, 4), (128, 64, 4, 4))
 _MANY = {
     128: (
-        (64, 64, 128),
-        (64, 128, 64),
-        (64, 192, 64),
-        (128, 64, 64),
-        (128, 128, 64),
-        (128, 192, 64),
+        *((64, 64, 128, 1, 1), (64, 128, 64, 1, 1), (64, 192, 64, 1, 1), (128, 64, 64, 1, 1)),
+        *((128, 64, 64, 1, 2), (128, 128, 64, 1, 1), (128, 192, 64, 1, 1)),
     ),
-    256: ((64, 128, 64), (128, 64, 64), (128, 128, 64), (128, 192, 64)),
-    math.inf: ((64, 256, 64), (128, 128, 64), (128, 192, 64), (128, 256, 64)),
+    256: (
+        *((64, 128, 64, 1, 1), (128, 64, 64, 1, 1), (128, 64, 64, 1, 2), (128, 128, 64, 1, 1)),
+        *((128, 128, 64, 1, 2), (128, 192, 64, 1, 1)),
+    ),
+    math.inf: (
+        *((64, 256, 64, 1, 1), (64, 256, 64, 2, 1), (128, 128, 64, 1, 1), (128, 128, 64, 2, 1)),
+        *((128, 192, 64, 1, 1), (128, 192, 64, 2, 1), (128, 256, 64, 1, 1), (128, 256, 64, 2, 1)),
+    ),
 }
-_CLUSTERS = ((1, 1), (2, 1))
 _FULL = 96  # CTAs
 
 
@@ -154,8 +153,7 @@ def _many_rows_candidates(product: Product) -> Iterator[Tuning]:
     """Those that fill the GPU; a CTA takes all pieces of K, or if that leaves too few, one."""
     op, M, K, N, pieces = product
     shapes = next(shapes for most, shapes in _MANY.items() if most >= M)
-    clusters = _CLUSTERS[: 1 if M <= WALKED else None]
-    for (block_m, block_n, step), (cluster_m, cluster_n) in itertools.product(shapes, clusters):
+    for block_m, block_n, step, cluster_m, cluster_n in shapes:
         for walk in sorted({pieces, 1}, reverse=True):
             tuning = with_ring(op, block_m, block_n, walk, pieces // walk, step)
             if tuning is None:
