@@ -23,6 +23,7 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
 from jflash.specs import AttentionSpec, DeltaSpec, LayerConfig, MoeSpec
 from jflash.speculative import Models, Params
+from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
 
@@ -158,7 +159,9 @@ def param_specs(models: Models, params: Params) -> Any:
 def _leaf_specs(model: Any, part: Any, given: dict) -> dict:
     whole, own = decoding_params(model.config), decoding_params(part.config)
 
-    def where(a: Leaf, b: Leaf) -> PartitionSpec:
+    def where(a: Leaf, b: Leaf) -> Any:
+        if a.kept:
+            return a.of_arrays({n: where(part, b.arrays[n]) for n, part in a.arrays.items()})
         return _spec(shared_axis(a.stored, b.stored))
 
     return {name: jax.tree.map(where, whole[name], own[name]) for name in given}
@@ -211,17 +214,25 @@ def with_context(models: Models, params: Params) -> Params:
 def placed(mesh: Mesh | None, config: DecoderConfig, params: dict) -> dict:
     """Whole parameters on one device, brought to all devices that share the model."""
 
-    def one(path: Any, leaf: Array) -> Array:
+    def one(path: Any, leaf: Any) -> Any:
         return place(mesh, config, "/".join(entry.key for entry in path), leaf)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(
+        one, params, is_leaf=lambda leaf: isinstance(leaf, Quantised)
+    )
 
 
-def place(mesh: Mesh | None, config: DecoderConfig, path: str, leaf: Array) -> Array:
-    """A leaf of a model, whole on one device, brought to all devices that share the model."""
+def place(mesh: Mesh | None, config: DecoderConfig, path: str, leaf: Any) -> Any:
+    """A leaf of a model, whole on one device, brought to all devices that share the model.
+
+    The path of an array of a kept kernel ends with its name.
+    """
     if mesh is None:
         return leaf
-    whole, part = leaf_paths(config)[path], leaf_paths(part_of(config, mesh.size))[path]
+    if isinstance(leaf, Quantised):
+        given = {name: getattr(leaf, name) for name in leaf_paths(config)[path].arrays}
+        return replace(leaf, **{n: place(mesh, config, f"{path}/{n}", x) for n, x in given.items()})
+    whole, part = _leaf_at(config, path), _leaf_at(part_of(config, mesh.size), path)
     axis = shared_axis(whole.stored, part.stored)
     if axis is None:
         return jax.device_put(leaf, NamedSharding(mesh, EVERYWHERE))
@@ -233,6 +244,11 @@ def place(mesh: Mesh | None, config: DecoderConfig, path: str, leaf: Array) -> A
     shape[axis] *= mesh.size
     sharding = NamedSharding(mesh, _spec(axis))
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def _leaf_at(config: DecoderConfig, path: str) -> Leaf:
+    leaves, (parent, _, name) = leaf_paths(config), path.rpartition("/")
+    return leaves[path] if path in leaves else leaves[parent].arrays[name]
 
 
 def _runs(leaf: Leaf, axis: int) -> tuple[int, ...]:

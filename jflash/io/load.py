@@ -107,8 +107,6 @@ def _keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     if quantised not in QUANTISED:
         raise ValueError(f"quantised {quantised!r} is not one of {', '.join(QUANTISED)}")
     asked, alone = quantised == KEPT, models.mesh is None
-    if asked and not alone:
-        raise ValueError("quantised 'kept' is for one device, not for tensor_parallel")
     if not (asked or (quantised == AUTO and alone and models.kernels.matmul == "canonical")):
         return models
     kept = target.kept(models.target.config)

@@ -26,11 +26,14 @@ GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 STEP = """
 import json
-from tests.support.shared_steps import largest_differences, output_differences, random_parts
+from tests.support.shared_steps import (
+    kept_from_files, largest_differences, output_differences, random_parts
+)
 print(json.dumps(largest_differences(4) | {
     "gathered": [output_differences(devices, psum=False) for devices in (2, 4)],
     "summed": output_differences(4, psum=True),
     "random": random_parts(4),
+    "kept": kept_from_files(2),
 }))
 """
 GENERATE = """
@@ -90,6 +93,7 @@ def test_a_step_over_four_devices_is_that_of_one():
     assert found["tokens"] == 0 and found["logits"] < 1e-5 and found["states"] < 1e-5
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
+    assert found["kept"] == 0
 
 
 def shared_by(devices: int, **changes) -> None:

@@ -1,8 +1,10 @@
 """A step on several devices against one device's: layers of each kind, and DFlash 2."""
 
 import functools
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
+from jflash import load_pair
 from jflash.config import second_version
 from jflash.gather import AXIS
 from jflash.kernels import XLA, Kernels
@@ -32,9 +35,12 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.programs import Shape, new_state, state_specs
 from jflash.proof.devices import added_over_devices
-from jflash.specs import DeltaSpec, MoeSpec
+from jflash.specs import DeltaSpec, Kept, MoeSpec
 from jflash.speculative import Models, Params, commit, draft, verify
+from pallas_kernels.matmul.quantised import Quantised
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
+from tests.support.quantised_files import CASES, quantise
+from tests.support.small_checkpoints import make_pair
 
 TRUNK = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_heads": 8,
@@ -45,6 +51,11 @@ MOE = MoeSpec(
     num_experts=4, experts_per_token=2, intermediate_size=64, renormalise=True, shared_size=64
 )
 BESIDE = replace(MOE, shared_size=None, activation="gelu_tanh")
+FP8 = Kept("fp8", 16, "float32", zeros=False)
+KEPT = [  # of the last layer
+    f"layers_2/{path}/kernel"
+    for path in ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")
+]
 SHAPE = Shape.of(1, 64, chunk=32)
 
 
@@ -62,8 +73,19 @@ def pair() -> tuple[Models, Params]:
         **TRUNK, num_layers=1, mask_token_id=100, target_layer_ids=(0, 2), num_target_layers=3
     )
     drafter = second_version(drafter, selector_rank=16, selector_top_k=4)
+    params = random_params(config, 0)
+    config = config.keeping({path: FP8 for path in KEPT})
+    for module, name, kernel in (path.split("/")[1:] for path in KEPT):
+        layer = params["layers_2"][module]
+        layer[name] = layer[name] | {kernel: codes_of(layer[name][kernel])}
     models = Models(Target(config), Drafter(drafter), 8, Kernels(*["cpu"] * len(XLA)))
-    return models, Params(random_params(config, 0), random_params(drafter, 1))
+    return models, Params(params, random_params(drafter, 1))
+
+
+def codes_of(kernel: jax.Array) -> Quantised:
+    scales = jnp.linspace(0.5, 1.5, kernel.shape[0] // FP8.group * kernel.shape[1])
+    codes, scales = kernel.astype(jnp.float8_e4m3fn), scales.reshape(-1, kernel.shape[1])
+    return Quantised(codes=codes, scales=scales, zeros=None, group=FP8.group)
 
 
 def outcome(models: Models, whole: Params) -> dict[str, Any]:
@@ -150,6 +172,24 @@ def random_parts(devices: int) -> dict[str, Any]:
         for i in range(devices)
     )
     return {"differ": sum(bool((a != b).any()) for a, b in pairs), "most": most}
+
+
+def kept_from_files(devices: int) -> int:
+    """How many arrays of kept kernels, read for several devices, differ from those of one."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = make_pair(Path(folder)).target
+        quantise(target, CASES["awq"])
+        whole = load_pair(target, dtype="float32", quantised="kept")
+        parts = load_pair(target, dtype="float32", quantised="kept", tensor_parallel=devices)
+    config, mesh = parts.models.target.config, parts.models.mesh
+    pairs = zip(
+        jax.tree.leaves(parts.params.target),
+        jax.tree.leaves(placed(mesh, config, whole.params.target)),
+        strict=True,
+    )
+    shared = [(a, b) for a, b in pairs if a.dtype == jnp.uint8]
+    assert shared and not any(a.sharding.is_fully_replicated for a, _ in shared)
+    return sum(a.sharding != b.sharding or bool((a != b).any()) for a, b in shared)
 
 
 def _listed(x: Any) -> list:
