@@ -155,7 +155,8 @@ class DrafterConfig(DecoderConfig):
     Its layers see the context, and of the block all rows unless they are causal or have a window.
     Embedding and head are the target's, but for drafters that bring both: `own_embedding`, and
     a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it,
-    and `input_embedding_scale` too: in a pair it is the target's then (`meeting`).
+    and `input_embedding_scale` too: in a pair it is the target's then (`meeting`). `products` says
+    what its products are rounded to while it decodes: 'float8', or nothing.
     """
 
     block_size: int
@@ -167,6 +168,7 @@ class DrafterConfig(DecoderConfig):
     final_logit_softcapping: float | None
     own_embedding: bool = False
     draft_vocab_size: int | None = None
+    products: str = ""
 
     def meeting(self, target: TargetConfig) -> "DrafterConfig":
         """The config in a pair: drafters of a target that scales its rows were trained on these."""
@@ -174,6 +176,11 @@ class DrafterConfig(DecoderConfig):
             return self
         scale = 1.0 if self.own_embedding else target.embedding_scale
         return replace(self, input_embedding_scale=scale)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it drafts by a head of its own, brought or made, and not by its target's."""
+        return self.draft_vocab_size is not None or bool(self.products)
 
     @property
     def reads_logits(self) -> bool:

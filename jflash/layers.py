@@ -20,6 +20,7 @@ from jflash.rope import rope_angles
 from jflash.specs import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.matmul import (
+    Head,
     added,
     gate_up,
     gelu_times,
@@ -121,9 +122,7 @@ def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) 
     return Output(Leaf(shape, (axis, "embed"), whole=width), use_bias, shards=spec.shards)
 
 
-def head_best(
-    x: Float[Array, "M D"], head: Float[Array, "V D"], backend: str, shards: int
-) -> Int[Array, " M"]:
+def head_best(x: Float[Array, "M D"], head: Head, backend: str, shards: int) -> Int[Array, " M"]:
     """The id of the largest of the logits, of which each device has some columns."""
     if shards == 1:
         return head_argmax(x, head, backend=backend)

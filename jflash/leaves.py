@@ -17,6 +17,7 @@ from flax import linen as nn
 
 from jflash.specs import Kept
 from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.rounded import Rounded
 
 
 class SideBySide(NamedTuple):
@@ -98,8 +99,15 @@ class Leaf:
 
     @property
     def arrays(self) -> dict[str, "Leaf"]:
-        """The arrays of a kept kernel, by the names of `Quantised`."""
+        """The arrays of a kept kernel, by the names of `Quantised` or `Rounded`."""
         assert self.kept
+        if self.kept.form == "float8":
+            columns = replace(self, shape=self.shape[1:], axes=self.axes[1:], kept=None)
+            codes = replace(columns, shape=self.shape[::-1], axes=self.axes[::-1])
+            return {
+                "codes": replace(codes, dtype="float8_e4m3fn"),
+                "scales": replace(columns, dtype=self.kept.scales),
+            }
         rows, groups = self.shape[0], -(-self.shape[0] // self.kept.group)
         packed = self.kept.form == "int4"
         arrays = {
@@ -111,13 +119,15 @@ class Leaf:
             for name, (count, dtype) in arrays.items()
         }
 
-    def of_arrays(self, arrays: Mapping[str, Any]) -> Quantised:
+    def of_arrays(self, arrays: Mapping[str, Any]) -> Quantised | Rounded:
         """The kept kernel of these arrays."""
         assert self.kept
+        if self.kept.form == "float8":
+            return Rounded(**arrays)
         return Quantised(**{"zeros": None, **arrays}, group=self.kept.group)
 
     @property
-    def struct(self) -> jax.ShapeDtypeStruct | Quantised:
+    def struct(self) -> jax.ShapeDtypeStruct | Quantised | Rounded:
         """The array's shape and dtype."""
         if self.kept:
             return self.of_arrays({name: part.struct for name, part in self.arrays.items()})

@@ -249,10 +249,13 @@ class MoeSpec:
 class Kept(NamedTuple):
     """How a weight stays quantised in memory; see pallas_kernels.matmul.quantised."""
 
-    form: str  # "fp8" or "int4"
-    group: int  # rows of the kernel that share a column's scale
+    form: str  # "fp8" or "int4"; "float8" of a drafter that was rounded
+    group: int  # rows of the kernel that share a column's scale; 0: all
     scales: str  # their dtype
     zeros: bool  # each group has a zero
+
+
+FLOAT8 = Kept("float8", 0, "float32", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from jflash.sampling import (
     verify_drafts,
 )
 from jflash.shaping import Shaping, constrained, shaped
+from jflash.specs import FLOAT8
 from pallas_kernels.gated_delta import CHUNK
 
 
@@ -130,6 +131,20 @@ class Models:
             return model and model.clone(config=replace(model.config, dtype=dtype))
 
         return replace(self, target=cast(self.target), drafter=cast(self.drafter))
+
+    def drafting_in(self, dtype: str) -> "Models":
+        """The models, whose drafter's products are rounded to 'float8', or with '' are not.
+
+        ValueError for another dtype, and for one without a drafter.
+        """
+        if dtype not in ("", FLOAT8.form):
+            raise ValueError(f"drafter_dtype {dtype!r} is not {FLOAT8.form!r}")
+        if self.drafter is None:
+            if dtype:
+                raise ValueError(f"drafter_dtype {dtype!r} without a drafter")
+            return self
+        config = replace(self.drafter.config, products=dtype)
+        return replace(self, drafter=self.drafter.clone(config=config))
 
     def plain(self) -> "Models":
         """The target at width 1: plain decoding, which a pair is measured against."""
@@ -239,17 +254,17 @@ def propose(
     target, drafter = (models.target, params.target), (models.drafter, params.drafter)
     s, c, backend = state.sequences, models.drafter.config, models.kernels.matmul
     ranked, keys = models.rows is not None, s.key
+    head = drafter if c.has_head else target
     if not (ranked or models.draws_drafts or c.reads_logits):
-        return Proposal(apply(*target, hidden, backend, method="best"))
+        return Proposal(apply(*head, hidden, backend, method="best"))
     written = models.draws_drafts or c.reads_logits or models.target.config.shards > 1
-    if ranked and not written:
+    if ranked and not (written or c.has_head):
         best, sure = apply(*target, hidden, backend, method="best_and_confidence")
         return Proposal(best, confidence=sure)
     if ranked:
         # The rank of a row hangs on the drafts of other sequences, and so on noise that decided
         # nothing in earlier steps: what is drafted again is drawn anew.
         keys = jax.vmap(jax.random.fold_in)(keys, s.steps)
-    head = target if c.draft_vocab_size is None else drafter
     logits = apply(*head, hidden, backend, method="raw_logits")
     logits = apply(*drafter, logits, method="adjust_logits")
     found = apply(*drafter, hidden, anchor, logits, method="candidates")

@@ -43,6 +43,7 @@ def make_parser() -> Parser:
     add("--target", type=Path, required=True)
     add("--drafter", type=Path, required=True)
     add("--dtype", choices=("float32", "bfloat16"), help="default: what suits the device")
+    add("--drafter-dtype", choices=("float8",), default="", help="default: the pair's")
     add("--block-size", type=int, help="at most the drafter's, which is the default")
     add("--problems", type=int, default=500, help="of each split")
     add("--batch", type=int, default=100)
@@ -62,7 +63,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     questions = []
     if args.gsm8k_test:
         questions = [q for q, _ in read_gsm8k(args.gsm8k_test)[: args.gsm8k_questions]]
-    files = configure_pair(args.target, args.drafter, dtype=args.dtype, block_size=args.block_size)
+    files = configure_pair(
+        args.target, args.drafter, dtype=args.dtype, block_size=args.block_size,
+        drafter_dtype=args.drafter_dtype,
+    )  # fmt: skip
     tokenizer = load_tokenizer(args.target)
     check_room(args, files, tokenizer, questions)
     pair = load_weights(files)
@@ -71,6 +75,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     limits = Limits(batch_size=args.batch, decoding=decoding)
     results: dict[str, Any] = describe_device() | {
         "dtype": args.dtype or default_dtype(),
+        **({"drafter_dtype": args.drafter_dtype} if args.drafter_dtype else {}),
         "block_size": pair.models.block_size,
         "attention_backend": pair.models.kernels.attention,
         "max_new_tokens": args.max_new_tokens,

@@ -46,6 +46,7 @@ from jflash.memory import (
 from jflash.mesh import local, over, place, tensor_mesh, with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.models.float8 import rounded
 from jflash.models.params import random_weights
 from jflash.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
 from jflash.speculative import Models, Params, State
@@ -74,6 +75,7 @@ class Task:
     quantised: str | None = None  # how a shape's target lies in memory, one of QUANTISED
     prefill: tuple[int, ...] = ()  # lengths of prompts, by themselves at batch 1
     prefill_chunk: int | None = None  # the drivers'
+    drafter_dtype: str = ""  # empty: the pair's
 
     @property
     def decoding(self) -> Decoding:
@@ -121,6 +123,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "block_size": models.block_size,
         "dtype": models.dtype,
         "quantised": task.quantised,
+        **({"drafter_dtype": task.drafter_dtype} if task.drafter_dtype else {}),
         **named(models.kernels),
         "timed_steps": window.steps,
         "repeats": window.repeats,
@@ -174,7 +177,7 @@ def task_models(task: Task) -> Models:
     else:
         assert task.target is not None and task.drafter is not None
         models = configure_pair(task.target, task.drafter, dtype=task.dtype).models
-    dtype = task.dtype or default_dtype()
+    models, dtype = models.drafting_in(task.drafter_dtype), task.dtype or default_dtype()
     return with_backends(models, dtype, jax.devices()[0], **task.backends)
 
 
@@ -202,10 +205,17 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
     state = busy_state(models, shape, window)
     if task.shape is None:
         assert task.target is not None and task.drafter is not None
-        params = load_weights(configure_pair(task.target, task.drafter, dtype=models.dtype)).params
+        files = configure_pair(
+            task.target, task.drafter, dtype=models.dtype, drafter_dtype=task.drafter_dtype
+        )
+        params = load_weights(files).params
     else:
         weights = random_weights(models.configs, place=functools.partial(place, models.mesh))
         params = with_context(models, Params(*weights))
+        del weights
+        assert models.drafter is not None
+        drafter = rounded(models.drafter.config, params.drafter, params.target)
+        params = params._replace(drafter=drafter)
     return state, jax.block_until_ready(params)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.leaves import Leaf
+from jflash.models.dflash import HEAD
 from jflash.models.params import abstract_params, decoding_params
 from jflash.specs import DeltaSpec, MoeSpec
 
@@ -84,6 +85,7 @@ def draft_work(drafter: DrafterConfig, batch: int, width: int, context: float) -
     c, leaves, rows = drafter, decoding_params(drafter), batch * width
     places, columns = batch * (width - 1), sum(mixer.kv_width for mixer in c.mixers)
     head = Leaf((c.vocab_size // c.shards, c.hidden_size), ("vocab", "embed"), dtype=c.dtype)
+    head = leaves.get(HEAD, head)
     works = [
         _products([*_matrices(leaves), leaves["fc"]["kernel"], leaves["context_kernel"]], rows),
         _attention(c, batch, width, context),

@@ -49,6 +49,7 @@ def make_task(args: Options) -> Task:
     prompts, stops = ((), ()) if args.shape else encoded_prompts(args)
     same = ("shape", "context", "widths", "only_step", "dtype", "steps", "repeats")
     more = ("max_new_tokens", "tensor_parallel", "quantised", "prefill", "prefill_chunk")
+    more = (*more, "drafter_dtype")
     return Task(
         **{name: getattr(args, name) for name in (*same, *more)},
         target=None if args.shape else str(args.target),

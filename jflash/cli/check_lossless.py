@@ -32,6 +32,8 @@ def check(args: Options) -> dict[str, Any]:
     """The whole result as one JSON object; `failures` is empty if all is well."""
     dtype = args.dtype or default_dtype()
     report = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
+    if args.drafter_dtype:
+        report["drafter_dtype"] = args.drafter_dtype
     failed: list[str] = []
     if "law" in args.checks:
         report["law"] = [check_pair(name, args, dtype) for name in args.pairs]
@@ -47,7 +49,9 @@ def check(args: Options) -> dict[str, Any]:
 
 def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
     """One pair by several numbers of devices."""
-    case = load_case(name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers)
+    case = load_case(
+        name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers, args.drafter_dtype
+    )
     result = check_devices(case, args.tensor_parallel, args.seed)
     for each in [*result["compared"], result["planted"]]:
         what = "planted psum" if each is result["planted"] else "gathers"
@@ -59,7 +63,9 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
     form = SHORT if args.short else CPU if jax.default_backend() == "cpu" else GPU
-    case = load_case(name, dtype, args.seed, chosen_backends(args), form.batch, args.layers)
+    case = load_case(
+        name, dtype, args.seed, chosen_backends(args), form.batch, args.layers, args.drafter_dtype
+    )
     with tqdm(total=form.comparisons(case.models), desc=name, unit="comparison") as bar:
 
         def progress(each: dict[str, Any]) -> None:
@@ -80,7 +86,9 @@ def check_oracle(args: Options, dtype: str) -> dict[str, Any]:
     shares = sum(PAIRS[name] for name in args.pairs) * sum(args.batches)
     results, seen, fault = [], set(), None
     for name in args.pairs:
-        case = load_case(name, dtype, seed, chosen_backends(args), largest, args.layers)
+        case = load_case(
+            name, dtype, seed, chosen_backends(args), largest, args.layers, args.drafter_dtype
+        )
         replays = replays_needed(args.tokens, case.models.block_size, args.min_count)
         for batch in args.batches:
             tokens = -(-args.tokens * PAIRS[name] * batch // shares)

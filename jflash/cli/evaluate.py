@@ -177,6 +177,7 @@ def _settings(options: Options, files: PairFiles, evaluation: Evaluation) -> dic
         "block_size": files.models.block_size,
         "verify_rows": files.models.rows,
         "dtype": files.dtype,
+        **({"drafter_dtype": options.drafter_dtype} if options.drafter_dtype else {}),
         "device": device_name(),
         "attention_backend": files.models.kernels.attention,
         "draft_rule": files.models.draft_rule,

@@ -27,6 +27,7 @@ from jflash.cli.results import (
     statistics,
 )
 from jflash.decoding import Decoding
+from jflash.draft_error import TEXT, draft_error
 from jflash.files import check_whole_file, whole_file
 from jflash.generate import Generation, Pair, check_request, generate, models_for, stream
 from jflash.hosts import Hosts, joined
@@ -34,6 +35,7 @@ from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
 from jflash.row_choice import with_rows
+from jflash.speculative import Models, Params
 
 
 class Job(NamedTuple):
@@ -102,13 +104,22 @@ def configured(options: Options, batch: int) -> PairFiles:
         options.target, source, dtype=options.dtype, block_size=options.block_size,
         drafter_seed=seed, attention_backend=options.attention_backend,
         tensor_parallel=options.tensor_parallel, quantised=options.quantised,
+        drafter_dtype=options.drafter_dtype,
     )  # fmt: skip
     return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 
 
 def loaded(files: PairFiles, progress: bool) -> Pair:
-    """The pair with its weights; a line on stderr says how quantised ones lie in memory."""
-    pair = load_weights(files, progress)
+    """The pair with its weights; lines on stderr say how rounded and quantised ones decode."""
+
+    def note_rounding(exact: Models, params: Params, other: Models, rounded: Params) -> None:
+        text = list(range(100))
+        if files.target.has_tokenizer():
+            text = files.target.tokenizer().encode(TEXT, add_special_tokens=False)
+        error = draft_error(exact, params, other, rounded, text)
+        print(f"the drafter's products are in float8: {error}", file=sys.stderr)
+
+    pair = load_weights(files, progress, note_rounding)
     if method := files.target.quantised:
         kept = any(layer.kept for layer in files.models.target.config.layers)
         memory = "kept as codes with scales" if kept else "dequantised when they are read"

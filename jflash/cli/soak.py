@@ -10,8 +10,8 @@ from jflash.device import describe_device
 
 FAILED = 1
 SERVED = (
-    "target", "drafter", "dtype", "quantised", "attention_backend", "block_size", "verify_rows",
-    "tensor_parallel", "max_batch", "max_context",
+    "target", "drafter", "dtype", "quantised", "drafter_dtype", "attention_backend", "block_size",
+    "verify_rows", "tensor_parallel", "max_batch", "max_context",
 )  # fmt: skip
 
 
@@ -21,7 +21,7 @@ def server_options(options: Options) -> list[str]:
     for name in SERVED:
         value = getattr(options, name)
         # The embedded pair is also the server's default, so the result names no local folder.
-        if value is not None and value != DEFAULT_TARGET:
+        if value not in (None, "", DEFAULT_TARGET):
             served += [option_name(name), str(value)]
     return served
 

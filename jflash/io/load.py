@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from jflash.kernels import AUTO
 from jflash.mesh import over, place, placed, tensor_mesh, with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.models.float8 import rounded
 from jflash.models.params import random_params
 from jflash.speculative import Models, Params
 
@@ -90,11 +92,12 @@ def configure_pair(
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
     quantised: str = AUTO,
+    drafter_dtype: str = "",
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
-    models = over(models, tensor_mesh(tensor_parallel))
+    models = over(models, tensor_mesh(tensor_parallel)).drafting_in(drafter_dtype)
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
@@ -147,8 +150,15 @@ def _read_pair(
     return Models(Target(config), Drafter(drafting), width), first, second
 
 
-def load_weights(files: PairFiles, progress: bool = False) -> Pair:
-    """Fills a configured pair; both checkpoints are checked whole before a tensor is read."""
+def load_weights(
+    files: PairFiles,
+    progress: bool = False,
+    on_rounding: Callable[[Models, Params, Models, Params], None] | None = None,
+) -> Pair:
+    """Fills a configured pair; both checkpoints are checked whole before a tensor is read.
+
+    `on_rounding` is called with the exact and the rounded form, if the drafter is rounded.
+    """
     models, dtype = files.models, files.dtype
     places = functools.partial(place, models.mesh)
     target = models.target.config
@@ -165,7 +175,11 @@ def load_weights(files: PairFiles, progress: bool = False) -> Pair:
     else:
         filled = fill_target(dtype, progress, place=functools.partial(places, target))
         params = placed(models.mesh, config, random_params(config, files.drafter_seed))
-    return Pair(models, with_context(models, Params(filled, params)))
+    exact = with_context(models, Params(filled, params))
+    decoding = exact._replace(drafter=rounded(config, exact.drafter, filled))
+    if on_rounding is not None and config.products:
+        on_rounding(models.drafting_in(""), exact, models, decoding)
+    return Pair(models, decoding)
 
 
 def _sound(config: DrafterConfig, params: dict) -> dict:
@@ -186,6 +200,7 @@ def load_pair(
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
     quantised: str = AUTO,
+    drafter_dtype: str = "",
     progress: bool = False,
 ) -> Pair:
     """A target with its drafter, or without one for None, from folders or hub ids.
@@ -195,12 +210,13 @@ def load_pair(
     'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
     this host share both models. `quantised` says how a quantised target's weights lie in memory,
     which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where the
-    kernels read them ('canonical', on one device). Everything that can be checked without weights
-    is checked before any are read. ValueError says what does not fit.
+    kernels read them ('canonical', on one device). `drafter_dtype` 'float8' rounds the operands of
+    the drafter's products to e4m3, on one device, which changes no output. Everything that can be
+    checked without weights is checked before any are read. ValueError says what does not fit.
     """
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
-        tensor_parallel=tensor_parallel, quantised=quantised,
+        tensor_parallel=tensor_parallel, quantised=quantised, drafter_dtype=drafter_dtype,
     )  # fmt: skip
     return load_weights(files, progress)
 

@@ -19,11 +19,14 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.gather import gather, rows_of
 from jflash.kernels import XLA, Kernels
-from jflash.layers import DecoderLayer, Projection, RMSNorm, head_logits, matmul
+from jflash.layers import DecoderLayer, Projection, RMSNorm, head_best, head_logits, matmul
 from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
 from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
 from jflash.passes import Pass, Projected
+from pallas_kernels.matmul.rounded import Rounded
+
+HEAD = "draft_head"  # a rounded one; see jflash.models.float8
 
 
 class Candidates(NamedTuple):
@@ -64,9 +67,10 @@ class Drafter(nn.Module):
             table = Leaf((c.vocab_size // c.shards, c.hidden_size), ("vocab", "embed"))
             self.embedding = declare(self, "embedding", table)
         if c.draft_vocab_size is not None:
-            rows = c.draft_vocab_size // c.shards
-            head = Leaf((rows, c.hidden_size), ("draft_vocab", "embed"))
-            self.head = declare(self, "head", head)
+            if not self.has_variable("params", HEAD):
+                rows = c.draft_vocab_size // c.shards
+                head = Leaf((rows, c.hidden_size), ("draft_vocab", "embed"))
+                self.head = declare(self, "head", head)
             if c.draft_vocab_size != c.vocab_size:
                 offsets = Leaf((c.draft_vocab_size,), ("draft_vocab",), dtype="int32")
                 self.d2t = declare(self, "d2t", offsets)
@@ -148,13 +152,23 @@ class Drafter(nn.Module):
         """Rows of the drafter's embedding."""
         return rows_of(self.embedding, tokens, self.config.shards)
 
+    def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
+        """The id of the largest logit of the drafter's own head."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return head_best(flat, self._head(), backend, 1).reshape(hidden.shape[:2])
+
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> Float[Array, "B T _"]:
         """Logits of the drafter's head in float32."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = gather(head_logits(flat, self.head, backend=backend), self.config.shards)
+        logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)
+
+    def _head(self) -> Float[Array, "V D"] | Rounded:
+        if self.has_variable("params", HEAD):
+            return self.get_variable("params", HEAD)
+        return self.head
 
     def adjust_logits(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The head's logits with the drafter's multiplier and soft cap (never the target's)."""

@@ -17,7 +17,8 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.leaves import Leaf, declared
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, context_leaves
-from pallas_kernels.matmul.quantised import MIDDLE, Quantised
+from jflash.models.float8 import float8_leaves
+from pallas_kernels.matmul.quantised import MIDDLE
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights
 FORGETS = -2.0  # a recurrent state's decay: it lasts some dozens of tokens
@@ -47,10 +48,11 @@ def _declared(config: TargetConfig | DrafterConfig) -> dict:
 
 
 def decoding_params(config: TargetConfig | DrafterConfig) -> dict:
-    """The leaves that a model decodes with: a drafter's context kernel is one more."""
+    """The leaves that a model decodes with: a drafter's context kernel, and a head, are more."""
     if isinstance(config, TargetConfig):
         return abstract_params(config)
-    return abstract_params(config) | _of_dtype(context_leaves(config), config.dtype)
+    leaves = abstract_params(config) | _of_dtype(context_leaves(config), config.dtype)
+    return float8_leaves(config, leaves) if config.products else leaves
 
 
 def _of_dtype(leaves: dict, dtype: str) -> dict:
@@ -109,7 +111,7 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: str, scale: float) -> Arr
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _codes(key: Array, leaf: Leaf) -> Quantised:
+def _codes(key: Array, leaf: Leaf) -> Any:
     """A kept kernel of random codes of about SCALE; those of four bits are even, a zero is 8."""
     arrays = leaf.arrays
     packed, scales = leaf.kept and leaf.kept.form == "int4", arrays["scales"]

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from jflash.io import (
 from jflash.memory import check_decoding, check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
+from jflash.models.float8 import rounded
 from jflash.models.params import random_weights
 from jflash.programs import Shape, capacity_for
 from jflash.proof.step_program import cut
@@ -55,17 +55,19 @@ def load_case(
     backends: dict[str, str],
     batch: int,
     layers: int | None = None,
+    drafter_dtype: str = "",
 ) -> Case:
     """One of PAIRS, ready to decode; jflash chooses the kernels that `backends` does not name.
 
     `layers`: the first so many of a target with random weights, and no more of its drafter.
 
-    Drafters hold their context kernel, as they do when they decode for a user. ValueError, before a
-    weight is made or read, if a backend cannot run here or `batch` sequences take more memory than
-    the device has.
+    Drafters hold their context kernel, as they do when they decode for a user, and are rounded to
+    `drafter_dtype` if it is given. ValueError, before a weight is made or read, if a backend cannot
+    run here or `batch` sequences take more memory than the device has.
     """
 
     def suited(models: Models) -> Models:
+        models = models.drafting_in(drafter_dtype)
         models = with_backends(models, dtype, jax.devices()[0], **backends)
         check_decoding(models, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
         check_memory(models, fault_shape(), FAULT_CAPACITY, device_memory())
@@ -77,7 +79,8 @@ def load_case(
     assert drafter is not None
 
     def ready(params: Params) -> Params:
-        return params._replace(drafter=with_context_kernel(drafter, params.drafter))
+        whole = with_context_kernel(drafter, params.drafter)
+        return params._replace(drafter=rounded(drafter.config, whole, params.target))
 
     return case._replace(params=ready(case.params), other_drafter=ready(case.other_drafter))
 
@@ -85,7 +88,8 @@ def load_case(
 def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Case:
     """The embedded pair on word problems, half of them of kinds it was not trained on."""
     files = configure_pair(EMBEDDED / "target", EMBEDDED / "drafter", dtype=dtype)
-    pair = load_weights(replace(files, models=suited(files.models)))
+    models = suited(files.models)
+    pair = load_weights(files)
     tokenizer = load_tokenizer(EMBEDDED / "target")
     _, other = random_drafter(EMBEDDED / "drafter", seed, dtype)
     questions = [text for _, line in json_lines(QUESTIONS) for text in line.values()]
@@ -95,7 +99,7 @@ def _tiny_math(dtype: str, seed: int, suited: Callable[[Models], Models]) -> Cas
         return [encode_prompt(tokenizer, str(drawn[i % len(drawn)])) for i in range(count)]
 
     return Case(
-        "tiny-math", ("trained drafter", "random drafter"), pair.models, pair.params,
+        "tiny-math", ("trained drafter", "random drafter"), models, pair.params,
         other_drafter=Params(pair.params.target, other), prompts=prompts,
         stops=stop_token_ids(EMBEDDED / "target", tokenizer), max_new_tokens=320,
     )  # fmt: skip

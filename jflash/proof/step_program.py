@@ -92,4 +92,5 @@ def writes_logits(models: Models) -> bool:
     """False if a kernel keeps all logits on chip and returns only the best token."""
     drafter = models.drafter and models.drafter.config
     reads = models.sampled or (drafter is not None and drafter.reads_logits)
+    reads |= drafter is not None and bool(drafter.products)  # of many rows, by XLA
     return reads or models.kernels.matmul != "canonical"

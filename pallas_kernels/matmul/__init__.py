@@ -22,7 +22,8 @@ themselves differ by backend.
 
 A weight may also be `Quantised`: products with it are those with the array that it stands for, in
 x's dtype. "canonical" converts its tiles inside the kernel; elsewhere the array is made before the
-product.
+product. Products with a `Rounded` weight, a drafter's, are `float8`'s at every backend, and promise
+nothing about bits.
 
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
 only of the whole weight's shape (`pieces.pieces`). Each piece is summed in ascending steps of 16
@@ -44,13 +45,16 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import canonical, cpu, reference, xla
+from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
 from pallas_kernels.matmul.quantised import Quantised, dequantised_for
+from pallas_kernels.matmul.rounded import Rounded
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": xla, "reference": reference}
 
 
-Weight = Float[Array, "K N"] | Quantised  # of gate_up: N is 2 F
+Exact = Float[Array, "K N"] | Quantised  # of gate_up: N is 2 F
+Weight = Exact | Rounded
+Head = Float[Array, "V K"] | Rounded
 
 
 class Sizes(NamedTuple):
@@ -73,6 +77,8 @@ def matmul(
 
     `columns`: those of the whole weight, if w is one device's part of it.
     """
+    if isinstance(w, Rounded):
+        return float8.matmul(x, w, residual, backend=backend)
     module, w = _backend(backend), _taken(x, w, backend)
     if module is canonical:
         return canonical.matmul(x, w, residual, columns=columns)
@@ -83,6 +89,8 @@ def partial_products(
     x: Float[Array, "M K"], w: Weight, *, backend: str, columns: int | None = None
 ) -> Float[Array, "P M N"]:
     """Pieces of x @ w; see the module's contract. Arguments and ValueError as `matmul`."""
+    if isinstance(w, Rounded):
+        return float8.matmul(x, w, backend=backend)[None]
     module, w = _backend(backend), _taken(x, w, backend)
     if module is canonical:
         return canonical.partial_products(x, w, columns=columns)
@@ -93,6 +101,8 @@ def gate_up(
     x: Float[Array, "M K"], w: Weight, firsts: Firsts | None = None, *, backend: str
 ) -> Float[Array, "M F"]:
     """silu(x @ gate) * (x @ up); see the module's contract. ValueError as `matmul`."""
+    if isinstance(w, Rounded):
+        return float8.gate_up(x, w, firsts, backend=backend)
     return _backend(backend).gate_up(x, _taken(x, w, backend), firsts)
 
 
@@ -124,10 +134,10 @@ def sigmoid_times(
     return (cpu if _backend(backend) is cpu else xla).sigmoid_times(gate, x)
 
 
-def head_argmax(
-    x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
-) -> Int[Array, " M"]:
+def head_argmax(x: Float[Array, "M K"], head: Head, *, backend: str) -> Int[Array, " M"]:
     """argmax of x @ head.T; see the module's contract. ValueError as `matmul`."""
+    if isinstance(head, Rounded):
+        return float8.head_argmax(x, head, backend=backend)
     return _backend(backend).head_argmax(x, head)
 
 
@@ -142,10 +152,10 @@ def head_confidence(
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), sums
 
 
-def head_logits(
-    x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
-) -> Float[Array, "M V"]:
+def head_logits(x: Float[Array, "M K"], head: Head, *, backend: str) -> Float[Array, "M V"]:
     """x @ head.T; see the module's contract. ValueError as `matmul`."""
+    if isinstance(head, Rounded):
+        return float8.head_logits(x, head)
     return _whole(backend).head_logits(x, head)
 
 
@@ -161,7 +171,7 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     return canonical.refusal(sizes.K, sizes.columns) or device_refusal("mosaic_gpu", device)
 
 
-def _taken(x: Float[Array, "M K"], w: Weight, backend: str) -> Weight:
+def _taken(x: Float[Array, "M K"], w: Exact, backend: str) -> Exact:
     """The weight as the backend takes it."""
     if isinstance(w, Quantised) and _backend(backend) is not canonical:
         return dequantised_for(w, x)

@@ -34,6 +34,7 @@ def declare(parser: Parser) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help=several)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--quantised", choices=tuple(QUANTISED), help="the layers of a shape's target; one device")
+    add("--drafter-dtype", choices=("float8",), default="", help="by default the pair's")
     backend_options(parser)
     add("--acceptance", type=float, metavar="TAU", help="tokens a step to assume, for tokens/s")
     add("--prompts", type=Path, metavar="FILE.jsonl", help="for a real pair; a few are built in")
@@ -65,6 +66,7 @@ def check(args: Options) -> None:
     refuse(shared and not (args.shape and args.only_step), parts)
     codes = "--quantised is for the random weights of --shape, on one device, without --against"
     refuse(args.quantised and (not args.shape or shared or args.against), codes)
+    refuse(shared and args.drafter_dtype, "--drafter-dtype is for one device")
     at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
     at_least_1(args, "prefill_chunk")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")

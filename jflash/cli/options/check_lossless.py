@@ -37,6 +37,7 @@ def declare(parser: Parser) -> None:
     oracle("--min-count", type=int, default=1000, help="of every acceptance length, default 1000")
     oracle("--min-distinct", type=int, default=1000, help="tokens in the outputs, default 1000")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--drafter-dtype", choices=("float8",), default="", help="of all drafters")
     backend_options(parser)
     add("--seed", type=int, default=0, help="of prompts, wrong drafts and a random drafter")
 
@@ -53,5 +54,7 @@ def check(args: Options) -> None:
     refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
     several = "devices" in args.checks and max(args.tensor_parallel) < 2
     refuse(several, "--tensor-parallel 1: one device is what others are compared with")
+    shared = args.drafter_dtype and "devices" in args.checks
+    refuse(shared, f"--drafter-dtype {args.drafter_dtype}: not for devices that share the pair")
     at_least_1(args, "tokens", "min_count", "min_distinct", "layers")
     check_seed(args.seed)

@@ -19,6 +19,8 @@ ones only under --draft-rule greedy)"""
 BACKEND = "canonical, mosaic_gpu, triton or xla; default: the best that the device has"
 QUANTISED = """a quantised target's weights in memory, which changes no bit: kept as codes with
 scales, or dequantised when they are read; default: kept where the kernels read them"""
+FLOAT8 = """the drafter's products and its copy of the target's head in e4m3; outputs do not depend
+on it, but for a seed's draws under --draft-rule sampled; default: the pair's dtype"""
 WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
 all. auto: from batch 8 on, with experts always, as many as pay where no text depends on it"""
@@ -34,6 +36,7 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--drafter", metavar="SOURCE", help=DRAFTER)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--quantised", choices=(AUTO, "kept", "dequantised"), default=AUTO, help=QUANTISED)
+    add("--drafter-dtype", choices=("float8",), default="", help=FLOAT8)
     add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
     add("--block-size", type=int, metavar="W", help=WIDTH)
     add("--verify-rows", type=rows, metavar="R", help=ROWS)
@@ -104,6 +107,9 @@ def check_pair(options: Options, drawn: bool) -> None:
     refuse(draws and not drawn, "--draft-rule sampled needs a --temperature above 0")
     refuse(draws and plain, "--draft-rule sampled without a drafter")
     refuse(o.verify_rows is not None and plain, f"--verify-rows {o.verify_rows} without a drafter")
+    refuse(o.drafter_dtype and plain, f"--drafter-dtype {o.drafter_dtype} without a drafter")
+    shared = f"--drafter-dtype {o.drafter_dtype} is for one device, not for --tensor-parallel"
+    refuse(o.drafter_dtype and o.tensor_parallel > 1, shared)
     needs = f"--target {o.target} needs --drafter (a folder, a hub id, or none)"
     refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")

@@ -1,0 +1,103 @@
+"""A drafter rounded to e4m3: another drafter to the step, and the same text."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jflash.config import second_version
+from jflash.decoding import Decoding, Sampling
+from jflash.draft_error import draft_error
+from jflash.gather import AXIS
+from jflash.generate import Pair, generate
+from jflash.io import configure_pair
+from jflash.memory import memory_budget, tree_bytes
+from jflash.mesh import local, with_context
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
+from jflash.models.float8 import rounded
+from jflash.programs import Shape
+from jflash.speculative import Models, Params
+from pallas_kernels.matmul.rounded import Rounded
+from tests.support.described_gpu import H200, device_mesh
+from tests.support.pairs import (
+    drafter_config,
+    one_arithmetic,
+    prompts,
+    random_pair,
+    random_params,
+    target_config,
+)
+
+
+def made(kind: str) -> tuple[Pair, Pair]:
+    """A pair, and the same with its drafter rounded, each as it decodes."""
+    target, drafter = target_config(tie_embeddings=kind == "tied"), drafter_config(qkv_bias=True)
+    if kind == "DFlash 2":
+        drafter = second_version(drafter, selector_rank=8, selector_top_k=4)
+    if kind == "its head":
+        drafter = replace(drafter, draft_vocab_size=32)
+    params = Params(random_params(target, 0), random_params(drafter, 1))
+    if kind == "its head":
+        params.drafter["d2t"] = jnp.arange(32, dtype=jnp.int32)  # it drafts even ids
+    models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    other, params = models.drafting_in("float8"), with_context(models, params)
+    assert other.drafter is not None
+    drafting = rounded(other.drafter.config, params.drafter, params.target)
+    return Pair(models, params), Pair(other, params._replace(drafter=drafting))
+
+
+KINDS = ("tied", "DFlash 2", "its head")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_counts_the_rounded_leaves_and_the_copy_of_the_head(kind: str):
+    exact, other = made(kind)
+    for pair in (exact, other):
+        assert memory_budget(pair.models, Shape.of(1, 256)).weights == tree_bytes(pair.params)
+    assert other.params.drafter["draft_head"].codes.dtype == jnp.float8_e4m3fn
+    assert "head" not in other.params.drafter
+
+
+def test_its_logits_are_near_the_exact_ones_and_scales_decide():
+    exact, other = made("its head")
+
+    def error(params: Params) -> float:
+        forms = exact.models, exact.params, other.models, params
+        return draft_error(*forms, prompts(1, low=59)[0]).relative
+
+    def without_scales(x: Any) -> Any:
+        return x._replace(scales=jnp.ones_like(x.scales)) if isinstance(x, Rounded) else x
+
+    assert 0.005 < error(other.params) < 0.1
+    wrong = jax.tree.map(
+        without_scales, other.params.drafter["layers_1"], is_leaf=lambda x: isinstance(x, Rounded)
+    )
+    assert error(other.params._replace(drafter=other.params.drafter | {"layers_1": wrong})) > 0.3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_that_of_the_exact_drafter(temperature: float):
+    """Greedily, and above temperature 0 under rule greedy; the drafts are others."""
+    exact, other = map(one_arithmetic, made("DFlash 2" if temperature else "tied"))
+    decoding = Decoding(max_new_tokens=32, sampling=Sampling(temperature=temperature), seed=3)
+
+    def texts(pair: Pair) -> list[list[int]]:
+        models = replace(pair.models, draft_rule="greedy", sampled=temperature > 0)
+        results = generate(Pair(models, pair.params), prompts(2), decoding)
+        return [result.token_ids for result in results]
+
+    assert texts(exact) == texts(other)
+
+
+def test_what_cannot_be_rounded_is_refused_by_name():
+    models = random_pair().models
+    with pytest.raises(ValueError, match="drafter_dtype 'float4' is not 'float8'"):
+        models.drafting_in("float4")
+    with pytest.raises(ValueError, match="drafter_dtype 'float8' without a drafter"):
+        configure_pair("checkpoints/tiny-math/target", drafter_dtype="float8")
+    shared = replace(models.drafting_in("float8"), mesh=device_mesh(H200, 2, AXIS))
+    with pytest.raises(ValueError, match=r"cannot share .*the drafter's products in float8"):
+        local(shared)
