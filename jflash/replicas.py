@@ -40,6 +40,14 @@ def gpus_of(devices: int) -> int:
     return devices if ray.cluster_resources().get("GPU") else 0
 
 
+class _Replica:
+    def make(self, make: Make, index: int, parts: int, folder: Path) -> Any:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not on every host: replicas share a run's files")
+        os.chdir(folder)
+        return make(index, parts)
+
+
 def made(make: Make, parts: int, devices: int) -> list[Any]:
     """What `make` returns for each part, made by as many replicas of `devices` each.
 
@@ -49,21 +57,14 @@ def made(make: Make, parts: int, devices: int) -> list[Any]:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
-    @ray.remote(num_cpus=1, num_gpus=gpus_of(devices))
-    class Replica:
-        def make(self, index: int) -> Any:
-            if not Path(folder).is_dir():
-                raise ValueError(
-                    f"{folder} is not on every host: replicas share the files of a run"
-                )
-            os.chdir(folder)
-            return make(index, parts)
+    actor = ray.remote(num_cpus=1, num_gpus=gpus_of(devices))(_Replica)
+    folder = Path.cwd()
 
     def begin(index: int) -> Any:
-        replica = Replica.remote()
-        return replica.make.remote(index), replica
+        replica = actor.remote()
+        return replica.make.remote(make, index, parts, folder), replica
 
-    folder, results = Path.cwd(), dict[int, Any]()
+    results: dict[int, Any] = {}
     lost = dict.fromkeys(range(parts), 0)
     running = {index: begin(index) for index in range(parts)}
     while running:
