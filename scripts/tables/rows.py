@@ -1,17 +1,22 @@
 """Tables of rows: tokens a second by the rows that a step verifies, its times, and prefills."""
 
+from typing import Any
+
 from tables.cells import Result, all_cases, table, with_key
 
 AUTO, PLAIN = "auto", "plain"
 
 
 def rows(results: list[Result]) -> str:
-    """Tokens a second of a real pair: rows chosen while it runs, fixed widths, plain decoding."""
+    """Tokens a second of a real pair: rows chosen while it runs, fixed widths, plain decoding.
+
+    The fastest of several turns counts.
+    """
     files = with_key(results, "runs", "target")
     ways = {
-        (r["file"], r["batch"], r["prompts"], r["way"]): r
+        (file["file"], r["batch"], r["prompts"], r["way"]): r
         for file in files
-        for r in ({"file": file["file"]} | run for run in file["runs"])
+        for r in sorted(file["runs"], key=lambda run: run.get("tokens_per_second", 0))
         if "way" in r
     }
     cases = sorted({key[:3] for key in ways}, key=lambda key: (key[0], key[2], key[1]))
@@ -24,7 +29,7 @@ def rows(results: list[Result]) -> str:
         [target] = [file["target"] for file in files if file["file"] == case[0]]
         auto = of[AUTO]
         made.append([
-            target.partition(".")[0], case[2], case[1],
+            name_of({"target": target}), case[2], case[1],
             *(f"{speeds[way]:,.0f}" if way in speeds else "" for way in (PLAIN, *widths, AUTO)),
             f"{speeds[AUTO] / best:.2f} ×", f"{speeds[AUTO] / speeds[widths[-1]]:.2f} ×",
             f"{auto['tau']:.2f}", f"{auto['same_as_plain']} of {auto['answers']}",
@@ -36,16 +41,20 @@ def rows(results: list[Result]) -> str:
 
 def row_steps(results: list[Result]) -> str:
     """Milliseconds of an engine's step by its rows, and the seconds in which all are compiled."""
-    files = with_key(results, "runs", "shape")
+    files = with_key(results, "runs")
     timed = [(file, run) for file in files for run in file["runs"] if run.get("step_ms")]
     made = []
-    for file, run in sorted(timed, key=lambda each: (each[0]["shape"], each[1]["batch"])):
+    for file, run in sorted(timed, key=lambda each: (name_of(each[0]), each[1]["batch"])):
         batch, ms = run["batch"], {int(r): t for r, t in run["step_ms"].items()}
         cells = [f"{ms[batch * w]:.2f}" if batch * w in ms else "" for w in (1, 2, 4, 8, 16)]
         seconds = run["compile_seconds"], run.get("cached_seconds")
-        made.append([file["shape"], batch, *cells, *(f"{s:.0f} s" if s else "" for s in seconds)])
-    head = ["shape", "batch", *(f"{w} rows a sequence" for w in (1, 2, 4, 8, 16))]
+        made.append([name_of(file), batch, *cells, *(f"{s:.0f} s" if s else "" for s in seconds)])
+    head = ["", "batch", *(f"{w} rows a sequence" for w in (1, 2, 4, 8, 16))]
     return table([*head, "compiled in", "from the cache"], made, files)
+
+
+def name_of(content: dict[str, Any]) -> str:
+    return content.get("shape") or content["target"].partition(".")[0]
 
 
 def prefills(results: list[Result]) -> str:
