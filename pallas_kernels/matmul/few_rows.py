@@ -5,7 +5,8 @@ which `canonical` adds in ascending order; a product of one piece rounds, and ad
 gates, in place. Rows past M are loaded as zeros and not written.
 
 Pallas-Triton is deprecated, but nothing else in jax 0.11.2 goes into CUDA graphs, compiles without
-a GPU and has an interpreter.
+a GPU and has an interpreter. jax-triton's call goes into CUDA graphs as well; benchmarks/README.md
+says what keeps it from taking this file's place.
 """
 
 import dataclasses
