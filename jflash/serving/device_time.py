@@ -5,7 +5,7 @@ The device computes in the order of dispatch, so the end of a program tells when
 
 import time
 from collections import defaultdict, deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,7 @@ class UnderWay(NamedTuple):
     part: str
     rows: int  # that it computes of a prompt, or verifies in a step
     dispatched: float
-    array: jax.Array
+    array: Any  # of the device
 
 
 class DeviceTime:
@@ -45,7 +45,7 @@ class DeviceTime:
         """Notes that the device will compute it."""
         self._under_way.append(program)
 
-    def wait_for(self, array: jax.Array) -> dict[str, float]:
+    def wait_for(self, array: Any) -> dict[str, float]:
         """Waits for the array; the seconds of what the device computed up to it, for Counts."""
         spent = defaultdict[str, float](float)
         # If it is not under way, a later one was waited for before.
