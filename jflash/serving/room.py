@@ -44,7 +44,12 @@ def needed(models: Models, shape: Shape, steps: int = STEPS_PER_CALL) -> Need:
 
 
 def pages_within(
-    models: Models, batch: int, context: int, pages: int | None, limit: int | None
+    models: Models,
+    batch: int,
+    context: int,
+    pages: int | None,
+    limit: int | None,
+    steps: int = STEPS_PER_CALL,
 ) -> int:
     """`pages`, or those for `batch` requests of `context` tokens, or as many as `limit` bytes hold.
 
@@ -54,7 +59,7 @@ def pages_within(
     wanted = batch * columns if pages is None else pages
     if limit is None:
         return wanted
-    need = needed(models, Shape.of(batch, columns * PAGE))
+    need = needed(models, Shape.of(batch, columns * PAGE), steps)
     most = max(0, limit - need.of(0)) // need.page
     takes = (
         f"weights take {_gb(need.weights)}, {batch} slots {_gb(need.others)} and each page of "

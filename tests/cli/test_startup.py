@@ -91,6 +91,7 @@ REFUSALS = [
     (["generate", "--temperature", "-1"], "--temperature -1"),
     (["generate", "--drafter", "random:x"], "random:x"),
     (["serve", "--port", "70000"], "--port 70000"),
+    (["serve", "--steps-per-call", "0"], "--steps-per-call 0"),
     (["soak", "--minutes", "0"], "--minutes 0"),
     (["evaluate", "--dataset", "odd"], "'odd'"),
     (["eval-gsm8k", "--batch", "0"], "--batch 0"),

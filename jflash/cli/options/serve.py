@@ -52,6 +52,8 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--max-context", type=int, metavar="N", help=CONTEXT)
     add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
+    steps = "of a call, default 4: fewer let a new request begin sooner"
+    add("--steps-per-call", type=int, default=4, metavar="N", help=steps)
     add("--pages", type=int, metavar="N", help=PAGES)
     add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
     add("--draft-rule", choices=DRAFT_RULES, help=DRAFTS)
@@ -68,7 +70,16 @@ def _default_options(group: argparse._ArgumentGroup) -> None:
 
 def check(options: argparse.Namespace) -> None:
     o = options
-    at_least_1(o, "max_context", "max_batch", "pages", "max_queue", "max_body", "replicas")
+    at_least_1(
+        o,
+        "max_context",
+        "max_batch",
+        "steps_per_call",
+        "pages",
+        "max_queue",
+        "max_body",
+        "replicas",
+    )
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
