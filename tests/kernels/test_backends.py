@@ -55,14 +55,16 @@ def test_sizes_that_no_kernel_takes_go_to_xla():
     assert with_backends(models, "bfloat16", HOPPER).kernels.attention == "xla"
 
 
-def test_heads_of_512_in_some_layers_keep_the_law_on_hopper():
-    """As in Gemma 4; other GPUs' kernel is for narrower heads, so that XLA attends there."""
+def test_heads_of_512_in_some_layers_attend_by_xla_unless_the_kernel_is_named():
+    """As in Gemma 4: the kernel takes them and has not run on a GPU. By it the law is promised."""
     models = qwen3()
     layers = [{"head_dim": 512}, *[{}] * (models.target.config.num_layers - 1)]
     models = replace(models, target=Target(models.target.config.attending(*layers)))
     chosen = with_backends(models, "bfloat16", HOPPER)
-    assert chosen.kernels.attention == "canonical" and chosen.one_arithmetic
-    assert with_backends(models, "bfloat16", AMPERE).kernels.attention == "xla"
+    assert chosen.kernels.attention == "xla" and not chosen.one_arithmetic
+    assert with_backends(models, "bfloat16", HOPPER, **{ATTENTION: "canonical"}).one_arithmetic
+    with pytest.raises(ValueError, match="not 512"):
+        with_backends(models, "bfloat16", HOPPER, **{ATTENTION: "triton"})
 
 
 ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA = BACKENDS
@@ -129,7 +131,7 @@ def test_a_hybrid_has_an_operation_more():
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "float32"), (HOPPER, "bfloat16")])
 def test_what_promises_one_arithmetic(device, dtype):
     """All operations that the pair has: with experts or without."""
-    hybrid_and_windowed = ("qwen3.5-27b", "gpt-oss-20b", "gemma-4-31b")
+    hybrid_and_windowed = ("qwen3.5-27b", "gpt-oss-20b", "gemma-3-12b")
     for name in (*hybrid_and_windowed, "qwen3-8b", "qwen3-coder-30b"):
         models = with_backends(of_shape(name), dtype, device)
         assert models.one_arithmetic
