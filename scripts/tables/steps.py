@@ -34,7 +34,7 @@ TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
 def goals(results: list[Result]) -> str:
     """The goals of the step at Qwen3-8B's shapes on one H200, and what was measured."""
     whole = full_cases(results)
-    steps_only = [c for c in all_cases(results) if c not in whole and len(c["widths"]) == 1]
+    steps_only = [c for c in all_cases(results) if c not in whole and len(c.get("widths", ())) == 1]
     rows, used = [], []
     for what, goal, batch, context, part in GOALS:
         fits = [
@@ -139,7 +139,9 @@ def product(name: str) -> Work:
 
 def widths(results: list[Result]) -> str:
     """Milliseconds of a step by block width and batch, and the best width by acceptance length."""
-    cases = [c for c in all_cases(results) if len(c["widths"]) > 1 and c["shape"] == GOAL_SHAPE]
+    cases = [
+        c for c in all_cases(results) if len(c.get("widths", ())) > 1 and c["shape"] == GOAL_SHAPE
+    ]
     columns = sorted({row["block_size"] for c in cases for row in c["widths"]})
     rows, best = [], []
     for case in sorted(cases, key=lambda c: c["batch"]):
