@@ -257,8 +257,8 @@ def propose(
     head = drafter if c.has_head else target
     if not (ranked or models.draws_drafts or c.reads_logits):
         return Proposal(apply(*head, hidden, backend, method="best"))
-    written = models.draws_drafts or c.reads_logits or models.target.config.shards > 1
-    if ranked and not (written or c.has_head):
+    by_head = models.drafter.sure_by_head and not c.has_head and models.target.config.shards == 1
+    if by_head and not (models.draws_drafts or c.reads_logits):
         best, sure = apply(*target, hidden, backend, method="best_and_confidence")
         return Proposal(best, confidence=sure)
     if ranked:

@@ -85,6 +85,10 @@ class ReplayDrafter(Drafter):
 
     recording: Recording
 
+    @property
+    def sure_by_head(self) -> bool:
+        return False
+
     def candidates(self, hidden, anchor, logits):
         found = super().candidates(hidden, anchor, logits)
         assert found.ids is None, "a drafter of the target's vocabulary, of version 1"

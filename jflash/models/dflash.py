@@ -176,6 +176,11 @@ class Drafter(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if not cap else jnp.tanh(logits / cap) * cap
 
+    @property
+    def sure_by_head(self) -> bool:
+        """Whether a best draft's confidence is the head's probability, where no logit is read."""
+        return True
+
     def candidates(
         self,
         hidden: Float[Array, "B T D"],

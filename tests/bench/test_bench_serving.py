@@ -1,6 +1,8 @@
 """bench-serving: what is replayed is what was recorded, through the real engine."""
 
+import functools
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ from jflash.bench.http_clients import counted
 from jflash.bench.recording import of_mean, read_recording
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
 from jflash.cli import main
+from jflash.programs import Shape, new_state
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.request import Request
+from jflash.speculative import draft
 
 STEPS = [[0, 0.5, *[0.3] * 6], [7, *[0.9] * 7], [3, 0.9, 0.8, 0.7, *[0.2] * 4], [1, *[0.6] * 7]]
 
@@ -58,6 +62,15 @@ def test_confidences_are_the_recorded_ones(file):
     )
     sure = jnp.max(jax.nn.softmax(found.scores), axis=-1)
     np.testing.assert_allclose(sure, [step[1:] for step in STEPS], atol=1e-3)
+
+
+def test_rows_are_ranked_by_the_recorded_confidences(file):
+    pair = random_pair("tiny", read_recording(file), "float32")
+    models, shape = replace(pair.models, rows=5), Shape.of(2, 256)
+    state = new_state(models, shape)
+    state = state.with_sequences(tokens=state.sequences.tokens.at[:, 0].set(jnp.array([1, 2])))
+    proposal = jax.jit(functools.partial(draft, models))(pair.params, state)[0]
+    np.testing.assert_allclose(proposal.confidence, [STEPS[1][1:], STEPS[2][1:]], atol=1e-3)
 
 
 def test_recorded_answers_have_the_wanted_mean():

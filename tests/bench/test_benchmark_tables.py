@@ -51,7 +51,10 @@ def of_rows() -> list[Result]:
     runs.append(runs[-1] | {"tokens_per_second": 1900.0})  # a slower turn
     timed = {"batch": 8, "compile_seconds": 61.0, "step_ms": {"8": 5.0, "16": 6.25}}
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    served = {"what": "questions", "rows": "auto", "batch": 1, "tau": 2.5}
+    served |= {"tokens_per_second": 1234.6, "device_busy": 0.985}
     return [
+        Result("serving.json", where | {"target": "m", "serving": [served]}),
         Result("rows.json", where | {"target": "m.gguf", "runs": [timed, *runs]}),
         Result("steps.json", where | {"shape": "qwen9", "runs": [timed]}),
     ]
@@ -154,6 +157,7 @@ def test_every_table_shows_its_numbers(results):
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "in_turns": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
         "families": ["| Qwen9 | ✓ | – | – |"],
+        "serving": ["| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |"],
         "rows": ["| m | p | 8 | 1,000 | 2,000 | 1,250 | 2,100 | 1.05 × | 1.68 × | 2.50 | 9 of 9 |"],
         "row_steps": ["| qwen9 | 8 | 5.00 | 6.25 |  |  |  | 61 s |  |", "`benchmarks/steps.json`",
                       "| m | 8 | 5.00 |"],
