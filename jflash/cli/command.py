@@ -175,7 +175,8 @@ def _cache_name() -> str:
 
 
 def configure_jax(options: argparse.Namespace) -> None:
-    """Applies the options about JAX, before a device is touched."""
+    """Applies the options about JAX, before a device is touched, in whatever process it is."""
+    _quiet_libraries()
     notices = configure(
         cuda_graphs=not options.no_cuda_graphs,
         autotune=options.autotune,

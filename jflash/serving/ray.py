@@ -33,7 +33,9 @@ from starlette.types import Message
 from jflash.cli.command import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
+from jflash.cli.options.pair import drafter_choice, drafter_name
 from jflash.cli.serve import FAILED, api_keys, loaded_service, log_to_stderr
+from jflash.io import pair_models
 from jflash.io.foreign import one_line
 from jflash.replicas import cluster, gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
@@ -174,6 +176,8 @@ def serve_replicas(options: argparse.Namespace) -> None:
     listener = listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
     listener.close()  # Ray's proxy listens
+    source, _ = drafter_choice(drafter_name(options))
+    pair_models(options.target, source, options.block_size)  # refuses what is not there or unfit
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with cluster(None, options.replicas):
         _serve(options, host, port)
