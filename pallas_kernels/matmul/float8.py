@@ -74,12 +74,12 @@ def _sums(x: Float[Array, "M K"], w: Rounded) -> Float[Array, "M N"]:
 # One inner jit each: the call sites of all layers then share one compiled kernel.
 @functools.partial(jax.jit, static_argnums=3)
 def _matmul(x, w, residual, tile: Tile):
-    return float8_triton.product(x, w, residual, pieces=1, dtype=x.dtype, tile=tile)
+    return float8_triton.product(x, w, residual, tile=tile)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _gate_up(x, w, tile: Tile, firsts: Firsts):
-    return float8_triton.product(x, w, pieces=1, dtype=x.dtype, tile=tile, halves=firsts)
+    return float8_triton.product(x, w, tile=tile, halves=firsts)
 
 
 @functools.partial(jax.jit, static_argnums=2)
