@@ -132,7 +132,7 @@ def tiny_pair_speed(results: list[Result]) -> str:
 
 
 def _tiny_pairs(results: list[Result]) -> list[dict[str, Any]]:
-    return with_key(results, "eval", "held_out")
+    return [case for case in with_key(results, "eval", "held_out") if "ended" in case["eval"]]
 
 
 def _tau(value: float | None) -> str:
