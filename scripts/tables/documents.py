@@ -14,7 +14,7 @@ from tables.cells import Result
 from tables.devices import several_gpus
 from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, trainings
 from tables.losslessness import law, lossless, plain_text, right_logits, width_1
-from tables.rows import prefills, row_steps, rows
+from tables.rows import row_steps, rows
 from tables.serving import serving
 from tables.steps import goals, in_turns, kernels, spent, steps, widths
 
@@ -24,7 +24,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     for table in (
         *(summary, families),  # README
         *(goals, steps, spent, several_gpus, in_turns),  # benchmarks/README
-        *(vllm, serving, reference, widths, rows, row_steps, prefills, kernels),
+        *(vllm, serving, reference, widths, rows, row_steps, kernels),
         *(law, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards
     )

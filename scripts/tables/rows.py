@@ -1,8 +1,8 @@
-"""Tables of rows: tokens a second by the rows that a step verifies, its times, and prefills."""
+"""Tables of rows: tokens a second by the rows that a step verifies, and its times."""
 
 from typing import Any
 
-from tables.cells import Result, all_cases, table, with_key
+from tables.cells import Result, table, with_key
 
 AUTO, PLAIN = "auto", "plain"
 
@@ -55,23 +55,6 @@ def row_steps(results: list[Result]) -> str:
 
 def name_of(content: dict[str, Any]) -> str:
     return content.get("shape") or content["target"].partition(".")[0]
-
-
-def prefills(results: list[Result]) -> str:
-    """Tokens a second of prompts by themselves, by their length and the chunk."""
-    cases = [case for case in all_cases(results) if case.get("prefill")]
-    cases += with_key(results, "prefill", "shape")
-    lengths = sorted({row["tokens"] for case in cases for row in case["prefill"]})
-    made = []
-    for case in cases:
-        speeds: dict[tuple[int, ...], dict[int, float]] = {}
-        for row in case["prefill"]:
-            by_length = speeds.setdefault(tuple(row["chunks"]), {})
-            by_length[row["tokens"]] = row["tokens_per_second"]
-        for chunks, of in sorted(speeds.items()):
-            cells = [f"{of[n]:,.0f}" if n in of else "" for n in lengths]
-            made.append([case["shape"] or case["weights"], " and ".join(map(str, chunks)), *cells])
-    return table(["shape", "tokens of a chunk", *(f"{n} tokens" for n in lengths)], made, cases)
 
 
 def _width(way: str) -> int:

@@ -27,7 +27,6 @@ def results() -> list[Result]:
     }  # fmt: skip
     case["compile_seconds"] = {"from_nothing": 41.0, "warm_cache": 9.5}
     case["widths"] = [{"block_size": 4, "ms": 5.0}, {"block_size": 16, "ms": 5.5}]
-    case["prefill"] = [{"tokens": 512, "chunks": [128, 1024], "tokens_per_second": 39876.4}]
     other = {"shape": "tiny", "step": case["step"]}
     case["beside"] = other | {"times_as_long": 1.0396}
     full["reference"] = {
@@ -161,8 +160,6 @@ def test_every_table_shows_its_numbers(results):
         "rows": ["| m | p | 8 | 1,000 | 2,000 | 1,250 | 2,100 | 1.05 × | 1.68 × | 2.50 | 9 of 9 |"],
         "row_steps": ["| qwen9 | 8 | 5.00 | 6.25 |  |  |  | 61 s |  |", "`benchmarks/steps.json`",
                       "| m | 8 | 5.00 |"],
-        "prefills": ["| shape | tokens of a chunk | 512 tokens |",
-                     "| qwen3-8b | 128 and 1024 | 39,876 |"],
         "kernels": ["| b, µs | c, µs |", "| attention | B1 | 1.2 | 2.5 | 50.0 % | 1.0e-03 |"],
         "summary": [
             "| plain step, qwen9, context 656, batch 1 / 8 | 4.00 / 5.00 ms | 6.00 / 7.00 ms |",
