@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jflash.config import DrafterConfig, TargetConfig, second_version
-from jflash.models.params import leaf_paths
 from jflash.specs import (
     DeltaSpec,
     Kept,
@@ -297,6 +296,8 @@ QUANTISED = {
 
 def quantised(target: TargetConfig, form: str) -> TargetConfig:
     """The target with the kernels of its dense layers kept quantised in memory."""
+    from jflash.models.params import leaf_paths  # JAX, which the names of shapes need not
+
     paths = [
         path
         for path, leaf in leaf_paths(target).items()

@@ -11,8 +11,9 @@ from jflash.cli.soak import server_options
 from pallas_kernels import block_attention
 
 WORDS = (
-    "--target T --drafter D --dtype float32 --quantised dequantised --attention-backend xla "
-    "--block-size 4 --verify-rows 9 --tensor-parallel 2 --max-batch 3 --max-context 99"
+    "--target T --drafter D --dtype float32 --quantised dequantised --drafter-dtype float8 "
+    "--attention-backend xla --block-size 4 --verify-rows 9 --tensor-parallel 2 "
+    "--max-batch 3 --max-context 99"
 )
 
 

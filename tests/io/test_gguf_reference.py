@@ -52,7 +52,8 @@ def recorded(folder: Path, cases: dict[str, Any]) -> Any:
     """Their record of some cases; one process for all of them."""
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     run_reference(RECORD, folder / "cases.json", folder / "out.npz")
-    return np.load(folder / "out.npz")
+    with np.load(folder / "out.npz") as found:
+        return dict(found)
 
 
 def logits(file: Path | str, ids: list[int]) -> np.ndarray:

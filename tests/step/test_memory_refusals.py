@@ -55,7 +55,7 @@ def test_check_lossless(capsys):
 
 
 def test_check_lossless_of_random_weights():
-    with pytest.raises(ValueError, match=r"batch 3 with 640 tokens .* the weights alone"):
+    with pytest.raises(ValueError, match=r"batch 3 with 640 tokens .* the weights by themselves"):
         lossless_cases.load_case("qwen3-8b", "bfloat16", 0, {}, 3)
 
 
