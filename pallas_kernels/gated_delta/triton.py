@@ -49,6 +49,7 @@ def write(ref, value, mask, *index):
     plt.store(at(ref, *index), value.astype(ref.dtype), mask=mask)
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def gated_delta(
     q: Float[Array, "B T Hk dk"],
     rows: Rows,
@@ -60,11 +61,6 @@ def gated_delta(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T Hv dv"], Memory]:
     """The contract's; the memory then begins at `border`."""
-    return _gated_delta(q, rows, memory, start, real, border, interpret)
-
-
-@functools.partial(jax.jit, static_argnums=6)
-def _gated_delta(q, rows, memory, start, real, border, interpret: bool):
     B, T = q.shape[:2]
     Hv, _, dv = memory.state.shape[1:]
     columns = min(dv, COLUMNS)
@@ -177,6 +173,7 @@ def _keep(start_ref, real_ref, border_ref, *refs):
         write(ring, read(one, stays, b, row, *rest), stays, b, place, *rest)
 
 
+@functools.partial(jax.jit, static_argnames=("heads", "interpret"))
 def inputs(
     raw: Float[Array, "B _ D"],
     b: Float[Array, "B T Hv"],
@@ -189,11 +186,6 @@ def inputs(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T Hk dk"], Rows]:
     """The contract's; `heads` are Hk and dk."""
-    return _inputs(raw, b, a, weights, a_log, dt_bias, heads, interpret)
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7))
-def _inputs(raw, b, a, weights, a_log, dt_bias, heads, interpret: bool):
     B, T, Hv = b.shape
     Hk, dk = heads
     keys = (B, T, Hk, dk)
@@ -253,6 +245,7 @@ def _make_inputs(
         write(beta_ref, 1 / (1 + jnp.exp(-x)), real, b, row, h)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def gated_norm(
     out: Float[Array, "B T Hv dv"],
     z: Float[Array, "B T Hv dv"],
@@ -262,11 +255,6 @@ def gated_norm(
     interpret: bool = False,
 ) -> Float[Array, "B T Hv dv"]:
     """The contract's."""
-    return _gated_norm(out, z, scale, eps, interpret)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _gated_norm(out, z, scale, eps: float, interpret: bool):
     flat = [x.reshape(-1, x.shape[-1]) for x in (out, z)]
     return pl.pallas_call(
         functools.partial(_norm, eps=eps),
