@@ -185,8 +185,7 @@ def serve_replicas(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace, host: str, port: int) -> None:
     try:
-        serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
-        ingress = serve.run(application(options), name=NAME)
+        ingress = _started(options, host, port)
         ended = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers there
             signal.signal(number, lambda *_: ended.set())
@@ -194,7 +193,13 @@ def _serve(options: argparse.Namespace, host: str, port: int) -> None:
         sys.stderr.flush()
         ended.wait()
         ingress.drain.remote(options.shutdown_timeout).result()
-    except RuntimeError as error:
-        raise ValueError(f"the replicas did not start: {one_line(error)}") from None
     finally:
         serve.shutdown()
+
+
+def _started(options: argparse.Namespace, host: str, port: int) -> Any:
+    try:
+        serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
+        return serve.run(application(options), name=NAME)
+    except RuntimeError as error:
+        raise ValueError(f"the replicas did not start: {one_line(error)}") from None
