@@ -108,6 +108,7 @@ def seconds_per_call(
         return lax.fori_loop(0, turns, body, (x, numbers))[0]
 
     given = (case.x, case.numbers, still, inputs)
+    # A new function each time, so that it is traced anew: `settled` asks for that.
     lower = lambda: jax.jit(functools.partial(loop)).lower(jnp.int32(1), *given)  # noqa: E731
     compiled = settled(lower).compile()
 
