@@ -102,7 +102,7 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 50
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 5), (6, 16), (9, 9), (31, 11)])
+@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (6, 16), (9, 9), (20, 16), (31, 11)])
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
     models = on_h200(replace(pair_models(SMALL), block_size=width))
