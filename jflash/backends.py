@@ -2,8 +2,8 @@
 
 On a CPU, and in bfloat16 on Hopper, every operation has a form whose bits are the same in every
 program. Attention on other NVIDIA GPUs from sm80 on: Triton, as for cutting heads. Elsewhere, and
-for sizes that no kernel takes, XLA compiles the same operation. A backend
-that is named and cannot run is refused, never replaced.
+for sizes that no kernel takes, XLA compiles the same operation. A backend that is named and cannot
+run is refused, never replaced.
 """
 
 from collections.abc import Callable, Iterator
