@@ -95,7 +95,7 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     for layer in config.layers:
         mixer = layer.mixer
         yield width, mixer.inputs_width
-        yield mixer.out_width * shards, width // shards
+        yield mixer.out_width * shards, width if mixer.whole_out else width // shards
         if isinstance(layer.mlp, MoeSpec):
             yield width, layer.mlp.num_experts
             if layer.mlp.shared_size is not None:
@@ -105,7 +105,8 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
             if layer.beside is not None:
                 yield width, layer.beside.num_experts
             yield width, layer.mlp.intermediate_size
-            yield layer.mlp.intermediate_size * shards, width // shards
+            columns = width if layer.mlp.whole_out else width // shards
+            yield layer.mlp.intermediate_size * shards, columns
     if isinstance(config, DrafterConfig):
         yield len(config.target_layer_ids) * width, width // shards
         yield width, sum(mixer.kv_width for mixer in config.mixers)

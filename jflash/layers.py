@@ -107,19 +107,25 @@ class Projection(nn.Module):
 
 
 class Output(Projection):
-    """A layer's last product: of shards' columns of x, and its result is whole on every device."""
+    """A layer's last product: of shards' columns of x, and its result is whole on every device.
+
+    If the kernel is whole on every device too, no result is gathered.
+    """
 
     shards: int = 1
+    whole: bool = False
 
     def __call__(self, x, backend="xla", residual=None):
-        x, residual = gather(x, self.shards), share(residual, self.shards)
-        return gather(super().__call__(x, backend, residual), self.shards)
+        parts = 1 if self.whole else self.shards
+        out = super().__call__(gather(x, self.shards), backend, share(residual, parts))
+        return gather(out, parts)
 
 
 def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) -> Output:
     """The last product of a layer to `width` columns, from `rows` of each device that shares it."""
-    shape = (rows * spec.shards, width // spec.shards)
-    return Output(Leaf(shape, (axis, "embed"), whole=width), use_bias, shards=spec.shards)
+    shape = (rows * spec.shards, width if spec.whole_out else width // spec.shards)
+    leaf = Leaf(shape, (axis, "embed"), whole=width)
+    return Output(leaf, use_bias, shards=spec.shards, whole=spec.whole_out)
 
 
 def head_best(x: Float[Array, "M D"], head: Head, backend: str, shards: int) -> Int[Array, " M"]:

@@ -21,11 +21,14 @@ from jflash.gather import AXIS
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
-from jflash.specs import AttentionSpec, DeltaSpec, LayerConfig, MoeSpec
+from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSpec
 from jflash.speculative import Models, Params
 from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
+# A layer's last product is whole on every device if the others' columns of its kernel hold at most
+# so many numbers: they are read in less time than a gather of the result and the copies around it.
+READ_RATHER = 2**24
 
 
 def tensor_mesh(devices: int) -> Mesh | None:
@@ -94,12 +97,18 @@ def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
 def part_of[C: DecoderConfig](config: C, shards: int) -> C:
     """One device's part of a model whose sizes divide."""
     model: Any = config
-    layers = tuple(_layer(layer, shards) for layer in config.layers)
+    layers = tuple(_layer(layer, config, shards) for layer in config.layers)
     return replace(model, layers=layers, shards=shards)
 
 
-def _layer(layer: LayerConfig, shards: int) -> LayerConfig:
+def _whole_out(rows: int, config: DecoderConfig, shards: int) -> bool:
+    """Whether every device has the whole kernel of a last product of `rows` rows."""
+    return rows * config.hidden_size * (shards - 1) // shards <= READ_RATHER
+
+
+def _layer(layer: LayerConfig, config: DecoderConfig, shards: int) -> LayerConfig:
     mixer, mlp = layer.mixer, layer.mlp
+    whole_out = _whole_out(mixer.out_width, config, shards)
     if isinstance(mixer, AttentionSpec):
         kv_heads = max(1, mixer.num_kv_heads // shards)
         mixer = replace(
@@ -108,6 +117,7 @@ def _layer(layer: LayerConfig, shards: int) -> LayerConfig:
             num_kv_heads=kv_heads,
             shards=shards,
             copies=kv_heads * shards // mixer.num_kv_heads,
+            whole_out=whole_out,
         )
     else:
         mixer = replace(
@@ -115,9 +125,13 @@ def _layer(layer: LayerConfig, shards: int) -> LayerConfig:
             num_key_heads=mixer.num_key_heads // shards,
             num_value_heads=mixer.num_value_heads // shards,
             shards=shards,
+            whole_out=whole_out,
         )
-    mlp = replace(mlp, intermediate_size=mlp.intermediate_size // shards, shards=shards)
-    if isinstance(mlp, MoeSpec) and mlp.shared_size is not None:
+    rows = mlp.intermediate_size
+    mlp = replace(mlp, intermediate_size=rows // shards, shards=shards)
+    if isinstance(mlp, DenseSpec):
+        mlp = replace(mlp, whole_out=_whole_out(rows, config, shards))
+    elif mlp.shared_size is not None:
         mlp = replace(mlp, shared_size=mlp.shared_size // shards)
     beside = layer.beside
     if beside is not None:

@@ -82,6 +82,7 @@ class AttentionSpec:
     `value_norm`: values are normed by head, without a weight. `shared_kv`: values are the keys
     before norm and rotation, and have no columns. If `shards` devices share the
     layer, its heads are one device's, and `copies` devices have the same key and value heads.
+    `whole_out`: every device makes all columns of the layer's last product, and none is gathered.
     """
 
     num_heads: int
@@ -102,6 +103,7 @@ class AttentionSpec:
     out_bias: bool = False
     shards: int = 1
     copies: int = 1
+    whole_out: bool = False
 
     def __post_init__(self) -> None:
         at_least_1(self, "num_heads", "num_kv_heads", "head_dim")
@@ -149,7 +151,7 @@ class DeltaSpec:
     """One layer's gated delta net in place of attention: a state a value head, and a convolution.
 
     Value heads share key heads in runs; `taps` is the length of the convolution. If `shards`
-    devices share the layer, its heads are one device's.
+    devices share the layer, its heads are one device's; `whole_out` is AttentionSpec's.
     """
 
     num_key_heads: int
@@ -158,6 +160,7 @@ class DeltaSpec:
     value_dim: int
     taps: int
     shards: int = 1
+    whole_out: bool = False
 
     def __post_init__(self) -> None:
         at_least_1(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps")
@@ -187,13 +190,14 @@ class DeltaSpec:
 class DenseSpec:
     """A gated MLP: down(activation(gate) · up). `gelu_tanh` is GELU by its tanh formula.
 
-    If `shards` devices share it, its size is one device's.
+    If `shards` devices share it, its size is one device's; `whole_out` is AttentionSpec's.
     """
 
     intermediate_size: int
     bias: bool = False
     activation: str = "silu"
     shards: int = 1
+    whole_out: bool = False
 
     def __post_init__(self) -> None:
         at_least_1(self, "intermediate_size")

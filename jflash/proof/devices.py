@@ -46,7 +46,9 @@ def added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if not (named and isinstance(module, Output)) or module.use_bias:
         return call(*args, **kwargs)
     x, _, residual = args
-    kernel = jax.lax.all_gather(module.kernel, AXIS, axis=1, tiled=True)
+    kernel = module.kernel
+    if not module.whole:
+        kernel = jax.lax.all_gather(kernel, AXIS, axis=1, tiled=True)
     first = jax.lax.axis_index(AXIS) * x.shape[-1]
     own = jax.lax.dynamic_slice_in_dim(kernel, first, x.shape[-1])
     out = jax.lax.psum(jnp.matmul(x, own, precision="highest"), AXIS)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jflash.bench.shapes import model_shape
 from jflash.gather import AXIS
-from jflash.mesh import over, tensor_mesh
+from jflash.mesh import over, part_of, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
@@ -26,12 +27,14 @@ GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 STEP = """
 import json
+import jflash.mesh
+jflash.mesh.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
 from tests.support.shared_steps import (
     kept_from_files, largest_differences, output_differences, random_parts
 )
 print(json.dumps(largest_differences(4) | {
-    "gathered": [output_differences(devices, psum=False) for devices in (2, 4)],
-    "summed": output_differences(4, psum=True),
+    "gathered": [output_differences(2), output_differences(4), output_differences(4, whole=True)],
+    "summed": [output_differences(4, psum=True, whole=whole) for whole in (False, True)],
     "random": random_parts(4),
     "kept": kept_from_files(2),
 }))
@@ -89,11 +92,21 @@ def test_a_step_over_four_devices_is_that_of_one():
     skips roundings to bfloat16 inside a fusion, which a gather ends: no step has equal bits there.
     """
     found = result(start(STEP))
-    assert found["gathered"] == [0, 0] and found["summed"] > 0
+    assert found["gathered"] == [0, 0, 0] and min(found["summed"]) > 0
     assert found["tokens"] == 0 and found["logits"] < 1e-5 and found["states"] < 1e-5
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
     assert found["kept"] == 0
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_last_product_is_whole_where_its_other_columns_are_read_sooner_than_gathered(devices):
+    shape = model_shape("qwen3-8b")
+    for config in shape.target, shape.drafter:
+        for layer in part_of(config, devices).layers:
+            assert layer.mixer.whole_out and not layer.mlp.whole_out
+    coder = part_of(model_shape("qwen3-coder-30b").target, devices)
+    assert all(layer.mixer.whole_out for layer in coder.layers)
 
 
 def shared_by(devices: int, **changes) -> None:
