@@ -57,6 +57,27 @@ def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
         "live": since["live"] / max(1, since["calls"]),
         "cached_tokens": since["cached_tokens"],
         "steps_by_rows": after.steps_by_rows,
+        "a_round": of_a_round(since, seconds),
+    }
+
+
+def of_a_round(since: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Means: chunks of prompts, calls of steps, and milliseconds.
+
+    `idle_ms`: the device computed nothing; `host_ms`: the engine's thread worked, `dispatch_ms` of
+    it to dispatch programs. Where the host is slower than the device, both are long.
+    """
+    rounds = max(1, since["rounds"])
+    ms = {
+        "round_ms": seconds,
+        "idle_ms": seconds - since["busy_seconds"],
+        "host_ms": since["host_seconds"],
+        "dispatch_ms": since["dispatch_seconds"],
+    }
+    return {
+        "chunks": since["chunks"] / rounds,
+        "calls": since["calls"] / rounds,
+        **{name: 1e3 * value / rounds for name, value in ms.items()},
     }
 
 

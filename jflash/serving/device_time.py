@@ -26,6 +26,7 @@ class DeviceTime:
         self._under_way = deque[UnderWay]()  # in order
         self._since = self._busy_until = time.perf_counter()
         self._lasted = dict[tuple[str, int], float]()  # seconds of each program, when last seen
+        self.dispatching = self.waiting = 0.0  # seconds of the host, in all
 
     @property
     def under_way(self) -> int:
@@ -42,8 +43,9 @@ class DeviceTime:
             self._since = time.perf_counter()
 
     def dispatched(self, program: UnderWay) -> None:
-        """Notes that the device will compute it."""
+        """Notes that the device will compute it, and the time that the host took to say so."""
         self._under_way.append(program)
+        self.dispatching += time.perf_counter() - program.dispatched
 
     def wait_for(self, array: Any) -> dict[str, float]:
         """Waits for the array; the seconds of what the device computed up to it, for Counts."""
@@ -52,8 +54,10 @@ class DeviceTime:
         while any(each.array is array for each in self._under_way):
             one = self._under_way.popleft()
             late = one.array.is_ready()
+            looked = time.perf_counter()
             jax.block_until_ready(one.array)
             now = time.perf_counter()
+            self.waiting += now - looked
             begin, kind = max(one.dispatched, self._busy_until), (one.part, one.rows)
             lasted = max(now - begin, 0.0)
             if late:  # it ended unseen: it took as long as the last one that was seen to end

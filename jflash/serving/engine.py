@@ -38,7 +38,8 @@ class Stats:
 
     There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
     `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`. In
-    `busy_seconds` the device computed.
+    `busy_seconds` the device computed. The engine's thread worked for `host_seconds` in `rounds`,
+    of which it dispatched programs in `dispatch_seconds`, among them `chunks` of prompts.
     """
 
     waiting: int
@@ -53,11 +54,15 @@ class Stats:
     drafted: int
     accepted: int
     preempted: int
+    rounds: int
+    chunks: int
     calls: int
     live: int
     prefill_seconds: float
     decode_seconds: float
     busy_seconds: float
+    host_seconds: float
+    dispatch_seconds: float
     steps_by_rows: dict[int, int]  # if the rows of a step are chosen
 
 
@@ -173,7 +178,7 @@ class Engine:
         """
         self.check(request)
         if request.grammar is not None:
-            self._loop.prepare_grammars()
+            self._loop.device.prepare_grammars()
         handle = Handle(request, lambda _: self._cancel(job))
         now, seed = time.monotonic(), request.seed
         with self._changed:
@@ -202,7 +207,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        pages = self._loop.holdings.pages
+        pages, rows = self._loop.holdings.pages, self._loop.device.rows
         with self._changed:
             return Stats(
                 waiting=self._waiting(),
@@ -211,7 +216,7 @@ class Engine:
                 pages_available=pages.available,
                 pages_kept=pages.kept,
                 ended=dict(self._ended),
-                steps_by_rows={} if self._loop.rows is None else dict(self._loop.rows.steps),
+                steps_by_rows={} if rows is None else dict(rows.steps),
                 **self._loop.counts._asdict(),
             )
 
@@ -227,7 +232,7 @@ class Engine:
         for name, params in new.items():
             kinds = [
                 jax.tree.map(jax.typeof, tree)
-                for tree in (getattr(self._loop.params, name), params)
+                for tree in (getattr(self._loop.device.params, name), params)
             ]
             if kinds[0] != kinds[1]:
                 raise ValueError(
@@ -235,7 +240,7 @@ class Engine:
                 )
 
         def update() -> int:
-            self._loop.new_weights(self._loop.params._replace(**new))
+            self._loop.new_weights(self._loop.device.params._replace(**new))
             return self._loop.version
 
         return self._between(update)

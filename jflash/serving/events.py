@@ -6,22 +6,23 @@ import numpy as np
 
 from jflash.serving.job import Job, Read
 from jflash.serving.packing import Taken, floats, taken, tops_of
-from jflash.serving.programs import Chunked
+from jflash.serving.prefill import First
 from jflash.serving.request import Event, FinishReason
 
 
-def keep_prompt_scores(job: Job, read: Read, chunk: Chunked) -> None:
-    """Adds a chunk's logprobs of the prompt."""
-    count = len(read.scored)
-    job.prompt_logprobs += floats(np.asarray(chunk.chosen))[:count].tolist()
+def keep_prompt_scores(job: Job, read: Read) -> None:
+    """Adds the logprobs of the prompt that a chunk brings."""
+    assert read.scored is not None, "asked for with the chunk"
+    chosen, tops = (np.asarray(x)[: read.count] for x in read.scored)
+    job.prompt_logprobs += floats(chosen).tolist()
     if job.request.prompt_logprobs:
-        job.prompt_tops += tops_of(np.asarray(chunk.tops)[:count])
+        job.prompt_tops += tops_of(tops)
 
 
-def first_token(job: Job, chunk: Chunked) -> Taken:
-    """The token that a prompt's last chunk chose, as a step of one token."""
-    array = np.asarray(chunk.first)
-    tops = [tops_of(np.asarray(chunk.first_top))] if job.request.top_logprobs else None
+def first_token(job: Job, first: First) -> Taken:
+    """The token that follows a prompt, as a step of one token."""
+    array = np.asarray(first.token)
+    tops = [tops_of(np.asarray(first.top))] if job.request.top_logprobs else None
     return Taken([[int(array[0])]], [floats(array[2:]).tolist()], bool(array[1]), tops)
 
 

@@ -1,13 +1,13 @@
 """A request on its way through the loop, what of it the device still computes, and counts."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.packing import Report
 from jflash.serving.pages import Name
-from jflash.serving.programs import Chunked
+from jflash.serving.prefill import First
 from jflash.serving.request import FinishReason, Request, Top
 from jflash.serving.schedule import Order
 from jflash.serving.sliding import Held
@@ -51,6 +51,12 @@ class Job:
         """The number of tokens that chunks compute: all, without the newest once it has begun."""
         return len(self.tokens) - self.begun
 
+    def certain(self, steps: int) -> int:
+        """The tokens that the text has at least, unless it ends before, once the dispatched calls
+        of so many steps have run."""
+        coming = not self.begun and self.slot is not None and not self.end
+        return len(self.tokens) + coming + self.unread * steps
+
     @property
     def begun(self) -> bool:
         """Whether its first token is known: then chunks commit nothing."""
@@ -60,10 +66,11 @@ class Job:
 class Read(NamedTuple):
     """Arrays that the device will fill, and the requests that they are about."""
 
-    chunk: Chunked | None = None
-    job: Job | None = None  # of the chunk
-    first: bool = False  # the chunk brings its first token
-    scored: range = range(0)  # the prompt's tokens whose logprobs the chunk brings
+    filled: Any  # the array that tells when
+    job: Job | None = None  # of a chunk
+    first: First | None = None  # of its text, if the chunk is the last
+    scored: tuple[Any, Any] | None = None  # logprobs of the prompt's tokens after the chunk's
+    count: int = 0  # of these tokens
     report: Report | None = None
     jobs: tuple[Job, ...] = ()  # of the report
     steps: int = 0  # of the report
@@ -78,8 +85,12 @@ class Counts(NamedTuple):
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
+    rounds: int = 0
+    chunks: int = 0
     calls: int = 0
     live: int = 0  # live slots, summed over the calls
     prefill_seconds: float = 0.0  # in which the device computed chunks, and steps
     decode_seconds: float = 0.0
     busy_seconds: float = 0.0  # in which the device computed; an estimate where the host was late
+    host_seconds: float = 0.0  # of rounds, without those in which the host waited for the device
+    dispatch_seconds: float = 0.0  # of these, in which it dispatched programs

@@ -10,22 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import jax
-import numpy as np
-
-from jflash.kernels import AUTO
-from jflash.serving.constrained import Constrained, compile_constrained
-from jflash.serving.device_time import DeviceTime, UnderWay
+from jflash.serving.device import Device
 from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
-from jflash.serving.grammar import GrammarError, fill
+from jflash.serving.grammar import GrammarError
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Counts, Job, Read
-from jflash.serving.packing import Report, Row, Taken, mask_words, packed
+from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
-from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.request import Event, FinishReason
 from jflash.serving.schedule import Plan
-from jflash.serving.slots import Layout, empty_state
+from jflash.serving.slots import Layout
 from jflash.speculative import Models, Params
 
 OnEvent = Callable[[Job, Event], None]
@@ -47,22 +41,15 @@ class Loop:
         burst: int = 4,
         stall: float = math.inf,
     ) -> None:
-        self.models, self.params, self.layout = models, params, layout
-        self.programs: Programs = compile_programs(models, params, layout)
-        auto = models.rows == AUTO and "greedy" in layout.kinds
-        self.rows = choosing(models, params, layout, self.programs) if auto else None
-        self.state = empty_state(models, layout)
-        self.holdings = Holdings(models, layout, self.state, salt)
+        self.device = Device(models, params, layout)
+        self.holdings = Holdings(models, layout, self.device.state, salt)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
         self.counts = Counts()
-        self.time = DeviceTime()
-        self._constrained: Constrained | None = None
-        self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
         self._burst, self._stall = burst, stall
-        self._rounds = deque[list[Read]]()
+        self._unread = deque[Read]()  # in the order in which the device computes them
 
     @property
     def running(self) -> list[Job]:
@@ -71,27 +58,22 @@ class Loop:
     @property
     def quiet(self) -> bool:
         """Whether no text is under way; requests that have no token yet may wait."""
-        return not (self.running or self._rounds or any(job.begun for job in self.waiting))
+        return not (self.running or self._unread or any(job.begun for job in self.waiting))
 
     @property
     def burst(self) -> int:
         """The chunks of the smallest size that may run now between two calls of steps."""
-        sizes = sorted(self.programs.chunk)
+        sizes = sorted(self.device.programs.chunk)
         for size in reversed(sizes):
-            if seconds := self.time.lasted("prefill_seconds", size):
+            if seconds := self.device.time.lasted("prefill_seconds", size):
                 most = self._stall / seconds * (size // sizes[0])
                 return max(1, int(min(self._burst, most)))
         return self._burst
 
-    def prepare_grammars(self) -> None:
-        """Compiles what requests with a grammar need, before the first of them comes."""
-        if self._constrained is None:
-            self._constrained = compile_constrained(self.models, self.params, self.layout)
-
     def new_weights(self, params: Params) -> None:
         """Takes other parameters of the same shapes; the loop must be quiet."""
         assert self.quiet, "a text is of one version"
-        self.params = params
+        self.device.params = params
         self.version += 1
         self.holdings.forget_all()
 
@@ -99,20 +81,19 @@ class Loop:
         """Frees the state's memory; the loop must be quiet."""
         assert self.quiet, "pages in use"
         self.holdings.forget_all()
-        for leaf in jax.tree.leaves(self.state):
-            leaf.delete()
+        self.device.sleep()
         self.asleep = True
 
     def wake(self) -> None:
         """Allocates an empty state after `sleep`."""
         if self.asleep:
-            self.state = empty_state(self.models, self.layout)
+            self.device.wake()
         self.asleep = False
 
     @property
     def idle(self) -> bool:
         able = [job for job in self.waiting if job.cancelled or not self.asleep]
-        return not (able or self.running or self._rounds or self.patience == 0)
+        return not (able or self.running or self._unread or self.patience == 0)
 
     @property
     def patience(self) -> float | None:
@@ -121,13 +102,28 @@ class Loop:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def round(self, on_event: OnEvent) -> None:
-        """Plans and dispatches a round, then reads the one before it."""
+        """Plans and dispatches a round, then reads what the device computes before its steps."""
+        began, times = time.perf_counter(), self.device.time
+        waited, dispatched = times.waiting, times.dispatching
+        self._round(on_event)
+        self._count(
+            rounds=1,
+            host_seconds=time.perf_counter() - began - (times.waiting - waited),
+            dispatch_seconds=times.dispatching - dispatched,
+        )
+
+    def _round(self, on_event: OnEvent) -> None:
+        """One round.
+
+        The device always has the next call by the time that the host waits for anything: for a
+        first token too, which an array of its own brings as soon as its chunk has run.
+        """
         for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
             self._end(job, "cancelled", on_event)
         if any(job.matcher for job in self.running):
             self.drain(on_event)  # masks are of the whole text
         what = self._plan()
-        if what.preempted and self._rounds:
+        if what.preempted and self._unread:
             self.drain(on_event)  # tokens that are on their way are not computed twice
             what = self._plan()
         by_order = {job.order: job for job in (*self.waiting, *self.running)}
@@ -140,7 +136,7 @@ class Loop:
             self.holdings.grow(job)
         for job in jobs(what.admitted):
             self._admit(job)
-        self.time.begin()
+        self.device.time.begin()
         chunked = jobs(what.chunks)
         reads = [
             self._chunk(job, size)
@@ -148,27 +144,24 @@ class Loop:
             if job.slot is not None
             for size in self._sizes(job, len(list(run)))
         ]
-        # A first token waits for no step: it is given out before the next call is dispatched.
-        if any(read.first for read in reads):
-            self._read(reads, on_event)
-            reads = []
+        self._unread += reads
+        left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.first), default=0)
         ready = {id(job): job for job in chunked if not job.end}.values()
-        stepping = [job for job in (*jobs(what.steps), *ready) if job.slot is not None]
+        steps = self.device.layout.steps
+        stepping = [job for job in (*jobs(what.steps), *ready) if job.certain(steps) < job.limit]
         if any(job.matcher for job in stepping):
-            self._read(reads, on_event)
-            reads, stepping = [], [job for job in stepping if job.reason is None]
-        if any(job.matcher for job in stepping):
-            reads.append(self._constrained_call(stepping))
-        elif stepping:
-            reads.append(self._call(stepping))
-        if reads:
-            self._rounds.append(reads)
-        while len(self._rounds) > bool(reads):
-            self._read(self._rounds.popleft(), on_event)
+            self.drain(on_event)  # the masks of the first step are of the first token
+            left = 0
+        stepping = [job for job in stepping if job.slot is not None]
+        if stepping:
+            self._unread.append(self._call(stepping))
+            left += 1
+        while len(self._unread) > left:
+            self._read(self._unread.popleft(), on_event)
 
     def preempt(self, job: Job) -> None:
         """Takes slot and pages from a request, which waits again; all calls must be read."""
-        assert not self._rounds, "tokens on their way would be lost"
+        assert not self._unread, "tokens on their way would be lost"
         self._leave(job)
         self.waiting.append(job)
         self._count(preempted=1)
@@ -179,7 +172,7 @@ class Loop:
 
     def _plan(self) -> Plan:
         return planned(
-            self.waiting, self.running, self.holdings, chunk=min(self.programs.chunk),
+            self.waiting, self.running, self.holdings, chunk=min(self.device.programs.chunk),
             slots=self.slots.count(None), burst=self.burst, still=self.held or self.asleep,
         )  # fmt: skip
 
@@ -194,122 +187,57 @@ class Loop:
         if job.cached is None:
             job.cached = job.computed
             self._count(prompt_tokens=job.end, cached_tokens=job.cached)
-        row = Row(job.slot, job.request, job.seed, job.tokens)
-        self.state = self.programs.admit(
-            self.state, packed(row, self.layout, self.models.max_accept)
-        )
+        self.device.admit(job)
 
     def _sizes(self, job: Job, chunks: int) -> Iterator[int]:
         """Passes for so many chunks of a text; a larger one pays if half of it is the text's."""
-        one = min(self.programs.chunk)
+        sizes = self.device.programs.chunk
+        one = min(sizes)
         rest = min(chunks * one, job.end - job.computed)
         while rest > 0:
-            fitting = [size for size in self.programs.chunk if size == one or 2 * rest > size]
+            fitting = [size for size in sizes if size == one or 2 * rest > size]
             yield max(fitting)
             rest -= max(fitting)
 
     def _chunk(self, job: Job, size: int) -> Read:
         offset = job.computed
-        assert job.slot is not None
-        last = offset + size >= job.end
-        commits = last and not job.begun
-        scores = job.request.prompt_logprobs is not None and not job.begun
-        control = np.array([job.slot, offset, job.end, last, commits, scores], np.int32)
-        table = self.holdings.table(job, offset, offset + size)
-        allowed = self._free
-        if commits and job.matcher is not None:
-            masks = np.full((1, 1, len(allowed)), -1, np.int32)
-            fill(masks, [(0, job.matcher, ())])
-            allowed = masks[0, 0]
-            self._drop_failed([job])
-        began, program = time.perf_counter(), self.programs.chunk[size]
-        self.state, out = program(self.params, self.state, table, control, allowed)
-        self.time.dispatched(UnderWay("prefill_seconds", size, began, out.first))
-        job.computed = min(offset + size, job.end)
+        read = self.device.chunk(job, size, self.holdings.table(job, offset, offset + size))
+        self._count(chunks=1)
         self.holdings.name(job, job.computed)
-        if last:
-            job.end = 0
-        scored = range(offset + 1, min(offset + size + 1, len(job.request.prompt_ids)))
-        return Read(out, job, first=commits, scored=scored if scores else range(0))
+        self._drop_failed([job])
+        return read
 
     def _call(self, jobs: Sequence[Job]) -> Read:
+        """The next steps of these requests; a single one while some of them has a grammar."""
         live, table = self.holdings.tables(jobs)
-        greedy, program = self.programs.greedy, self.programs.drawn
-        rows = max(greedy, default=0)
-        if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
-            rows = rows if self.rows is None else self.rows.pick()[0]
-            program = greedy[rows]
-        began = time.perf_counter()
-        self.state, report = program(self.params, self.state, table, live)
-        self.time.dispatched(UnderWay("decode_seconds", rows, began, report.numbers))
-        return self._called(jobs, rows, report, self.layout.steps)
-
-    def _constrained_call(self, jobs: Sequence[Job]) -> Read:
-        """One step; the host computes the masks while the device verifies the drafts."""
-        programs = self._constrained
-        assert programs is not None, "the engine prepares it before the first such request"
-        live, table = self.holdings.tables(jobs)
-        began = time.perf_counter()
-        self.state, begun = programs.propose(self.params, self.state, table, live)
-        begun.proposal.tokens.copy_to_host_async()
-        self.state, seen = programs.look(self.params, self.state, table, begun)
-        drafts = np.asarray(begun.proposal.tokens)
-        words = mask_words(self.models)
-        masks = np.full((len(self.slots), self.models.block_size, words), -1, np.int32)
-        blocks = []
-        for job in jobs:
-            if job.matcher is not None and job.slot is not None:
-                blocks.append((job.slot, job.matcher, drafts[job.slot].tolist()))
-        fill(masks, blocks)
-        self._drop_failed(jobs)
-        self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
-        rows = max(self.programs.greedy, default=0)
-        self.time.dispatched(UnderWay("decode_seconds", rows, began, report.numbers))
-        return self._called(jobs, rows, report, 1)
-
-    def _called(self, jobs: Sequence[Job], rows: int, report: Report, steps: int) -> Read:
-        """Notes a dispatched call, whose report is on its way."""
-        for job in jobs:
-            job.unread += 1
-        if self.rows is not None:
-            self.rows.ran(rows, report.survey)
-        if not any(job.request.top_logprobs for job in jobs):
-            report = report._replace(tops=None)
-        jax.copy_to_host_async((report.numbers, report.tops))
+        of_grammar = any(job.matcher for job in jobs)
+        call = self.device.constrained_call if of_grammar else self.device.call
+        read = call(jobs, live, table)
         self._count(calls=1, live=len(jobs))
-        return Read(report=report, jobs=tuple(jobs), steps=steps)
+        self._drop_failed(jobs)
+        return read
 
     def drain(self, on_event: OnEvent) -> None:
-        """Reads all dispatched calls."""
-        while self._rounds:
-            self._read(self._rounds.popleft(), on_event)
+        """Reads all that was dispatched."""
+        while self._unread:
+            self._read(self._unread.popleft(), on_event)
 
-    def _read(self, reads: list[Read], on_event: OnEvent) -> None:
-        for read in reads:
-            if read.chunk is not None:
-                self._read_chunk(read, on_event)
-                continue
-            assert read.report is not None
-            self._count(**self.time.wait_for(read.report.numbers))
-            for job, given in tokens_of_calls(read, self.models.block_size):
+    def _read(self, read: Read, on_event: OnEvent) -> None:
+        """Waits for a chunk or a call, and hands on what it gives."""
+        self._count(**self.device.time.wait_for(read.filled))
+        if read.report is not None:
+            for job, given in tokens_of_calls(read, self.device.models.block_size):
                 job.unread -= 1
                 self._gain(job, given, on_event)
-
-    def _read_chunk(self, read: Read, on_event: OnEvent) -> None:
-        """A chunk's logprobs of the prompt, and its first token."""
-        job, chunk = read.job, read.chunk
-        assert job is not None and chunk is not None
-        self._count(**self.time.wait_for(chunk.first))
-        if job.reason is not None:
-            return
-        if read.scored:
-            keep_prompt_scores(job, read, chunk)
-        if read.first:
-            self._gain(job, first_token(job, chunk), on_event)
+        elif read.job is not None and read.job.reason is None:
+            if read.scored is not None:
+                keep_prompt_scores(read.job, read)
+            if read.first is not None:
+                self._gain(read.job, first_token(read.job, read.first), on_event)
 
     def _gain(self, job: Job, given: Taken, on_event: OnEvent) -> None:
         """Adds the tokens of some steps; the last one may end the text."""
-        for event in gained(job, given, self.models.max_accept, self.version):
+        for event in gained(job, given, self.device.models.max_accept, self.version):
             new = len(event.token_ids)
             self._count(new_tokens=new, drafted=event.drafted, accepted=event.accepted)
             on_event(job, event)

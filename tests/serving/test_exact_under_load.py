@@ -118,10 +118,11 @@ def counted(loop: Loop) -> list[str]:
     def named(name: str, program):
         return lambda *args: (calls.append(name), program(*args))[1]
 
-    greedy = {rows: named("call", one) for rows, one in loop.programs.greedy.items()}
-    chunk = {size: named("chunk", one) for size, one in loop.programs.chunk.items()}
-    drawn = named("call", loop.programs.drawn)
-    loop.programs = loop.programs._replace(greedy=greedy, drawn=drawn, chunk=chunk)
+    device = loop.device
+    greedy = {rows: named("call", one) for rows, one in device.programs.greedy.items()}
+    chunk = {size: named("chunk", one) for size, one in device.programs.chunk.items()}
+    drawn = named("call", device.programs.drawn)
+    device.programs = device.programs._replace(greedy=greedy, drawn=drawn, chunk=chunk)
     return calls
 
 
@@ -187,10 +188,19 @@ def test_a_hit_is_what_was_computed(pair):
         np.testing.assert_array_equal(got, np.asarray(pool[np.array(other)]))
 
 
-def test_a_first_token_waits_for_its_chunks_and_no_step(pair):
-    """Of a new prompt, of one that was there before, alone and beside a text under way."""
+def test_a_first_token_waits_for_its_chunks_and_no_step(pair, monkeypatch):
+    """Of a new prompt, of one that was there before, alone and beside a text under way. The device
+    has the next call of steps before the host waits for the token."""
     loop = loop_of(pair)
     calls = counted(loop)
+    waits = DeviceTime.wait_for
+
+    def wait_for(time: DeviceTime, array: Any) -> dict[str, float]:
+        spent = waits(time, array)
+        calls.append(f"{time.under_way} left")
+        return spent
+
+    monkeypatch.setattr(DeviceTime, "wait_for", wait_for)
 
     def until_first(request: Request, order: int) -> list[str]:
         job = job_of(request, order)
@@ -203,11 +213,27 @@ def test_a_first_token_waits_for_its_chunks_and_no_step(pair):
 
     [ids] = prompts(1, low=100, high=101)
     long = Request(prompt_ids=ids, max_tokens=140)
-    assert until_first(long, 0) == ["chunk"] * 4  # 100 tokens by 32
+    four = [f"{left} left" for left in (4, 3, 2, 1)]
+    assert until_first(long, 0) == ["chunk"] * 4 + ["call"] + four  # 100 tokens by 32
     one = replace(long, prompt_ids=ids[:70], max_tokens=1)
-    assert until_first(one, 1) == ["chunk"]  # 64 of 70 tokens are there
-    assert until_first(replace(one, cache_salt="new"), 2) == ["chunk"] * 3
+    # 64 of 70 tokens are there; the call of the first text that was under way is read first.
+    assert until_first(one, 1) == ["chunk", "call", "2 left", "1 left"]
+    three = [f"{left} left" for left in (4, 3, 2, 1)]
+    assert until_first(replace(one, cache_salt="new"), 2) == ["chunk"] * 3 + ["call"] + three
     assert loop.slots[0] is not None, "the first text was under way all the time"
+
+
+def test_an_end_that_is_certain_takes_no_more_steps(pair):
+    """A text of one token needs no call, and one whose last tokens are on their way no other."""
+    loop, give = loop_of(pair), lambda *_: None
+    calls = counted(loop)
+    for new in (1, 1 + STEPS):
+        calls.clear()
+        job = job_of(Request(prompt_ids=prompts(1, low=20, high=21)[0], max_tokens=new), new)
+        loop.waiting.append(job)
+        while not loop.idle:
+            loop.round(give)
+        assert calls == ["chunk", "call"][:new] and job.reason == "length"
 
 
 @pytest.mark.parametrize(("burst", "seconds"), [(1, 0.0), (2, 0.0), (2, 0.02)])
@@ -259,7 +285,7 @@ def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch)
 
 
 def caches(loop: Loop):
-    return loop.state.target_cache, loop.state.drafter_cache
+    return loop.device.state.target_cache, loop.device.state.drafter_cache
 
 
 def test_pages_that_left_the_window_return():
@@ -308,7 +334,7 @@ def test_a_first_token_keeps_the_next_call_under_way(pair):
         loop.waiting.append(job)
         loop.round(give)
     assert jobs[1].begun and [job.unread for job in jobs] == [1, 1]
-    assert loop.time.under_way == 1
+    assert loop.device.time.under_way == 1
     while not loop.idle:
         loop.round(give)
 
@@ -332,14 +358,15 @@ def test_as_many_rows_as_pay(pair):
     models = replace(pair.models, rows=AUTO)
     shape = Shape.of(2, CONTEXT, 16, CHUNK)
     loop = Loop(models, pair.params, Layout(shape, 8, STEPS), b"")
-    assert loop.rows is not None
-    turns = itertools.cycle(loop.programs.greedy)
-    loop.rows.choice = lambda: (next(turns), STEPS)
+    rows = loop.device.rows
+    assert rows is not None
+    turns = itertools.cycle(loop.device.programs.greedy)
+    rows.choice = lambda: (next(turns), STEPS)
     events, jobs = {0: [], 1: []}, [job_of(r, i) for i, r in enumerate(requests)]
     loop.waiting += jobs
     while not loop.idle:
         loop.round(lambda job, event: events[job.order[1]].append(event))
-    assert sorted(loop.programs.greedy) == [2, 8, 16] and all(loop.rows.steps.values())
+    assert sorted(loop.device.programs.greedy) == [2, 8, 16] and all(rows.steps.values())
     assert [job.tokens[len(job.request.prompt_ids) :] for job in jobs] == [
         one.token_ids for one in want
     ]

@@ -286,7 +286,7 @@ def test_a_form_goes_on_after_each_preemption(engines, grammars):
     request = Request(prompt_ids=PROMPT, max_tokens=40, seed=1, stop_ids=[END], grammar=grammar)
     [want] = wide.generate([request])
     loop = Loop(wide.pair.models, wide.pair.params, wide._layout, b"")
-    loop.prepare_grammars()
+    loop.device.prepare_grammars()
     job = Job(
         handle=Handle(request, give), order=(0, 0), seed=1, deadline=None, tokens=list(PROMPT),
         matcher=Matcher(grammar),
