@@ -11,7 +11,7 @@ import pytest
 
 from jflash.decoding import Decoding
 from jflash.generate import generate
-from jflash.serving import loop
+from jflash.serving import device
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -151,7 +151,7 @@ def test_asleep_requests_still_time_out_and_a_failed_wake_is_heard_of(pair, monk
     assert within_seconds(waits.result).finish_reason == "timeout"
     stays = engine.submit(request)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory is left"):
-        patch.setattr(loop, "empty_state", fails)
+        patch.setattr(device, "empty_state", fails)
         within_seconds(engine.wake)
     engine.wake()
     assert within_seconds(stays.result).finish_reason == "length"
