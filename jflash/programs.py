@@ -5,8 +5,10 @@ sets, seeds and bounds are run-time values, so nothing compiles twice.
 """
 
 import functools
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from jflash.tiles import settled
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this
+_POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2))  # that compiles; it traces nothing
 
 
 class Shape(NamedTuple):
@@ -55,7 +58,7 @@ class Report(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Executables of one shape and the seconds it took to compile them.
+    """Executables of one shape and the seconds that the caller waited for them.
 
     prefill(params, state, slot, request) -> state
     run(params, state, max_steps, cancel) -> (state, report)
@@ -197,25 +200,44 @@ def make_request(
 
 def compile_programs(models: Models, params: Params, shape: Shape) -> Programs:
     """Both executables of a shape; a second call returns the same ones without compiling."""
+    return compile_several([models], params, shape)[0]
+
+
+def compile_several(each: Sequence[Models], params: Params, shape: Shape) -> list[Programs]:
+    """`compile_programs` of each, which differ in the rows that a step verifies: at the same time.
+
+    Tracing is Python, one program after the other: a program compiles while the next is traced.
+    """
+    begin = time.perf_counter()
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
     stored = {str(leaf.dtype) for leaf in leaves}
-    assert models.dtype in stored, f"weights of {stored} for models of {models.dtype}"
     # Prompts are admitted alike whatever a step verifies.
-    any_rows = models if models.rows is None else replace(models, rows=AUTO)
-    admit, admit_seconds = _compile_prefill(any_rows, tuple(leaves), tree, shape)
-    steps, step_seconds = _compile_run(models, tuple(leaves), tree, shape)
-    return Programs(admit, steps, admit_seconds + step_seconds)
+    any_rows = [m if m.rows is None else replace(m, rows=AUTO) for m in each]
+    for models in each:
+        assert models.dtype in stored, f"weights of {stored} for models of {models.dtype}"
+    try:
+        admits = [_compiling_prefill(m, tuple(leaves), tree, shape) for m in any_rows]
+        steps = [_compiling_run(m, tuple(leaves), tree, shape) for m in each]
+        done = [(admit.result(), step.result()) for admit, step in zip(admits, steps, strict=True)]
+    except BaseException:  # the next call compiles again
+        _compiling_prefill.cache_clear()
+        _compiling_run.cache_clear()
+        raise
+    seconds = time.perf_counter() - begin
+    return [Programs(admit, step, seconds) for admit, step in done]
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_prefill(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
-    return compile_prefill(models, jax.tree.unflatten(tree, leaves), shape)
+def _compiling_prefill(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Future:
+    params = jax.tree.unflatten(tree, leaves)
+    return _POOL.submit(settled(lambda: lower_prefill(models, params, shape)).compile)
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> tuple[Any, float]:
+def _compiling_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Future:
+    params = jax.tree.unflatten(tree, leaves)
     state = jax.eval_shape(lambda: new_state(models, shape))
-    return compile_run(models, jax.tree.unflatten(tree, leaves), state)
+    return _POOL.submit(settled(lambda: lower_run(models, params, state)).compile)
 
 
 def compile_prefill(models: Models, params: Params, shape: Shape) -> tuple[Any, float]:

@@ -11,11 +11,9 @@ import functools
 import hashlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from jaxtyping import Array, Bool, Int
 from jflash.device import device_name
 from jflash.files import write_json
 from jflash.kernels import AUTO
-from jflash.programs import Programs, Shape, compile_programs, new_state
+from jflash.programs import Programs, Shape, compile_programs, compile_several, new_state
 from jflash.rows import BINS, Survey
 from jflash.speculative import Models, Params, State
 
@@ -186,14 +184,12 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     begin = time.perf_counter()
     counts = row_counts(shape.batch, models.block_size)
     each = [replace(models, rows=count) for count in counts]
-    prefill = compile_programs(each[-1], params, shape).prefill  # once, because all share it
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        compiled = list(pool.map(lambda models: compile_programs(models, params, shape), each))
+    compiled = compile_several(each, params, shape)
     runs = {count: programs.run for count, programs in zip(counts, compiled, strict=True)}
     folder = jax.config.jax_compilation_cache_dir
     measure = functools.partial(step_times, each[-1], params, shape, runs)
     ms = kept_times(models, shape, measure, Path(folder) if folder else None)
-    return ChosenRows(prefill, runs, ms, time.perf_counter() - begin)
+    return ChosenRows(compiled[-1].prefill, runs, ms, time.perf_counter() - begin)
 
 
 def step_times(

@@ -1,5 +1,11 @@
 """Within a capacity bucket nothing compiles twice, by JAX's own compile events."""
 
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from jflash import programs
 from jflash.generate import generate, stream
 from tests.support.pairs import prompts, random_pair
 
@@ -24,3 +30,33 @@ def test_another_bucket_does_compile(compilations):
     before = len(compilations)
     generate(pair, prompts(1), max_new_tokens=400)
     assert len(compilations) > before
+
+
+def test_a_program_compiles_while_the_next_is_traced(monkeypatch):
+    pair, traced = random_pair(intermediate_size=39), threading.Event()
+    waits = SimpleNamespace(compile=lambda: traced.wait(20))
+
+    def lower_run(*_):
+        traced.set()
+        return SimpleNamespace(compile=lambda: "run")
+
+    monkeypatch.setattr(programs, "lower_prefill", lambda *_: waits)
+    monkeypatch.setattr(programs, "lower_run", lower_run)
+    compiled = programs.compile_programs(pair.models, pair.params, programs.Shape.of(1, 256))
+    assert compiled[:2] == (True, "run")
+
+
+def test_what_did_not_compile_is_compiled_again(monkeypatch):
+    pair, shape = random_pair(intermediate_size=40), programs.Shape.of(1, 256)
+    memory = iter([MemoryError("not now"), None])
+
+    def compile():
+        if error := next(memory):
+            raise error
+        return "run"
+
+    monkeypatch.setattr(programs, "lower_prefill", lambda *_: SimpleNamespace(compile=lambda: "it"))
+    monkeypatch.setattr(programs, "lower_run", lambda *_: SimpleNamespace(compile=compile))
+    with pytest.raises(MemoryError, match="not now"):
+        programs.compile_programs(pair.models, pair.params, shape)
+    assert programs.compile_programs(pair.models, pair.params, shape)[:2] == ("it", "run")
