@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, lines of JSON, and the lock of a running command.
+"""Files that appear whole or not at all, lines of JSON, and the locks of running commands.
 
 Only this file writes such files, so no reader ever sees half of one.
 """
@@ -102,6 +102,23 @@ def locked(file: Path, what: Path) -> Iterator[None]:
                 f"{what} is in use by another process: wait for its end, or give another place"
             ) from None
         yield
+
+
+@contextlib.contextmanager
+def in_turn(file: Path | None) -> Iterator[Callable[[], None]]:
+    """Yields a function that waits until no other process is in a block of this file.
+
+    From its return on, other processes wait where their blocks begin, until this one ends; before
+    that, blocks run beside each other. Without a file nobody waits.
+    """
+    if file is None:
+        yield lambda: None
+        return
+    with _named(file):
+        lock = file.open("a")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield lambda: fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:

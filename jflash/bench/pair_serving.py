@@ -1,7 +1,7 @@
 """A real pair that answers questions through the engine and over HTTP, and its recording."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,14 +35,17 @@ class Load(NamedTuple):
     clients: int | None
 
 
-def answered(pair: Pair, asked: Questions, load: Load) -> Iterator[dict[str, Any]]:
-    """Rows for each batch, the largest first; all programs are compiled before."""
+def answered(
+    pair: Pair, asked: Questions, load: Load, wait: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Rows for each batch, the largest first; all are compiled before `wait`, timed after it."""
     context = max(map(len, asked.prompts)) + load.new
     first, *others = load.steps
     largest, *smaller = sorted(load.batches, reverse=True)
     sizes = [(largest, first), *((largest, n) for n in others), *((n, first) for n in smaller)]
     layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch, steps in sizes]
     warm([(pair, layout) for layout in layouts])
+    wait()
     for (batch, steps), layout in zip(sizes, layouts, strict=True):
         row = {"batch": batch, "rows": pair.models.rows, "steps_per_call": steps}
         with engine_for(pair, layout, 2 * len(asked.prompts)) as engine:

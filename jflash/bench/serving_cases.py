@@ -5,7 +5,7 @@ questions.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from jflash.bench.serving_speed import (
     running,
 )
 from jflash.bench.shapes import model_shape
+from jflash.bench.stalls import beside_long, stalled
 from jflash.generate import Pair
 from jflash.io import default_dtype
 from jflash.mesh import with_context
@@ -43,16 +44,20 @@ LONG = 2048  # new tokens of those that decode while a first token is waited for
 
 
 class Case(NamedTuple):
-    """An engine of so many slots, and the lines of the table that it gives."""
+    """An engine of so many slots and steps a call, and the lines of the table that it gives."""
 
     slots: int
+    steps: int
     rows: str | None = None  # AUTO (jflash.kernels): as many as pay
     burst: bool = True  # requests for all slots at once, whose acceptances are forced
     first: bool = False  # first tokens: in an empty engine, beside all other slots, again
+    long: int = 0  # tokens of a prompt that comes while all other slots decode
 
     @property
-    def context(self) -> int:
-        return PROMPT + (LONG if self.first else NEW)
+    def layout(self) -> Layout:
+        if self.long:
+            return beside_long(self.slots, self.long, self.steps)
+        return layout_of(self.slots, PROMPT + (LONG if self.first else NEW), self.steps)
 
 
 def random_pair(shape: str, recording: Recording, dtype: str | None) -> Pair:
@@ -88,27 +93,28 @@ def warm(wanted: Sequence[tuple[Pair, Layout]]) -> None:
 
 
 def measured(
-    pair: Pair, cases: Sequence[Case], steps: int, repeats: int, probes: int
+    pair: Pair, cases: Sequence[Case], repeats: int, probes: int, wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case; all are compiled before the first is timed."""
-    engines = [
-        (replace(pair, models=replace(pair.models, rows=case.rows)), layout_of_case(case, steps))
-        for case in cases
-    ]
-    warm(engines)
+    """A row for each case; all are compiled before `wait` is called, and timed after it."""
+    pairs = [replace(pair, models=replace(pair.models, rows=case.rows)) for case in cases]
+    warm([(own, case.layout) for own, case in zip(pairs, cases, strict=True)])
+    wait()
     prompts = RandomPrompts(pair.models.target.config.vocab_size)
-    for case, (own, layout) in zip(cases, engines, strict=True):
-        row = {"batch": case.slots, "rows": case.rows, "steps_per_call": steps}
-        with engine_for(own, layout, 4 * case.slots) as engine:
+    for own, case in zip(pairs, cases, strict=True):
+        row = {"batch": case.slots, "rows": case.rows, "steps_per_call": case.steps}
+        with engine_for(own, case.layout, 4 * case.slots) as engine:
+            if case.long:
+                yield (
+                    {"what": "long prompt"}
+                    | row
+                    | stalled(engine, case.slots - 1, prompts, case.long)
+                )
+                continue
             if case.burst:
                 yield {"what": "forced"} | row | forced(engine, case.slots, prompts, repeats)
             if case.first:
                 found = waited_for(engine, case.slots, prompts, probes)
                 yield {"what": "first token"} | row | found
-
-
-def layout_of_case(case: Case, steps: int) -> Layout:
-    return layout_of(case.slots, case.context, steps)
 
 
 def forced(engine: Engine, slots: int, prompts: RandomPrompts, repeats: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """bench-serving: the figures of the engine and of the server."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jflash.bench.recording import of_mean, read_recording, recorded
@@ -10,47 +10,55 @@ from jflash.cli.command import Options, require
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
-from jflash.files import whole_file
+from jflash.files import in_turn, whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
 from jflash.serving.engine import STEPS_PER_CALL
 
 AT_ONCE = 8  # answers that are recorded at once
+BATCHES = (1, 8, 32, 64)
+TEXTS = 8  # beside a long prompt
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
     """Yields the result after each row."""
-    result: dict[str, Any] = describe_device() | {"serving": []}
     steps = args.steps_per_call or (STEPS_PER_CALL,)
-    if args.record is not None:
-        yield result | record(args)
-        return
-    rows = of_shape if args.target is None else of_pair
-    for row in rows(args, steps, result):
-        print(row_text(row), flush=True)
-        result["serving"].append(row)
-        yield result
+    with in_turn(args.in_turn) as wait:
+        result: dict[str, Any] = describe_device() | {"serving": []}
+        if args.record is not None:
+            yield result | record(args)
+            return
+        rows = of_shape if args.target is None else of_pair
+        for row in rows(args, steps, result, wait):
+            print(row_text(row), flush=True)
+            result["serving"].append(row)
+            yield result
 
 
 def of_shape(
-    args: Options, steps: Sequence[int], result: dict[str, Any]
+    args: Options, steps: Sequence[int], result: dict[str, Any], wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     recording = read_recording(args.replay)
     pair = random_pair(args.shape, recording, args.dtype)
     result |= {"shape": args.shape, "backends": pair.models.kernels._asdict()}
     result |= {"block_size": pair.models.block_size, "replayed_tau": recording.tokens_a_step}
-    slots = sorted({*args.batch, *args.first_token})
-    groups = [
-        [Case(n, None, n in args.batch, n in args.first_token) for n in slots],
-        [Case(n, AUTO) for n in args.auto_batch],
-    ]
-    for count in steps:
-        for cases in groups:
-            yield from measured(pair, cases, count, args.repeats, args.probes)
+    others = args.auto_batch or args.first_token or args.long_prompt
+    batches = args.batch or (() if others else BATCHES)
+    cases = [
+        case
+        for count in steps
+        for case in (
+            *(Case(n, count, burst=n in batches, first=n in args.first_token)
+              for n in sorted({*batches, *args.first_token})),
+            *(Case(n, count, AUTO) for n in args.auto_batch),
+            *(Case(TEXTS + 1, count, burst=False, long=n) for n in args.long_prompt),
+        )
+    ]  # fmt: skip
+    yield from measured(pair, cases, args.repeats, args.probes, wait)
 
 
 def of_pair(
-    args: Options, steps: Sequence[int], result: dict[str, Any]
+    args: Options, steps: Sequence[int], result: dict[str, Any], wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     if args.clients is not None:
         require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
@@ -59,10 +67,11 @@ def of_pair(
     pair, asked = pair_and_questions(args)
     result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
     result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
-    for rows, batches in ((None, args.batch), (AUTO, args.auto_batch)):
-        load = Load(batches, args.max_new_tokens, steps, args.repeats, args.clients)
-        if batches:
-            yield from answered(with_rows(pair, rows), asked, load)
+    batches = args.batch or (() if args.auto_batch else BATCHES)
+    for rows, sizes in ((None, batches), (AUTO, args.auto_batch)):
+        load = Load(sizes, args.max_new_tokens, steps, args.repeats, args.clients)
+        if sizes:
+            yield from answered(with_rows(pair, rows), asked, load, wait)
 
 
 def pair_and_questions(args: Options) -> tuple[Any, Any]:
@@ -100,6 +109,13 @@ def record(args: Options) -> dict[str, Any]:
 
 def row_text(row: dict[str, Any]) -> str:
     name = f"{row['what']}, batch {row['batch']}, {row['steps_per_call']} steps a call"
+    if row["what"] == "long prompt":
+        alone, beside = (row[key]["most_ms"] for key in ("alone", "beside"))
+        return (
+            f"{name}: {row['prompt_tokens']} tokens beside {row['texts']} texts: their longest gap "
+            f"{alone:.1f} ms alone, {beside:.1f} beside it, a stall of {row['stall_ms']:.1f}; its "
+            f"first token after {row['first_token_ms']:.0f} ms"
+        )
     if row["what"] == "first token":
         empty, known, beside = (row[key]["p50_ms"] for key in ("empty", "known", "beside"))
         return f"{name}: p50 {empty:.1f} ms, {known:.1f} known, {beside:.1f} beside others"

@@ -77,6 +77,8 @@ def tiles_of(sizes: Int[Array, " E"], rows: int, block: int) -> Tiles:
     return Tiles(*(part.astype(jnp.int32) for part in (expert, begin, end)))
 
 
+# An inner jit: all layers then share what is traced, lowered and compiled once.
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _call(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
     (R, K), E = x.shape, w.shape[0]
     if not (x.dtype == w.dtype == jnp.bfloat16 and divides(K, columns)):

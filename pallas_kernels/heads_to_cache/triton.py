@@ -26,6 +26,12 @@ def heads_to_cache(
 
     Without `interpret` it compiles for a GPU only.
     """
+    return _to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, heads, interpret)
+
+
+# An inner jit: all layers then share what is traced, lowered and compiled once.
+@functools.partial(jax.jit, static_argnums=(8, 9))
+def _to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, heads, interpret):
     (B, T), (N, K, H) = slots.shape, heads[:3]
     G = max(1, N // K)
     scales = [s for s in (q_scale, k_scale) if s is not None]

@@ -24,39 +24,51 @@ FIRST = (  # ms to the first token, p50
     ("known", "first token, the same prompt again", 10),
 )
 SHARE = 0.85  # of the engine's, over HTTP
+STALL = 50  # ms that a long prompt keeps a text waiting
+KINDS = ("forced", "questions", "questions over HTTP", "first token", "long prompt")
 
 
 def serving(results: list[Result]) -> str:
-    """A line for each case that was measured."""
-    cases = with_key(results, "serving")
-    theirs = with_key(results, "beside_vllm")
-    rows: list[list[Any]] = []
-    for case in cases:
-        names = {"shape": case.get("shape"), "target": case.get("target")}
-        for row in case["serving"]:
-            kind, batch = (row["what"], row["rows"]), row["batch"]
-            if row["what"] == "first token":
-                rows += [
-                    [name.format(**row), batch, f"≤ {goal} ms", "",
-                     f"{row[key]['p50_ms']:.1f} ms"]
-                    for key, name, goal in FIRST
-                ]  # fmt: skip
-                continue
-            if "share" in row:
-                text = f"{row['tokens_per_second']:,.0f} ({percent(row['share'])})"
-                what = f"the same over HTTP, {row['clients']} clients, share of the engine's"
-                goal = f"≥ {100 * SHARE:.0f} %"
-                rows.append([what, batch, goal, "", text, percent(row["device_busy"])])
-                continue
-            goal = GOALS.get(kind, {}).get(batch)
-            other = vllms(theirs, row, batch)
-            rows.append([
-                NAMES[kind].format(**names, tau=row["tau"]), batch,
-                "" if goal is None else f"{goal:,}", "" if other is None else f"{other:,}",
-                f"{row['tokens_per_second']:,.0f}", percent(row["device_busy"]),
-            ])  # fmt: skip
+    """A line for each case that was measured, whatever runs they are of."""
+    cases, theirs = with_key(results, "serving"), with_key(results, "beside_vllm")
+    found = [(case, row) for case in cases for row in case["serving"]]
+    lines = [line for case, row in sorted(found, key=place) for line in lines_of(case, row, theirs)]
     head = ["tokens/s, prefill in the time", "batch", "goal", "vLLM 0.24", "jflash", "device busy"]
-    return table(head, rows, cases)
+    return table(head, lines, cases)
+
+
+def place(measured: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, ...]:
+    """The order of lines: by the models, what was timed, and the batch."""
+    case, row = measured
+    models = case.get("shape", ""), case.get("target", "")
+    return models, KINDS.index(row["what"]), row["rows"] or "", row["batch"]
+
+
+def lines_of(
+    case: dict[str, Any], row: dict[str, Any], theirs: list[dict[str, Any]]
+) -> list[list[Any]]:
+    batch = row["batch"]
+    if row["what"] == "first token":
+        return [
+            [name.format(**row), batch, f"≤ {goal} ms", "", f"{row[key]['p50_ms']:.1f} ms"]
+            for key, name, goal in FIRST
+        ]
+    if row["what"] == "long prompt":
+        text = "the longest stall of {texts} texts beside a prompt of {prompt_tokens:,} tokens"
+        return [[text.format(**row), batch, f"≤ {STALL} ms", "", f"{row['stall_ms']:.1f} ms"]]
+    busy = percent(row["device_busy"])
+    if "share" in row:
+        text = f"{row['tokens_per_second']:,.0f} ({percent(row['share'])})"
+        what = f"the same over HTTP, {row['clients']} clients, share of the engine's"
+        return [[what, batch, f"≥ {100 * SHARE:.0f} %", "", text, busy]]
+    kind = row["what"], row["rows"]
+    goal, other = GOALS.get(kind, {}).get(batch), vllms(theirs, row, batch)
+    names = {"shape": case.get("shape"), "target": case.get("target"), "tau": row["tau"]}
+    return [[
+        NAMES[kind].format(**names), batch,
+        "" if goal is None else f"{goal:,}", "" if other is None else f"{other:,}",
+        f"{row['tokens_per_second']:,.0f}", busy,
+    ]]  # fmt: skip
 
 
 def vllms(theirs: list[dict[str, Any]], row: dict[str, Any], batch: int) -> int | None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 from dataclasses import replace
 
 import jax
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.bench import stalls
 from jflash.bench.http_clients import counted
 from jflash.bench.recording import of_mean, read_recording
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
-from jflash.cli import main
+from jflash.bench.stalls import gaps
+from jflash.cli import bench_serving, main
+from jflash.files import in_turn
 from jflash.programs import Shape, new_state
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.request import Request
@@ -29,15 +33,54 @@ def file(tmp_path_factory):
     return file
 
 
-def test_a_row_of_the_table(file, tmp_path):
+def test_rows_of_the_table(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(stalls, "ALONE", 0.1)
+    monkeypatch.setattr(bench_serving, "TEXTS", 1)
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
+    argv += ["--long-prompt", "1024", "--in-turn", str(tmp_path / "turn")]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
-    [row] = result["serving"]
+    row, long = result["serving"]
     assert row["new_tokens"] == 2 * 256
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut
     assert 0 < row["device_busy"] < 1.05
+    assert (long["texts"], long["prompt_tokens"]) == (1, 1024)
+    assert 0 < long["alone"]["p50_ms"] <= long["alone"]["most_ms"]
+    assert long["stall_ms"] == long["beside"]["most_ms"] - long["alone"]["p50_ms"]
+
+
+def test_gaps_are_between_calls_and_some_part_of_them_is_in_the_span():
+    times = [0.0, 1.0, 1.0001, 1.5, 3.0, 4.0]
+    assert gaps(times, 1.2, 2.0) == [1.5 - 1.0001, 1.5]
+    assert gaps(times, 0.0, 9.0) == [1.0, 1.5 - 1.0001, 1.5, 1.0]
+
+
+def test_commands_of_a_file_are_timed_one_after_another(tmp_path):
+    """The first waits for the second, which compiles, and the third for the first to end."""
+    done, file = list[str](), tmp_path / "turn"
+
+    def third():
+        with in_turn(file):
+            done.append("third begins")
+
+    def first(wait):
+        wait()
+        done.append("first is timed")
+
+    with in_turn(file) as wait:
+        with in_turn(file):
+            timed = threading.Thread(target=first, args=[wait])
+            timed.start()
+            timed.join(0.2)
+            done.append("second ends")
+        timed.join()
+        late = threading.Thread(target=third)
+        late.start()
+        late.join(0.2)
+        done.append("first ends")
+    late.join()
+    assert done == ["second ends", "first is timed", "first ends", "third begins"]
 
 
 def test_each_text_walks_through_the_recorded_steps(file):

@@ -52,7 +52,14 @@ def of_rows() -> list[Result]:
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
     served = {"what": "questions", "rows": "auto", "batch": 1, "tau": 2.5}
     served |= {"tokens_per_second": 1234.6, "device_busy": 0.985}
+    forced = {"what": "forced", "rows": None, "batch": 8, "tau": 6.0, "device_busy": 0.5}
+    forced |= {"tokens_per_second": 4321.4}
+    first = {"what": "first token", "rows": None, "batch": 8, "running": 7}
+    first |= {"empty": {"p50_ms": 20.0}, "known": {"p50_ms": 5.0}, "beside": {"p50_ms": 50.0}}
+    long = {"what": "long prompt", "rows": None, "batch": 9, "texts": 8, "prompt_tokens": 32000}
+    timed_8b = [long | {"stall_ms": 45.0}, first, forced | {"rows": "auto"}, forced]
     return [
+        Result("a8b.json", where | {"shape": "qwen9", "serving": timed_8b}),
         Result("serving.json", where | {"target": "m", "serving": [served]}),
         Result("rows.json", where | {"target": "m.gguf", "runs": [timed, *runs]}),
         Result("steps.json", where | {"shape": "qwen9", "runs": [timed]}),
@@ -135,6 +142,7 @@ def timed_beside_vllm() -> Result:
     plain = {"vllm": {"1": 6, "8": 7}, "jflash": {"1": 4, "8": 5}, "floor": {"8": 3}}
     step = {"vllm": {"1": 4, "8": 9}, "jflash": {"1": 5}, "floor": {}}
     steps = {"shape": "qwen9", "context": 656, "ms": {"plain": plain, "step": step}}
+    steps["vllm_tokens_per_second_at_6.05"] = {"with_prefill": {"8": 70}}
     speeds = {"plain": {"vllm": {"4": 800}, "jflash": {"4": 1000}},
               "dflash": {"vllm": {"4": 1000}, "jflash": {"4": 2500}}}  # fmt: skip
     same = {"with_and_without_drafts_at_32": {"of": 9, "vllm": 8, "jflash": 7}}
@@ -156,7 +164,15 @@ def test_every_table_shows_its_numbers(results):
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "in_turns": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
         "families": ["| Qwen9 | ✓ | – | – |"],
-        "serving": ["| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |"],
+        "serving": [
+            "| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |",
+            "| qwen9, 6.00 tokens a step | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
+            "| the same, rows chosen | 8 |  |  | 4,321 | 50.0 % |\n"
+            "| first token, empty | 8 | ≤ 25 ms |  | 20.0 ms |  |\n"
+            "| first token, 7 running | 8 | ≤ 60 ms |  | 50.0 ms |  |",
+            "| the longest stall of 8 texts beside a prompt of 32,000 tokens | 9 | ≤ 50 ms |  "
+            "| 45.0 ms |",
+        ],
         "rows": ["| m | p | 8 | 1,000 | 2,000 | 1,250 | 2,100 | 1.05 × | 1.68 × | 2.50 | 9 of 9 |"],
         "row_steps": ["| qwen9 | 8 | 5.00 | 6.25 |  |  |  | 61 s |  |", "`benchmarks/steps.json`",
                       "| m | 8 | 5.00 |"],

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
-from jflash.cli.options.values import at_least_1, counts, refuse
+from jflash.cli.options.values import at_least_1, counts, option_name, refuse
 
 KEPT = "kept there case by case, so that a run cut off keeps its cases"
+SHORTEST = 1024  # tokens of a long prompt
 TAU = 6.05  # tokens a step; that of the numbers to compare with
 
 
@@ -19,10 +20,13 @@ def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--shape", help=f"random weights of a published shape: {', '.join(SHAPES)}")
     add("--replay", type=Path, metavar="FILE", help="a recording, for --shape")
-    add("--batch", type=counts, default=(1, 8, 32, 64), metavar="1,8", help="default 1,8,32,64")
+    plain = "default 1,8,32,64, unless other cases of a shape are named"
+    add("--batch", type=counts, default=(), metavar="1,8", help=plain)
     add("--auto-batch", type=counts, default=(), metavar="32", help="with rows that are chosen too")
     first = "times to the first token with so many slots: of an idle engine, and with one slot free"
     add("--first-token", type=counts, default=(), metavar="32", help=first)
+    long = "how long a prompt of N random tokens keeps 8 texts waiting"
+    add("--long-prompt", type=counts, default=(), metavar="N", help=long)
     add("--target", metavar="SOURCE", help="a real pair instead, as for generate")
     add("--drafter", metavar="SOURCE")
     add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split, for a real pair")
@@ -33,6 +37,8 @@ def declare(parser: Parser) -> None:
     add("--tau", type=float, default=TAU, help=f"tokens a step of the recording, default {TAU}")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--steps-per-call", type=counts, default=None, metavar="1,4", help="of the engine")
+    turn = "commands of one FILE compile at once, and are timed one after another"
+    add("--in-turn", type=Path, metavar="FILE", help=turn)
     add("--repeats", type=int, default=3, help="the median counts, default 3")
     add("--probes", type=int, default=20, help="first tokens of each kind, default 20")
 
@@ -45,7 +51,13 @@ def check(args: Options) -> None:
     refuse(not real and args.replay is None, "--shape without --replay: a recording")
     for name in ("record", "clients"):
         refuse(not real and getattr(args, name) is not None, f"--{name} without --target")
+    for name in ("first_token", "long_prompt"):
+        refuse(real and getattr(args, name), f"{option_name(name)} without --shape")
     if not real:
-        model_shape(args.shape)
+        places = min(config.max_position_embeddings for config in model_shape(args.shape))
+        for tokens in args.long_prompt:
+            named = f"--long-prompt {tokens}"
+            refuse(tokens < SHORTEST, f"{named}: at least {SHORTEST}, so that texts have room")
+            refuse(tokens >= places, f"{named}: {args.shape} has {places} positions")
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
