@@ -32,8 +32,8 @@ from jflash.mesh import with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
-from jflash.programs import Shape
-from jflash.serving.engine import Engine
+from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.serving.engine import PREFILL_BETWEEN, Engine
 from jflash.serving.programs import compile_programs
 from jflash.serving.request import Request
 from jflash.serving.slots import Layout
@@ -49,15 +49,17 @@ class Case(NamedTuple):
     slots: int
     steps: int
     rows: str | None = None  # AUTO (jflash.kernels): as many as pay
-    burst: bool = True  # requests for all slots at once, whose acceptances are forced
+    burst: bool = True  # requests that come at once, whose acceptances are forced
     first: bool = False  # first tokens: in an empty engine, beside all other slots, again
     long: int = 0  # tokens of a prompt that comes while all other slots decode
+    chunk: int = PREFILL_CHUNK  # tokens of a prompt that one pass computes at most
 
     @property
     def layout(self) -> Layout:
         if self.long:
-            return beside_long(self.slots, self.long, self.steps)
-        return layout_of(self.slots, PROMPT + (LONG if self.first else NEW), self.steps)
+            return beside_long(self.slots, self.long, self.steps, self.chunk)
+        context = PROMPT + (LONG if self.first else NEW)
+        return layout_of(self.slots, context, self.steps, chunk=self.chunk)
 
 
 def random_pair(shape: str, recording: Recording, dtype: str | None) -> Pair:
@@ -70,19 +72,22 @@ def random_pair(shape: str, recording: Recording, dtype: str | None) -> Pair:
     return Pair(models, jax.block_until_ready(params))
 
 
-def engine_for(pair: Pair, layout: Layout, queue: int) -> Engine:
+def engine_for(pair: Pair, layout: Layout, queue: int, between: int = PREFILL_BETWEEN) -> Engine:
     """An engine of this layout, for greedy requests."""
     shape = layout.shape
     return Engine(
         pair, max_batch=shape.batch, max_context=shape.capacity, pages=layout.pages,
         max_queue=queue, max_stop_ids=shape.stop_slots, steps_per_call=layout.steps,
-        prefill_chunk=shape.chunk, kinds=layout.kinds,
+        prefill_chunk=shape.chunk, prefill_between=between, kinds=layout.kinds,
     )  # fmt: skip
 
 
-def layout_of(slots: int, context: int, steps: int, stops: int = 0) -> Layout:
+def layout_of(
+    slots: int, context: int, steps: int, stops: int = 0, chunk: int = PREFILL_CHUNK
+) -> Layout:
     columns = -(-context // PAGE)
-    return Layout(Shape.of(slots, columns * PAGE, stops), slots * columns, steps, ("greedy",))
+    shape = Shape.of(slots, columns * PAGE, stops, chunk)
+    return Layout(shape, slots * columns, steps, ("greedy",))
 
 
 def warm(wanted: Sequence[tuple[Pair, Layout]]) -> None:
@@ -93,16 +98,28 @@ def warm(wanted: Sequence[tuple[Pair, Layout]]) -> None:
 
 
 def measured(
-    pair: Pair, cases: Sequence[Case], repeats: int, probes: int, wait: Callable[[], None]
+    pair: Pair,
+    cases: Sequence[Case],
+    wait: Callable[[], None],
+    *,
+    requests: int,
+    repeats: int,
+    probes: int,
+    between: int,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case; all are compiled before `wait` is called, and timed after it."""
+    """A row for each case; all are compiled before `wait` is called, and timed after it.
+
+    Bursts have `requests` for each slot. Between two calls of steps at most `between` tokens of
+    prompts are computed.
+    """
     pairs = [replace(pair, models=replace(pair.models, rows=case.rows)) for case in cases]
     warm([(own, case.layout) for own, case in zip(pairs, cases, strict=True)])
     wait()
     prompts = RandomPrompts(pair.models.target.config.vocab_size)
     for own, case in zip(pairs, cases, strict=True):
         row = {"batch": case.slots, "rows": case.rows, "steps_per_call": case.steps}
-        with engine_for(own, case.layout, 4 * case.slots) as engine:
+        row |= {"prefill_chunk": case.chunk, "prefill_between": between}
+        with engine_for(own, case.layout, (requests + 1) * case.slots, between) as engine:
             if case.long:
                 yield (
                     {"what": "long prompt"}
@@ -111,17 +128,18 @@ def measured(
                 )
                 continue
             if case.burst:
-                yield {"what": "forced"} | row | forced(engine, case.slots, prompts, repeats)
+                found = forced(engine, requests * case.slots, prompts, repeats)
+                yield {"what": "forced"} | row | found
             if case.first:
                 found = waited_for(engine, case.slots, prompts, probes)
                 yield {"what": "first token"} | row | found
 
 
-def forced(engine: Engine, slots: int, prompts: RandomPrompts, repeats: int) -> dict[str, Any]:
-    """All requests at once, from their prompts to their last tokens."""
+def forced(engine: Engine, count: int, prompts: RandomPrompts, repeats: int) -> dict[str, Any]:
+    """So many requests, which come at once: from their prompts to their last tokens."""
 
     def once(new: int) -> dict[str, Any]:
-        fresh = prompts.take(slots)
+        fresh = prompts.take(count)
         return burst(engine, [Request(prompt_ids=ids, max_tokens=new) for ids in fresh])
 
     once(2 * engine.pair.models.block_size)  # warms up

@@ -18,16 +18,16 @@ from jflash.serving.request import Request
 from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 
-TEXT = 8192  # new tokens of a text, so that it lasts
+TEXT = 6144  # new tokens of a text, so that it lasts
 ALONE = 1.0  # seconds in which the texts run before the prompt comes
 ONE_CHUNK = 1e-3  # seconds; tokens that come closer together are of one call
 
 
-def beside_long(slots: int, tokens: int, steps: int) -> Layout:
+def beside_long(slots: int, tokens: int, steps: int, chunk: int) -> Layout:
     """Pages for one prompt of so many tokens, and for texts in all other slots."""
     columns = -(-(tokens + 1) // PAGE)
     others = min(columns, (PROMPT + TEXT) // PAGE)
-    shape = Shape.of(slots, columns * PAGE, 0)
+    shape = Shape.of(slots, columns * PAGE, 0, chunk)
     return Layout(shape, columns + (slots - 1) * others, steps, ("greedy",))
 
 

@@ -13,7 +13,8 @@ from jflash.evals.datasets import load_problems
 from jflash.files import in_turn, whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
-from jflash.serving.engine import STEPS_PER_CALL
+from jflash.programs import PREFILL_CHUNK
+from jflash.serving.engine import PREFILL_BETWEEN, STEPS_PER_CALL
 
 AT_ONCE = 8  # answers that are recorded at once
 BATCHES = (1, 8, 32, 64)
@@ -54,7 +55,11 @@ def of_shape(
             *(Case(TEXTS + 1, count, burst=False, long=n) for n in args.long_prompt),
         )
     ]  # fmt: skip
-    yield from measured(pair, cases, args.repeats, args.probes, wait)
+    yield from measured(
+        pair, [case._replace(chunk=args.prefill_chunk or PREFILL_CHUNK) for case in cases], wait,
+        requests=args.requests, repeats=args.repeats, probes=args.probes,
+        between=args.prefill_between or PREFILL_BETWEEN,
+    )  # fmt: skip
 
 
 def of_pair(

@@ -13,7 +13,7 @@ GOALS = {  # tokens a second, by the kind of case and the batch
     ("questions", None): {1: 4000, 32: 45000},
 }
 NAMES = {
-    ("forced", None): "{shape}, {tau:.2f} tokens a step",
+    ("forced", None): "{shape}, {tau:.2f} tokens a step, {requests} requests",
     ("forced", "auto"): "the same, rows chosen",
     ("questions", None): "{target}, GSM8K, through the engine",
     ("questions", "auto"): "the same, rows chosen",
@@ -63,7 +63,7 @@ def lines_of(
         return [[what, batch, f"≥ {100 * SHARE:.0f} %", "", text, busy]]
     kind = row["what"], row["rows"]
     goal, other = GOALS.get(kind, {}).get(batch), vllms(theirs, row, batch)
-    names = {"shape": case.get("shape"), "target": case.get("target"), "tau": row["tau"]}
+    names = {"shape": case.get("shape"), "target": case.get("target")} | row
     return [[
         NAMES[kind].format(**names), batch,
         "" if goal is None else f"{goal:,}", "" if other is None else f"{other:,}",

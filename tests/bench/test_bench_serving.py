@@ -38,11 +38,11 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_serving, "TEXTS", 1)
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
-    argv += ["--long-prompt", "1024", "--in-turn", str(tmp_path / "turn")]
+    argv += ["--long-prompt", "1024", "--in-turn", str(tmp_path / "turn"), "--requests", "2"]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
     row, long = result["serving"]
-    assert row["new_tokens"] == 2 * 256
+    assert (row["requests"], row["new_tokens"]) == (4, 4 * 256)
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut
     assert 0 < row["device_busy"] < 1.05
     assert (long["texts"], long["prompt_tokens"]) == (1, 1024)

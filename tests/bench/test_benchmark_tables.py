@@ -53,6 +53,7 @@ def of_rows() -> list[Result]:
     served = {"what": "questions", "rows": "auto", "batch": 1, "tau": 2.5}
     served |= {"tokens_per_second": 1234.6, "device_busy": 0.985}
     forced = {"what": "forced", "rows": None, "batch": 8, "tau": 6.0, "device_busy": 0.5}
+    forced |= {"requests": 32}
     forced |= {"tokens_per_second": 4321.4}
     first = {"what": "first token", "rows": None, "batch": 8, "running": 7}
     first |= {"empty": {"p50_ms": 20.0}, "known": {"p50_ms": 5.0}, "beside": {"p50_ms": 50.0}}
@@ -166,7 +167,7 @@ def test_every_table_shows_its_numbers(results):
         "families": ["| Qwen9 | ✓ | – | – |"],
         "serving": [
             "| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |",
-            "| qwen9, 6.00 tokens a step | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
+            "| qwen9, 6.00 tokens a step, 32 requests | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
             "| the same, rows chosen | 8 |  |  | 4,321 | 50.0 % |\n"
             "| first token, empty | 8 | ≤ 25 ms |  | 20.0 ms |  |\n"
             "| first token, 7 running | 8 | ≤ 60 ms |  | 50.0 ms |  |",

@@ -37,6 +37,9 @@ def declare(parser: Parser) -> None:
     add("--tau", type=float, default=TAU, help=f"tokens a step of the recording, default {TAU}")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--steps-per-call", type=counts, default=None, metavar="1,4", help="of the engine")
+    add("--requests", type=int, default=1, help="of a shape, for each slot: default 1, a burst")
+    add("--prefill-chunk", type=int, metavar="N", help="of a shape's engine: tokens of a pass")
+    add("--prefill-between", type=int, metavar="N", help="the same: tokens between two calls")
     turn = "commands of one FILE compile at once, and are timed one after another"
     add("--in-turn", type=Path, metavar="FILE", help=turn)
     add("--repeats", type=int, default=3, help="the median counts, default 3")
@@ -51,7 +54,7 @@ def check(args: Options) -> None:
     refuse(not real and args.replay is None, "--shape without --replay: a recording")
     for name in ("record", "clients"):
         refuse(not real and getattr(args, name) is not None, f"--{name} without --target")
-    for name in ("first_token", "long_prompt"):
+    for name in ("first_token", "long_prompt", "prefill_chunk", "prefill_between"):
         refuse(real and getattr(args, name), f"{option_name(name)} without --shape")
     if not real:
         places = min(config.max_position_embeddings for config in model_shape(args.shape))
@@ -60,4 +63,5 @@ def check(args: Options) -> None:
             refuse(tokens < SHORTEST, f"{named}: at least {SHORTEST}, so that texts have room")
             refuse(tokens >= places, f"{named}: {args.shape} has {places} positions")
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
+    at_least_1(args, "requests", "prefill_chunk", "prefill_between")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
