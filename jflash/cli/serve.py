@@ -64,7 +64,10 @@ def api_keys(options: argparse.Namespace) -> list[str]:
     """The keys of the options, the file and the environment; ValueError for a file without one."""
     keys = list(options.api_key)
     if options.api_key_file is not None:
-        lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        try:
+            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ValueError(f"--api-key-file {options.api_key_file}: {error.strerror}") from None
         stripped = [line.strip() for line in lines if line.strip()]
         if not stripped:
             raise ValueError(f"--api-key-file {options.api_key_file} holds no key")

@@ -19,6 +19,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Few = Annotated[int, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[Text], Meta(min_length=1)]
+LONGEST = 40  # characters of a wrong value that its error shows
 PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -206,7 +207,7 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
     try:
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _named(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
     for name in kind.__struct_fields__:
@@ -220,12 +221,25 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
     return value
 
 
-def _named(message: str) -> ApiError:
-    """msgspec's message as an error, with the path of the field as `param`."""
+def _named(message: str, body: bytes) -> ApiError:
+    """msgspec's message as an error, with the path of the field as `param`, and with its value."""
     path = PATH.search(message)
     param = path[1] if path else None
     if not param:
         missing = re.search(r"missing required field `(\w+)`", message)
         param = missing[1] if missing else None
-    text = f"{param}: {message[: path.start()]}" if path and param else message
+    text = f"{param}{_value(body, param)}: {message[: path.start()]}" if path and param else message
     return ApiError(text, param=param, code="invalid_type")
+
+
+def _value(body: bytes, path: str) -> str:
+    """The number or text at a path of JSON, after a blank; nothing for another or a long one."""
+    try:
+        value = msgspec.json.decode(body)
+        for name, index in re.findall(r"(\w+)|\[(\d*)", path):
+            value = value[name or int(index)]
+        shown = msgspec.json.encode(value).decode()
+    # What comes after the wrong value may be no JSON, or give the name again; a path may have "…".
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return "" if isinstance(value, dict | list) or len(shown) > LONGEST else f" {shown}"

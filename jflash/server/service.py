@@ -225,7 +225,7 @@ def requests_of(
     The samples of a seed differ in their index, as in `jflash.generate`.
     """
     if max_tokens == 0:
-        raise invalid(limit_name, "must be at least 1")
+        raise invalid(limit_name, "0 must be at least 1")
     if len(prompts) * n > MOST_ANSWERS:
         raise invalid("n", f"{len(prompts)} prompts × {n}: at most {MOST_ANSWERS} answers")
     outside = [i for i in stop_token_ids if i >= service.vocabulary]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.io.text import decode
+from jflash.server.errors import ApiError
+from jflash.server.protocol import Chat, read
 
 REFERENCE = Path(__file__).parents[1] / "golden" / "tiny_math_reference.json"
 COMPILED_FULLY = True  # the server runs longer than it compiles
@@ -390,6 +393,24 @@ def test_a_wrong_field_is_refused_by_its_name(server, route, changes, param, cod
     error = answer.json()["error"]
     assert error["param"] == param and error["message"] and error["type"]
     assert code is None or error["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"temperature": -1}', "temperature -1: Expected `float` >= 0.0"),
+        ('{"max_tokens": "9"}', 'max_tokens "9": Expected `int | null`, got `str`'),
+        ('{"stop": ["a", ""]}', 'stop[1] "": Expected `str` of length >= 1'),
+        ('{"logit_bias": {"3": "x"}}', "logit_bias[...]: Expected `float`, got `str`"),
+        (f'{{"n": "{"x" * 40}"}}', "n: Expected `int | null`, got `str`"),
+        ('{"n": "9", "x": ' + "[" * 100_000, "n: Expected `int | null`, got `str`"),
+        ('{"messages": [5], "messages": 1}', "messages[0]: Expected `object`, got `int`"),
+        ("{}", "Object missing required field `messages`"),
+    ],
+)
+def test_a_wrong_value_is_shown(body, message):
+    with pytest.raises(ApiError, match=f"^{re.escape(message)}$"):
+        read(body.encode(), Chat)
 
 
 def test_what_is_not_json_or_too_long_or_not_there(server):

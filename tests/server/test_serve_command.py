@@ -94,6 +94,8 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
         keys(str(file))
+    with pytest.raises(ValueError, match=f"--api-key-file {tmp_path}/none: No such file"):
+        keys(f"{tmp_path}/none")
 
 
 def test_the_options_are_read_and_a_wrong_port_is_refused(capsys):
