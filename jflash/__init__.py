@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jflash.decoding import Sampling
     from jflash.generate import Chunk, Generation, Pair, generate, stream
     from jflash.io import encode_prompt, load_pair, load_tokenizer, stop_token_ids
     from jflash.serving.engine import Engine
@@ -20,6 +21,7 @@ _HOMES = {
     "stop_token_ids": "jflash.io",
     "Engine": "jflash.serving.engine",
     "Request": "jflash.serving.request",
+    "Sampling": "jflash.decoding",
 }
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Generation",
     "Pair",
     "Request",
+    "Sampling",
     "encode_prompt",
     "generate",
     "load_pair",

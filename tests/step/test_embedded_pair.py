@@ -55,7 +55,13 @@ def test_readme_example_runs(capsys, monkeypatch):
     exec(compile(blocks[0], "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "#### 21" in printed
-    assert "#### 29" in printed
+    rollouts = [
+        [json.loads(f"[{part}]") for part in found]
+        for found in re.findall(r"^\[(.+)\] \[(.+)\]$", printed, re.M)
+    ]
+    assert len(rollouts) == 4
+    for ids, logprobs in rollouts:
+        assert len(ids) == len(logprobs) and all(-100 < score <= 0 for score in logprobs)
 
 
 def test_trained_random_and_no_drafts_say_the_same(pair):
