@@ -40,7 +40,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"guided_regex": "[A-Z][a-z]{2,5}( [0-9]{2}){3}"},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
 )
-GAUGES = ("num_requests_running", "num_requests_waiting")
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 @dataclass(kw_only=True)
@@ -202,7 +202,7 @@ async def _idle(client: httpx.AsyncClient, result: Soak) -> None:
         if not any(figures[name] for name in GAUGES):
             return
         if time.monotonic() > end:
-            result.problems.append("a slot is stuck")
+            result.problems.append("a slot or a page is stuck")
             return
         await asyncio.sleep(0.2)
 
