@@ -6,17 +6,28 @@ from typing import Any
 
 from jflash.cli.generate import configured, loaded
 from jflash.device import describe_device
+from jflash.generate import Pair
+from jflash.io import default_dtype
+from jflash.proof.cases import load_case
 from jflash.proof.under_load import Load, compared
 
 CHUNK, STEPS = 32, 2  # small, so that prompts take turns with steps
 
 
+def random_pair(args: argparse.Namespace) -> Pair:
+    """Weights of --pair's sizes, whose drafts are hardly ever accepted."""
+    dtype = args.dtype or default_dtype()
+    case = load_case(args.pair, dtype, args.seed, {}, args.batch, args.layers, args.drafter_dtype)
+    return Pair(case.models, case.params)
+
+
 def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
-    pair = loaded(configured(args, args.batch), progress=False)
+    pair = random_pair(args) if args.pair else loaded(configured(args, args.batch), progress=False)
     load = Load(args.batch, args.context, args.pages, CHUNK, STEPS, args.seed)
     result = compared(pair, args.requests, load)
     yield describe_device() | {
         "check": "load",
+        **({"pair": args.pair, "layers": args.layers} if args.pair else {}),
         "dtype": pair.models.dtype,
         "backends": pair.models.kernels._asdict(),
         **result,

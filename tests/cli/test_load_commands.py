@@ -37,6 +37,9 @@ def test_soak_gives_its_server_every_option_of_the_models():
         ("--context 257 --pages 4", "--pages 4: a request of 257 tokens needs 5"),
         ("--target T", "--target T needs --drafter"),
         ("--drafter random:x", "--drafter random:x: give a seed"),
+        ("--layers 2", "--layers 2 without --pair"),
+        ("--pair qwen9", "--pair qwen9: use qwen3-8b, "),
+        ("--pair qwen3-8b --block-size 4", "--pair qwen3-8b beside --block-size 4"),
     ],
 )
 def test_check_load_refuses(capsys, options, why):

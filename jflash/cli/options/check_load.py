@@ -5,17 +5,26 @@ logprobs must be plain decoding's at batch 1. The exit code is 1 if one differs.
 """
 
 from jflash.cli.command import Options, Parser
-from jflash.cli.options.pair import check_pair, model_options
-from jflash.cli.options.values import at_least_1, refuse
+from jflash.cli.options.pair import DEFAULT_TARGET, check_pair, model_options
+from jflash.cli.options.values import at_least_1, option_name, refuse
+from jflash.kernels import AUTO
+from jflash.proof.pairs import PAIRS
 
 KEPT = "kept there"
 PAGE = 64  # tokens; pallas_kernels.block_attention has it too, and is slow to import
+SIZES = tuple(name for name in PAIRS if name != "tiny-math")  # that is the default pair
+# What --pair stands for, or does not take.
+ALONE = {"target": DEFAULT_TARGET, "drafter": None, "quantised": AUTO, "attention_backend": AUTO}
+ALONE |= {"block_size": None, "verify_rows": None, "tensor_parallel": 1}
 SHORTEST = 12  # tokens of a request, so that prompts of all kinds fit
 
 
 def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
     add = parser.add_argument
+    sizes = f"random weights of a published size instead: {', '.join(SIZES)}"
+    add("--pair", metavar="NAME", help=sizes)
+    add("--layers", type=int, metavar="N", help="of --pair's target, by default all")
     add("--requests", type=int, default=500, metavar="N", help="default 500")
     add("--batch", type=int, default=4, metavar="B", help="requests at once, default 4")
     add("--context", type=int, default=256, metavar="N", help="tokens of a request, default 256")
@@ -27,7 +36,14 @@ def declare(parser: Parser) -> None:
 
 
 def check(options: Options) -> None:
-    at_least_1(options, "requests", "batch", "context", "pages")
+    at_least_1(options, "requests", "batch", "context", "pages", "layers")
+    refuse(options.layers and not options.pair, f"--layers {options.layers} without --pair")
+    if options.pair:
+        named = f"--pair {options.pair}"
+        refuse(options.pair not in SIZES, f"{named}: use {', '.join(SIZES)}")
+        for name, usual in ALONE.items():
+            value = getattr(options, name)
+            refuse(value != usual, f"{named} beside {option_name(name)} {value}: without it")
     context, pages = options.context, -(-options.context // PAGE)
     refuse(context < SHORTEST, f"--context {context}: at least {SHORTEST}")
     needs = f"--pages {options.pages}: a request of {context} tokens needs {pages}"
