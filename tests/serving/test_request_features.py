@@ -43,9 +43,9 @@ DRAWN = Sampling(temperature=0.8, top_p=0.9)
 
 @pytest.fixture(scope="module")
 def engines():
-    """The pair at width 8, plain decoding, and width 4 with a drafter that knows one text: that
+    """The pair at width 16, plain decoding, and width 4 with a drafter that knows one text: that
     which plain decoding gives for `ALL_KNOWN`."""
-    pair = one_arithmetic(random_pair(2))
+    pair = one_arithmetic(random_pair(2, block_size=16))
     pair = Pair(replace(pair.models, draft_rule="greedy"), pair.params)
     how: dict[str, Any] = dict(max_batch=4, max_context=192, prefill_chunk=64, steps_per_call=2)
     with Engine(pair, **how) as wide, Engine(pair.plain(), **how) as plain:
