@@ -12,7 +12,7 @@ import jax
 import pytest
 
 ON_GPU = Path("/dev/nvidia0").exists()
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[1]
 # XLA's older emitters of CPU code, in one part: a third less CPU for a file that compiles much.
 # They would join bfloat16 by AVX-512's instruction for it, which takes subnormal numbers for 0.
 HASTE = (
@@ -64,6 +64,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests are left out of runs that choose by no mark."""
+    if config.option.markexpr:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadFileScheduling
@@ -111,29 +121,38 @@ def compiled_soon(request):
 
 
 @pytest.fixture
-def as_users():
-    """Runs a command of scripts/ as users have it: programs made by XLA's own settings."""
+def compiled_fully():
+    """One test of a file that is compiled soon has its programs as users have them."""
+    with jax_options(jax_disable_most_optimizations=False):
+        yield
 
-    def run(script: str, *argv: str) -> subprocess.CompletedProcess:
-        environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+
+@pytest.fixture
+def as_users(compiled_soon):
+    """Runs Python as users do: its programs are made by XLA's own settings."""
+
+    def run(*argv: object, path: Path = ROOT, **how) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PYTHONPATH": str(path)}
         environment.pop(SOON, None)
         if not ON_GPU and environment.get("XLA_FLAGS") == HASTE:
             del environment["XLA_FLAGS"]
-        command = [sys.executable, str(SCRIPTS / script), *argv]
-        return subprocess.run(command, capture_output=True, env=environment, text=True)
+        command = [sys.executable, *map(str, argv)]
+        return subprocess.run(command, capture_output=True, env=environment, text=True, **how)
 
     return run
 
 
 @pytest.fixture
 def compiled_once():
-    """What this process has compiled before is taken from a folder, as JAX does for users: for
-    tests that make the same programs of new pairs again and again."""
+    """What was compiled before in this run is taken from a folder, as JAX does for users: for
+    tests that make the same programs of new pairs, or in other processes, again and again."""
     from jax.experimental.compilation_cache import compilation_cache
+
+    from jflash.platform import cache_folder
 
     with jax_options(
         jax_enable_compilation_cache=True,
-        jax_compilation_cache_dir=str(Path(os.environ["XDG_CACHE_HOME"]) / "programs"),
+        jax_compilation_cache_dir=str(cache_folder()),  # that of processes that tests start
         jax_compilation_cache_max_size=2**34,
         jax_persistent_cache_min_compile_time_secs=0.1,
         jax_persistent_cache_min_entry_size_bytes=-1,

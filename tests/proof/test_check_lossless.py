@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,8 @@ from jflash.proof import check as lossless_check
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
 from tests.support.lossless_case import small_case
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_lossless.py"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ CAUGHT = {"pair": "small", "capacity": 4096, "splits": 4, "prompt_tokens": [9]} 
 def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
     """The whole command without options: all the bits of plain decoding, every fault caught."""
     file = tmp_path / "result.json"
-    done = as_users("check_lossless.py", "--dtype", "float32", "--json", str(file))
+    done = as_users(SCRIPT, "--dtype", "float32", "--json", file)
     assert done.returncode == 0, done.stderr
     found, lines = json.loads(file.read_text()), done.stdout.splitlines()
     assert json.loads(lines[-1]) == found

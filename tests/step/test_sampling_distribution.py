@@ -156,7 +156,12 @@ def drafter_q(rule: str, sampling: Sampling) -> np.ndarray:
     return filtered(logits, sampling if rule == "sampled" else Sampling())
 
 
-@pytest.mark.parametrize("mode", MODES)
+# One filter alone is a run-time value of the program that "all" runs: those are the long tests.
+ALONE = ("top-k", "top-p", "min-p")
+CASES = [pytest.param(x, marks=pytest.mark.long) if x in ALONE else x for x in MODES]
+
+
+@pytest.mark.parametrize("mode", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_tokens_over_two_steps_follow_the_target(rule: str, mode: str):
     sampling = MODES[mode]
