@@ -16,7 +16,6 @@ from pallas_kernels import gated_delta as op
 from pallas_kernels.gated_delta import CHUNK, Memory, Rows
 from tests.support.attention_checks import ON_GPU
 
-COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 HK, DK, HV, DV = 2, 16, 4, 32
 TOKENS = 75  # four borders, and part of a chunk
 
@@ -172,6 +171,7 @@ def _cpu_scan():
     return jax.jit(op.cpu.scan)
 
 
+@pytest.mark.usefixtures("compiled_fully")  # bits may hang on what is fused with what
 @pytest.mark.skipif(ON_GPU, reason="this is a CPU's operation")
 def test_bits_depend_on_the_tokens_alone():
     """Widths, batches, prompts and chunks of them: the same outputs, and states at borders."""

@@ -16,7 +16,6 @@ from jflash.proof.law_text import law_failures
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
 
-COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 SMALL = Form(
     tokens=40,

@@ -35,7 +35,6 @@ from tests.support.pairs import (
     unit_head,
 )
 
-COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 NEW = 40
 

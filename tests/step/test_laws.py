@@ -25,7 +25,6 @@ from jflash.programs import (
 from jflash.speculative import speculative_step
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
 
-COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 NEW = 40
 
 

@@ -166,7 +166,9 @@ def temporaries(models: Models, shape: Shape, compile_it, step_alone: bool = Fal
 
 
 def for_the_cpu(function, *args):
-    return jax.jit(function, donate_argnums=1).lower(*args).compile()
+    """What LLVM makes of the code takes no part in what is allocated."""
+    soon = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, donate_argnums=1).lower(*args).compile(compiler_options=soon)
 
 
 def for_an_h200(function, *args):

@@ -25,7 +25,6 @@ from tests.support.pairs import (
     target_config,
 )
 
-COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 WIDTH = 8
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 
