@@ -1,7 +1,7 @@
 """The law of each operation alone, on a CPU: a row's bits are the same whatever lies beside it.
 
-Every backend "cpu" at M = 1 … 512 rows; and for each a form that breaks the law, which must be
-caught: a check that no fault fails would see no real one either.
+Every backend "cpu" at M = 1 … 512 rows, in part of a tile and in many; and for each a form that
+breaks the law, which must be caught: a check that no fault fails would see no real one either.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tests.support.attention_checks import ON_GPU
 COMPILED_FULLY = True  # bits are compared, which may hang on what is fused with what
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are the forms of a CPU")
 
-ROWS = (1, 2, 8, 15, 16, 17, 48, 64, 100, 128, 512)
+ROWS = (1, 2, 15, 16, 17, 48, 100, 512)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -45,8 +45,10 @@ def broken(op, *rows, counts=ROWS) -> dict[int, int]:
 
 
 # Products of the embedded pair, and one whose sizes nothing divides.
-@DTYPES
-@pytest.mark.parametrize(("K", "N"), [(256, 512), (640, 256), (41, 67)])
+@pytest.mark.parametrize(
+    ("K", "N", "dtype"),
+    [(256, 512, "float32"), (640, 256, "bfloat16"), (41, 67, "float32"), (41, 67, "bfloat16")],
+)
 def test_products(K, N, dtype):
     x, w, residual = (draw(i, *s, dtype=dtype) for i, s in enumerate([(512, K), (K, N), (512, N)]))
     assert not broken(lambda x, r: matmul.matmul(x, w, r, backend="cpu"), x, residual)
@@ -84,7 +86,7 @@ def test_a_split_over_k_by_the_rows_is_caught():
 
 
 @DTYPES
-@pytest.mark.parametrize("D", [64, 256, 576])
+@pytest.mark.parametrize("D", [64, 576])
 def test_norms(D, dtype):
     x, y, scale = draw(0, 512, D, dtype=dtype), draw(1, 512, D, dtype=dtype), draw(2, D)
     norm = lambda x: rms_norm.rms_norm(x, scale.astype(dtype), 1e-6, backend="cpu")  # noqa: E731
@@ -207,6 +209,7 @@ def seen_by_one(attend, dtype, **how):
     """One query at one position, in blocks of other widths, batches, capacities and rows."""
     query, keys, values = (draw(i, POSITIONS, n, H, dtype=dtype) for i, n in enumerate((N, K, K)))
     found = []
+    op = jax.jit(functools.partial(attend, scale=0.25, causal=True, **how))
     for position in (64, 197):
         results = []
         for B, T, S, row in ((1, 1, 320, 0), (1, 8, 512, 3), (3, 16, 320, 15), (2, 128, 512, 40)):
@@ -218,7 +221,6 @@ def seen_by_one(attend, dtype, **how):
             k = k.at[b, : position + 1].set(keys[: position + 1])
             v = v.at[b, : position + 1].set(values[: position + 1])
             lengths = jnp.full(B, 7).at[b].set(length)
-            op = jax.jit(functools.partial(attend, scale=0.25, causal=True, **how))
             results.append(bits(op(q, k, v, lengths, jnp.full(B, T))[b, row]))
         found.append(all((other == results[0]).all() for other in results[1:]))
     return all(found)
@@ -250,15 +252,16 @@ def test_pieces_that_depend_on_the_batch_are_caught(monkeypatch):
 def test_a_ring_is_the_cache_bit_for_bit():
     """Pieces go by positions: wherever a ring has them, in rings of any size, wrapped or not."""
     window, T = 70, 5
+    how = {"scale": 0.25, "causal": False, "window": window}
+    whole = jax.jit(functools.partial(attend_cpu, **how))
+    wrapped = jax.jit(functools.partial(attend_cpu, ring=True, **how))
     k, v = draw(1, 1, 320, K, H), draw(2, 1, 320, K, H)
     for length in (3, 63, 130, 250):
         q = draw(length, 1, T, N, H)
         lengths, widths = jnp.array([length]), jnp.array([T])
-        how = {"scale": 0.25, "causal": False, "window": window}
-        want = bits(jax.jit(functools.partial(attend_cpu, **how))(q, k, v, lengths, widths))
+        want = bits(whole(q, k, v, lengths, widths))
         for slots in (128, 192, 75):
             newest = length + T - 1
             place = newest - (newest - jnp.arange(slots)) % slots
             ring = [jnp.where((place >= 0)[:, None, None], x[:, place], jnp.nan) for x in (k, v)]
-            op = jax.jit(functools.partial(attend_cpu, ring=True, **how))
-            np.testing.assert_array_equal(bits(op(q, *ring, lengths, widths)), want)
+            np.testing.assert_array_equal(bits(wrapped(q, *ring, lengths, widths)), want)

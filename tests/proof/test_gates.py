@@ -1,6 +1,6 @@
 """The step as an H200 gets it, compiled here: what the gates ask of it, and what each one refuses.
 
-Qwen3-8B's widths with four target layers and a two-layer drafter. Every gate is also shown a
+Qwen3-8B's widths with two target layers and a two-layer drafter. Every gate is also shown a
 program that breaks it.
 """
 
@@ -53,7 +53,7 @@ from pallas_kernels.shapes import BLOCK_ATTENTION
 from tests.support.described_gpu import A100, H200, L4, Part, compile_for, device_mesh, lower_for
 
 COMPILED_FULLY = True  # what the compiler makes of the step is what is looked at
-SHAPE = cut(model_shape("qwen3-8b"), target_layers=4, drafter_layers=2)
+SHAPE = cut(model_shape("qwen3-8b"), target_layers=2, drafter_layers=2)
 SMALL = cut(model_shape("qwen3-8b"), target_layers=1, drafter_layers=1)
 CAPACITY, DTYPE = 2048, "bfloat16"
 
@@ -89,20 +89,20 @@ def looped(body):
     return run
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("pair", 1), ("pair", 8), ("pair", 32), ("plain", 1)])
+@pytest.mark.parametrize(("kind", "batch"), [("pair", 1), ("pair", 32), ("plain", 1)])
 def test_the_step_passes_every_gate(kind: str, batch: int):
     models = {"pair": pair_models, "plain": plain_models}[kind](SHAPE)
     step = step_program(on_h200(models), batch, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     # What was looked at is the step: all layers of attention, in one loop.
-    layers = 6 if kind == "pair" else 4
+    layers = 4 if kind == "pair" else 2
     assert program.hlo.count('custom_call_target="mosaic_gpu') >= layers
     launches = [t.inside for t in read_thunks(program.thunks)]
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 50
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (6, 16), (9, 9), (20, 16), (31, 11)])
+@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (9, 9), (31, 11)])
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
     models = on_h200(replace(pair_models(SMALL), block_size=width))
@@ -120,7 +120,10 @@ def test_attention_of_any_group_and_width_can_be_made(heads: int, width: int):
 
 
 def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
-    """The best of a vocabulary are found by XLA's own kernel; drafts are followed in one or two."""
+    """The best of a vocabulary are found by XLA's own kernel; drafts are followed in one or two.
+
+    With 128 rows to verify; the steps above have 16, 512 and 1.
+    """
     shape = cut(model_shape("qwen3-8b-dflash2"), target_layers=2, drafter_layers=2)
     sights = (dict(window=700, causal=True), dict(window=300))  # in rings that wrap
     shape = shape._replace(drafter=shape.drafter.attending(*sights))

@@ -4,6 +4,7 @@ tests/reference/make_cases.py writes such sets. A small one is committed; .ci/ru
 with a new seed in an environment of its own and names it in JFLASH_FRESH_CASES.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -86,18 +87,21 @@ def test_hidden_states_of_chunks_and_blocks(folder: Path):
     tokens = jnp.asarray(want["prompt_ids"], jnp.int32)[None]
     caches = models.target.empty_states(1, 64, 5, "float32")
 
-    def through(over, first, caches):
-        positions, ids = first + jnp.arange(5)[None], tokens[:, first : first + 5]
-        return apply(models.target, params.target, ids, positions, caches, over, models.taps)
+    @functools.partial(jax.jit, static_argnames="chunk")
+    def through(ids, first, caches, *, chunk: bool):
+        over = Block(first[None], jnp.full(1, 5), XLA)
+        if chunk:
+            over = Chunk(jnp.int32(0), first, jnp.int32(10), XLA)
+        positions = first + jnp.arange(5)[None]
+        hidden, features, caches = apply(
+            models.target, params.target, ids, positions, caches, over, models.taps
+        )
+        return apply(models.target, params.target, hidden, method="logits"), features, caches
 
     found = []
     for first in range(0, tokens.shape[1], 5):
-        if first < 10:
-            over = Chunk(jnp.int32(0), jnp.int32(first), jnp.int32(10), XLA)
-        else:
-            over = Block(jnp.full(1, first), jnp.full(1, 5), XLA)
-        hidden, features, caches = through(over, first, caches)
-        logits = apply(models.target, params.target, hidden, method="logits")
+        ids = tokens[:, first : first + 5]
+        logits, features, caches = through(ids, jnp.int32(first), caches, chunk=first < 10)
         found.append((logits[0], features[0]))
     for name, got in zip(("logits", "features"), zip(*found, strict=True), strict=True):
         close(jnp.concatenate(got), want[name])

@@ -55,8 +55,8 @@ def samples(version, calls: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("version", [version_1, version_2], ids=["DFlash", "DFlash 2"])
 def test_rows_that_are_fought_over_leave_the_distribution(version):
-    counts, lengths = samples(version, 5)
-    assert counts.sum() == 5 * GROUPS * BATCH
+    counts, lengths = samples(version, 3)  # more than a budget that knows a draw needs to fail
+    assert counts.sum() == 3 * GROUPS * BATCH
     assert lengths[2] > 0.05 * lengths[1:].sum(), "drafts are tested and accepted"
     assert p_value(counts, MODE) > LEVEL
 

@@ -49,7 +49,7 @@ import json, jflash
 PAIR = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 pair = jflash.load_pair(*PAIR, dtype="float32", tensor_parallel=2)
 prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
-with jflash.Engine(pair, max_batch=1, max_context=256) as engine:
+with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
     request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
     ids = [i for event in engine.submit(request) for i in event.token_ids]
 print(json.dumps([ids, prompt["output_ids"][:12]]))
