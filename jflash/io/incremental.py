@@ -6,6 +6,7 @@ This file knows token ids, a decoder and stop texts, and nothing of requests.
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
+WINDOW = 32  # tokens; longer ones cost more than the second decoding that starts one anew
 
 
 class Incremental:
@@ -13,8 +14,8 @@ class Incremental:
 
     The pieces joined are the decoded whole, cut before the stop text that is complete first; of
     several, before the earliest. So the text does not depend on how tokens come together. A call
-    decodes only the tokens after the last whole character, and those of the call before them: a
-    tokenizer may join a word to the text before it. A stop text that is complete within the first
+    decodes once, its tokens after at most WINDOW and a call's of those before: a tokenizer may join
+    a word to the text before it. A stop text that is complete within the first
     `least` tokens does not count, as in vLLM.
     """
 
@@ -24,6 +25,7 @@ class Incremental:
         self._decode, self._stops, self._least = decode, stops, least
         self._early = 0  # characters held back that are of the first `least` tokens
         self._known: list[int] = []  # tokens whose text has been taken
+        self._text = ""  # of these
         self._new: list[int] = []  # tokens after them, whose text may be half a character
         self._held = ""  # text that may be the beginning of a stop
         self.stopped = False
@@ -56,10 +58,13 @@ class Incremental:
         """Adds the tokens' text to what is held, up to its last whole character."""
         self._new += token_ids
         if self._new:
-            before, both = self._decode(self._known), self._decode(self._known + self._new)
+            both = self._decode(self._known + self._new)
             if last or not both.endswith(INCOMPLETE):
-                self._held += both[len(before) :]
-                self._known, self._new = self._new, []
+                self._held += both[len(self._text) :]
+                self._known, self._text = self._known + self._new, both
+                if len(self._known) > WINDOW:
+                    self._known, self._text = self._new, self._decode(self._new)
+                self._new = []
 
     def _found(self) -> bool:
         """Looks for a complete stop text, and cuts what is held before it."""

@@ -1,6 +1,7 @@
 """Figures for Prometheus under vLLM's names, so that dashboards and benchmark clients read them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,12 +14,36 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
 
+@dataclass
+class Tokens:
+    """Counts that change with each step: plain numbers, which only the event loop's thread adds
+    to. Prometheus' own counters take a lock for each."""
+
+    prompt: int = 0
+    new: int = 0
+    hits: int = 0
+    queries: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    places: list[int] = field(default_factory=list)  # drafts kept, by their place
+
+    def families(self) -> Iterator[tuple[str, str, int]]:
+        """The names, texts and values for Prometheus."""
+        yield "prompt_tokens", "Tokens of prompts.", self.prompt
+        yield "generation_tokens", "New tokens.", self.new
+        yield "prefix_cache_hits", "Prompt tokens that were cached.", self.hits
+        yield "prefix_cache_queries", "Prompt tokens looked up.", self.queries
+        yield "spec_decode_num_drafts", "Steps that verified drafts.", self.steps
+        yield "spec_decode_num_draft_tokens", "Drafts made within the limit.", self.drafted
+        yield "spec_decode_num_accepted_tokens", "Drafts kept.", self.accepted
+
+
 class Metrics:
     """The counts of one model's requests; `stats` gives the engine's present state."""
 
     def __init__(self, model: str, drafts: int, stats: Callable[[], Stats]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Now(model, stats))
         self._model = model
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -29,21 +54,10 @@ class Metrics:
                 f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self._registry
             ).labels(model)
 
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(model)
-        self._new = counter("generation_tokens", "New tokens.").labels(model)
-        self._hits = counter("prefix_cache_hits", "Prompt tokens that were cached.").labels(model)
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up.").labels(model)
+        self._tokens = Tokens(places=[0] * drafts)
+        self._registry.register(_Now(model, stats, self._tokens))
         self._ended = counter("request_success", "Requests that ended.", "finished_reason")
         self.rejected = counter("admission_rejections", "Refused: the queue is full.").labels(model)
-        self._steps = counter("spec_decode_num_drafts", "Steps that verified drafts.").labels(model)
-        self._drafted = counter(
-            "spec_decode_num_draft_tokens", "Drafts made within the limit."
-        ).labels(model)
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts kept.").labels(model)
-        places = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Drafts kept, by place.", "position"
-        )
-        self._places = [places.labels(model, str(i)) for i in range(drafts)]
         self.compiled = Counter(
             "jflash:compilations",
             "Programs compiled since the start.",
@@ -57,25 +71,26 @@ class Metrics:
         self._whole = histogram("e2e_request_latency_seconds", "Whole requests.", LONG)
 
     def began(self, prompt_tokens: int) -> None:
-        self._prompt.inc(prompt_tokens)
+        self._tokens.prompt += prompt_tokens
 
     def step(self, event: Event, prompt_tokens: int, seconds: float, first: bool) -> None:
         """An event that came `seconds` after the one before it, or after the request."""
         if not event.token_ids:
             return
+        tokens = self._tokens
         if first:
             self._first.observe(seconds)
-            self._queries.inc(prompt_tokens)
-            self._hits.inc(event.cached_tokens)
+            tokens.queries += prompt_tokens
+            tokens.hits += event.cached_tokens
         else:
             self._between.observe(seconds)
-        self._new.inc(len(event.token_ids))
+        tokens.new += len(event.token_ids)
         if event.drafted:
-            self._steps.inc()
-            self._drafted.inc(event.drafted)
-            self._accepted.inc(event.accepted)
-            for place in self._places[: event.accepted]:
-                place.inc()
+            tokens.steps += 1
+            tokens.drafted += event.drafted
+            tokens.accepted += event.accepted
+            for place in range(event.accepted):
+                tokens.places[place] += 1
 
     def ended(self, reason: str, tokens: int, first_seconds: float, seconds: float) -> None:
         self._ended.labels(self._model, reason).inc()
@@ -88,10 +103,10 @@ class Metrics:
 
 
 class _Now(Collector):
-    """The engine's state when Prometheus asks."""
+    """The engine's state and the tokens when Prometheus asks."""
 
-    def __init__(self, model: str, stats: Callable[[], Stats]) -> None:
-        self._model, self._stats = model, stats
+    def __init__(self, model: str, stats: Callable[[], Stats], tokens: Tokens) -> None:
+        self._model, self._stats, self._tokens = model, stats, tokens
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -103,16 +118,25 @@ class _Now(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        preempted = CounterMetricFamily(
-            "vllm:num_preemptions", "Requests that gave their pages back.", labels=["model_name"]
-        )
-        preempted.add_metric([self._model], stats.preempted)
-        yield preempted
-        busy = CounterMetricFamily(
-            "jflash:device_busy_seconds", "In which the device computed.", labels=["model_name"]
-        )
-        busy.add_metric([self._model], stats.busy_seconds)
-        yield busy
+        counts: list[tuple[str, str, float]]
+        counts = [(f"vllm:{name}", text, value) for name, text, value in self._tokens.families()]
+        requests = "Requests that gave their pages back."
+        counts.append(("vllm:num_preemptions", requests, stats.preempted))
+        busy = "In which the device computed."
+        for name, text, value in (
+            *counts,
+            ("jflash:device_busy_seconds", busy, stats.busy_seconds),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts kept, by place.",
+            labels=["model_name", "position"],
+        )  # fmt: skip
+        for place, kept in enumerate(self._tokens.places):
+            places.add_metric([self._model, str(place)], kept)
+        yield places
 
 
 def _held(stats: Stats) -> float:

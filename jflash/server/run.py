@@ -20,7 +20,7 @@ LOG = logging.getLogger("jflash.server")
 LOOK_EVERY = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 2.0  # seconds for a failed server to end its streams with the error
 HEADER_BYTES = 64 * 1024
-SWITCH = 0.0005  # Python's default lets the engine's thread wait 5 ms for the event loop's
+SWITCH = 0.0001  # Python's default lets the engine's thread wait 5 ms at each of its system calls
 
 
 def listen(host: str, port: int) -> socket.socket:

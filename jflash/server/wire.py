@@ -1,7 +1,17 @@
 """Bodies in and events out: sizes, timeouts, disconnects. This file knows no model and no route."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import contextlib
+import inspect
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+)
+from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -123,16 +133,53 @@ async def at_once[T](values: AsyncIterator[T]) -> AsyncGenerator[list[T]]:
     async def following() -> T:
         return await anext(values)
 
-    loop, ready = asyncio.get_running_loop(), list[T]()
-    while True:
-        task = asyncio.Task(following(), loop=loop, eager_start=True)
-        try:
-            if ready and (not task.done() or task.exception() or len(ready) == MOST_AT_ONCE):
+    ready, begun = list[T](), None
+    try:
+        while True:
+            begun = following()
+            try:
+                waits_for = begun.send(None)
+            except StopIteration as there:  # it did not wait
+                ready.append(there.value)
+                if len(ready) == MOST_AT_ONCE:
+                    yield ready
+                    ready = []
+                continue
+            except Exception as error:
+                if ready:
+                    yield ready
+                if isinstance(error, StopAsyncIteration):
+                    return
+                raise
+            if ready:
                 yield ready
                 ready = []
-            ready.append(await task)
-        except StopAsyncIteration:
-            return
-        finally:  # the reader may go while the next value is waited for
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            task.cancel()
+            try:
+                ready.append(await _Rest(begun, waits_for))
+            except StopAsyncIteration:
+                return
+    finally:
+        if begun is not None and inspect.getcoroutinestate(begun) == inspect.CORO_SUSPENDED:
+            # The reader went while the next value was waited for.
+            with contextlib.suppress(asyncio.CancelledError):
+                begun.throw(asyncio.CancelledError())
+
+
+class _Rest:
+    """Awaits what is left of a coroutine that waits for a future already. A task costs more."""
+
+    def __init__(self, begun: Coroutine[Any, Any, Any], waits_for: Any) -> None:
+        self._begun, self._waits_for = begun, waits_for
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        waits_for = self._waits_for
+        try:
+            while True:
+                try:
+                    sent = yield waits_for
+                except BaseException as error:
+                    waits_for = self._begun.throw(error)
+                else:
+                    waits_for = self._begun.send(sent)
+        except StopIteration as done:
+            return done.value

@@ -5,11 +5,49 @@ The engine's thread adds events and never waits for the reader. This file knows 
 
 import asyncio
 import contextlib
+import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from jflash.serving.request import Event, FinishReason, Request, Result
+
+
+class Alarm:
+    """Wakes the readers of one event loop from the engine's thread: many of them by one call.
+
+    Each call is one of the system, in which the event loop's thread takes the interpreter.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._lock = weakref.ref(loop), threading.Lock()
+        self._readers = list[asyncio.Event]()
+
+    def ring(self, reader: asyncio.Event) -> None:
+        """Wakes a reader soon; whoever rings before the loop has come wakes with the same call."""
+        with self._lock:
+            self._readers.append(reader)
+            first = len(self._readers) == 1
+        loop = self._loop()
+        if first and loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        with self._lock:
+            readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.set()
+
+
+_alarms = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Alarm]()
+
+
+def _alarm() -> Alarm:
+    """That of the running event loop."""
+    loop = asyncio.get_running_loop()
+    return _alarms.setdefault(loop, Alarm(loop))
 
 
 class Handle:
@@ -47,12 +85,8 @@ class Handle:
             yield event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:  # from the engine's thread
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-                loop.call_soon_threadsafe(arrived.set)
-
+        alarm, arrived = _alarm(), asyncio.Event()
+        wake = functools.partial(alarm.ring, arrived)
         while True:
             with self._changed:
                 waits = not (self._events or self._ended)

@@ -9,7 +9,7 @@ import pytest
 
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
-from jflash.io.incremental import Incremental
+from jflash.io.incremental import WINDOW, Incremental
 from jflash.io.text import decode
 from jflash.server.errors import ApiError
 from jflash.server.reasoning import Reasoning, opened
@@ -81,6 +81,20 @@ def test_the_stop_that_is_complete_first_ends_the_text_at_any_cut():
             given += stream.push(piece, last)
             taken += stream.taken
         assert (given, taken) == ("ab", 3)
+
+
+def test_a_call_decodes_little_more_than_once():
+    """However long the text is, and never more than a window with the call's tokens."""
+    lengths = []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return "".join(chr(97 + i) for i in ids)
+
+    text, ids = Incremental(decode), [i % 26 for i in range(300)]
+    pieces = [text.push(ids[i : i + 5], last=i == 295) for i in range(0, 300, 5)]
+    assert "".join(pieces) == "".join(chr(97 + i) for i in ids)
+    assert len(lengths) < 1.3 * len(pieces) and max(lengths) <= WINDOW + 5
 
 
 def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
