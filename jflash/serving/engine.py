@@ -15,14 +15,15 @@ from typing import Any
 
 import jax
 
-from jflash.generate import Pair, check_request
+from jflash.generate import Pair
 from jflash.programs import PREFILL_CHUNK, Shape, chunk_sizes
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
+from jflash.serving.limits import check
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
-from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
+from jflash.serving.slots import KINDS, Kind, Layout
 from pallas_kernels.block_attention import PAGE
 
 # Tokens: 24 ms in 4 chunks of 128 at 8B's sizes, about as long as a call of steps. The last chunks
@@ -132,48 +133,10 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """ValueError, naming the field and its value, for what this engine can never serve."""
-        check_request(self.pair.models, request.prompt_ids, request.decoding)
-        if request.needs_logits and "drawn" not in self._layout.kinds:
-            raise ValueError("the engine was made for greedy requests, without drawn ones")
-        prompt, total = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
-        if total > self.max_context:
-            raise ValueError(
-                f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
-                f"{self.max_context} tokens: give fewer"
-            )
-        if -(-total // PAGE) > self._layout.pages:
-            raise ValueError(
-                f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
-                f"{self._layout.pages} pages of {PAGE} tokens: give fewer"
-            )
-        vocabulary = self.pair.models.target.config.vocab_size
-        outside = [token for token in request.logit_bias if not 0 <= token < vocabulary]
-        if outside:
-            raise ValueError(f"logit_bias of token {outside[0]}: there are {vocabulary} tokens")
-        if len(request.logit_bias) > BIASED:
-            raise ValueError(f"{len(request.logit_bias)} logit_bias tokens: at most {BIASED} fit")
-        models = self.pair.models
-        if request.draft_rule == "sampled" and models.draft_rule != "sampled" and models.drafter:
-            raise ValueError("draft_rule 'sampled': the engine's pair has the rule 'greedy'")
-        for name in ("top_logprobs", "prompt_logprobs"):
-            if (getattr(request, name) or 0) > most_of(models):
-                raise ValueError(f"{name} {getattr(request, name)}: there are {vocabulary} tokens")
-        room = self._layout.shape.stop_slots
-        if len(request.stop_ids) > room:
-            raise ValueError(f"{len(request.stop_ids)} stop_ids: at most {room} fit")
-        if request.grammar is not None:
-            missing = set(request.grammar.stop_ids) - set(request.stop_ids)
-            if missing:
-                raise ValueError(f"the grammar's end {min(missing)} is not among the stop_ids")
-            if request.grammar.vocabulary != vocabulary:
-                raise ValueError(
-                    f"the grammar is of {request.grammar.vocabulary} tokens, the model has "
-                    f"{vocabulary}"
-                )
+        check(request, self.pair.models, self._layout, self.max_context)
 
     def submit(self, request: Request) -> Handle:
         """Queues a request. ValueError as `check`; Full, Failed; RuntimeError once closed.
-
         The first request with a grammar compiles the programs for all of them, in this thread.
         """
         self.check(request)

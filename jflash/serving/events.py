@@ -69,4 +69,4 @@ def _scored(job: Job, event: Event, given: Taken, step: int) -> Event:
         if request.prompt_logprobs:
             tops = (top[: request.prompt_logprobs] for top in job.prompt_tops)
             new["prompt_top_logprobs"] = tuple(tops)
-    return event._replace(**new)
+    return event._replace(**new) if new else event

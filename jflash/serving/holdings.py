@@ -76,6 +76,8 @@ class Holdings:
         if not self._paged:
             return
         whole = min(computed // PAGE, len(job.pages))
+        if whole <= job.named and not job.seen.pages:
+            return
         self._chain(job, max(whole, len(job.names)) * PAGE)
         for i in range(job.named, whole):
             self.pages.name(job.pages[i], job.names[i])

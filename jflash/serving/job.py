@@ -22,6 +22,7 @@ class Job:
     seed: int
     deadline: float | None
     tokens: list[int]  # the text so far, as the host knows it
+    prompt_tokens: int = field(init=False)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     seen: Held = field(default_factory=Held)  # pages of layers with windows
@@ -38,13 +39,16 @@ class Job:
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_tops: list[Top] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.request.prompt_ids)
+
     @property
     def request(self) -> Request:
         return self.handle.request
 
     @property
     def limit(self) -> int:
-        return len(self.request.prompt_ids) + self.request.max_tokens
+        return self.prompt_tokens + self.request.max_tokens
 
     @property
     def to_compute(self) -> int:
@@ -60,7 +64,7 @@ class Job:
     @property
     def begun(self) -> bool:
         """Whether its first token is known: then chunks commit nothing."""
-        return len(self.tokens) > len(self.request.prompt_ids)
+        return len(self.tokens) > self.prompt_tokens
 
 
 class Read(NamedTuple):

@@ -226,27 +226,35 @@ class Loop:
         """Waits for a chunk or a call, and hands on what it gives."""
         self._count(**self.device.time.wait_for(read.filled))
         if read.report is not None:
-            for job, given in tokens_of_calls(read, self.device.models.block_size):
+            given = list(tokens_of_calls(read, self.device.models.block_size))
+            for job, _ in given:
                 job.unread -= 1
-                self._gain(job, given, on_event)
+            self._gain(given, on_event)
         elif read.job is not None and read.job.reason is None:
             if read.scored is not None:
                 keep_prompt_scores(read.job, read)
             if read.first is not None:
-                self._gain(read.job, first_token(read.job, read.first), on_event)
+                self._gain([(read.job, first_token(read.job, read.first))], on_event)
 
-    def _gain(self, job: Job, given: Taken, on_event: OnEvent) -> None:
-        """Adds the tokens of some steps; the last one may end the text."""
-        for event in gained(job, given, self.device.models.max_accept, self.version):
-            new = len(event.token_ids)
-            self._count(new_tokens=new, drafted=event.drafted, accepted=event.accepted)
-            on_event(job, event)
-            job.reason = event.finish_reason
-        job.gained |= bool(given.steps)
-        self.holdings.name(job, len(job.tokens) - 1)
-        if job.reason:
-            self._leave(job)
-        self._drop_failed([job])
+    def _gain(self, given: Sequence[tuple[Job, Taken]], on_event: OnEvent) -> None:
+        """Adds the tokens of some steps to each text; the last one may end it."""
+        most, version = self.device.models.max_accept, self.version
+        events = [list(gained(job, of_job, most, version)) for job, of_job in given]
+        every = [event for of_job in events for event in of_job]
+        self._count(  # first, for who sees the last event may ask for the counts
+            new_tokens=sum(len(event.token_ids) for event in every),
+            drafted=sum(event.drafted for event in every),
+            accepted=sum(event.accepted for event in every),
+        )
+        for (job, _), of_job in zip(given, events, strict=True):
+            for event in of_job:
+                on_event(job, event)
+                job.reason = event.finish_reason
+            job.gained |= bool(of_job)
+            self.holdings.name(job, len(job.tokens) - 1)
+            if job.reason:
+                self._leave(job)
+            self._drop_failed([job])
 
     def _count(self, **more: int | float) -> None:
         now = {name: getattr(self.counts, name) + value for name, value in more.items()}

@@ -3,6 +3,7 @@
 The host uploads and reads one array a call.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -107,11 +108,11 @@ def taken(
     report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
 ) -> Taken:
     """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
-    count, done = report[-2:]
-    tokens, probable = report[: width * steps], floats(report[width * steps : 2 * width * steps])
-    ends = np.cumsum(report[2 * width * steps :][:count]).tolist()
+    *lengths, count, done = report[2 * width * steps :].tolist()
+    ends = list(itertools.accumulate(lengths[:count]))
     cuts = list(zip([0, *ends], ends, strict=False))
-    given, numbers = ([x[a:b].tolist() for a, b in cuts] for x in (tokens, probable))
+    halves = report[: width * steps], floats(report[width * steps : 2 * width * steps])
+    given, numbers = ([x[a:b] for a, b in cuts] for x in (half.tolist() for half in halves))
     likely = None if tops is None else [tops_of(tops[a:b]) for a, b in cuts]
     return Taken(given, numbers, bool(done), likely)
 

@@ -3,14 +3,13 @@
 This file knows requests and their pages, and no device.
 """
 
+import heapq
 import time
 from collections.abc import Sequence
 
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job
 from jflash.serving.schedule import Plan, Running, Waiting, plan
-
-LOOKED_AT = 64  # waiting requests that a round considers at most
 
 
 def planned(
@@ -25,11 +24,13 @@ def planned(
 ) -> Plan:
     """The next round, with `slots` free slots; `still`: no new text begins.
 
-    A request whose time is up ends however long the queue is.
+    Of those that wait only as many are looked at as may find a slot. A request whose time is up
+    ends however long the queue is.
     """
     now, queued = time.monotonic(), list[Waiting]()
     coming = [job for job in waiting if job.begun or not still]
-    for job in sorted(coming, key=lambda job: job.order)[:LOOKED_AT]:
+    ending = sum(job.deadline is not None and job.deadline <= now for job in (*waiting, *running))
+    for job in heapq.nsmallest(slots + ending, coming, key=lambda job: job.order):
         fresh, cached = holdings.fresh(job)
         chunks = -(-(job.to_compute - cached) // chunk)
         queued.append(Waiting(job.order, fresh, chunks, job.deadline))

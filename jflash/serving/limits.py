@@ -1,0 +1,47 @@
+"""What an engine of a layout can never serve, said before a request waits."""
+
+from jflash.generate import check_request
+from jflash.serving.request import Request
+from jflash.serving.slots import BIASED, Layout, most_of
+from jflash.speculative import Models
+from pallas_kernels.block_attention import PAGE
+
+
+def check(request: Request, models: Models, layout: Layout, max_context: int) -> None:
+    """ValueError, naming the field and its value, for a request that the engine never serves."""
+    check_request(models, request.prompt_ids, request.decoding)
+    if request.needs_logits and "drawn" not in layout.kinds:
+        raise ValueError("the engine was made for greedy requests, without drawn ones")
+    prompt, total = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
+    if total > max_context:
+        raise ValueError(
+            f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
+            f"{max_context} tokens: give fewer"
+        )
+    if -(-total // PAGE) > layout.pages:
+        raise ValueError(
+            f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
+            f"{layout.pages} pages of {PAGE} tokens: give fewer"
+        )
+    vocabulary = models.target.config.vocab_size
+    outside = [token for token in request.logit_bias if not 0 <= token < vocabulary]
+    if outside:
+        raise ValueError(f"logit_bias of token {outside[0]}: there are {vocabulary} tokens")
+    if len(request.logit_bias) > BIASED:
+        raise ValueError(f"{len(request.logit_bias)} logit_bias tokens: at most {BIASED} fit")
+    if request.draft_rule == "sampled" and models.draft_rule != "sampled" and models.drafter:
+        raise ValueError("draft_rule 'sampled': the engine's pair has the rule 'greedy'")
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if (getattr(request, name) or 0) > most_of(models):
+            raise ValueError(f"{name} {getattr(request, name)}: there are {vocabulary} tokens")
+    room = layout.shape.stop_slots
+    if len(request.stop_ids) > room:
+        raise ValueError(f"{len(request.stop_ids)} stop_ids: at most {room} fit")
+    if request.grammar is not None:
+        missing = set(request.grammar.stop_ids) - set(request.stop_ids)
+        if missing:
+            raise ValueError(f"the grammar's end {min(missing)} is not among the stop_ids")
+        if request.grammar.vocabulary != vocabulary:
+            raise ValueError(
+                f"the grammar is of {request.grammar.vocabulary} tokens, the model has {vocabulary}"
+            )
