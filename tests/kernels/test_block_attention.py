@@ -138,7 +138,12 @@ def test_options_together(shape, dtype, backend):
     check_shape(make_attend(backend, shape), shape, dtype, TILING.chunk, TILING.slots)
 
 
-@pytest.mark.parametrize("shape,dtype,backend", real_shapes())
+def in_one_dtype() -> list:
+    """The interpreter knows no dtype's own instructions."""
+    return real_shapes() if ON_GPU else cases(CUT, jnp.bfloat16) + cases(CUT_32, jnp.float32)
+
+
+@pytest.mark.parametrize("shape,dtype,backend", in_one_dtype())
 def test_bits_do_not_depend_on_row_length_or_neighbours(shape, dtype, backend):
     check_bits(make_attend(backend, shape), shape, dtype)
 
