@@ -121,13 +121,6 @@ def compiled_soon(request):
 
 
 @pytest.fixture
-def compiled_fully():
-    """One test of a file that is compiled soon has its programs as users have them."""
-    with jax_options(jax_disable_most_optimizations=False):
-        yield
-
-
-@pytest.fixture
 def as_users(compiled_soon):
     """Runs Python as users do: its programs are made by XLA's own settings."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import gated_delta as op
 from pallas_kernels.gated_delta import CHUNK, Memory, Rows
-from tests.support.attention_checks import ON_GPU
+from tests.support.attention_checks import FULLY, ON_GPU
 
 HK, DK, HV, DV = 2, 16, 4, 32
 TOKENS = 75  # four borders, and part of a chunk
@@ -54,7 +54,8 @@ def empty(batch: int) -> Memory:
 def call(backend: str):
     if backend == "triton" and not ON_GPU:
         return jax.jit(interpreted)
-    return jax.jit(functools.partial(op.gated_delta, backend=backend))
+    options = FULLY if backend == "cpu" else {}  # bits may hang on what is fused with what
+    return jax.jit(functools.partial(op.gated_delta, backend=backend), compiler_options=options)
 
 
 def interpreted(q, rows, memory, start, real, kept):
@@ -168,10 +169,9 @@ def test_the_kernels_of_inputs_and_norm_are_the_reference():
 
 @functools.cache
 def _cpu_scan():
-    return jax.jit(op.cpu.scan)
+    return jax.jit(op.cpu.scan, compiler_options=FULLY)
 
 
-@pytest.mark.usefixtures("compiled_fully")  # bits may hang on what is fused with what
 @pytest.mark.skipif(ON_GPU, reason="this is a CPU's operation")
 def test_bits_depend_on_the_tokens_alone():
     """Widths, batches, prompts and chunks of them: the same outputs, and states at borders."""

@@ -23,10 +23,10 @@ from jflash.sampling import filters_of
 from jflash.speculative import Models, Params, State, draft
 from tests.step import test_sampling_distribution as version_1
 from tests.step.test_sampling_distribution import NEW, PROMPT, V, W, along, p_value, paths, target_p
+from tests.support.attention_checks import FULLY
 from tests.support.pairs import random_params
 
 K, BATCH, CALLS = 3, 25_000, 8  # candidates of a place; 200,000 samples a mode
-COMPILED_FULLY = True  # it runs long
 MODES = {name: version_1.MODES[name] for name in ("temperature", "top-p", "all")}
 LEVEL = 0.001 / (len(MODES) * 4)
 
@@ -60,7 +60,7 @@ def start() -> State:
 
 @functools.cache
 def runner(models: Models):
-    return jax.jit(functools.partial(run, models))
+    return jax.jit(functools.partial(run, models), compiler_options=FULLY)  # it runs long
 
 
 def samples(models: Models, sampling: Sampling, calls: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,6 @@ from tests.step import test_dflash2_sampling as version_2
 from tests.step import test_sampling_distribution as version_1
 from tests.step.test_sampling_distribution import MODES, NEW, PROMPT, SOON, V, p_value
 
-COMPILED_FULLY = True  # it runs long
 BATCH, ROWS, GROUPS = 4, 7, 2500
 MODE = MODES["temperature"]
 LEVEL = 0.001 / 2

@@ -24,12 +24,12 @@ from jflash.prefill import prefill
 from jflash.programs import Report, Shape, make_request, new_state, run
 from jflash.sampling import Filters, filters_of
 from jflash.speculative import Models, Params, State, apply, draft
+from tests.support.attention_checks import FULLY
 from tests.support.numpy_filters import filtered
 from tests.support.pairs import drafter_config, random_params, target_config
 
 V, W, NEW, PROMPT = 5, 4, 4, [1, 4, 2]
 BATCH, CALLS = 25_000, 8  # 200,000 samples a mode
-COMPILED_FULLY = True  # it runs long
 SOON = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 RULES = ("greedy", "sampled")
 MODES = {
@@ -105,8 +105,9 @@ def start() -> State:
 
 @functools.cache
 def runner(rule: str):
-    """The driver's loop, compiled once for all filters of a rule."""
-    return jax.jit(functools.partial(run, replace(pair()[0], draft_rule=rule)))
+    """The driver's loop, compiled once for all filters of a rule, and fully: it runs long."""
+    models = replace(pair()[0], draft_rule=rule)
+    return jax.jit(functools.partial(run, models), compiler_options=FULLY)
 
 
 def samples(run_once, sampling: Sampling, calls: int = CALLS) -> tuple[np.ndarray, np.ndarray]:

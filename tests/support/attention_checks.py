@@ -21,7 +21,7 @@ from pallas_kernels.block_attention import (
 from pallas_kernels.shapes import BlockShape
 
 ON_GPU = jax.default_backend() == "gpu"
-# XLA's attention as its users have it; tests/conftest.py compiles the rest badly on a CPU.
+# As users have it, and for what runs long; tests/conftest.py compiles the rest badly on a CPU.
 FULLY = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 # Any sizes at all, for what is plain JAX. B, T, S, N, K, H
 SHAPES = [(1, 16, 64, 4, 2, 16), (3, 7, 40, 6, 2, 24), (2, 1, 33, 4, 4, 16), (4, 5, 24, 8, 1, 32)]
