@@ -9,98 +9,40 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jflash.acceptance import is_looping
-from jflash.backends import with_backends
 from jflash.cli.command import INTERRUPTED, Options, configure_jax, first_interrupt, require
 from jflash.cli.options.train import (
-    SECOND,
     answer_samplings,
-    drafter_form,
     train_config,
     train_objective,
 )
-from jflash.cli.training_data import read_held_out, read_prompts
-from jflash.config import DrafterConfig, second_version
+from jflash.cli.training_dry_run import dry_run
+from jflash.cli.training_run import Prepared, prepare
 from jflash.decoding import Decoding
 from jflash.files import locked
-from jflash.generate import Pair
 from jflash.hosts import Hosts, joined
 from jflash.io import (
-    configure_target,
     default_dtype,
     load_drafter,
-    load_target,
-    open_checkpoint,
-    pair_models,
     resolve,
     save_checkpoint,
 )
 from jflash.io.digest import checkpoint_digest
-from jflash.memory import check_decoding
-from jflash.models.decoder import Target
 from jflash.replicas import cluster, made
-from jflash.speculative import Models, Params
-from jflash.training.answers import answer_into, answer_prompts
+from jflash.training.answers import answer_into
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import (
-    check_sizes,
-    default_mask_token_id,
-    drafter_config_for,
-    make_lesson,
-    random_rows,
     split_held_out,
     train_drafter,
 )
 from jflash.training.held_out import held_out_evaluation
 from jflash.training.recipe import Share, TrainConfig
 from jflash.training.steps import device_mesh
-from jflash.training.trainer import LOCK, RUN, Evaluation, plan_training
-
-MEASURED_TOKENS = 32  # of each answer in a dry run
-
-
-class Prepared(NamedTuple):
-    """The checked inputs of a training."""
-
-    target: Target
-    params: Any
-    config: DrafterConfig
-    records: list[Conversation]
-    held: list[Conversation]
-    stops: list[int]
-
-    @property
-    def pair(self) -> Pair:
-        """The target without a drafter."""
-        models = with_backends(Models(self.target), default_dtype(), jax.local_devices()[0])
-        return Pair(models, Params(self.params))
-
-
-def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
-    """The config of --init-from's drafter, or of a new one in the form of the options."""
-    form = drafter_form(args)
-    if args.init_from is not None:
-        source = open_checkpoint(args.init_from)
-        drafter = pair_models(args.target, source).drafter
-        assert drafter is not None
-        if source.path.resolve() == args.output.resolve():
-            why = f"{source.path} is both trained on and written: choose another --output"
-            raise ValueError(why)
-        source.check(drafter.config)
-        return drafter.config
-    if form["mask_token_id"] is None:
-        mask = default_mask_token_id(tokenizer, target.config.vocab_size)
-        name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
-        print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
-        form["mask_token_id"] = mask
-    version = form.pop("drafter")
-    second = {name: form.pop(name) for name in SECOND}
-    config = drafter_config_for(target.config, **form)
-    return config if version == "dflash" else second_version(config, **second)
+from jflash.training.trainer import LOCK, RUN, Evaluation
 
 
 def answered(
@@ -154,32 +96,6 @@ def without_loops(conversations: list[Conversation], keep: bool) -> list[Convers
     return ended
 
 
-def dry_run(args: Options, training: TrainConfig, prepared: Prepared) -> None:
-    """Prints memory and time of the training, on made-up rows, and of the answers."""
-    config, records, objective = prepared.config, prepared.records, train_objective(args)
-    rows = random_rows(args.batch, args.row_length, config.vocab_size)
-    lesson = make_lesson(
-        prepared.target, config, rows, anchors=args.anchors, training=training,
-        objective=objective, backend=args.training_attention,
-    )  # fmt: skip
-    plan = plan_training(lesson.loss, lesson.start, prepared.params, rows, training)
-    print(f"attention of the training: {lesson.identity['attention']}; objective: {objective}")
-    print("\n".join(plan))
-    tokens = min(MEASURED_TOKENS, args.max_new_tokens)
-    few = ([r.prompt_ids for r in records] * args.answer_batch)[: args.answer_batch]
-    for _ in range(2):  # the first call compiles
-        begin = time.perf_counter()
-        decoding = Decoding(max_new_tokens=tokens)
-        answer_prompts(prepared.pair, few, decoding, batch_size=args.answer_batch)
-        seconds = time.perf_counter() - begin
-    total = len(answer_samplings(args)) * sum(not r.answer_ids for r in records)
-    at_most = total * args.max_new_tokens * seconds / (len(few) * tokens)
-    print(
-        f"answers: {total} of at most {args.max_new_tokens} tokens: at most {at_most / 60:.1f} "
-        f"minutes at {len(few) * tokens / seconds:.0f} tokens a second, prefill included"
-    )
-
-
 def evaluation_for(
     args: Options, prepared: Prepared, learnt: list[Conversation]
 ) -> tuple[list[Conversation], Evaluation | None]:
@@ -208,26 +124,6 @@ def run(args: Options) -> None:
         if not args.dry_run:
             print("\ninterrupted; the same command goes on", file=sys.stderr)
         raise
-
-
-def prepare(args: Options) -> Prepared:
-    """Configs, prompts and the target's weights; ValueError before a weight is read."""
-    source = open_checkpoint(args.target)
-    target = configure_target(source)
-    tokenizer = source.tokenizer() if source.has_tokenizer() else None
-    stops = source.stop_ids(tokenizer)
-    config = drafter_for(args, target, tokenizer)
-    check_sizes(target.config, args.row_length, args.anchors)
-    records = read_prompts(args, tokenizer, target, stops)
-    held = read_held_out(args, tokenizer, target)
-    if args.eval_every and args.held_out and not held:
-        split_held_out(records, args.held_out, args.seed)  # refuses too many, before the answers
-    dtype = default_dtype()
-    models = with_backends(Models(target), dtype, jax.local_devices()[0])
-    longest = max(len(r.prompt_ids) for r in records)
-    check_decoding(models, args.answer_batch, longest, args.max_new_tokens)
-    target, params = load_target(source, dtype, progress=True)
-    return Prepared(target, params, config, records, held, stops)
 
 
 def answer_by_replicas(args: Options) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.cli import evaluate, main
+from jflash.cli import evaluate, evaluation_shares, main
 from jflash.evals import evaluation
 from jflash.evals.folder import LOCK
 from jflash.files import locked
@@ -136,7 +136,7 @@ def test_replicas_make_their_parts_once_and_join_them_sorted(
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # the command sets it for good
     monkeypatch.setattr(evaluate, "require", lambda *_: None)
     monkeypatch.setattr(evaluate, "cluster", lambda *_: nullcontext())
-    monkeypatch.setattr(evaluate, "made", made)
+    monkeypatch.setattr(evaluation_shares, "made", made)
     _, out, _ = run(data, folder, "--limit", "3", "--replicas", "2")
     answers = lines(folder / "answers.jsonl")
     assert [r["index"] for r in answers] == [0, 1, 2] and answers[1] in begun
@@ -146,7 +146,7 @@ def test_replicas_make_their_parts_once_and_join_them_sorted(
     def others(make, parts: int, devices: int) -> list[dict]:
         return [json.loads((folder / "run.json").read_text()) | {"device": "another"}]
 
-    monkeypatch.setattr(evaluate, "made", others)
+    monkeypatch.setattr(evaluation_shares, "made", others)
     argv = ["--data", str(data), "--output", str(folder), *SAME, "--limit", "3", "--replicas", "2"]
     assert main.run("eval-gsm8k", argv) == 2
 
@@ -373,7 +373,7 @@ def refused(capsys):
     def call(argv: list[str], *named: str) -> None:
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evaluate, "loaded", lambda *_, **__: pytest.fail("weights read"))
+            patch.setattr(evaluation_shares, "loaded", lambda *_, **__: pytest.fail("weights read"))
             assert main.run("evaluate", argv) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1

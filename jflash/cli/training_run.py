@@ -1,0 +1,83 @@
+"""What train's options ask for: configs, prompts and weights, checked in this order."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jflash.backends import with_backends
+from jflash.cli.command import Options
+from jflash.cli.options.train import SECOND, drafter_form
+from jflash.cli.training_data import read_held_out, read_prompts
+from jflash.config import DrafterConfig, second_version
+from jflash.generate import Pair
+from jflash.io import configure_target, default_dtype, load_target, open_checkpoint, pair_models
+from jflash.memory import check_decoding
+from jflash.models.decoder import Target
+from jflash.speculative import Models, Params
+from jflash.training.data import Conversation
+from jflash.training.drafter import (
+    check_sizes,
+    default_mask_token_id,
+    drafter_config_for,
+    split_held_out,
+)
+
+
+class Prepared(NamedTuple):
+    """The checked inputs of a training."""
+
+    target: Target
+    params: Any
+    config: DrafterConfig
+    records: list[Conversation]
+    held: list[Conversation]
+    stops: list[int]
+
+    @property
+    def pair(self) -> Pair:
+        """The target without a drafter."""
+        models = with_backends(Models(self.target), default_dtype(), jax.local_devices()[0])
+        return Pair(models, Params(self.params))
+
+
+def prepare(args: Options) -> Prepared:
+    """Configs, prompts and the target's weights; ValueError before a weight is read."""
+    source = open_checkpoint(args.target)
+    target = configure_target(source)
+    tokenizer = source.tokenizer() if source.has_tokenizer() else None
+    stops = source.stop_ids(tokenizer)
+    config = drafter_for(args, target, tokenizer)
+    check_sizes(target.config, args.row_length, args.anchors)
+    records = read_prompts(args, tokenizer, target, stops)
+    held = read_held_out(args, tokenizer, target)
+    if args.eval_every and args.held_out and not held:
+        split_held_out(records, args.held_out, args.seed)  # refuses too many, before the answers
+    dtype = default_dtype()
+    models = with_backends(Models(target), dtype, jax.local_devices()[0])
+    longest = max(len(r.prompt_ids) for r in records)
+    check_decoding(models, args.answer_batch, longest, args.max_new_tokens)
+    target, params = load_target(source, dtype, progress=True)
+    return Prepared(target, params, config, records, held, stops)
+
+
+def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
+    """The config of --init-from's drafter, or of a new one in the form of the options."""
+    form = drafter_form(args)
+    if args.init_from is not None:
+        source = open_checkpoint(args.init_from)
+        drafter = pair_models(args.target, source).drafter
+        assert drafter is not None
+        if source.path.resolve() == args.output.resolve():
+            why = f"{source.path} is both trained on and written: choose another --output"
+            raise ValueError(why)
+        source.check(drafter.config)
+        return drafter.config
+    if form["mask_token_id"] is None:
+        mask = default_mask_token_id(tokenizer, target.config.vocab_size)
+        name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
+        print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
+        form["mask_token_id"] = mask
+    version = form.pop("drafter")
+    second = {name: form.pop(name) for name in SECOND}
+    config = drafter_config_for(target.config, **form)
+    return config if version == "dflash" else second_version(config, **second)
