@@ -50,8 +50,12 @@ CAUGHT = {"pair": "small", "capacity": 4096, "splits": 4, "prompt_tokens": [9]} 
 }
 
 
+@pytest.mark.long
 def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
-    """The whole command without options: all the bits of plain decoding, every fault caught."""
+    """The whole command without options: all the bits of plain decoding, every fault caught.
+
+    In small in test_law, by programs that are compiled soon.
+    """
     file = tmp_path / "result.json"
     done = as_users(SCRIPT, "--dtype", "float32", "--json", file)
     assert done.returncode == 0, done.stderr

@@ -82,6 +82,18 @@ def test_operations_without_the_law_are_told_where_they_break_it(capsys, monkeyp
     assert "LOSSLESS" not in out
 
 
+def test_a_lawful_pair_passes_and_every_planted_fault_is_caught(capsys, monkeypatch):
+    """In blocks of more rows than the faults spare; a long test has the embedded pair."""
+    form = replace(SMALL, tokens=240, ways=(Way(8, 12, OWN + REPLAY),))
+    case, faults = lawful(*["cpu"] * 5), law_module.FAULTS
+    code, out, found = run(capsys, monkeypatch, case, form, faults)
+    assert code == 0 and found["failures"] == [] and "LOSSLESS: " in out
+    (law,) = found["law"]
+    assert law["promised"] and law["differences"] == 0 and law["tokens"] >= 240
+    assert min(each["compared_kv_rows"] for each in law["compared"]) > 200
+    assert [fault["caught"] for fault in law["faults"]] == [True] * 4
+
+
 def test_a_fault_that_nobody_sees_fails(capsys, monkeypatch):
     """The sound target in a fault's place: the check refuses to vouch for itself."""
     sound = (law_module.FAULTS[0]._replace(target=Target),)

@@ -105,8 +105,8 @@ KINDS = {
         "norm_all_heads": True,
     },
 }  # fmt: skip
-# As users have their programs: bits may hang on what is fused with what. So has test_check_lossless
-# the embedded pair, and tests/kernels every operation alone.
+# As users have their programs: bits may hang on what is fused with what. So has tests/kernels every
+# operation alone, and a long test of test_check_lossless the embedded pair.
 FULLY = [pytest.param(kind, True, marks=pytest.mark.long) for kind in list(KINDS)[:2]]
 
 
