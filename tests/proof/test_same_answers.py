@@ -14,9 +14,15 @@ def test_answers_are_counted_way_by_way(monkeypatch):
 
     monkeypatch.setattr(same_answers, "ways", with_another)
     monkeypatch.setattr(same_answers, "GROUP", 2)
+    monkeypatch.setattr(same_answers, "REFERENCE_BATCH", 3)
     decoding = Decoding(max_new_tokens=12)
-    found = list(compared(pair, prompts(3, seed=3, low=4, high=20), 2, decoding))
-    assert [result["answers"] for result in found] == [2, 3]
-    same = found[-1]["same"]
-    assert same.pop("another target") == 0
-    assert set(same.values()) == {3} and len(same) == 4, same
+    given = prompts(3, seed=3, low=4, high=20)
+    found = list(compared(pair, given, 2, decoding, anchored=1))
+    assert [sum(result["compared"].values()) for result in found] == [3, 6, 7, 9, 10, 13]
+    last = found[-1]
+    assert last["same"].pop("another target") == 0 and last["compared"].pop("another target") == 3
+    ties = {"drafter, batch 2": 3, "random drafter, batch 2": 3, "drafter, batch 1": 3}
+    assert last["same"] == last["compared"] == ties | {"plain, batch 1": 1}
+    assert last["answers"] == 3 and last["seconds"].keys() >= {"compile", "plain, batch 3"}
+    unlike = list(compared(other, given, 2, decoding, anchored=1))[-1]
+    assert unlike["texts_sha256"] != last["texts_sha256"]
