@@ -69,7 +69,7 @@ def lawful(*kernels: str):
 
 def test_operations_without_the_law_are_told_where_they_break_it(capsys, monkeypatch):
     """XLA's products in place of a CPU's: exit code 1, and every comparison that differs."""
-    # Whether faults are caught is the embedded pair's check, in test_check_lossless.
+    # Whether faults are caught is the next test.
     case = lawful("cpu", "xla", "cpu", "xla", "cpu")
     code, out, found = run(capsys, monkeypatch, case, SMALL, ())
     assert code == 1
