@@ -23,13 +23,13 @@ from jflash.bench.report import (
     reference_text,
 )
 from jflash.bench.shapes import model_shape
+from jflash.checks import check_request
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import partial
 from jflash.decoding import Decoding
-from jflash.generate import check_request
 from jflash.io import open_checkpoint, pair_models
 
 PROMPTS = (

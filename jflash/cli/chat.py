@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jflash.checks import check_request
 from jflash.cli.command import Options, first_interrupt, note_idle_gpu
 from jflash.cli.generate import configured, loaded, use_colour, with_sampling
 from jflash.cli.live_text import paint, texts
@@ -19,7 +20,7 @@ from jflash.cli.prompts import checked_text, template_options
 from jflash.cli.results import tokens_per_second
 from jflash.decoding import Decoding
 from jflash.evals.report import number
-from jflash.generate import Chunk, Generation, Pair, check_request, stream
+from jflash.generate import Chunk, Generation, Pair, stream
 from jflash.io import encode_prompt
 from jflash.io.text import decode
 from jflash.memory import check_decoding

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
+from jflash.checks import check_request
 from jflash.cli.command import Options, note_idle_gpu
 from jflash.cli.live_text import paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
@@ -29,7 +30,7 @@ from jflash.cli.results import (
 from jflash.decoding import Decoding
 from jflash.draft_error import TEXT, draft_error
 from jflash.files import check_whole_file, whole_file
-from jflash.generate import Generation, Pair, check_request, generate, models_for, stream
+from jflash.generate import Generation, Pair, generate, models_for, stream
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jflash.acceptance import ending
+from jflash.checks import check_request
 from jflash.decoding import Decoding
 from jflash.evals.answer_check import check_answer
 from jflash.evals.code_execution import passes, program
@@ -21,7 +22,7 @@ from jflash.evals.datasets import Problem
 from jflash.evals.folder import read_answers
 from jflash.evals.summary import PARTS, Record
 from jflash.files import appended, read_lines
-from jflash.generate import Generation, Pair, check_request
+from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop, decode
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.speculative import Models

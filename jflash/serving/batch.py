@@ -9,8 +9,9 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding
-from jflash.generate import DEFAULTS, Generation, Pair, Seconds, check_keys, check_request
+from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.programs import PREFILL_CHUNK, Shape, capacity_for
 from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.handle import Handle

@@ -1,6 +1,6 @@
 """What an engine of a layout can never serve, said before a request waits."""
 
-from jflash.generate import check_request
+from jflash.checks import check_request
 from jflash.serving.request import Request
 from jflash.serving.slots import BIASED, Layout, most_of
 from jflash.speculative import Models

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jflash.cache import DeltaCache
+from jflash.checks import check_request
 from jflash.decoding import Decoding
-from jflash.generate import Pair, check_request, generate
+from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
 from jflash.passes import Block
 from jflash.programs import Shape, compile_programs, make_request, new_state

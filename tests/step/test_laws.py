@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.checks import check_keys
 from jflash.decoding import Decoding, Sampling
-from jflash.generate import Pair, check_keys, generate, stream
+from jflash.generate import Pair, generate, stream
 from jflash.kernels import Kernels
 from jflash.prefill import prefill
 from jflash.programs import (
@@ -288,8 +289,8 @@ def test_a_batch_ends_within_the_indices():
 def test_numbers_that_are_not_whole_are_refused():
     """In a process of its own: here the tests' type checks would speak first."""
     code = """
+from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding
-from jflash.generate import check_keys, check_request
 from jflash.models.decoder import Target
 from jflash.speculative import Models
 from tests.support.pairs import target_config

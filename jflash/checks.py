@@ -1,0 +1,42 @@
+"""What is refused before anything runs: requests a pair cannot serve, and keys out of range."""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+
+from jflash.decoding import Decoding
+from jflash.speculative import Models
+
+
+def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:
+    """ValueError, before anything runs, for a request that the models cannot serve."""
+    max_new_tokens = decoding.max_new_tokens
+    positions = min(c.max_position_embeddings for c in models.configs)
+    vocabulary = models.target.config.vocab_size
+    if not len(prompt):
+        raise ValueError("the prompt is empty: give at least one token")
+    outside = [int(t) for t in (*prompt, *decoding.stop_token_ids) if not 0 <= t < vocabulary]
+    if outside:
+        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
+    unread = [int(t) for t in prompt if t in models.target.config.unread_ids]
+    if unread:
+        raise ValueError(f"token id {unread[0]} stands for an image or a video: only text is read")
+    if not isinstance(max_new_tokens, Integral):
+        raise ValueError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if len(prompt) + max_new_tokens > positions:
+        fits = positions - len(prompt)
+        advice = f"max_new_tokens {fits} fits" if fits > 0 else "the prompt itself is too long"
+        raise ValueError(
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new tokens pass the model's "
+            f"{positions} positions: {advice}"
+        )
+
+
+def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:
+    """ValueError for a seed or an index that a key cannot hold, and for empty chunks."""
+    for name, value in (("seed", seed), *(("index", index) for index in indices)):
+        if not (isinstance(value, Integral) and 0 <= value < 2**32):
+            raise ValueError(f"{name} {value} must be a whole number within 0 … {2**32 - 1}")
+    if prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
