@@ -22,8 +22,9 @@ from jflash.server.forms import answer_form
 from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import Chat, StreamOptions, read
 from jflash.server.reasoning import ThoughtTokens
+from jflash.server.requests import requests_of, stops_of
 from jflash.server.scores import chat_logprobs, joined, prompt_logprobs
-from jflash.server.service import Service, requests_of, stops_of, thinking, thinks
+from jflash.server.service import Service, thinking, thinks
 from jflash.server.tools import wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle

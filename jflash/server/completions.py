@@ -13,8 +13,9 @@ from jflash.server.answers import Usage, steps
 from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
+from jflash.server.requests import requests_of, stops_of
 from jflash.server.scores import CompletionLogprobs, joined, prompt_logprobs
-from jflash.server.service import Service, requests_of, stops_of
+from jflash.server.service import Service
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
