@@ -18,7 +18,8 @@ from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
-from jflash.proof.law import CPU, GPU, SHORT, check_law
+from jflash.proof.law import check_law
+from jflash.proof.law_forms import CPU, GPU, SHORT
 from jflash.proof.law_text import comparison_line, law_failures, law_lines
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS

@@ -1,13 +1,12 @@
 """The law: plain decoding at width 1 and batch 1 against every other way to decode the same texts.
 
-A way is a program (width, batch, capacity, chunk, with the drafter or without) and the modes that
-it runs in. This file does not know the command line. It counts every breach of the law, also on a
-device whose operations do not promise it.
+This file does not know the command line. It counts every breach of the law, also on a device whose
+operations do not promise it.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,8 @@ from jflash.decoding import Decoding
 from jflash.programs import Shape, capacity_for, new_state
 from jflash.proof.cases import LONGEST_PROMPT, Case
 from jflash.proof.digest import Apart, Digest, apart, digests
-from jflash.proof.faults import FAULTS, HYBRIDS, Fault, planted
+from jflash.proof.faults import Fault, planted
+from jflash.proof.law_forms import CHUNKS, PLAIN, Form, Way
 from jflash.proof.lossless import (
     Executable,
     Mode,
@@ -30,102 +30,6 @@ from jflash.proof.lossless import (
     lower_recorded,
 )
 from jflash.speculative import Models, Params
-
-MODES = ("plain", "own drafter", "other drafter", "replay")
-CHUNKS = (128, 64)
-
-
-class Way(NamedTuple):
-    """A program and its modes; with "plain" there is no drafter, and no other mode."""
-
-    width: int
-    batch: int
-    modes: tuple[str, ...]
-    roomy: bool = False  # twice the capacity
-    chunk: int = CHUNKS[0]
-    rows: int | None = None  # that a step verifies, if not all
-
-    def named(self, mode: str) -> str:
-        extra = (
-            (", twice the capacity" if self.roomy else "")
-            + (f", chunks of {self.chunk}" if self.chunk != CHUNKS[0] else "")
-            + ("" if self.rows is None else f", {self.rows} rows verified")
-        )
-        return f"width {self.width}, batch {self.batch}{extra}: {mode}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """How much is decoded, and in which ways."""
-
-    tokens: int  # of the texts, at least
-    anchored: int  # of them by width 1 and batch 1; others by width 1 and the largest batch
-    new_tokens: int  # of a text, at most
-    ways: tuple[Way, ...]
-    faults: int | None = None  # to plant, the last of them; None for all
-
-    @property
-    def batch(self) -> int:
-        return max(way.batch for way in self.ways)
-
-    def comparisons(self, models: Models) -> int:
-        """Every mode, the halves, and the planted faults."""
-        ways = self.fitting(models).ways
-        return sum(len(way.modes) for way in ways) + 1 + len(self.planted_in(models))
-
-    def fitting(self, models: Models) -> "Form":
-        """The form for a pair: no way is wider than its block, and rows are chosen if they can."""
-        free = models.one_arithmetic and not models.target.config.deltas
-        ways = [way for way in self.ways if free or way.rows is None]
-        width = models.block_size
-        return replace(self, ways=tuple(w._replace(width=min(w.width, width)) for w in ways))
-
-    def planted_in(self, models: Models) -> tuple[Fault, ...]:
-        """The faults to plant in a pair's target."""
-        faults = FAULTS + (HYBRIDS if models.target.config.deltas else ())
-        return faults[-self.faults :] if self.faults else faults
-
-
-PLAIN, OWN, OTHER, REPLAY = ((mode,) for mode in MODES)
-GPU = Form(
-    tokens=10_000,
-    anchored=2_000,
-    new_tokens=160,
-    ways=(
-        Way(1, 64, PLAIN),
-        Way(1, 8, PLAIN, roomy=True, chunk=64),
-        Way(4, 1, OWN + REPLAY),
-        Way(8, 1, OWN),
-        Way(16, 1, OWN + OTHER),
-        Way(16, 8, OWN + OTHER + REPLAY, roomy=True),
-        Way(16, 32, OWN, chunk=64),
-        Way(16, 32, OWN + REPLAY, rows=96),
-        Way(16, 64, OWN + OTHER + REPLAY),
-    ),
-)
-# A third of the programs, for pairs that take long to compile.
-SHORT = Form(
-    tokens=20_000,
-    anchored=2_000,
-    new_tokens=320,
-    ways=(
-        Way(1, 8, PLAIN, roomy=True, chunk=64),
-        Way(5, 8, OWN + REPLAY),
-        Way(16, 64, OWN + OTHER + REPLAY),
-    ),
-    faults=1,
-)
-CPU = Form(
-    tokens=360,
-    anchored=360,
-    new_tokens=64,
-    ways=(
-        Way(1, 8, PLAIN, roomy=True, chunk=64),
-        Way(4, 1, OWN),
-        Way(8, 4, OTHER + REPLAY, chunk=64, rows=13),
-        Way(16, 8, OWN + REPLAY, roomy=True),
-    ),
-)
 
 
 class Bench(NamedTuple):

@@ -9,9 +9,9 @@ import pytest
 from jflash.cli import check_lossless, main
 from jflash.kernels import Kernels
 from jflash.models.decoder import Target
-from jflash.proof import law as law_module
+from jflash.proof import law_forms
 from jflash.proof.digest import Digest, apart
-from jflash.proof.law import OWN, PLAIN, REPLAY, Form, Way
+from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
@@ -55,7 +55,7 @@ def test_what_two_digests_differ_in():
 
 def run(capsys, monkeypatch, case, form, faults) -> tuple[int, str, dict]:
     monkeypatch.setattr(check_lossless, "CPU", form)
-    monkeypatch.setattr(law_module, "FAULTS", faults)
+    monkeypatch.setattr(law_forms, "FAULTS", faults)
     monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
     code = main.run("check-lossless", ["--pairs", "tiny-math", "--dtype", "float32"])
     out = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_operations_without_the_law_are_told_where_they_break_it(capsys, monkeyp
 def test_a_lawful_pair_passes_and_every_planted_fault_is_caught(capsys, monkeypatch):
     """In blocks of more rows than the faults spare; a long test has the embedded pair."""
     form = replace(SMALL, tokens=240, ways=(Way(8, 12, OWN + REPLAY),))
-    case, faults = lawful(*["cpu"] * 5), law_module.FAULTS
+    case, faults = lawful(*["cpu"] * 5), law_forms.FAULTS
     code, out, found = run(capsys, monkeypatch, case, form, faults)
     assert code == 0 and found["failures"] == [] and "LOSSLESS: " in out
     (law,) = found["law"]
@@ -96,7 +96,7 @@ def test_a_lawful_pair_passes_and_every_planted_fault_is_caught(capsys, monkeypa
 
 def test_a_fault_that_nobody_sees_fails(capsys, monkeypatch):
     """The sound target in a fault's place: the check refuses to vouch for itself."""
-    sound = (law_module.FAULTS[0]._replace(target=Target),)
+    sound = (law_forms.FAULTS[0]._replace(target=Target),)
     form = replace(SMALL, ways=SMALL.ways[-1:])
     code, out, found = run(capsys, monkeypatch, lawful(*["cpu"] * 5), form, sound)
     assert code == 1
@@ -108,19 +108,19 @@ def test_a_fault_that_nobody_sees_fails(capsys, monkeypatch):
 
 def test_forms_decode_what_they_say():
     """The short form of a GPU: widths, batches, capacities and chunks that the law names."""
-    form = law_module.GPU
+    form = law_forms.GPU
     assert form.batch * form.new_tokens >= form.tokens >= 10_000
     assert {way.width for way in form.ways} == {1, 4, 8, 16}
     assert {way.batch for way in form.ways} == {1, 8, 32, 64}
     assert {way.roomy for way in form.ways} == {True, False}
     assert {way.chunk for way in form.ways} == {64, 128}
-    assert {mode for way in form.ways for mode in way.modes} == set(law_module.MODES)
-    short = law_module.SHORT
+    assert {mode for way in form.ways for mode in way.modes} == set(law_forms.MODES)
+    short = law_forms.SHORT
     assert short.batch * short.new_tokens >= short.tokens and short.faults == 1
-    for each in (form, law_module.CPU, short):
+    for each in (form, law_forms.CPU, short):
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
-    assert all(any(way.rows for way in each.ways) for each in (form, law_module.CPU))
+    assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU))
     assert {way.width for way in form.fitting(small_case().models).ways} == {1, 4, 8}
 
 
