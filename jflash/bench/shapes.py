@@ -6,58 +6,26 @@ target another kind of drafter. A shape has no weights: it decodes nothing of me
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from jflash.config import DrafterConfig, TargetConfig, second_version
+from jflash.bench.gemma_shapes import gemma_3_12b, gemma_4_26b, gemma_4_31b
+from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
+from jflash.config import TargetConfig, second_version
 from jflash.specs import (
     DeltaSpec,
     Kept,
-    LinearScaling,
     Llama3Scaling,
     MoeSpec,
-    ProportionalScaling,
     RopeConfig,
     YarnScaling,
 )
 
 
-class ModelShape(NamedTuple):
-    """A target and the drafter published for it."""
-
-    target: TargetConfig
-    drafter: DrafterConfig
-
-
-def _trunk(hidden: int, intermediate: int, heads: int, kv_heads: int, **other: Any) -> Any:
-    """The sizes that a target shares with its drafter; Qwen3's, but for `other`."""
-    sizes = dict(hidden_size=hidden, intermediate_size=intermediate)
-    attention = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=128, qk_norm=True)
-    numbers = dict(vocab_size=151936, rms_norm_eps=1e-6, max_position_embeddings=40960)
-    return sizes | attention | numbers | {"rope": RopeConfig(theta=1e6, scaling=None)} | other
-
-
-def _drafter(
-    trunk: Any, layers: int, block: int, mask: int, taps: tuple[int, ...], target_layers: int
-) -> DrafterConfig:
-    return DrafterConfig.alike(
-        **trunk,
-        causal=False,
-        num_layers=layers,
-        block_size=block,
-        mask_token_id=mask,
-        target_layer_ids=taps,
-        num_target_layers=target_layers,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=None,
-    )
-
-
 def _qwen3(hidden: int, intermediate: int, tied: bool) -> ModelShape:
     """36 layers with the 5-layer drafter of block 16, whose layers have the target's shape."""
-    trunk = _trunk(hidden, intermediate, 32, 8)
+    trunk = trunk_sizes(hidden, intermediate, 32, 8)
     target = TargetConfig.alike(**trunk, num_layers=36, tie_embeddings=tied)
-    return ModelShape(target, _drafter(trunk, 5, 16, 151669, (1, 9, 17, 25, 33), 36))
+    return ModelShape(target, drafter_of(trunk, 5, 16, 151669, (1, 9, 17, 25, 33), 36))
 
 
 def _llama_8b() -> ModelShape:
@@ -67,38 +35,38 @@ def _llama_8b() -> ModelShape:
     )
     rope = RopeConfig(theta=5e5, scaling=scaling)
     shared = dict(vocab_size=128256, rope=rope, max_position_embeddings=131072)
-    trunk = _trunk(4096, 14336, 32, 8, **shared) | dict(rms_norm_eps=1e-5, qk_norm=False)
+    trunk = trunk_sizes(4096, 14336, 32, 8, **shared) | dict(rms_norm_eps=1e-5, qk_norm=False)
     # Any id serves as the mask here: the step reads one row of the embedding.
     mask, taps = 128255, (1, 8, 15, 22, 29)
     return ModelShape(
         TargetConfig.alike(**trunk, num_layers=32, tie_embeddings=False),
-        _drafter(_trunk(4096, 12288, 32, 8, **shared), 5, 10, mask, taps, 32),
+        drafter_of(trunk_sizes(4096, 12288, 32, 8, **shared), 5, 10, mask, taps, 32),
     )
 
 
 def _qwen3_coder_30b() -> ModelShape:
     """Qwen3-Coder-30B-A3B-Instruct, 128 experts of which 8 a token, with its 8-layer drafter."""
     rope = RopeConfig(theta=1e7, scaling=None)
-    trunk = _trunk(2048, 6144, 32, 4, rope=rope, max_position_embeddings=262144)
+    trunk = trunk_sizes(2048, 6144, 32, 4, rope=rope, max_position_embeddings=262144)
     moe = MoeSpec(num_experts=128, experts_per_token=8, intermediate_size=768, renormalise=True)
     target = TargetConfig.alike(**trunk, num_layers=48, tie_embeddings=False)
-    drafter = _drafter(trunk, 8, 16, 151669, (1, 12, 23, 34, 45), 48)
+    drafter = drafter_of(trunk, 8, 16, 151669, (1, 12, 23, 34, 45), 48)
     return ModelShape(target.with_experts(moe, range(48)), drafter)
 
 
 def _qwen3_32b() -> ModelShape:
     """Qwen3-32B, and a drafter of 10 layers of which only the config is public."""
-    trunk = _trunk(5120, 25600, 64, 8)
+    trunk = trunk_sizes(5120, 25600, 64, 8)
     target = TargetConfig.alike(**trunk, num_layers=64, tie_embeddings=False)
     taps = (1, 8, 14, 21, 28, 34, 41, 48, 54, 61)
-    return ModelShape(target, _drafter(trunk, 10, 16, 151669, taps, 64))
+    return ModelShape(target, drafter_of(trunk, 10, 16, 151669, taps, 64))
 
 
 def _tiny() -> ModelShape:
     """Small enough for a CPU: for trying the command, not for numbers."""
-    trunk = _trunk(128, 192, 4, 2, head_dim=64, vocab_size=512, max_position_embeddings=4096)
+    trunk = trunk_sizes(128, 192, 4, 2, head_dim=64, vocab_size=512, max_position_embeddings=4096)
     target = TargetConfig.alike(**trunk, num_layers=3, tie_embeddings=False)
-    return ModelShape(target, _drafter(trunk, 1, 8, 511, (0, 2), 3))
+    return ModelShape(target, drafter_of(trunk, 1, 8, 511, (0, 2), 3))
 
 
 def _tiny_moe() -> ModelShape:
@@ -125,7 +93,7 @@ _LONG: Any = dict(vocab_size=248320, max_position_embeddings=262144)
 def _hybrid(layers: int, heads: tuple[int, int], values: int, hidden: int, ffn: int):
     """A target of Qwen3.5's layers: every fourth attends, the others have a delta net."""
     rope = RopeConfig(theta=1e7, scaling=None, rotary_dim=64)
-    trunk = _trunk(hidden, ffn, *heads, **_LONG, head_dim=256, rope=rope)
+    trunk = trunk_sizes(hidden, ffn, *heads, **_LONG, head_dim=256, rope=rope)
     gates = dict(gated=True, norm_shift=1.0, tie_embeddings=False)
     target = TargetConfig.alike(**trunk | gates, num_layers=layers)
     delta = DeltaSpec(num_key_heads=16, num_value_heads=values, key_dim=128, value_dim=128, taps=4)
@@ -137,8 +105,8 @@ def _hybrid_drafter(layers: int, target: TargetConfig, taps: tuple[int, ...], ff
     """The drafter of a hybrid: plain attention of 32 heads over 8 or 4 of keys."""
     kv_heads = 8 if target.hidden_size > 2048 else 4
     rope = RopeConfig(theta=1e7, scaling=None)
-    trunk = _trunk(target.hidden_size, ffn, 32, kv_heads, **_LONG, rope=rope)
-    return _drafter(trunk, layers, 16, 248070, taps, target.num_layers)
+    trunk = trunk_sizes(target.hidden_size, ffn, 32, kv_heads, **_LONG, rope=rope)
+    return drafter_of(trunk, layers, 16, 248070, taps, target.num_layers)
 
 
 def _qwen35_27b() -> ModelShape:
@@ -176,7 +144,7 @@ def _gpt_oss(layers: int, experts: int, block: int, taps: tuple[int, ...]) -> Mo
         attention_factor=0.1 * math.log(32.0) + 1,
         truncate=False,
     )
-    trunk = _trunk(
+    trunk = trunk_sizes(
         2880, 7680, 64, 8, head_dim=64, vocab_size=201088, rms_norm_eps=1e-5,
         rope=RopeConfig(theta=150000.0, scaling=scaling), max_position_embeddings=131072,
     )  # fmt: skip
@@ -193,69 +161,7 @@ def _gpt_oss(layers: int, experts: int, block: int, taps: tuple[int, ...]) -> Mo
     )
     windows = [{"window": 128 if i % 2 == 0 else None} for i in range(layers)]
     target = target.attending(*windows).with_experts(moe, range(layers))
-    return ModelShape(target, _drafter(trunk, 8, block, 200000, taps, layers))
-
-
-def _gemma(layers: int, hidden: int, ffn: int, heads: tuple[int, int], head_dim: int, **other):
-    """A target of Gemma's layers, each with a window of 1024; the head is the embedding."""
-    gemma = dict(sandwich=True, activation="gelu_tanh", tie_embeddings=True, window=1024)
-    gemma |= dict(embedding_scale=hidden**0.5, max_position_embeddings=131072)
-    trunk = _trunk(hidden, ffn, *heads, head_dim=head_dim, rope=RopeConfig(theta=1e4, scaling=None))
-    return TargetConfig.alike(**trunk | gemma | other, num_layers=layers)
-
-
-def _sixth_full(target: TargetConfig, **full: Any) -> TargetConfig:
-    """The target with other values in every sixth layer, which has no window."""
-    changes = [full | {"window": None} if i % 6 == 5 else {} for i in range(target.num_layers)]
-    return target.attending(*changes)
-
-
-def _gemma_drafter(target: TargetConfig, heads: int, ffn: int, taps: tuple[int, ...]):
-    """The drafter of Gemma 4: four layers with a window, and one without."""
-    rope, V = RopeConfig(theta=1e6, scaling=None), target.vocab_size
-    other = dict(vocab_size=V, max_position_embeddings=131072, rope=rope)
-    trunk = _trunk(target.hidden_size, ffn, heads, 8, **other)
-    drafter = _drafter(trunk, 5, 16, 4, taps, target.num_layers)
-    scale = target.embedding_scale
-    drafter = replace(drafter, input_embedding_scale=scale, final_logit_softcapping=30.0)
-    return drafter.attending(*[{"window": 2048, "causal": True}] * 4, {})
-
-
-def _gemma_3_12b() -> ModelShape:
-    """Gemma 3 12B. No drafter is published: Gemma 4's, with this target's width."""
-    target = _gemma(48, 3840, 15360, (16, 8), 256, vocab_size=262208, norm_shift=1.0)
-    full = RopeConfig(theta=1e6, scaling=LinearScaling(factor=8.0))
-    target = _sixth_full(target, rope=full)
-    return ModelShape(target, _gemma_drafter(target, 32, 7680, (1, 12, 23, 34, 45)))
-
-
-def _gemma_4(target: TargetConfig, kv_heads: int) -> TargetConfig:
-    """Gemma 4's layers: those without a window have wider heads, whose values are the keys."""
-    scaling = ProportionalScaling(turning=64, factor=1.0)
-    full = dict(head_dim=512, num_kv_heads=kv_heads, shared_kv=True)
-    target = _sixth_full(target, rope=RopeConfig(theta=1e6, scaling=scaling), **full)
-    return replace(target, layers=tuple(replace(x, scaled=True) for x in target.layers))
-
-
-# Of Gemma 4.
-_FOUR: Any = dict(vocab_size=262144, scale=1.0, value_norm=True, norm_dtype="float32")
-_FOUR |= dict(logit_softcap=30.0)
-
-
-def _gemma_4_31b() -> ModelShape:
-    target = _gemma_4(_gemma(60, 5376, 21504, (32, 16), 256, **_FOUR), 4)
-    return ModelShape(target, _gemma_drafter(target, 64, 10752, (1, 12, 23, 35, 46, 57)))
-
-
-def _gemma_4_26b() -> ModelShape:
-    """Gemma 4 26B-A4B by its stated sizes: 128 experts of which 8 a token, beside an MLP."""
-    target = _gemma_4(_gemma(30, 2816, 2112, (16, 8), 256, **_FOUR), 2)
-    moe = MoeSpec(
-        num_experts=128, experts_per_token=8, intermediate_size=704, renormalise=True,
-        activation="gelu_tanh",
-    )  # fmt: skip
-    target = replace(target, layers=tuple(replace(x, beside=moe) for x in target.layers))
-    return ModelShape(target, _gemma_drafter(target, 32, 5632, (1, 6, 11, 17, 22, 27)))
+    return ModelShape(target, drafter_of(trunk, 8, block, 200000, taps, layers))
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -268,9 +174,9 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3.5-35b-a3b": _qwen35_35b(),
     "gpt-oss-20b": _gpt_oss(24, 32, 8, (1, 6, 11, 16, 21)),
     "gpt-oss-120b": _gpt_oss(36, 128, 10, (1, 9, 17, 25, 33)),
-    "gemma-3-12b": _gemma_3_12b(),
-    "gemma-4-31b": _gemma_4_31b(),
-    "gemma-4-26b-a4b": _gemma_4_26b(),
+    "gemma-3-12b": gemma_3_12b(),
+    "gemma-4-31b": gemma_4_31b(),
+    "gemma-4-26b-a4b": gemma_4_26b(),
     "tiny": _tiny(),
     "tiny-hybrid": _tiny_hybrid(),
     "tiny-moe": _tiny_moe(),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflash.bench.shapes import ModelShape
+from jflash.bench.shape_parts import ModelShape
 from jflash.mesh import local
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.bench.shapes import SHAPES, ModelShape
+from jflash.bench.shape_parts import ModelShape
+from jflash.bench.shapes import SHAPES
 from jflash.cli import check_lossless, main
 from jflash.config import Drafter2Config
 from jflash.programs import new_state
