@@ -14,8 +14,8 @@ from typing import Any
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.mesh import local
+from jflash.pair import Models
 from jflash.specs import AttentionSpec, MoeSpec
-from jflash.speculative import Models
 from pallas_kernels import (
     block_attention,
     gated_delta,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 from jflash.decoding import Decoding
-from jflash.speculative import Models
+from jflash.pair import Models
 
 
 def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:

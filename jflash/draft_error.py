@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jflash.pair import Models, Params
 from jflash.passes import Block, Chunk
-from jflash.speculative import Models, Params, apply
+from jflash.speculative import apply
 
 TEXT = """Question: A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are
 left? Answer: The baker makes 7 times 12 rolls, which is 84 rolls. After selling 59 of them,

@@ -16,6 +16,7 @@ import numpy as np
 
 from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding, StopWhen
+from jflash.pair import Models, Params
 from jflash.programs import (
     PREFILL_CHUNK,
     Programs,
@@ -26,7 +27,7 @@ from jflash.programs import (
     new_state,
 )
 from jflash.row_choice import ChosenRows, programs_for
-from jflash.speculative import Models, Params, State
+from jflash.state import State
 
 STEPS_PER_CALL = 4  # steps between two looks of the host when a caller watches the tokens
 DEFAULTS = Decoding()

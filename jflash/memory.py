@@ -18,9 +18,9 @@ from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.generate import PREFILL_CHUNK
 from jflash.mesh import local
 from jflash.models.params import abstract_params, decoding_params
+from jflash.pair import Models
 from jflash.programs import Shape, capacity_for, chunk_sizes, new_state, target_rows
 from jflash.specs import AttentionSpec, MoeSpec
-from jflash.speculative import Models
 from pallas_kernels.block_attention.canonical import tiles_for
 from pallas_kernels.gated_delta import CHUNK
 

@@ -21,8 +21,8 @@ from jflash.gather import AXIS
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
+from jflash.pair import Models, Params
 from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSpec
-from jflash.speculative import Models, Params
 from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do

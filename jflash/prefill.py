@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jflash.pair import Models, Params
 from jflash.passes import Chunk
 from jflash.sampling import choose, cut_at_stop, greedy
-from jflash.speculative import Models, Params, Sequences, State, apply
+from jflash.speculative import apply
+from jflash.state import Sequences, State
 
 
 def admit(state: State, slot: Int[Array, ""], request: Sequences) -> State:

@@ -21,10 +21,12 @@ from jaxtyping import Array, Bool, Int
 from jflash.decoding import GREEDY, Decoding
 from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs, spread
+from jflash.pair import Models, Params
 from jflash.prefill import prefill
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of
-from jflash.speculative import Models, Params, Sequences, State, speculative_step
+from jflash.speculative import speculative_step
+from jflash.state import Sequences, State
 from jflash.tiles import settled
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes

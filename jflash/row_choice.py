@@ -26,9 +26,10 @@ from jaxtyping import Array, Bool, Int
 from jflash.device import device_name
 from jflash.files import write_json
 from jflash.kernels import AUTO
+from jflash.pair import Models, Params
 from jflash.programs import Programs, Shape, compile_programs, compile_several, new_state
 from jflash.rows import BINS, Survey
-from jflash.speculative import Models, Params, State
+from jflash.state import State
 
 # Rows a sequence, and the whole block: each is a program to compile. Not 2: at Qwen3-8B's sizes and
 # batch 32 a step of 1, 2, 4, 8 and 16 took 6.5, 10.2, 10.9, 13.1 and 17.8 ms on a shared H200.

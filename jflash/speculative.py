@@ -2,34 +2,25 @@
 
 Its shapes are fixed: a compiled step serves every length, room, limit and acceptance.
 
-Axes: B batch, W block width, D = W - 1 drafts, S capacity, E stop ids, V vocabulary. A sequence of
-committed length n holds its newest token at index n - 1; that token has no keys and values in the
-target's cache yet.
+Axes: B batch, W block width, D = W - 1 drafts, V vocabulary; `state.py` has those of a
+state.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
-from jflash.cache import Cache, LayerState
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.decoding import DRAFT_RULES
 from jflash.drafts import Proposal, Rule, choose_path, choose_places
-from jflash.kernels import XLA, Kernels
-from jflash.logprobs import Logprobs, judged, noted
-from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter
+from jflash.logprobs import judged, noted
+from jflash.pair import Models, Params
 from jflash.passes import Block
-from jflash.rows import Rows, Survey, Whole, packed, pick_rows, survivals
+from jflash.rows import Rows, Whole, packed, pick_rows, survivals
 from jflash.sampling import (
     TARGET,
-    Filters,
     accepted_drafts,
     choose,
     cut_at_stop,
@@ -37,160 +28,8 @@ from jflash.sampling import (
     probabilities,
     verify_drafts,
 )
-from jflash.shaping import Shaping, constrained, shaped
-from jflash.specs import FLOAT8
-from pallas_kernels.gated_delta import CHUNK
-
-
-@dataclass(frozen=True)
-class Models:
-    """What is compiled: two modules, the block width W, the kernels, and how draws are done.
-
-    Without a drafter nothing is drafted and each step commits one token, at any width. Unless
-    `sampled`, every request is greedy, and so are the drafts, whatever the draft rule. `rows` are
-    those that a step verifies over the whole batch, all with None; with as many as there are
-    sequences nothing is drafted, and the drafter's context is still written.
-    """
-
-    target: Target
-    drafter: Drafter | None = None
-    block_size: int = 1
-    kernels: Kernels = XLA
-    sampled: bool = False
-    draft_rule: str = "sampled"
-    rows: int | str | None = None  # AUTO stands for the numbers that a driver chooses from
-    mesh: Mesh | None = None  # of the devices that share the models; see jflash.mesh
-
-    def __post_init__(self) -> None:
-        largest = self.drafter.config.block_size if self.drafter else self.block_size
-        smallest = 2 if self.drafter else 1
-        if not smallest <= self.block_size <= largest:
-            raise ValueError(
-                f"block size {self.block_size} must be within {smallest} … {largest} "
-                "(a drafter may run narrower than it was trained, never wider)"
-            )
-        if self.target.config.deltas and self.block_size > CHUNK:
-            raise ValueError(
-                f"block size {self.block_size} is above {CHUNK}, the most that a target with "
-                "recurrent layers takes"
-            )
-        if self.draft_rule not in DRAFT_RULES:
-            raise ValueError(f"draft rule {self.draft_rule!r}: {' or '.join(DRAFT_RULES)}")
-        if self.rows is not None:
-            self._check_rows()
-
-    def _check_rows(self) -> None:
-        if self.target.config.deltas:
-            raise ValueError(
-                f"{self.rows} rows to verify: a target with recurrent layers takes all"
-            )
-        if self.drafter is None:
-            raise ValueError(f"{self.rows} rows to verify: without a drafter there are no drafts")
-        if not self.one_arithmetic:
-            others = set(Kernels._fields) - self.kernels.one_arithmetic
-            used = (f"{op} {name}" for op, name in self.kernels._asdict().items() if op in others)
-            raise ValueError(
-                f"{self.rows} rows to verify: by {', '.join(used)} a token's bits hang on the "
-                "number of rows; only kernels of one arithmetic may verify fewer"
-            )
-
-    @property
-    def configs(self) -> tuple[TargetConfig | DrafterConfig, ...]:
-        """The target's, then the drafter's if there is one."""
-        return tuple(model.config for model in (self.target, self.drafter) if model is not None)
-
-    @property
-    def dtype(self) -> str:
-        """What parameters, activations and caches are."""
-        return self.target.config.dtype
-
-    @property
-    def one_arithmetic(self) -> bool:
-        """Whether a token's bits are the same at every width, batch, capacity and chunk."""
-        c = self.target.config
-        absent = {op for op, there in (("experts", c.experts), ("delta", c.deltas)) if not there}
-        return set(Kernels._fields) - absent <= self.kernels.one_arithmetic
-
-    @property
-    def draws_drafts(self) -> bool:
-        return self.drafter is not None and self.sampled and self.draft_rule == "sampled"
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.config.target_layer_ids if self.drafter else ()
-
-    @property
-    def max_accept(self) -> int:
-        """The most drafts that a step can accept."""
-        return self.block_size - 1 if self.drafter else 0
-
-    def of_dtype(self, dtype: str) -> "Models":
-        """The same models, in another dtype."""
-
-        def cast(model: Any) -> Any:
-            return model and model.clone(config=replace(model.config, dtype=dtype))
-
-        return replace(self, target=cast(self.target), drafter=cast(self.drafter))
-
-    def drafting_in(self, dtype: str) -> "Models":
-        """The models, whose drafter's products are rounded to 'float8', or with '' are not.
-
-        ValueError for another dtype, and for one without a drafter.
-        """
-        if dtype not in ("", FLOAT8.form):
-            raise ValueError(f"drafter_dtype {dtype!r} is not {FLOAT8.form!r}")
-        if self.drafter is None:
-            if dtype:
-                raise ValueError(f"drafter_dtype {dtype!r} without a drafter")
-            return self
-        config = replace(self.drafter.config, products=dtype)
-        return replace(self, drafter=self.drafter.clone(config=config))
-
-    def plain(self) -> "Models":
-        """The target at width 1: plain decoding, which a pair is measured against."""
-        return replace(self, drafter=None, block_size=1, rows=None)
-
-    def width(self, batch: int) -> int:
-        """Rows of a block: 1 where a step verifies only the anchors."""
-        return 1 if self.rows == batch else self.block_size
-
-
-class Params(NamedTuple):
-    """Parameters of both models, plain pytrees; the drafter's is None without one."""
-
-    target: Any
-    drafter: Any = None
-
-
-class Sequences(NamedTuple):
-    """What a step keeps of each sequence of a batch; one row of it, without B, is a request."""
-
-    tokens: Int[Array, "*B S"]
-    length: Int[Array, "*B"]  # committed tokens, prompt included
-    limit: Int[Array, "*B"]  # the length at which a sequence ends
-    stops: Int[Array, "*B E"]  # stop ids, filled up with -1
-    done: Bool[Array, "*B"]
-    max_accept: Int[Array, "*B"]  # drafts accepted at most; 0 makes the step the oracle
-    key: Key[Array, "*B"]
-    filters: Filters
-    steps: Int[Array, "*B"]
-    acceptance_lengths: Int[Array, "*B S"]  # tokens committed by each step
-    shaping: Shaping | None = None  # for all requests or for none
-    logprobs: Logprobs | None = None
-    best_drafts: Bool[Array, "*B"] | None = None  # draft rule greedy for these
-
-
-class State(NamedTuple):
-    """Everything a step reads and writes. Donated: use only what the last call returned."""
-
-    sequences: Sequences
-    target_cache: tuple[LayerState, ...]
-    drafter_cache: tuple[Cache, ...]
-    survey: Survey | None = None  # with Models.rows
-
-    def with_sequences(self, **changes: Any) -> "State":
-        """The state with other values of some fields of its sequences."""
-        return self._replace(sequences=self.sequences._replace(**changes))
+from jflash.shaping import constrained, shaped
+from jflash.state import Sequences, State
 
 
 class Seen(NamedTuple):

@@ -48,8 +48,9 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounded
 from jflash.models.params import random_weights
+from jflash.pair import Models, Params
 from jflash.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
-from jflash.speculative import Models, Params, State
+from jflash.state import State
 
 
 @dataclass(frozen=True, kw_only=True)

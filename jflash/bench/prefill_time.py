@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.decoding import Decoding
+from jflash.pair import Models, Params
 from jflash.programs import (
     Shape,
     capacity_for,
@@ -21,7 +22,6 @@ from jflash.programs import (
     make_request,
     new_state,
 )
-from jflash.speculative import Models, Params
 
 
 def time_prefill(

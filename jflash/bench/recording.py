@@ -15,8 +15,10 @@ import jax.numpy as jnp
 
 from jflash.decoding import Decoding
 from jflash.generate import Pair
+from jflash.pair import Params
 from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
-from jflash.speculative import Params, State, commit, draft, verify
+from jflash.speculative import commit, draft, verify
+from jflash.state import State
 
 Steps = list[list[int | float]]  # the accepted drafts of each step, then its confidences
 

@@ -18,9 +18,9 @@ from jaxtyping import Array, Int
 from jflash.bench.recording import Recording
 from jflash.models.decoder import Target
 from jflash.models.dflash import Candidates, Drafter
+from jflash.pair import Models
 from jflash.passes import Block
 from jflash.rows import PackedBlock
-from jflash.speculative import Models
 
 DIGITS = 3  # of a token's id, at base 256: whole numbers that bfloat16 holds
 SPREAD = 2_654_435_761  # Knuth's multiplier: neighbouring positions give distant numbers

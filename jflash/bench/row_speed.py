@@ -23,13 +23,13 @@ from jflash.mesh import with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
+from jflash.pair import Models, Params
 from jflash.programs import Shape
 from jflash.row_choice import with_rows
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.programs import choosing, compile_programs
 from jflash.serving.slots import Layout
-from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import PAGE
 
 

@@ -32,12 +32,12 @@ from jflash.mesh import with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
+from jflash.pair import Models, Params
 from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.engine import PREFILL_BETWEEN, Engine
 from jflash.serving.programs import compile_programs
 from jflash.serving.request import Request
 from jflash.serving.slots import Layout
-from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import PAGE
 
 LONG = 2048  # new tokens of those that decode while a first token is waited for

@@ -14,9 +14,11 @@ from jax import lax
 from jaxtyping import Array
 
 from jflash.experts import ROUTING
+from jflash.pair import Models, Params
 from jflash.passes import Block
 from jflash.programs import Shape, new_state
-from jflash.speculative import Models, Params, State, block_positions, draft
+from jflash.speculative import block_positions, draft
+from jflash.state import State
 
 
 class Window(NamedTuple):

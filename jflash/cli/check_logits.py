@@ -15,11 +15,11 @@ from jflash.device import describe_device
 from jflash.memory import check_memory, device_memory
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
+from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
 from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures
 from jflash.proof.step_program import cut
-from jflash.speculative import Models
 
 FAILED = 1
 DTYPE = "bfloat16"

@@ -35,8 +35,8 @@ from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
+from jflash.pair import Models, Params
 from jflash.row_choice import with_rows
-from jflash.speculative import Models, Params
 
 
 class Job(NamedTuple):

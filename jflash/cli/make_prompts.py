@@ -17,8 +17,8 @@ from jflash.files import replacing
 from jflash.generate import Pair
 from jflash.io import load_target, open_checkpoint
 from jflash.io.digest import checkpoint_digest
+from jflash.pair import Models, Params
 from jflash.replicas import cluster, made
-from jflash.speculative import Models, Params
 from jflash.training.prompts import (
     Prompt,
     collected,

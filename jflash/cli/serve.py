@@ -20,11 +20,11 @@ from jflash.cli.options.pair import sampling
 from jflash.decoding import Decoding, Sampling
 from jflash.io import PairFiles
 from jflash.memory import device_memory
+from jflash.pair import Models
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.request import Request
 from jflash.serving.room import pages_within
-from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event of jax.monitoring

@@ -13,7 +13,7 @@ from jflash.generate import Pair
 from jflash.io import configure_target, default_dtype, load_target, open_checkpoint, pair_models
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
-from jflash.speculative import Models, Params
+from jflash.pair import Models, Params
 from jflash.training.data import Conversation
 from jflash.training.drafter import (
     check_sizes,

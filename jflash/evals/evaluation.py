@@ -24,8 +24,8 @@ from jflash.evals.summary import PARTS, Record
 from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop, decode
+from jflash.pair import Models
 from jflash.serving.batch import Job, layout_for, serve
-from jflash.speculative import Models
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
 TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before

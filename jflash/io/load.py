@@ -24,7 +24,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounded
 from jflash.models.params import random_params
-from jflash.speculative import Models, Params
+from jflash.pair import Models, Params
 
 DTYPES = ("float32", "bfloat16")
 KEPT = "kept"

@@ -26,9 +26,9 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.float8 import rounded
 from jflash.models.params import random_weights
+from jflash.pair import Models, Params
 from jflash.programs import Shape, capacity_for
 from jflash.proof.step_program import cut
-from jflash.speculative import Models, Params
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 LONGEST_PROMPT, MOST_NEW_TOKENS = 128, 512

@@ -17,6 +17,7 @@ from jflash.gather import AXIS
 from jflash.layers import Output
 from jflash.mesh import over, placed, tensor_mesh, with_context
 from jflash.models.dflash import context_leaves
+from jflash.pair import Models, Params
 from jflash.programs import (
     Shape,
     capacity_for,
@@ -26,7 +27,6 @@ from jflash.programs import (
     new_state,
 )
 from jflash.proof.cases import Case
-from jflash.speculative import Models, Params
 
 NEW_TOKENS, TEXTS = 64, 4
 

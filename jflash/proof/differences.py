@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jflash.cache import Cache
+from jflash.pair import Models
 from jflash.proof.lossless import Executable, Mode, Run, Task, decode
-from jflash.speculative import Models
 
 SHOWN = 3  # logits of each row, the largest
 

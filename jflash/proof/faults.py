@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from jflash.kernels import Kernels
 from jflash.layers import Projection, RMSNorm
 from jflash.models.decoder import Target
+from jflash.pair import Models
 from jflash.passes import Block
-from jflash.speculative import Models
 from pallas_kernels import gated_delta
 
 FEW_ROWS, SPLITS = 16, 4

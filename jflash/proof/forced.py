@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 from jflash.experts import ROUTING
 from jflash.kernels import XLA
 from jflash.models.decoder import Caches
+from jflash.pair import Models
 from jflash.passes import Block, Chunk, Pass
-from jflash.speculative import Models, apply
+from jflash.speculative import apply
 
 PROMPT, CHUNK, CAPACITY = 100, 64, 256  # the second chunk is padded, and blocks begin off its grid
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.decoding import Decoding
+from jflash.pair import Models, Params
 from jflash.programs import Shape, capacity_for, new_state
 from jflash.proof.cases import LONGEST_PROMPT, Case
 from jflash.proof.digest import Apart, Digest, apart, digests
@@ -29,7 +30,6 @@ from jflash.proof.lossless import (
     decode,
     lower_recorded,
 )
-from jflash.speculative import Models, Params
 
 
 class Bench(NamedTuple):

@@ -7,8 +7,8 @@ it runs in.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jflash.pair import Models
 from jflash.proof.faults import FAULTS, HYBRIDS, Fault
-from jflash.speculative import Models
 
 MODES = ("plain", "own drafter", "other drafter", "replay")
 CHUNKS = (128, 64)

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from jflash.config import TargetConfig
 from jflash.kernels import XLA
+from jflash.pair import Models
 from jflash.proof.float32_pass import float32_pass
 from jflash.proof.forced import PROMPT, Seen, forced
-from jflash.speculative import Models
 
 FACTOR = 3.0  # of what XLA's rounding costs; nats grow with the square of a difference
 NATS = 0.01  # the mean that rounding may cost: more is a fault that XLA shares

@@ -16,8 +16,8 @@ from jflash.mesh import local
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
+from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, run, run_limits
-from jflash.speculative import Models, Params
 
 FLOAT32 = 4  # bytes
 # Bytes that do not grow with the batch: partial sums of attention and of matrix products, which are

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jflash.pair import Params
 from jflash.programs import new_state
 from jflash.proof.lossless import (
     Executable,
@@ -22,7 +23,6 @@ from jflash.proof.lossless import (
     inputs_of,
     prefilled,
 )
-from jflash.speculative import Params
 
 
 class Narrow(NamedTuple):

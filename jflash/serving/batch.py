@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
+from jflash.pair import Models
 from jflash.programs import PREFILL_CHUNK, Shape, capacity_for
 from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.handle import Handle
 from jflash.serving.request import Request, Result
 from jflash.serving.slots import Kind, Layout
-from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 
 

@@ -16,11 +16,13 @@ from jaxtyping import Array, Bool, Int
 from jflash.drafts import Proposal
 from jflash.memory import FLOAT32
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.pair import Models, Params
 from jflash.serving.packing import Report, mask_words, report_of
 from jflash.serving.programs import of_all_kinds
 from jflash.serving.slots import Layout, empty_state, state_specs, table_columns, with_table
-from jflash.speculative import Models, Params, Seen, State, commit, draft, judge
+from jflash.speculative import Seen, commit, draft, judge
 from jflash.speculative import look as verify_rows
+from jflash.state import State
 from jflash.tiles import settled
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jflash.kernels import AUTO
+from jflash.pair import Models, Params
 from jflash.serving.constrained import Constrained, compile_constrained
 from jflash.serving.device_time import DeviceTime, UnderWay
 from jflash.serving.grammar import fill
@@ -19,7 +20,6 @@ from jflash.serving.packing import Report, Row, mask_words, packed
 from jflash.serving.prefill import Computed
 from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.slots import Layout, empty_state
-from jflash.speculative import Models, Params
 
 
 class Device:

@@ -9,11 +9,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jflash.cache import PagedCache
+from jflash.pair import Models
 from jflash.serving.job import Job
 from jflash.serving.pages import Pages, chain
 from jflash.serving.sliding import Held, Sliding
 from jflash.serving.slots import Layout, sliding
-from jflash.speculative import Models, State
+from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 
 

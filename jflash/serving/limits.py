@@ -1,9 +1,9 @@
 """What an engine of a layout can never serve, said before a request waits."""
 
 from jflash.checks import check_request
+from jflash.pair import Models
 from jflash.serving.request import Request
 from jflash.serving.slots import BIASED, Layout, most_of
-from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jflash.pair import Models, Params
 from jflash.serving.device import Device
 from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
 from jflash.serving.grammar import GrammarError
@@ -20,7 +21,6 @@ from jflash.serving.planning import planned
 from jflash.serving.request import Event, FinishReason
 from jflash.serving.schedule import Plan
 from jflash.serving.slots import Layout
-from jflash.speculative import Models, Params
 
 OnEvent = Callable[[Job, Event], None]
 

@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jflash.logprobs import read
+from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.rows import Survey
 from jflash.serving.request import Request, Top
 from jflash.serving.slots import BIASED, Layout
-from jflash.speculative import Models, Sequences, State
+from jflash.state import Sequences, State
 
 HEAD = 17  # numbers of a row before its stop ids and tokens
 

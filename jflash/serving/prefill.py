@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.logprobs import bits, judged, noted, read, scored
+from jflash.pair import Models, Params
 from jflash.passes import Chunk
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
@@ -20,7 +21,8 @@ from jflash.sampling import Filters, choose, cut_at_stop, greedy
 from jflash.serving.packing import HEAD
 from jflash.serving.slots import BIASED, CACHES, most_of, with_table
 from jflash.shaping import Shaping, constrained, shaped
-from jflash.speculative import Models, Params, Sequences, State, apply
+from jflash.speculative import apply
+from jflash.state import Sequences, State
 
 SCORED = 16  # rows of a chunk whose logits are in memory at once, for the prompt's logprobs
 

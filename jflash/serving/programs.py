@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.pair import Models, Params
 from jflash.programs import chunk_sizes
 from jflash.row_choice import ChosenRows, kept_times, row_counts, timed
 from jflash.serving import prefill
@@ -33,7 +34,8 @@ from jflash.serving.slots import (
     table_columns,
     with_table,
 )
-from jflash.speculative import Models, Params, State, speculative_step
+from jflash.speculative import speculative_step
+from jflash.state import State
 from jflash.tiles import settled
 
 DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs read none

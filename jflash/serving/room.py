@@ -10,11 +10,11 @@ import jax
 
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import local
+from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.slots import Layout, empty_state
-from jflash.speculative import Models
 from pallas_kernels.block_attention import PAGE
 
 

@@ -13,11 +13,12 @@ from jaxtyping import Array, Int
 from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.logprobs import unasked
 from jflash.mesh import local, shared, specs
+from jflash.pair import Models
 from jflash.programs import Shape, chunk_sizes, empty_sequences
 from jflash.rows import empty_survey
 from jflash.serving.request import MOST
 from jflash.shaping import unshaped
-from jflash.speculative import Models, State
+from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 
 Kind = Literal["greedy", "drawn"]

@@ -15,7 +15,7 @@ from jflash.decoding import Decoding
 from jflash.generate import Generation, Pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
-from jflash.speculative import Models, Params
+from jflash.pair import Models, Params
 from jflash.training.answers import answer_prompts
 from jflash.training.trainer import Evaluation
 

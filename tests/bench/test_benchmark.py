@@ -19,8 +19,9 @@ from jflash.io import load_pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, random_weights
+from jflash.pair import Models, Params
 from jflash.programs import Shape, compile_run
-from jflash.speculative import Models, Params, speculative_step
+from jflash.speculative import speculative_step
 from tables.cells import Result
 from tables.documents import with_tables
 from tests.support.small_checkpoints import make_pair

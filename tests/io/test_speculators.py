@@ -19,8 +19,9 @@ from jflash.decoding import Sampling
 from jflash.drafts import Rule, choose_places
 from jflash.generate import Pair
 from jflash.io.hf_config import drafter_config
+from jflash.pair import Params
 from jflash.sampling import filters_of
-from jflash.speculative import Params, apply
+from jflash.speculative import apply
 from tests.support.reference import record
 
 REFERENCE = Path(__file__).parents[1] / "reference"

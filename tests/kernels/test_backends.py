@@ -10,7 +10,7 @@ from jflash.bench.shapes import model_shape
 from jflash.kernels import BACKENDS, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.speculative import Models
+from jflash.pair import Models
 from pallas_kernels import grouped_matmul
 from pallas_kernels.choice import check
 from tests.support.pairs import random_pair

@@ -23,9 +23,9 @@ from jflash.memory import weight_bytes
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, random_weights
+from jflash.pair import Models, Params
 from jflash.programs import Shape
 from jflash.specs import MoeSpec
-from jflash.speculative import Models, Params
 from pallas_kernels.grouped_matmul import weighted_sum
 from tests.support.pairs import (
     drafter_config,

@@ -20,6 +20,7 @@ from jflash.bench.shapes import model_shape
 from jflash.gather import AXIS
 from jflash.mesh import over
 from jflash.models.decoder import Target
+from jflash.pair import Models
 from jflash.programs import lower_run
 from jflash.proof.compiled import inspect
 from jflash.proof.devices import added_over_devices
@@ -45,7 +46,7 @@ from jflash.proof.step_program import (
     step_program,
 )
 from jflash.specs import Kept
-from jflash.speculative import Models, draft, speculative_step, verify
+from jflash.speculative import draft, speculative_step, verify
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choice import best

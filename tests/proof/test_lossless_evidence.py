@@ -10,6 +10,7 @@ import pytest
 
 from jflash.decoding import Decoding
 from jflash.generate import generate
+from jflash.pair import Models, Params
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import case_shape
 from jflash.proof.differences import (
@@ -30,7 +31,6 @@ from jflash.proof.lossless import (
     decode,
     prefilled,
 )
-from jflash.speculative import Models, Params
 from pallas_kernels.block_attention import block_attention
 from tests.support.lossless_case import small_case
 from tests.support.pairs import random_pair

@@ -13,10 +13,10 @@ from jflash.cli import main
 from jflash.config import TargetConfig
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
+from jflash.pair import Models
 from jflash.proof.forced import PROMPT, Seen, forced
 from jflash.proof.right_logits import FACTOR, NATS, failures, from_float32, too_far
 from jflash.specs import Llama3Scaling, RopeConfig
-from jflash.speculative import Models
 
 TINY, MOE = (model_shape(name).target for name in ("tiny", "tiny-moe"))
 ROPE = RopeConfig(

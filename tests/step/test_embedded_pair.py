@@ -12,7 +12,7 @@ import pytest
 
 from jflash import encode_prompt, generate, load_pair, load_tokenizer, stop_token_ids, stream
 from jflash.io import random_drafter
-from jflash.speculative import Params
+from jflash.pair import Params
 from tiny_pair.word_problems import extract_result, problems
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from jflash.mesh import local, with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounded
+from jflash.pair import Models, Params
 from jflash.programs import Shape
-from jflash.speculative import Models, Params
 from pallas_kernels.matmul.rounded import Rounded
 from tests.support.described_gpu import H200, device_mesh
 from tests.support.pairs import (

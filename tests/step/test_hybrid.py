@@ -16,12 +16,12 @@ from jflash.checks import check_request
 from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
+from jflash.pair import Models
 from jflash.passes import Block
 from jflash.programs import Shape, compile_programs, make_request, new_state
 from jflash.proof.faults import HYBRIDS, planted
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
-from jflash.speculative import Models
 from pallas_kernels import gated_delta
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

@@ -292,7 +292,7 @@ def test_numbers_that_are_not_whole_are_refused():
 from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding
 from jflash.models.decoder import Target
-from jflash.speculative import Models
+from jflash.pair import Models
 from tests.support.pairs import target_config
 models = Models(Target(target_config()), None, 1)
 half = Decoding(max_new_tokens=2.5)

@@ -12,10 +12,10 @@ from jflash.leaves import Leaf, SideBySide
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, decoding_params, leaf_paths, random_params
+from jflash.pair import Models, Params
 from jflash.passes import Block
 from jflash.programs import Shape, compile_programs, new_state
 from jflash.specs import MoeSpec
-from jflash.speculative import Models, Params
 from tests.support.pairs import drafter_config, target_config
 
 AXES = {"qkv": ("embed", "kv_heads", "qkv"), "gate_up": ("embed", "gate_up", "mlp")}

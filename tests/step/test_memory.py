@@ -28,9 +28,9 @@ from jflash.memory import (
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
+from jflash.pair import Models, Params
 from jflash.prefill import prefill
 from jflash.programs import Shape, capacity_for, make_request, new_state, run
-from jflash.speculative import Models, Params
 from tests.support.described_gpu import H200, compile_for, device_mesh
 from tests.support.small_checkpoints import edit_config, make_pair
 

@@ -15,12 +15,12 @@ from jflash.decoding import Decoding, Sampling
 from jflash.generate import Pair, generate, stream
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.pair import Models, Params
 from jflash.programs import Shape
 from jflash.proof.digest import Apart, apart, digests
 from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, decode
 from jflash.serving.batch import Job, serve
 from jflash.specs import MoeSpec
-from jflash.speculative import Models, Params
 from tests.conftest import jax_options
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

@@ -12,11 +12,11 @@ from jflash import row_choice
 from jflash.generate import generate
 from jflash.kernels import AUTO, XLA
 from jflash.models.decoder import Target
+from jflash.pair import Params
 from jflash.programs import Programs, Shape
 from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts, with_rows
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from jflash.specs import MoeSpec
-from jflash.speculative import Params
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import prompts

@@ -11,9 +11,9 @@ from jflash.decoding import Decoding
 from jflash.generate import Pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
+from jflash.pair import Models, Params
 from jflash.programs import Shape, compile_programs, make_request, new_state
 from jflash.rows import packed, pick_rows, survivals
-from jflash.speculative import Models, Params
 from tests.step.test_one_arithmetic import texts, total
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

@@ -16,9 +16,9 @@ from jflash.bench.shapes import model_shape
 from jflash.gather import AXIS
 from jflash.mesh import over, part_of, tensor_mesh
 from jflash.models.decoder import Target
+from jflash.pair import Models
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
-from jflash.speculative import Models
 from tests.support.pairs import target_config
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,11 @@ from jflash.config import second_version
 from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.models.dflash import Drafter
+from jflash.pair import Params
 from jflash.prefill import prefill
 from jflash.programs import Shape, make_request, new_state
 from jflash.proof import check as lossless_check
-from jflash.speculative import Params, speculative_step
+from jflash.speculative import speculative_step
 from tests.support.lossless_case import small_case
 from tests.support.pairs import drafter_config, prompts, random_pair, random_params
 

@@ -1,7 +1,7 @@
 """A small pair as the lossless check takes one, in place of a real one."""
 
+from jflash.pair import Params
 from jflash.proof.cases import Case, random_prompts
-from jflash.speculative import Params
 from tests.support.pairs import drafter_config, random_pair, random_params
 
 

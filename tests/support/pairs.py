@@ -13,10 +13,10 @@ from jflash.kernels import XLA, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params
+from jflash.pair import Models, Params
 from jflash.passes import Projected
 from jflash.rope import rope_angles
 from jflash.specs import DeltaSpec, MoeSpec, ProportionalScaling, RopeConfig
-from jflash.speculative import Models, Params
 from pallas_kernels.heads_to_cache import Heads
 
 TRUNK = {

@@ -35,10 +35,11 @@ from jflash.mesh import (
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
+from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, state_specs
 from jflash.proof.devices import added_over_devices
 from jflash.specs import DeltaSpec, Kept, MoeSpec
-from jflash.speculative import Models, Params, commit, draft, verify
+from jflash.speculative import commit, draft, verify
 from pallas_kernels.matmul.quantised import Quantised
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
 from tests.support.quantised_files import CASES, quantise
