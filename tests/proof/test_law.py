@@ -9,7 +9,7 @@ import pytest
 from jflash.cli import check_lossless, main
 from jflash.kernels import Kernels
 from jflash.models.decoder import Target
-from jflash.proof import law_forms
+from jflash.proof import faults, law_forms
 from jflash.proof.digest import Digest, apart
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
@@ -85,13 +85,23 @@ def test_operations_without_the_law_are_told_where_they_break_it(capsys, monkeyp
 def test_a_lawful_pair_passes_and_every_planted_fault_is_caught(capsys, monkeypatch):
     """In blocks of more rows than the faults spare; a long test has the embedded pair."""
     form = replace(SMALL, tokens=240, ways=(Way(8, 12, OWN + REPLAY),))
-    case, faults = lawful(*["cpu"] * 5), law_forms.FAULTS
-    code, out, found = run(capsys, monkeypatch, case, form, faults)
+    case = lawful(*["cpu"] * 5)
+    code, out, found = run(capsys, monkeypatch, case, form, law_forms.FAULTS)
     assert code == 0 and found["failures"] == [] and "LOSSLESS: " in out
     (law,) = found["law"]
     assert law["promised"] and law["differences"] == 0 and law["tokens"] >= 240
     assert min(each["compared_kv_rows"] for each in law["compared"]) > 200
     assert [fault["caught"] for fault in law["faults"]] == [True] * 4
+
+
+def test_a_fault_of_few_rows_is_caught_in_a_narrower_block(capsys, monkeypatch):
+    """Norms that add otherwise for 8 rows alone, where the widest block has 16."""
+    monkeypatch.setattr(faults, "_rows", lambda x: 99 if x.shape[0] * x.shape[1] == 8 else 1)
+    norm = tuple(fault for fault in law_forms.FAULTS if "norm" in fault.name)
+    form = replace(SMALL, ways=(Way(8, 1, OWN), *SMALL.ways[1:]))
+    code, _, found = run(capsys, monkeypatch, lawful(*["cpu"] * 5), form, norm)
+    assert len(norm) == 1 and code == 0
+    assert [fault["caught"] for fault in found["law"][0]["faults"]] == [True]
 
 
 def test_a_fault_that_nobody_sees_fails(capsys, monkeypatch):
