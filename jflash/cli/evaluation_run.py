@@ -1,5 +1,6 @@
 """The run that evaluate's options ask for: problems, configs and settings, before any weight."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from jflash.evals.datasets import (
 from jflash.evals.evaluation import Evaluation, check_fits, digest, longest_capacity
 from jflash.io import PairFiles, encode_prompt
 from jflash.io.digest import checkpoint_digest
+from jflash.io.harmony import answer_text
+from jflash.io.text import decode
 from jflash.memory import check_memory, device_memory
 from jflash.programs import Shape
 
@@ -75,10 +78,11 @@ def prepare(options: Options, hosts: int) -> Run:
     def encode(turns: Sequence[tuple[str, str]], text: str) -> list[int]:
         return encode_prompt(tokenizer, text, history=turns, **template_options(options))
 
+    text_of = decode if options.no_chat_template else answer_text
     evaluation = Evaluation(
         problems=problems,
         encode=encode,
-        tokenizer=tokenizer,
+        decode=functools.partial(text_of, tokenizer),
         decoding=decoding,
         batch_size=options.batch,
         steps_per_call=options.steps_per_call,

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ from jflash.evals.folder import read_answers
 from jflash.evals.summary import PARTS, Record
 from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair
-from jflash.io.text import before_stop, decode
+from jflash.io.text import before_stop
 from jflash.pair import Models
 from jflash.serving.batch import Job, layout_for, serve
 
@@ -35,13 +34,14 @@ TURN = 1_000_000  # a job's index is its problem's, plus this for every turn bef
 class Evaluation:
     """The problems of a run, and how they are decoded.
 
-    `encode(turns, text)` gives the token ids of a conversation whose next user turn is `text`.
-    Only the part of an answer before the first of `ends` is checked.
+    `encode(turns, text)` gives the token ids of a conversation whose next user turn is `text`, and
+    `decode` the text of an answer's token ids. Only the part of an answer before the first of
+    `ends` is checked.
     """
 
     problems: Sequence[Problem]
     encode: Callable[[Turns, str], list[int]]
-    tokenizer: Any
+    decode: Callable[[Sequence[int]], str]
     decoding: Decoding
     batch_size: int
     steps_per_call: int
@@ -171,7 +171,7 @@ def _jobs(
 
 def _record(problem: Problem, turn: int, generation: Generation, evaluation: Evaluation) -> Record:
     """An answer as a line of JSON: its text, how it was decoded, whether it is right."""
-    text = decode(evaluation.tokenizer, generation.token_ids)
+    text = evaluation.decode(generation.token_ids)
     check = None
     if problem.gold is not None:
         checked = check_answer(before_stop(text, evaluation.ends), problem.gold)

@@ -61,11 +61,11 @@ def through_template(tokenizer: Any, messages: list[dict[str, Any]], **names: An
         )
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Tokens as text, without special tokens."""
+def decode(tokenizer: Any, token_ids: Sequence[int], marks: bool = False) -> str:
+    """Tokens as text; `marks` keeps the special ones."""
     with named("the tokenizer fails"):
         return tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids, skip_special_tokens=not marks, clean_up_tokenization_spaces=False
         )
 
 

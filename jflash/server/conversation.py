@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from jflash.io.harmony import ANALYSIS, CHANNEL, END
 from jflash.io.text import through_template
 from jflash.server.errors import ApiError, invalid, unsupported
-from jflash.server.harmony import ANALYSIS, CHANNEL, END, AnalysisTokens, Channels
+from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import Message
 from jflash.server.reasoning import Reasoning, ThoughtTokens, opened
 from jflash.server.service import Service

@@ -1,30 +1,12 @@
-"""gpt-oss's answers in its harmony format: channels of thoughts, text and calls, as they stream.
-
-An answer is messages `<|channel|>NAME to=RECIPIENT <|constrain|>TYPE<|message|>TEXT`, each ended by
-`<|end|>`, `<|call|>` or `<|return|>` and followed by `<|start|>assistant`. The channel `analysis`
-holds thoughts; a message to `functions.NAME` is a call; all others are text. The prompt has already
-begun the first message.
-"""
+"""gpt-oss's answers in its harmony format (see jflash/io/harmony.py), as they stream."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
+from jflash.io.harmony import ANALYSIS, ENDS, MESSAGE, Head, read_head
 from jflash.io.incremental import held_back
 from jflash.server.tools import Call, Parts
-
-CHANNEL, MESSAGE, END = "<|channel|>", "<|message|>", "<|end|>"
-ENDS = (END, "<|call|>", "<|return|>", "<|start|>")
-ANALYSIS, FINAL = "analysis", "final"
-TO = "to=functions."
-
-
-class Head(NamedTuple):
-    """What stands before a message's text."""
-
-    channel: str
-    function: str  # that is called; empty for other messages
 
 
 class Channels:
@@ -50,7 +32,7 @@ class Channels:
                 if not mark:  # an answer cut within a head has no more text
                     self._held = "" if last else self._held
                     break
-                self._head, self._held = _head(before), rest
+                self._head, self._held = read_head(before), rest
             body, ended = self._body(last)
             if self._head.function:
                 self._call += body
@@ -78,14 +60,6 @@ class Channels:
         safe = len(self._held) - (0 if last else held_back(self._held, ENDS))
         body, self._held = self._held[:safe], self._held[safe:]
         return body, False
-
-
-def _head(text: str) -> Head:
-    """The recipient may stand before the channel or after it."""
-    _, _, after = text.partition(CHANNEL)
-    words = after.replace("<|", " <|").split()
-    to = [word.removeprefix(TO) for word in text.replace("<|", " <|").split() if TO in word]
-    return Head(words[0] if words else FINAL, to[0] if to else "")
 
 
 def _call(name: str, arguments: str) -> Call | None:

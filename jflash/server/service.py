@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jflash.decoding import Sampling
-from jflash.io.foreign import named, one_line
+from jflash.io.foreign import one_line
+from jflash.io.harmony import CHANNEL, FINAL, MESSAGE
 from jflash.io.text import decode, token_ids
 from jflash.server import tools
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form
-from jflash.server.harmony import CHANNEL, FINAL, MESSAGE
 from jflash.server.metrics import Metrics
 from jflash.server.reasoning import CLOSE, OPEN, opened
 from jflash.serving.engine import Engine
@@ -66,10 +66,7 @@ class Service:
 
     def answer_text(self, ids: list[int]) -> str:
         """Tokens of a chat's answer as text, with the marks of its channels if it has any."""
-        if not self.harmony:
-            return self.plain_text(ids)
-        with named("the tokenizer fails"):
-            return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return decode(self.tokenizer, ids, marks=self.harmony)
 
     @functools.cached_property
     def thought_marks(self) -> tuple[int | None, int | None]:

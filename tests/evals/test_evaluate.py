@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.cli import evaluate, evaluation_shares, main
+from jflash.cli import evaluate, evaluation_run, evaluation_shares, main
 from jflash.evals import evaluation
 from jflash.evals.folder import LOCK
 from jflash.files import locked
@@ -318,7 +318,8 @@ def test_a_chat_answer_is_judged_whole_a_base_models_to_the_next_example(
 ):
     gold = re.sub(r".*#### ", "", lines(data)[0]["answer"], flags=re.DOTALL)
     text = f"I restate it.\nQuestion: how many?\nAnswer: \\boxed{{{gold}}}"
-    monkeypatch.setattr(evaluation, "decode", lambda tokenizer, ids: text)
+    read_by = "decode" if base else "answer_text"
+    monkeypatch.setattr(evaluation_run, read_by, lambda tokenizer, ids: text)
     argv = ["--data", str(data), "--output", str(tmp_path / "run"), *SAME, "--limit", "1"]
     assert main.run("eval-gsm8k", argv + ["--no-chat-template"] * base) == 0
     (answer,) = lines(tmp_path / "run" / "answers.jsonl")

@@ -7,8 +7,11 @@ from typing import Any
 import httpx
 import pytest
 from starlette.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
 
 from jflash.decoding import Sampling
+from jflash.io.harmony import answer_text
+from jflash.io.text import decode
 from jflash.server.app import make_app
 from jflash.server.harmony import Channels
 from jflash.server.metrics import Metrics
@@ -18,7 +21,7 @@ from jflash.serving.grammar import Grammars, Opening
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Request
 from tests.server.test_streamed_text import cuts, flags
-from tests.support.letters import letters_tokenizer
+from tests.support.letters import TEMPLATE, letters_tokenizer
 
 THOUGHT = "<|channel|>analysis<|message|>so it is<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>yes<|return|>"
@@ -29,17 +32,38 @@ HALF = "<|channel|>commentary to=functions.now<|message|>{no"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("whole", "reasoning", "content", "calls"),
-    [
-        (THOUGHT + FINAL, "so it is", "yes", []),
-        (THOUGHT + CALL % '"a": [1]', "so it is", "", [("now", '{"a":[1]}')]),
-        (OTHER + "<|start|>assistant" + CALL % "", "", "", [("then", "{}"), ("now", "{}")]),
-        (SAYS + HALF, "", "I look.", []),
-        ("<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
-        ("<|channel|>fin", "", "", []),
-    ],
-)  # fmt: skip
+ANSWERS = [
+    (THOUGHT + FINAL, "so it is", "yes", []),
+    (THOUGHT + CALL % '"a": [1]', "so it is", "", [("now", '{"a":[1]}')]),
+    (OTHER + "<|start|>assistant" + CALL % "", "", "", [("then", "{}"), ("now", "{}")]),
+    (SAYS + HALF, "", "I look.", []),
+    ("<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
+    ("<|channel|>fin", "", "", []),
+]  # reasoning, content, calls
+
+
+def harmony_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = letters_tokenizer()
+    marks = ["channel", "message", "end", "start", "call", "return", "constrain"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{mark}|>" for mark in marks]})
+    tokenizer.add_tokens(["analysis", "final", " to=functions."])
+    tokenizer.chat_template = (
+        "{{ 'a' if reasoning_effort == 'high' else 'b' }}{% for m in messages %}{{ m.content }}"
+        "{{ m.thinking or '' }}{% endfor %}<|start|>assistant{# <|channel|> tools #}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(("whole", "reasoning", "content", "calls"), ANSWERS)
+def test_a_whole_answer_is_its_text_without_thoughts_and_calls(whole, reasoning, content, calls):
+    tokenizer = harmony_tokenizer()
+    ids = tokenizer(whole)["input_ids"]
+    assert answer_text(tokenizer, ids) == content
+    tokenizer.chat_template = TEMPLATE  # of answers without channels
+    assert answer_text(tokenizer, ids) == decode(tokenizer, ids) != content
+
+
+@pytest.mark.parametrize(("whole", "reasoning", "content", "calls"), ANSWERS)
 def test_channels_at_any_cut(whole, reasoning, content, calls):
     for pieces in cuts(whole):
         reader = Channels()
@@ -53,15 +77,8 @@ def test_channels_at_any_cut(whole, reasoning, content, calls):
 
 
 def test_the_routes_give_thoughts_text_and_calls_apart():
-    tokenizer = letters_tokenizer()
-    marks = ["channel", "message", "end", "start", "call", "return", "constrain"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{mark}|>" for mark in marks]})
-    tokenizer.add_tokens(["analysis", "final", " to=functions."])
-    template = (
-        "{{ 'a' if reasoning_effort == 'high' else 'b' }}{% for m in messages %}{{ m.content }}"
-        "{{ m.thinking or '' }}{% endfor %}<|start|>assistant{# <|channel|> tools #}"
-    )
-    tokenizer.chat_template = template
+    tokenizer = harmony_tokenizer()
+    template = tokenizer.chat_template
     size = max(tokenizer.get_vocab().values()) + 1
     asked = list[Any]()
 
