@@ -47,7 +47,8 @@ def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     if not has_channels(tokenizer):
         return decode(tokenizer, token_ids)
     text = ""
-    for message in re.split("|".join(map(re.escape, ENDS)), decode(tokenizer, token_ids, True)):
+    ends = "|".join(map(re.escape, ENDS))
+    for message in re.split(ends, decode(tokenizer, token_ids, marks=True)):
         head, mark, body = message.partition(MESSAGE)
         text += body if mark and read_head(head).is_text else ""
     return text

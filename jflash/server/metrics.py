@@ -118,14 +118,11 @@ class _Now(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        counts: list[tuple[str, str, float]]
-        counts = [(f"vllm:{name}", text, value) for name, text, value in self._tokens.families()]
-        requests = "Requests that gave their pages back."
-        counts.append(("vllm:num_preemptions", requests, stats.preempted))
-        busy = "In which the device computed."
+        preempted = "Requests that gave their pages back."
         for name, text, value in (
-            *counts,
-            ("jflash:device_busy_seconds", busy, stats.busy_seconds),
+            *((f"vllm:{name}", text, value) for name, text, value in self._tokens.families()),
+            ("vllm:num_preemptions", preempted, stats.preempted),
+            ("jflash:device_busy_seconds", "In which the device computed.", stats.busy_seconds),
         ):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)

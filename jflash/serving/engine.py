@@ -137,6 +137,7 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Queues a request. ValueError as `check`; Full, Failed; RuntimeError once closed.
+
         The first request with a grammar compiles the programs for all of them, in this thread.
         """
         self.check(request)
@@ -193,11 +194,8 @@ class Engine:
         new = {"target": target, "drafter": drafter}
         new = {name: params for name, params in new.items() if params is not None}
         for name, params in new.items():
-            kinds = [
-                jax.tree.map(jax.typeof, tree)
-                for tree in (getattr(self._loop.device.params, name), params)
-            ]
-            if kinds[0] != kinds[1]:
+            old = getattr(self._loop.device.params, name)
+            if jax.tree.map(jax.typeof, old) != jax.tree.map(jax.typeof, params):
                 raise ValueError(
                     f"the new parameters of the {name} are not of the old ones' shapes"
                 )

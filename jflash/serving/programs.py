@@ -155,7 +155,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         stepped, chunks = pool.map(steps, stepping), pool.map(chunk, sizes)
         firsts, scores = pool.map(first, KINDS), pool.map(score, sizes)
-        admitted, [*greedy] = pool.submit(admit).result(), stepped
+        admitted, greedy = pool.submit(admit).result(), list(stepped)
     drawn = greedy.pop() if "drawn" in layout.kinds else None
     by = lambda keys, programs: dict(zip(keys, programs, strict=True))  # noqa: E731
     return Programs(
