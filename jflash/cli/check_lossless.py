@@ -19,14 +19,14 @@ from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
 from jflash.proof.law import check_law
-from jflash.proof.law_forms import CPU, GPU, SHORT
+from jflash.proof.law_forms import CPU, GPU, WHOLE
 from jflash.proof.law_text import comparison_line, law_failures, law_lines
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
 from jflash.proof.width_1 import Parting
 
 DIFFERS = 1
-USUAL_LAYERS = 8  # of the default pairs: the check ends in minutes, and the widths are whole
+USUAL_LAYERS = 4  # of the default pairs: the check ends in minutes, and the widths are whole
 
 
 def check(args: Options) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
 
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:
     """The law of one pair."""
-    form = SHORT if args.short else CPU if jax.default_backend() == "cpu" else GPU
+    form = WHOLE if args.whole else CPU if jax.default_backend() == "cpu" else GPU
     case = load_case(
         name, dtype, args.seed, chosen_backends(args), form.batch, args.layers, args.drafter_dtype
     )

@@ -41,7 +41,6 @@ class Form:
     anchored: int  # of them by width 1 and batch 1; others by width 1 and the largest batch
     new_tokens: int  # of a text, at most
     ways: tuple[Way, ...]
-    faults: int | None = None  # to plant, the last of them; None for all
 
     @property
     def batch(self) -> int:
@@ -61,12 +60,11 @@ class Form:
 
     def planted_in(self, models: Models) -> tuple[Fault, ...]:
         """The faults to plant in a pair's target."""
-        faults = FAULTS + (HYBRIDS if models.target.config.deltas else ())
-        return faults[-self.faults :] if self.faults else faults
+        return FAULTS + (HYBRIDS if models.target.config.deltas else ())
 
 
 PLAIN, OWN, OTHER, REPLAY = ((mode,) for mode in MODES)
-GPU = Form(
+WHOLE = Form(
     tokens=10_000,
     anchored=2_000,
     new_tokens=160,
@@ -82,8 +80,8 @@ GPU = Form(
         Way(16, 64, OWN + OTHER + REPLAY),
     ),
 )
-# A third of the programs, for pairs that take long to compile.
-SHORT = Form(
+# A third of the programs, on longer texts.
+GPU = Form(
     tokens=20_000,
     anchored=2_000,
     new_tokens=320,
@@ -92,7 +90,6 @@ SHORT = Form(
         Way(5, 8, OWN + REPLAY),
         Way(16, 64, OWN + OTHER + REPLAY),
     ),
-    faults=1,
 )
 CPU = Form(
     tokens=360,

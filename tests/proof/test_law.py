@@ -117,17 +117,17 @@ def test_a_fault_that_nobody_sees_fails(capsys, monkeypatch):
 
 
 def test_forms_decode_what_they_say():
-    """The short form of a GPU: widths, batches, capacities and chunks that the law names."""
-    form = law_forms.GPU
+    """The whole form: widths, batches, capacities and chunks that the law names."""
+    form = law_forms.WHOLE
     assert form.batch * form.new_tokens >= form.tokens >= 10_000
     assert {way.width for way in form.ways} == {1, 4, 8, 16}
     assert {way.batch for way in form.ways} == {1, 8, 32, 64}
     assert {way.roomy for way in form.ways} == {True, False}
     assert {way.chunk for way in form.ways} == {64, 128}
     assert {mode for way in form.ways for mode in way.modes} == set(law_forms.MODES)
-    short = law_forms.SHORT
-    assert short.batch * short.new_tokens >= short.tokens and short.faults == 1
-    for each in (form, law_forms.CPU, short):
+    usual = law_forms.GPU
+    assert usual.batch * usual.new_tokens >= usual.tokens >= 10_000
+    for each in (form, law_forms.CPU, usual):
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
     assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU))

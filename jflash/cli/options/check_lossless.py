@@ -20,7 +20,7 @@ KEPT = "written there too"
 
 def declare(parser: Parser) -> None:
     add = parser.add_argument
-    usual = "a dense and a MoE pair of 8 layers on a GPU, tiny-math on a CPU"
+    usual = "a dense and a MoE pair of 4 layers on a GPU, tiny-math on a CPU"
     add("--pairs", type=names, help=f"of {','.join(PAIRS)}; by default {usual}")
     add(
         "--layers",
@@ -28,7 +28,7 @@ def declare(parser: Parser) -> None:
         help="of the targets with random weights, by default all of a named pair's",
     )
     add("--checks", type=names, default=CHECKS[:1], help="of law,oracle,devices; default law")
-    add("--short", action="store_true", help="the law by fewer programs, on longer texts")
+    add("--whole", action="store_true", help="the law by three times as many programs")
     several = "of the devices' check, default 2,4"
     add("--tensor-parallel", type=counts, default=(2, 4), metavar="1,2,4", help=several)
     oracle = parser.add_argument_group("of the oracle's check").add_argument
