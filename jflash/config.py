@@ -137,7 +137,9 @@ class TargetConfig(DecoderConfig):
     `norm_shift`: a constant that files leave out of the norms' weights; with it these stay float32.
     `norm_dtype`: the norms' weights have it, not the model's. `unread_ids`: tokens that stand for
     images and videos, refused in a prompt. The target multiplies its embeddings by
-    `embedding_scale`, and its logits become cap · tanh(logit / cap) with the cap `logit_softcap`.
+    `embedding_scale`, or with `embedding_norm` norms them without a weight; a drafter may be given
+    scaled ones, never normed ones. Its logits are multiplied by `logit_multiplier`, and then become
+    cap · tanh(logit / cap) with the cap `logit_softcap`.
     """
 
     tie_embeddings: bool
@@ -145,6 +147,8 @@ class TargetConfig(DecoderConfig):
     norm_dtype: str = ""
     unread_ids: tuple[int, ...] = ()
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    logit_multiplier: float = 1.0
     logit_softcap: float | None = None
 
 

@@ -7,6 +7,7 @@ Axes: B batch, T tokens, D width, N query heads, K KV heads, H head dim.
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
@@ -151,7 +152,7 @@ class Attention(nn.Module):
         leaf = Leaf(shape, ("embed", "kv_heads", "qkv"), columns, whole=s.whole.inputs_width)
         self.qkv = Projection(leaf, s.qkv_bias)
         self.out = output(s, N * H, width, "heads", s.out_bias)
-        if s.qk_norm:
+        if s.qk_norm and not s.weightless:
             columns, axis = ((N * H, K * H), "heads") if s.norm_all_heads else ((H, H), "head_dim")
             self.q_norm = RMSNorm(columns[0], self.eps, axis, self.norm_dtype)
             self.k_norm = RMSNorm(columns[1], self.eps, axis, self.norm_dtype)
@@ -165,8 +166,8 @@ class Attention(nn.Module):
         s = self.spec
         k, v = (first + column for column in self.context_format.firsts)
         heads = heads_op.Heads(0, s.num_kv_heads, s.head_dim, self.eps, (k, k, v))
-        scale = self.k_norm.scale if s.qk_norm else None
-        return Projected(x[None], None, scale, *rope_angles(positions, s.rope, s.head_dim), heads)
+        scale, angles = self._scales()[1], rope_angles(positions, s.rope, s.head_dim)
+        return Projected(x[None], None, scale, *angles, heads)
 
     @property
     def context_format(self) -> SideBySide:
@@ -190,16 +191,24 @@ class Attention(nn.Module):
         heads = heads_op.Heads(
             s.num_heads, s.num_kv_heads, s.head_dim, self.eps, (q, k, v), s.value_norm
         )
-        by_head = s.qk_norm and not s.norm_all_heads
-        scales = (self.q_norm.scale, self.k_norm.scale) if by_head else (None, None)
         angles = rope_angles(positions, s.rope, s.head_dim)
-        projected = Projected(self._pieces(x, over.kernels), *scales, *angles, heads)
+        projected = Projected(self._pieces(x, over.kernels), *self._scales(), *angles, heads)
         out, cache = over.attend(s, projected, cache, self.sinks if s.sinks else None)
         out = out.reshape(*out.shape[:2], -1)
         if s.gated:
             opened = projected.columns(gate[0], s.out_width, out.dtype)
             out = sigmoid_times(opened, out, backend=over.kernels.matmul)
         return self.out(out, over.kernels.matmul, residual), cache
+
+    def _scales(self) -> tuple[Float[Array, " H"] | None, Float[Array, " H"] | None]:
+        """The weights of the norms of each query and key head; None without such norms."""
+        s = self.spec
+        if not s.qk_norm or s.norm_all_heads:
+            return None, None
+        if s.weightless:
+            ones = jnp.ones(s.head_dim)
+            return ones, ones
+        return self.q_norm.scale, self.k_norm.scale
 
     def _pieces(self, x: Float[Array, "B T D"], kernels: Kernels) -> Float[Array, "P B T C"]:
         """The fused projection's; one piece where all heads, of all devices, are normed at once."""

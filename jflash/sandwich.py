@@ -1,4 +1,4 @@
-"""The decoder layer with norms before and after attention and MLP (Gemma 3 and 4).
+"""The decoder layer with norms before and after attention and MLP (Gemma 3 and 4, Muse).
 
 Gemma 4 also has experts beside the MLP, which are routed by the residual itself, and a number that
 multiplies the layer's output.
@@ -53,10 +53,10 @@ class SandwichLayer(DecoderLayer):
         assert isinstance(c.mlp, DenseSpec)
         self.input_norm = self.make_norm()
         self.attention = self.make_mixer()
-        self.attention_norm = self.make_norm()
+        self.attention_norm = self.make_norm(c.eps_after)
         self.mlp_input_norm = self.make_norm()
         self.mlp = MLP(c.mlp, width)
-        self.mlp_norm = self.make_norm()
+        self.mlp_norm = self.make_norm(c.eps_after)
         if c.beside is not None:
             self.dense_norm = self.make_norm()
             self.experts_input_norm = self.make_norm()
@@ -65,8 +65,8 @@ class SandwichLayer(DecoderLayer):
         if c.scaled:
             self.scalar = declare(self, "scalar", Leaf((1,), ("one",)))
 
-    def make_norm(self) -> RMSNorm:
-        return RMSNorm(self.hidden_size, self.eps, dtype=self.norm_dtype)
+    def make_norm(self, eps: float | None = None) -> RMSNorm:
+        return RMSNorm(self.hidden_size, eps or self.eps, dtype=self.norm_dtype)
 
     def __call__(self, x, positions, cache, over: Pass):
         norm, backend = over.kernels.norm, over.kernels.matmul

@@ -79,8 +79,9 @@ class AttentionSpec:
     key after the row itself. A score is q·k · `scale`, with a `softcap` softcap · tanh(score /
     softcap); `sinks`: each head's softmax has one more, learned logit without a value. `gated`:
     the layer projects a gate beside the queries, and its σ multiplies the heads' outputs.
-    `value_norm`: values are normed by head, without a weight. `shared_kv`: values are the keys
-    before norm and rotation, and have no columns. If `shards` devices share the
+    `weightless`: the norms of queries and keys have no weights. `value_norm`: values are normed by
+    head, without a weight. `shared_kv`: values are the keys before norm and rotation, and have no
+    columns. If `shards` devices share the
     layer, its heads are one device's, and `copies` devices have the same key and value heads.
     `whole_out`: every device makes all columns of the layer's last product, and none is gathered.
     """
@@ -97,6 +98,7 @@ class AttentionSpec:
     gated: bool = False
     qk_norm: bool = False
     norm_all_heads: bool = False  # at once, not each
+    weightless: bool = False
     value_norm: bool = False
     shared_kv: bool = False
     qkv_bias: bool = False
@@ -266,14 +268,16 @@ FLOAT8 = Kept("float8", 0, "float32", False)
 class LayerConfig:
     """One layer: a mixer of tokens and an MLP, each after a norm and with a residual.
 
-    `sandwich`: a norm also follows each, before its output is added. With it the layer may have
-    experts `beside` the MLP, and if `scaled` its output is multiplied by a learned number.
+    `sandwich`: a norm also follows each, before its output is added. With it these norms may have
+    an epsilon of their own, `eps_after`, the layer may have experts `beside` the MLP, and if
+    `scaled` its output is multiplied by a learned number.
     `kept` names the layer's leaves that stay quantised in memory.
     """
 
     mixer: AttentionSpec | DeltaSpec
     mlp: DenseSpec | MoeSpec
     sandwich: bool = False
+    eps_after: float | None = None
     kept: tuple[tuple[str, Kept], ...] = ()
     beside: MoeSpec | None = None
     scaled: bool = False

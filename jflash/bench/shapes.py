@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.bench.gemma_shapes import gemma_3_12b, gemma_4_26b, gemma_4_31b
+from jflash.bench.muse_shapes import muse_glimmer_30b
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
 from jflash.config import TargetConfig, second_version
 from jflash.specs import (
@@ -177,6 +178,7 @@ SHAPES: dict[str, ModelShape] = {
     "gemma-3-12b": gemma_3_12b(),
     "gemma-4-31b": gemma_4_31b(),
     "gemma-4-26b-a4b": gemma_4_26b(),
+    "muse-glimmer-30b": muse_glimmer_30b(),
     "tiny": _tiny(),
     "tiny-hybrid": _tiny_hybrid(),
     "tiny-moe": _tiny_moe(),

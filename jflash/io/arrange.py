@@ -40,7 +40,7 @@ def arrangements(config: TargetConfig | DrafterConfig, names: Names) -> dict[str
         order = _attention(mixer, name) if isinstance(mixer, AttentionSpec) else None
         if i is not None and name in names.orders:
             order = names.orders[name](config.layers[i])
-        shifted = leaf.dtype and path.endswith("/scale")
+        shifted = leaf.dtype and path.endswith("/scale") and path not in names.whole
         shift = config.norm_shift if shifted and isinstance(config, TargetConfig) else 0.0
         if order is not None or shift:
             arranged[path] = Arrangement(order, shift)

@@ -18,6 +18,7 @@ from jflash.io.families import (
     llama,
     minimax_m2,
     mistral,
+    muse_glimmer,
     qwen2,
     qwen3,
     qwen3_5,
@@ -32,7 +33,7 @@ from jflash.io.names import Names
 
 FAMILIES = (
     qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss, gemma3,
-    minimax_m2, glm4_moe, glm4, gemma4,
+    minimax_m2, glm4_moe, glm4, gemma4, muse_glimmer,
 )  # fmt: skip
 TARGETS = {family.ARCHITECTURE: family.MODEL_TYPE for family in FAMILIES}
 
@@ -68,7 +69,7 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     family = _family(name)
     if family is not None:
         tied = family.DEFAULTS["tie_word_embeddings"]
-        return family.target(raw if name == family.ARCHITECTURE else text_config(raw, tied))
+        return family.target(text_config(raw, tied) if _sees(family, name) else raw)
     hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
 
@@ -84,9 +85,14 @@ def names_of(raw: dict[str, Any]) -> Names:
 def _family(name: str) -> Any:
     """The module of the family whose architecture this is; None if it is no target's."""
     for f in FAMILIES:
-        if name in (f.ARCHITECTURE, getattr(f, "SEEING", None), *getattr(f, "ALIKE", ())):
+        if name == f.ARCHITECTURE or _sees(f, name):
             return f
     return None
+
+
+def _sees(family: Any, name: str) -> bool:
+    """Whether an architecture is that of the family's vision models, which have a text_config."""
+    return name in (getattr(family, "SEEING", None), *getattr(family, "ALIKE", ()))
 
 
 def text_config(raw: dict[str, Any], tied: bool = False) -> dict[str, Any]:

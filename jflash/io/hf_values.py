@@ -56,7 +56,7 @@ _KEYS = {
     WHOLE: "mask_token_id",
     NUMBER: "input_embedding_scale output_multiplier final_logit_softcapping",
     POSITIVE: "rms_norm_eps partial_rotary_factor query_pre_attn_scalar rope_local_base_freq"
-    " routed_scaling_factor",
+    " routed_scaling_factor post_norm_eps qk_scale_factor",
     SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
     " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor"
     " attention_k_eq_v enable_moe_block use_double_wide_mlp",
@@ -64,6 +64,7 @@ _KEYS = {
     " transformer_layer_config weight_map per_layer_config",
     IDS: "eos_token_id",
     WHOLES: "target_layer_ids mlp_only_layers aux_hidden_state_layer_ids",
+    NUMBERS: "layer_rope_theta",
     TEXT: "speculators_model_type projector_type hidden_activation",
     TEXTS: "architectures layer_types",
 }

@@ -74,6 +74,7 @@ def _usual(config: TargetConfig | DrafterConfig) -> bool:
         plain = {replace(m, window=None, causal=True) for m in config.mixers}
         return plain == {usual} and not (config.own_embedding or config.draft_vocab_size)
     changed = config.norm_shift or config.norm_dtype or config.logit_softcap
+    changed = changed or config.logit_multiplier != 1 or config.embedding_norm
     other = changed or config.embedding_scale != 1 or any(map(_unusual, config.experts))
     return {*config.mixers} == {usual} and not other
 

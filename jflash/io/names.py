@@ -51,7 +51,8 @@ class Names:
     parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     # Column i of a leaf is row order[i] of its tensors, where these lie in another order;
     # it comes from the layer's config.
-    orders: dict[str, Callable[..., Int[np.ndarray, " C"]]] = field(default_factory=dict)
+    orders: dict[str, Callable[..., Int[np.ndarray, " C"] | None]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()  # leaves that a target's `norm_shift` is not missing from
     # Prefixes of some files, each with what stands in the table in its place.
     prefixes: tuple[tuple[str, str], ...] = ()
     dropped: str = ROTARY  # a pattern of tensors that are never read

@@ -17,6 +17,7 @@ from jflash.passes import Pass
 from jflash.sandwich import SandwichLayer
 from jflash.specs import DeltaSpec
 from pallas_kernels.fixed_order import rounded
+from pallas_kernels.rms_norm import rms_norm
 
 Caches = tuple[LayerState | None, ...]
 
@@ -69,6 +70,9 @@ class Target(nn.Module):
         x = self.embed(tokens)
         if self.config.embedding_scale != 1:
             x = rounded(x * jnp.asarray(self.config.embedding_scale, x.dtype))
+        if self.config.embedding_norm:
+            ones = jnp.ones(x.shape[-1])
+            x = rms_norm(x, ones, self.config.rms_norm_eps, backend=over.kernels.norm)
         outputs, new = [], []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, positions, cache, over)
@@ -85,7 +89,7 @@ class Target(nn.Module):
 
     def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
         """The id of the largest float32 logit, after the cap; ties go to the lowest id."""
-        if self.config.logit_softcap is not None:
+        if self.config.logit_softcap is not None or self.config.logit_multiplier != 1:
             return jnp.argmax(self.logits(hidden, backend), axis=-1).astype(jnp.int32)
         flat = hidden.reshape(-1, hidden.shape[-1])
         best = head_best(flat, self._head(), backend, self.config.shards)
@@ -107,13 +111,14 @@ class Target(nn.Module):
     @nn.nowrap
     def capped(self, raw: Float[Array, "*lead V"]) -> Float[Array, "*lead V"]:
         """The target's logits from its head's."""
-        cap = self.config.logit_softcap
+        cap, multiplier = self.config.logit_softcap, self.config.logit_multiplier
+        raw = raw if multiplier == 1 else raw * multiplier
         return raw if cap is None else jnp.tanh(raw / cap) * cap
 
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"
     ) -> Float[Array, "B T V"]:
-        """The head's logits before the target's cap, in float32: a drafter has another cap."""
+        """The head's float32 logits, without the target's multiplier and cap: drafters differ."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)

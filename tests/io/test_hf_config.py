@@ -35,9 +35,9 @@ CLASSES = {
 NORMED = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "minimax_m2")
 BIASED = ("qwen2", "gpt_oss", "glm4")
 NAMES = {family.MODEL_TYPE: family.ARCHITECTURE for family in FAMILIES}
-# Each kind of layer has a RoPE there: tests/io/test_gemma_config.py.
-GEMMAS = {"gemma3_text", "gemma4_text"}
-DEFAULTS = {f.MODEL_TYPE: f.DEFAULTS for f in FAMILIES if f.MODEL_TYPE not in GEMMAS}
+# Not every layer has the same RoPE there: test_gemma_config.py and test_muse.py.
+APART = {"gemma3_text", "gemma4_text", "muse_glimmer"}
+DEFAULTS = {f.MODEL_TYPE: f.DEFAULTS for f in FAMILIES if f.MODEL_TYPE not in APART}
 
 
 def default_model(family: str) -> TargetConfig:
@@ -223,6 +223,8 @@ SCALED = ProportionalScaling(turning=4, factor=1.0)
         QWEN3.attending(*[{"sinks": True}] * QWEN3.num_layers),
         replace(QWEN3, logit_softcap=30.0),
         replace(QWEN3, embedding_scale=8.0),
+        replace(QWEN3, embedding_norm=True),
+        replace(QWEN3, logit_multiplier=0.5),
     ],
 )
 def test_what_config_json_would_not_say_is_not_written(config):

@@ -128,7 +128,7 @@ def make_pair(shape: Shape, folder: Path, seed: int, longs: list[int], small: bo
     if shape.small_files:
         round_weights(target)
     drafter = untrained_drafter(shape, target, draw)
-    mask, vocab = drafter.mask_token_id, target.config.vocab_size
+    mask, vocab = drafter.mask_token_id, target.config.get_text_config().vocab_size
     # Each length; what a drafter learns by heart is most of a pair's time.
     lengths = LENGTHS + (2 * LENGTHS if small else draw.sample(LENGTHS, 4)) + 2 * longs
     pool = [random_prompt(vocab, mask, length, draw) for length in lengths]

@@ -25,6 +25,7 @@ from reference_cases import plain_run
 from reference_gemma import randomise as randomise_gemma
 from reference_hybrid import exact_rollback
 from reference_hybrid import randomise as randomise_hybrid
+from reference_muse import randomise as randomise_muse
 from reference_pairs import (
     BY_SIGMOID,
     FAMILIES,
@@ -60,7 +61,8 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
     hidden, heads = draw.choice([16, 24, 32]), draw.choice([1, 2, 4])
     draw.random()  # once for `renormalise`: what follows is that of the committed set's seed
     experts = Experts(4, 2, 24, renormalise, 1, (), False)
-    fewest = 2 if family in (*HYBRIDS, *GEMMAS) else 1  # of layers of two kinds, one each
+    of_two_kinds = (*HYBRIDS, *GEMMAS, "muse_glimmer")
+    fewest = 2 if family in of_two_kinds else 1  # of each kind one
     config = config_class(
         vocab_size=draw.randrange(40, 90), hidden_size=hidden, intermediate_size=40,
         num_hidden_layers=max(fewest, draw.choice([1, 2, 3])), num_attention_heads=heads,
@@ -86,6 +88,8 @@ def random_target(family: str, renormalise: bool, draw: random.Random) -> PreTra
         randomise_corrections(model)
     if family in HYBRIDS:
         randomise_hybrid(model)
+    if family == "muse_glimmer":
+        randomise_muse(model)
     if family in GEMMAS:
         randomise_gemma(model)
     round_weights(model)
@@ -104,7 +108,8 @@ def random_windows(number: int, draw: random.Random) -> dict:
 def untrained_drafter(
     target: PreTrainedModel, windowed: bool, draw: random.Random
 ) -> DFlash2DraftModel:
-    c, layers = target.config, target.config.num_hidden_layers
+    c = target.config.get_text_config()
+    layers = c.num_hidden_layers
     taps = draw.sample(range(layers), draw.randint(1, layers))
     inner = {
         "mask_token_id": draw.randrange(c.vocab_size),
@@ -160,7 +165,7 @@ def randomise(drafter: DFlash2DraftModel) -> None:
 
 @torch.no_grad()
 def greedy_texts(target: PreTrainedModel, draw: random.Random) -> torch.Tensor:
-    vocab = target.config.vocab_size
+    vocab = target.config.get_text_config().vocab_size
     ids = torch.tensor([[draw.randrange(vocab) for _ in range(PROMPT)] for _ in range(TEXTS)])
     for _ in range(NEW + 16):
         ids = torch.cat([ids, target(ids).logits[:, -1:].argmax(-1)], dim=1)
@@ -289,7 +294,7 @@ def make_pair(seed: int, index: int, folder: Path) -> dict | None:
     torch.manual_seed(seed)
     random.seed(seed)
     draw = random.Random(seed)
-    target = random_target(family, index % 16 < 8, draw)
+    target = random_target(family, index < 8, draw)
     drafter = untrained_drafter(target, index % 3 != 0, draw)
     texts = greedy_texts(target, draw)
     train(drafter, target, texts)

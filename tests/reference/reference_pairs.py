@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import reference_gemma as gemma
+import reference_muse as muse
 import torch
 from dflash.model import DFlashDraftModel
 from reference_hybrid import hybrid, randomise
@@ -34,6 +35,7 @@ from transformers import (
     MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MuseGlimmerForConditionalGeneration,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -76,6 +78,7 @@ FAMILIES = {
     "glm4_moe": (glm4_moe, Glm4MoeForCausalLM),
     "glm4": (glm4, Glm4ForCausalLM),
     "gemma4_text": (gemma.gemma4, Gemma4ForCausalLM),
+    "muse_glimmer": (muse.muse_glimmer, MuseGlimmerForConditionalGeneration),
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 GEMMAS = ("gemma3_text", "gemma4_text")
@@ -199,6 +202,10 @@ SMALL_SHAPES = [
         "gemma4_text", 32, 3, (4, 2, 8), 40, True, 5, (0, 2), 2, (2, 1, 16), 40, "top", False,
         experts=Experts(6, 2, 16, True, 1, (), False), small_files=True, learnable=0.7,
     ),
+    Shape(
+        "muse_glimmer", 40, 2, (4, 2, 16), 48, False, 5, (0, 1), 2, (2, 1, 16), 64, "top", False,
+        small_files=True, learnable=0.5,
+    ),
 ]  # fmt: skip
 # Windows: causal by default beside a full layer, two-sided and narrower than the block, and causal
 # by decree.
@@ -246,7 +253,7 @@ class Pair:
 
     @property
     def vocab(self) -> int:
-        return self.target.config.vocab_size
+        return self.target.config.get_text_config().vocab_size
 
 
 def _llama3(theta: float) -> dict:
@@ -324,6 +331,8 @@ def random_target(shape: Shape, draw: random.Random) -> PreTrainedModel:
         randomise_gpt_oss(model)
     if shape.family in GEMMAS:
         gemma.randomise(model)
+    if shape.family == "muse_glimmer":
+        muse.randomise(model)
     if shape.family in BY_SIGMOID:
         randomise_corrections(model)
     return model
@@ -335,7 +344,8 @@ def embedding_scale(drafter: DFlashDraftModel) -> float:
 
 
 def untrained_drafter(shape: Shape, target: PreTrainedModel, draw: random.Random) -> nn.Module:
-    mask = draw.randrange(target.config.vocab_size)
+    vocab = target.config.get_text_config().vocab_size
+    mask = draw.randrange(vocab)
     inner: dict = {"mask_token_id": mask}
     if shape.layer_ids is not None:
         inner["target_layer_ids"] = list(shape.layer_ids)
@@ -356,7 +366,7 @@ def untrained_drafter(shape: Shape, target: PreTrainedModel, draw: random.Random
         rope = {"rope_theta": rope["rope_theta"], **_SCALED[shape.draft_rope]}
     windows = shape.windows or (False,) * shape.draft_layers
     config = Qwen3Config(
-        vocab_size=target.config.vocab_size,
+        vocab_size=vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.draft_ffn,
         num_hidden_layers=shape.draft_layers,

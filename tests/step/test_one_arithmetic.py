@@ -24,8 +24,8 @@ from jflash.specs import MoeSpec
 from tests.conftest import jax_options
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
-    GEMMA,
     HYBRID,
+    SANDWICH,
     drafter_config,
     one_arithmetic,
     prompts,
@@ -99,7 +99,7 @@ KINDS = {
         "dtype": "bfloat16", "moe": CLAMPED, "sparse": (0,), **BIASES, "mlp_bias": False,
         "sinks": True, "norm_dtype": "float32", "sights": ({"window": 20}, {}),
     },
-    "own heads, experts beside, cap": {"tie_embeddings": True, **GEMMA},
+    "own heads, experts beside, a gate, normed embeddings": {"tie_embeddings": True, **SANDWICH},
     "biases, experts by sigmoids": {
         "moe": BY_SIGMOID, "sparse": (1,), "tie_embeddings": True, **BIASES, "qk_norm": True,
         "norm_all_heads": True,

@@ -30,7 +30,7 @@ WINDOW_FOLDERS = case_folders(pytest.param(WINDOWS, id=WINDOWS.name))
 FOLDERS = [*case_folders(*SETS), *WINDOW_FOLDERS]
 PLAIN = ("cases-pair00", "cases-pair01", "window_cases-pair00")  # Qwen2, Llama, Qwen3
 ALL_TAPPED = tuple(
-    f"cases-pair{i}" for i in ("04", "08", "10", "11", "12")
+    f"cases-pair{i}" for i in ("04", "08", "10", "11", "12", "15")
 )  # features of every layer are recorded
 CONTEXT = 12  # tokens before the recorded block
 CAPACITY = 512  # of all cases: each width of a pair is compiled once

@@ -44,16 +44,19 @@ HYBRID = {
 }
 
 
-# A layer with a window and one without, which has other heads; sandwich norms, experts beside the
-# MLP, scaled embeddings and a cap.
-GEMMA = {
+# What Gemma and Muse-Glimmer have: a layer with a window, a gate and norms without weights, and one
+# without, which has other heads; sandwich norms, experts beside the MLP, embeddings scaled and
+# normed, a multiplier and a cap.
+SANDWICH = {
     "sandwich": True,
     "activation": "gelu_tanh",
     "norm_shift": 1.0,
     "embedding_scale": 5.5,
+    "embedding_norm": True,
+    "logit_multiplier": 0.7,
     "logit_softcap": 20.0,
     "sights": (
-        {"window": 24},
+        {"window": 24, "gated": True, "weightless": True},
         {
             "rope": RopeConfig(theta=1e5, scaling=ProportionalScaling(turning=3, factor=2.0)),
             "head_dim": 32,
@@ -63,6 +66,7 @@ GEMMA = {
     ),
     "value_norm": True,
     "layer": {
+        "eps_after": 1e-3,
         "scaled": True,
         "beside": MoeSpec(
             num_experts=6,
