@@ -16,6 +16,10 @@ A row's bits depend only on that row and its expert's w: not on where the row li
 rows its expert has, or on the other rows; with "canonical" and "cpu" not on R either. (With the
 others they may: see the step's fixed shapes.)
 
+A weight may also be `Quantised`: products with it are those with the array that it stands for, in
+x's dtype. "triton", "canonical" and "cpu" convert what they multiply; the others make the arrays of
+all experts before the product.
+
 "reference" and "xla" take any shape and dtype. "triton" needs bfloat16 and an NVIDIA GPU of compute
 capability 8.0 or more, and reads the weights of no expert without rows; it refuses with a
 ValueError what its tiles do not divide. "canonical", for Hopper, has the same products.
@@ -29,6 +33,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.grouped_matmul import canonical, cpu, reference, triton, xla
 from pallas_kernels.halves import Firsts
+from pallas_kernels.matmul.quantised import Quantised, dequantised_for
 
 BACKENDS = {
     "canonical": canonical,
@@ -37,6 +42,7 @@ BACKENDS = {
     "triton": triton,
     "reference": reference,
 }
+CONVERTING = ("canonical", "cpu", "triton")  # kept weights, part by part
 
 
 class Sizes(NamedTuple):
@@ -48,22 +54,26 @@ class Sizes(NamedTuple):
 
 
 def grouped_matmul(
-    x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"], *, backend: str
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K N"] | Quantised,
+    sizes: Int[Array, " E"],
+    *,
+    backend: str,
 ) -> Float[Array, "R N"]:
     """Every row times its expert's w; see the contract. ValueError: no such backend, shape."""
-    return _backend(backend).grouped_matmul(x, w, sizes)
+    return _backend(backend).grouped_matmul(x, _taken(x, w, backend), sizes)
 
 
 def grouped_gate_up(
     x: Float[Array, "R K"],
-    w: Float[Array, "E K FF"],
+    w: Float[Array, "E K FF"] | Quantised,
     sizes: Int[Array, " E"],
     firsts: Firsts | None = None,
     *,
     backend: str,
 ) -> Float[Array, "R F"]:
     """silu(x @ gate) * (x @ up) by expert; see the contract. ValueError as `grouped_matmul`."""
-    return _backend(backend).grouped_gate_up(x, w, sizes, firsts)
+    return _backend(backend).grouped_gate_up(x, _taken(x, w, backend), sizes, firsts)
 
 
 def clamped_gate(
@@ -103,6 +113,13 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     if not (triton.divides(hidden, inner) and triton.divides(inner, hidden)):
         return f"has sizes that its tiles divide, not {hidden} and {inner}"
     return None
+
+
+def _taken(x: Float[Array, "R K"], w: Any, backend: str) -> Any:
+    """The weights as the backend takes them."""
+    if isinstance(w, Quantised) and backend not in CONVERTING:
+        return dequantised_for(w, x)
+    return w
 
 
 def _backend(name: str):

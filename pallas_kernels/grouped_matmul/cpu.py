@@ -1,7 +1,8 @@
 """The grouped GEMMs on a CPU: fixed tiles of rows, each of one expert, by matmul's product.
 
 An expert's rows are cut into tiles, the last one filled up with zeros: so a row's bits are the same
-however many rows there are and wherever it lies. Experts without rows cost nothing.
+however many rows there are and wherever it lies. Experts without rows cost nothing. A kept expert
+is dequantised for each of its tiles.
 """
 
 import functools
@@ -15,10 +16,11 @@ from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.halves import Firsts, halves
 from pallas_kernels.matmul.cpu import TILE, silu_times
+from pallas_kernels.matmul.quantised import Quantised, dequantised
 
 
 def grouped_matmul(
-    x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"]
+    x: Float[Array, "R K"], w: Float[Array, "E K N"] | Quantised, sizes: Int[Array, " E"]
 ) -> Float[Array, "R N"]:
     rows, columns = len(x), w.shape[2]
     ends, tiles = jnp.cumsum(sizes), -(-sizes // TILE)
@@ -32,7 +34,8 @@ def grouped_matmul(
         inside = place < ends[expert]
         tile = lax.dynamic_slice_in_dim(padded, first, TILE)
         tile = jnp.where(inside[:, None], tile, 0)
-        product = rounded(jnp.matmul(*rounded((tile, w[expert])), precision="highest"))
+        own = dequantised(w.of_expert(expert), x.dtype) if isinstance(w, Quantised) else w[expert]
+        product = rounded(jnp.matmul(*rounded((tile, own)), precision="highest"))
         # What is beyond the expert's rows goes past the end, each row to a different place.
         place = jnp.where(inside, place, rows + jnp.arange(TILE))
         return out.at[place].set(product, mode="drop", unique_indices=True)
@@ -43,7 +46,7 @@ def grouped_matmul(
 
 def grouped_gate_up(
     x: Float[Array, "R K"],
-    w: Float[Array, "E K FF"],
+    w: Float[Array, "E K FF"] | Quantised,
     sizes: Int[Array, " E"],
     firsts: Firsts | None = None,
 ) -> Float[Array, "R F"]:

@@ -3,6 +3,7 @@
 XLA makes the list of tiles on the device, as many as any routing can need: a tile holds rows of one
 expert only, and those that a routing leaves over end at once. So only experts that have rows are
 read, each once for every BLOCK_M rows of it. K is summed in the same order whatever the tile holds.
+Tiles of kept weights are converted where they are multiplied.
 """
 
 import functools
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
 from pallas_kernels.halves import Firsts
+from pallas_kernels.matmul.quantised import Quantised, load_tile
 
 BLOCK_N = 64
 BLOCK_K = 64
@@ -31,7 +33,10 @@ class Tiles(NamedTuple):
 
 
 def grouped_matmul(
-    x: Float[Array, "R K"], w: Float[Array, "E K N"], sizes: Int[Array, " E"], interpret=False
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K N"] | Quantised,
+    sizes: Int[Array, " E"],
+    interpret=False,
 ) -> Float[Array, "R N"]:
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
     return _call(x, w, sizes, w.shape[2], (0,), interpret)
@@ -39,7 +44,7 @@ def grouped_matmul(
 
 def grouped_gate_up(
     x: Float[Array, "R K"],
-    w: Float[Array, "E K FF"],
+    w: Float[Array, "E K FF"] | Quantised,
     sizes: Int[Array, " E"],
     firsts: Firsts | None = None,
     interpret=False,
@@ -81,10 +86,11 @@ def tiles_of(sizes: Int[Array, " E"], rows: int, block: int) -> Tiles:
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _call(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
     (R, K), E = x.shape, w.shape[0]
-    if not (x.dtype == w.dtype == jnp.bfloat16 and divides(K, columns)):
+    stored = x.dtype if isinstance(w, Quantised) else w.dtype
+    if not (x.dtype == stored == jnp.bfloat16 and divides(K, columns)):
         raise ValueError(
             f"the Triton grouped matmul needs bfloat16, K in {BLOCK_K}s and columns in {BLOCK_N}s, "
-            f"got {x.dtype} by {w.dtype}, K {K}, {columns} columns: use the backend 'xla'"
+            f"got {x.dtype} by {stored}, K {K}, {columns} columns: use the backend 'xla'"
         )
     block = row_block(R, E)
     tiles = tiles_of(sizes, R, block)
@@ -114,7 +120,7 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, fir
             inside = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_K))
             x = plt.load(grid(x_ref, rows, k), mask=inside, other=0.0)
             return tuple(
-                total + plt.dot(x, plt.load(grid(w_ref, k, at_column + first, expert)))
+                total + plt.dot(x, load_tile(w_ref, k, at_column + first, x.dtype, expert))
                 for total, first in zip(sums, firsts, strict=True)
             )
 

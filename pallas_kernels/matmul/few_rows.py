@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.quantised import MIDDLE, Quantised
+from pallas_kernels.matmul.quantised import Quantised, load_tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None)
         k = piece * length + i * tile.depth + jnp.arange(tile.depth)
         x = _load(x_ref, rows, k, M)
         return tuple(
-            total + plt.dot(x, _weights(w_ref, k, columns + first, x.dtype))
+            total + plt.dot(x, load_tile(w_ref, k, columns + first, x.dtype))
             for total, first in zip(totals, firsts, strict=True)
         )
 
@@ -106,22 +106,6 @@ def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None)
         added = _load(residual[0], rows, columns, M).astype(jnp.float32)
         out = added + out.astype(jnp.float32)
     plt.store(grid(out_ref, rows, columns), out.astype(out_ref.dtype), mask=inside)
-
-
-def _weights(w_ref, k, columns, dtype):
-    """A tile of the weight; of a kept one converted as `quantised.dequantised` does."""
-    if not isinstance(w_ref, Quantised):
-        return plt.load(grid(w_ref, k, columns))
-    groups = k // w_ref.group
-    if w_ref.packed:
-        octets = plt.load(grid(w_ref.codes, k // 2, columns)).astype(jnp.int32)
-        codes = (octets >> (k % 2 * 4)[:, None]) & 15
-        zeros = MIDDLE if w_ref.zeros is None else plt.load(grid(w_ref.zeros, groups, columns))
-        wide = (codes - jnp.asarray(zeros, jnp.int32)).astype(jnp.float32)
-    else:
-        wide = plt.load(grid(w_ref.codes, k, columns)).astype(jnp.float32)
-    scales = plt.load(grid(w_ref.scales, groups, columns)).astype(jnp.float32)
-    return (wide * scales).astype(dtype)
 
 
 def silu_times(gate, up):

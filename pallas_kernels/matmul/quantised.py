@@ -2,7 +2,8 @@
 
 The product is multiplied in float32 and rounded once to the rows' dtype, and products with W are
 those with that array: a kept weight and one that was dequantised before give the same bits.
-Axes: K summed over, N columns, G groups of neighbouring K that share a column's scale.
+Axes: K summed over, N columns, G groups of neighbouring K that share a column's scale. Experts have
+an axis before these, which every field then has.
 """
 
 import functools
@@ -12,7 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from pallas_kernels.grid import grid
 
 MIDDLE = 8  # the zero of four bits without stored zeros
 
@@ -25,6 +29,9 @@ MIDDLE = 8  # the zero of four bits without stored zeros
 @dataclass(frozen=True)
 class Quantised:
     """Codes of float8_e4m3fn [K, N], or of four bits: two in a byte [K / 2, N], the even K low.
+
+    Numbers of MXFP4 are numbers of float8 too, and its scales are powers of two: they lie in this
+    form without rounding.
 
     In a kernel the fields are references, and of an abstract weight they are shapes and dtypes.
     """
@@ -39,17 +46,25 @@ class Quantised:
         return self.codes.dtype == jnp.uint8
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Of the weight [K, N]."""
-        rows, columns = self.codes.shape
-        return (2 * rows if self.packed else rows), columns
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight [K, N], or of all experts' [E, K, N]."""
+        *lead, rows, columns = self.codes.shape
+        return *lead, (2 * rows if self.packed else rows), columns
+
+    def of_expert(self, expert: Int[Array, ""]) -> "Quantised":
+        """One expert's weight."""
+        return jax.tree.map(lambda part: part[expert], self)
 
 
-def dequantised(w: Quantised, dtype: DTypeLike) -> Float[Array, "K N"]:
-    """The weight as an array of `dtype`."""
-    (K, _), codes = w.shape, w.codes
+def dequantised(w: Quantised, dtype: DTypeLike) -> Float[Array, "*E K N"]:
+    """The weight as an array of `dtype`.
+
+    On a CPU XLA takes numbers below 2^-126 as zeros, here as in every product.
+    """
+    shape, codes = w.shape, w.codes
+    K = shape[-2]
     if w.packed:
-        codes = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(K, -1)
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-2).reshape(shape)
     wide = codes.astype(jnp.float32)
     if w.packed:
         zeros = MIDDLE if w.zeros is None else _by_row(w.zeros, w.group, K)
@@ -60,7 +75,7 @@ def dequantised(w: Quantised, dtype: DTypeLike) -> Float[Array, "K N"]:
     return lax.optimization_barrier(wide.astype(dtype))
 
 
-def dequantised_for(w: Quantised, x: Float[Array, "M K"]) -> Float[Array, "K N"]:
+def dequantised_for(w: Quantised, x: Float[Array, "M K"]) -> Float[Array, "*E K N"]:
     """The weight as an array of x's dtype, made when x is there, for one product.
 
     XLA would else make the arrays of all layers once, before a loop over steps, or at the step's
@@ -73,6 +88,29 @@ def dequantised_for(w: Quantised, x: Float[Array, "M K"]) -> Float[Array, "K N"]
     return lax.cond(bits != never, lambda: dequantised(w, x.dtype), missing)
 
 
-def _by_row(groups: Array, group: int, rows: int) -> Float[Array, "K N"]:
+def _by_row(groups: Array, group: int, rows: int) -> Float[Array, "*E K N"]:
     """Each group's numbers in all of its rows; the last group may be shorter."""
-    return jnp.repeat(groups.astype(jnp.float32), group, axis=0)[:rows]
+    return jnp.repeat(groups.astype(jnp.float32), group, axis=-2)[..., :rows, :]
+
+
+def load_tile(
+    w_ref: Any, k: Int[Array, " k"], columns: Int[Array, " n"], dtype: DTypeLike, *lead: Any
+) -> Float[Array, "k n"]:
+    """In a Pallas-Triton kernel: a tile of the weight of `lead` (an expert, or none).
+
+    One of a kept weight is converted as `dequantised` does.
+    """
+    if not isinstance(w_ref, Quantised):
+        return plt.load(grid(w_ref, k, columns, *lead))
+    groups = k // w_ref.group
+    if w_ref.packed:
+        octets = plt.load(grid(w_ref.codes, k // 2, columns, *lead)).astype(jnp.int32)
+        codes = (octets >> (k % 2 * 4)[:, None]) & 15
+        zeros = MIDDLE
+        if w_ref.zeros is not None:
+            zeros = plt.load(grid(w_ref.zeros, groups, columns, *lead))
+        wide = (codes - jnp.asarray(zeros, jnp.int32)).astype(jnp.float32)
+    else:
+        wide = plt.load(grid(w_ref.codes, k, columns, *lead)).astype(jnp.float32)
+    scales = plt.load(grid(w_ref.scales, groups, columns, *lead)).astype(jnp.float32)
+    return (wide * scales).astype(dtype)

@@ -1,10 +1,14 @@
 """Weights kept as codes with scales: the same bits as those of the array that they stand for."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import grouped_matmul
+from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.matmul import canonical, gate_up, matmul, partial_products
 from pallas_kernels.matmul.quantised import Quantised, dequantised
 
@@ -12,11 +16,18 @@ K, N, FP8 = 192, 128, jnp.float8_e4m3fn
 
 
 def kept(kind: str, seed: int = 0) -> Quantised:
-    """FP8 in groups of 128, the last half full, or a scale a column; INT4 in groups of 32."""
+    """FP8 in groups of 128, the last half full, or a scale a column; others in groups of 32.
+
+    MXFP4 lies as FP8 with powers of two in bfloat16.
+    """
     rng = np.random.default_rng(seed)
     group = {"fp8": 128, "fp8-column": K}.get(kind, 32)
     G = -(-K // group)
     scales = rng.uniform(0.01, 0.02, (G, N)).astype(np.float32)
+    if kind == "mxfp4":
+        numbers = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6], (K, N)) * rng.choice([-1, 1], (K, N))
+        powers = 2.0 ** rng.integers(-20, 9, (G, N))
+        return Quantised(jnp.asarray(numbers, FP8), jnp.asarray(powers, jnp.bfloat16), None, group)
     if kind.startswith("fp8"):
         codes = jnp.asarray(rng.uniform(-8, 8, (K, N)), FP8)
         return Quantised(codes, jnp.asarray(scales), None, group)
@@ -49,7 +60,7 @@ def same(a: jax.Array, b: jax.Array) -> None:
     np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-KINDS = ("fp8", "fp8-column", "int4", "int4-zeros")
+KINDS = ("fp8", "fp8-column", "int4", "int4-zeros", "mxfp4")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,3 +100,20 @@ def test_the_kernel_for_few_rows_converts_in_place(kind):
         unscaled = canonical.matmul(x, w.codes.astype(jnp.bfloat16), interpret=True)
         late = (unscaled.astype(jnp.float32) * w.scales[0]).astype(jnp.bfloat16)
         assert (late != canonical.matmul(x, w, interpret=True)).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_kept_experts_have_the_bits_of_their_arrays(kind):
+    """By the GPU's kernel, a CPU's and XLA: one expert without rows, one with rows of two tiles."""
+    each = [kept(kind, seed) for seed in range(3)]
+    w = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+    array = jnp.asarray(np.stack([by_definition(w) for w in each]), "bfloat16")
+    assert w.shape == array.shape
+    x, sizes = rows(25, "bfloat16"), jnp.array([5, 0, 20])
+    for op in ("grouped_matmul", "grouped_gate_up"):
+        for run in (
+            functools.partial(getattr(triton, op), interpret=True),
+            functools.partial(getattr(grouped_matmul, op), backend="cpu"),
+            functools.partial(getattr(grouped_matmul, op), backend="xla"),
+        ):
+            same(jax.jit(run)(x, w, sizes), jax.jit(run)(x, array, sizes))
