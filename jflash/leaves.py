@@ -108,14 +108,17 @@ class Leaf:
                 "codes": replace(codes, dtype="float8_e4m3fn"),
                 "scales": replace(columns, dtype=self.kept.scales),
             }
-        rows, groups = self.shape[0], -(-self.shape[0] // self.kept.group)
+        *lead, rows = self.shape[: 1 + bool(self.experts)]
+        groups = -(-rows // self.kept.group)
         packed = self.kept.form == "int4"
         arrays = {
             "codes": (rows // 2 if packed else rows, "uint8" if packed else "float8_e4m3fn"),
             "scales": (groups, self.kept.scales),
         } | ({"zeros": (groups, "uint8")} if self.kept.zeros else {})
         return {
-            name: replace(self, shape=(count, *self.shape[1:]), dtype=dtype, kept=None)
+            name: replace(
+                self, shape=(*lead, count, *self.shape[len(lead) + 1 :]), dtype=dtype, kept=None
+            )
             for name, (count, dtype) in arrays.items()
         }
 

@@ -23,6 +23,7 @@ from jflash.programs import Shape, capacity_for, chunk_sizes, new_state, target_
 from jflash.specs import AttentionSpec, MoeSpec
 from pallas_kernels.block_attention.canonical import tiles_for
 from pallas_kernels.gated_delta import CHUNK
+from pallas_kernels.grouped_matmul import CONVERTING
 
 FLOAT32 = 4  # bytes
 WORKSPACE = 64 * 2**20  # of matrix products and of rounded sizes
@@ -242,12 +243,19 @@ def _one_layers_experts(models: Models, moe: MoeSpec, tokens: int, dtype: str) -
 
 
 def _dequantised_bytes(models: Models) -> int:
-    """The two largest kernels that are kept as codes, whole where no kernel reads the codes."""
-    if models.kernels.matmul == "canonical":
-        return 0
-    leaves = jax.tree.leaves(abstract_params(models.target.config))
-    sizes = sorted(leaf.size for leaf in leaves if leaf.kept)
-    return sum(sizes[-2:]) * FLOAT32
+    """The two largest kernels that are kept as codes, whole where no kernel reads the codes.
+
+    Of experts the kernels for CPUs make one at a time.
+    """
+    dense, experts = models.kernels.matmul, models.kernels.experts
+    sizes = [0]
+    for leaf in jax.tree.leaves(abstract_params(models.target.config)):
+        if leaf.kept and leaf.experts:
+            whole = experts not in CONVERTING
+            sizes.append(leaf.size if whole else leaf.size // leaf.experts * (experts == "cpu"))
+        elif leaf.kept and dense != "canonical":
+            sizes.append(leaf.size)
+    return sum(sorted(sizes)[-2:]) * FLOAT32
 
 
 def _delta_bytes(models: Models, batch: int, tokens: int) -> int:

@@ -42,8 +42,8 @@ class Checkpoint(Protocol):
         """How the file's weights are quantised, by the name in its config; None if they are not."""
         ...
 
-    def kept(self, config: TargetConfig | DrafterConfig) -> Mapping[str, Kept]:
-        """The kernels that may stay quantised in memory, by path."""
+    def kept(self, config: TargetConfig | DrafterConfig) -> Mapping[str, Kept | None]:
+        """How the quantised kernels may stay so in memory, by path; None: not at all."""
         ...
 
     def check(self, config: TargetConfig | DrafterConfig) -> Fill:

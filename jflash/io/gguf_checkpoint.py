@@ -84,7 +84,7 @@ class Gguf:
         """The metadata's ids for the ends of a text, a turn and a message."""
         return stop_ids(self.file)
 
-    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
+    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept | None]:
         """None: products read no form of GGUF's."""
         return {}
 

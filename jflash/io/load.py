@@ -23,7 +23,7 @@ from jflash.mesh import over, place, placed, tensor_mesh, with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounded
-from jflash.models.params import random_params
+from jflash.models.params import leaf_paths, random_params
 from jflash.pair import Models, Params
 
 DTYPES = ("float32", "bfloat16")
@@ -109,15 +109,24 @@ def _keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     """The models, whose target may keep its quantised weights; `quantised` as for load_pair."""
     if quantised not in QUANTISED:
         raise ValueError(f"quantised {quantised!r} is not one of {', '.join(QUANTISED)}")
-    asked, alone = quantised == KEPT, models.mesh is None
-    if not (asked or (quantised == AUTO and alone and models.kernels.matmul == "canonical")):
+    asked, alone, kernels = quantised == KEPT, models.mesh is None, models.kernels
+    if not (asked or (quantised == AUTO and alone and kernels.matmul == "canonical")):
         return models
-    kept = target.kept(models.target.config)
+    config = models.target.config
+    forms, leaves = target.kept(config), leaf_paths(config)
+    kept = {path: form for path, form in forms.items() if form}
     if asked and not kept:
         raise ValueError(f"{target.path} has no quantised weights that may be kept in memory")
+    if asked and (whole := [p for p in forms if leaves[p].experts and not forms[p]]):
+        raise ValueError(
+            f"{target.path} has experts in a quantised form that may not be kept in memory, "
+            f"{whole[0]} for one: use --quantised dequantised"
+        )
+    if not asked and kernels.experts != "canonical":
+        kept = {path: form for path, form in kept.items() if not leaves[path].experts}
     if not kept:
         return models
-    return replace(models, target=Target(models.target.config.keeping(kept)))
+    return replace(models, target=Target(config.keeping(kept)))
 
 
 def pair_models(

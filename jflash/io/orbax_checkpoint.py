@@ -45,7 +45,7 @@ def save_orbax(folder: Path, params: Any) -> None:
 class Orbax(Folder):
     """A folder in the converted form."""
 
-    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
+    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept | None]:
         """None: the weights are whole."""
         return {}
 

@@ -104,24 +104,25 @@ class Safetensors(Folder):
         arranged, name = arrangements(config, names), self.path.name
         return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
 
-    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept]:
-        """The layers' kernels that may stay quantised in memory, by path.
+    def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept | None]:
+        """How the layers' quantised kernels may stay so in memory, by path; None: not at all.
 
-        All tensors of such a kernel are quantised alike. Experts are not kept, and no single
-        column, which is not multiplied as a matrix.
+        All tensors of a kernel that may are quantised alike. No single column is listed, which is
+        not multiplied as a matrix.
         """
         owners = self._owners()
-        sources = leaf_sources(config, self.names.fitting(owners))
+        names = self.names.fitting(owners)
+        sources = leaf_sources(config, names)
         weights, places = self._weights(sources, owners), self._places(owners)
         kept = {}
         for leaf, spec in leaf_paths(config).items():
-            matrix = leaf.startswith("layers_") and leaf.endswith("/kernel") and not spec.experts
-            if not matrix or spec.stored[-1] == 1:
+            matrix = leaf.startswith("layers_") and leaf.endswith("/kernel")
+            stored = [weights.get(part.name) for part in sources[leaf]]
+            if not matrix or spec.stored[-1] == 1 or not any(stored):
                 continue
-            parts = sources[leaf]
-            forms = {w.kept(places) if (w := weights.get(part.name)) else None for part in parts}
-            if len(forms) == 1 and (form := forms.pop()):
-                kept[leaf] = form
+            forms = {weight.kept(places) if weight else None for weight in stored}
+            turned = spec.experts and names.inputs_first  # codes would share scales by column
+            kept[leaf] = forms.pop() if len(forms) == 1 and not turned else None
         return kept
 
     def _owners(self) -> Owners:

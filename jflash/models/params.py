@@ -90,13 +90,14 @@ def random_weights(
         leaf = leaves[i]
         if leaf.axes == ("value_heads",):
             made[i] = jnp.full(leaf.stored, FORGETS, leaf.dtype)
-        elif leaf.kept:
-            made[i] = _codes(keys[i], leaf)
         elif len(leaf.stored) == 1:
             made[i] = jnp.ones(leaf.stored, leaf.dtype)
         else:
             scale = experts_scale if leaf.axes == ("experts", "mlp", "embed") else SCALE
-            made[i] = _normal(keys[i], leaf.stored, leaf.dtype, scale)
+            if leaf.kept:
+                made[i] = _codes(keys[i], leaf, scale)
+            else:
+                made[i] = _normal(keys[i], leaf.stored, leaf.dtype, scale)
         if place is not None:
             [model, *path] = paths[i]
             made[i] = place(configs[model.idx], "/".join(key.key for key in path), made[i])
@@ -110,9 +111,9 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: str, scale: float) -> Arr
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _codes(key: Array, leaf: Leaf) -> Any:
-    """A kept kernel of random codes of about SCALE; those of four bits are even, a zero is 8."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _codes(key: Array, leaf: Leaf, scale: float) -> Any:
+    """A kept kernel of random codes of about `scale`; those of four bits are even, a zero is 8."""
     arrays = leaf.arrays
     packed, scales = leaf.kept and leaf.kept.form == "int4", arrays["scales"]
     codes = arrays["codes"].struct
@@ -120,7 +121,7 @@ def _codes(key: Array, leaf: Leaf) -> Any:
         made = {"codes": jax.random.bits(key, codes.shape, jnp.uint8)}
     else:
         made = {"codes": jax.random.normal(key, codes.shape, jnp.float32).astype(codes.dtype)}
-    scale = SCALE / 21.25**0.5 if packed else SCALE  # of the numbers -8 … 7
+    scale = scale / 21.25**0.5 if packed else scale  # of the numbers -8 … 7
     made["scales"] = jnp.full(scales.stored, scale, scales.dtype)
     if "zeros" in arrays:
         made["zeros"] = jnp.full(arrays["zeros"].stored, MIDDLE, jnp.uint8)

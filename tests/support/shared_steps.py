@@ -1,6 +1,7 @@
 """A step on several devices against one device's: layers of each kind, and DFlash 2."""
 
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,6 +55,7 @@ MOE = MoeSpec(
     num_experts=4, experts_per_token=2, intermediate_size=64, renormalise=True, shared_size=64
 )
 BESIDE = replace(MOE, shared_size=None, activation="gelu_tanh")
+MOE_TARGET = Path(__file__).parents[1] / "reference" / "cases" / "pair03" / "target"
 FP8 = Kept("fp8", 16, "float32", zeros=False)
 KEPT = [  # of the last layer
     f"layers_2/{path}/kernel"
@@ -184,13 +186,19 @@ def random_parts(devices: int) -> dict[str, Any]:
 def kept_from_files(devices: int) -> int:
     """How many arrays of kept kernels, read for several devices, differ from those of one."""
     with tempfile.TemporaryDirectory() as folder:
-        target = make_pair(Path(folder)).target
-        quantise(target, CASES["awq"])
-        whole = load_pair(target, dtype="float32", quantised="kept")
-        with mock.patch.object(mesh_module, "READ_RATHER", 0):
-            parts = load_pair(target, dtype="float32", quantised="kept", tensor_parallel=devices)
-            config, mesh = parts.models.target.config, parts.models.mesh
-            again = placed(mesh, config, whole.params.target)
+        dense, sparse = make_pair(Path(folder)).target, Path(folder) / "experts"
+        shutil.copytree(MOE_TARGET, sparse)
+        quantise(dense, CASES["awq"])
+        quantise(sparse, CASES["ct-int4-zeros"])
+        return _kept_from(dense, devices) + _kept_from(sparse, devices)
+
+
+def _kept_from(target: Path, devices: int) -> int:
+    whole = load_pair(target, dtype="float32", quantised="kept")
+    with mock.patch.object(mesh_module, "READ_RATHER", 0):
+        parts = load_pair(target, dtype="float32", quantised="kept", tensor_parallel=devices)
+        config, mesh = parts.models.target.config, parts.models.mesh
+        again = placed(mesh, config, whole.params.target)
     pairs = zip(jax.tree.leaves(parts.params.target), jax.tree.leaves(again), strict=True)
     shared = [(a, b) for a, b in pairs if a.dtype == jnp.uint8]
     assert shared and not any(a.sharding.is_fully_replicated for a, _ in shared)

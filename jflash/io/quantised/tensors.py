@@ -46,28 +46,30 @@ class Weight(NamedTuple):
         """How the weight may stay in memory; None if it may not, or if a tensor is missing."""
         tensors = {s: places.get(named(self.source, s)) for s in self.layout.tensors}
         scales, order = tensors[self.layout.scales.suffix], self.layout.order
-        if self.experts or None in tensors.values() or scales is None:
+        if None in tensors.values() or scales is None:
             return None
         if order and (stored := tensors[order.suffix]) is not None:
             groups = np.arange(self.layout.shape[1]) // self.layout.group
-            if not np.array_equal(read(stored), groups):
+            if stored.shape[-1:] != groups.shape or (read(stored) != groups).any():
                 return None
         return self.layout.kept(scales.dtype)
 
     def parts(self, places: Mapping[str, Piece]) -> dict[str, list[Piece]]:
-        """The pieces of a kept weight's arrays."""
-        return self.layout.parts({s: places[named(self.source, s)] for s in self.layout.tensors})
+        """The pieces of a kept weight's arrays, one expert after the other."""
+        each = [self.layout.parts(tensors) for tensors in self._each(places)]
+        return {name: [piece for one in each for piece in one[name]] for name in each[0]}
 
     def pieces(self, places: Mapping[str, Piece]) -> list[Piece]:
-        """Its pieces, by the names of its tensors."""
+        """Its pieces, one expert after the other."""
+        return [p for tensors in self._each(places) for p in self.layout.pieces(tensors)]
+
+    def _each(self, places: Mapping[str, Piece]) -> Iterator[dict[str, Piece]]:
+        """The tensors by suffix: of each expert, or of the single weight."""
         tensors = {suffix: places[named(self.source, suffix)] for suffix in self.layout.tensors}
         if not self.experts:
-            return self.layout.pieces(tensors)
-        return [
-            piece
-            for e in range(self.experts)
-            for piece in self.layout.pieces({s: _expert(t, e) for s, t in tensors.items()})
-        ]
+            yield tensors
+        for e in range(self.experts):
+            yield {suffix: _expert(tensor, e) for suffix, tensor in tensors.items()}
 
 
 def find_weights(

@@ -76,12 +76,12 @@ class Layout(NamedTuple):
     def kept(self, scales: np.dtype) -> Kept | None:
         """How the weight may stay in memory, by the scales' stored dtype; its order is ascending.
 
-        None if it may not.
+        None if it may not. Scales of one byte are powers of two, which bfloat16 has.
         """
         columns = self.shape[1]
         if not self.form or columns % 2 or (self.group % 2 and self.group < columns):
             return None
-        dtype = "float32" if scales == np.uint8 else scales.name
+        dtype = "bfloat16" if scales == np.uint8 else scales.name
         return Kept(self.form, min(self.group, columns), dtype, self.zeros is not None)
 
     def parts(self, tensors: Mapping[str, Piece]) -> dict[str, list[Piece]]:
