@@ -195,20 +195,22 @@ def model_shape(name: str) -> ModelShape:
     return SHAPES[name]
 
 
-# The layers' kernels in FP8 by blocks of 128, or in INT4 by groups of 128.
+# The layers' kernels in FP8 by blocks of 128, or in INT4 by groups of 128; or experts in MXFP4.
 QUANTISED = {
     "fp8": Kept("fp8", 128, "float32", False),
     "int4": Kept("int4", 128, "bfloat16", False),
+    "mxfp4": Kept("fp8", 32, "bfloat16", False),
 }
 
 
 def quantised(target: TargetConfig, form: str) -> TargetConfig:
-    """The target with the kernels of its dense layers kept quantised in memory."""
+    """The target with its layers' kernels, but for routers, kept quantised in memory."""
     from jflash.models.params import leaf_paths  # JAX, which the names of shapes need not
 
     paths = [
         path
         for path, leaf in leaf_paths(target).items()
-        if path.startswith("layers_") and path.endswith("/kernel") and "experts" not in leaf.axes
+        if path.startswith("layers_") and path.endswith("/kernel") and leaf.stored[-1] > 1
+        if leaf.experts or (form != "mxfp4" and "experts" not in leaf.axes)
     ]
     return target.keeping(dict.fromkeys(paths, QUANTISED[form]))

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jflash.backends import with_backends
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import model_shape, quantised
 from jflash.gather import AXIS
 from jflash.mesh import over
 from jflash.models.decoder import Target
@@ -160,6 +160,18 @@ def test_the_step_with_kept_weights_and_a_float8_drafter_passes():
     assert not failed(program, step.temporary_bound)
     arrays = re.findall(r"= (f8e4m3fn\[\d+|u8)\S+ parameter", program.hlo)
     assert {"f8e4m3fn[151936", "f8e4m3fn[24576", "f8e4m3fn[4096", "u8"} <= set(arrays)
+
+
+def test_the_step_with_experts_kept_in_mxfp4_passes():
+    """gpt-oss-120b's experts are read as codes of one byte, by both grouped products."""
+    shape = cut(model_shape("gpt-oss-120b"), target_layers=1, drafter_layers=1)
+    shape = shape._replace(target=quantised(shape.target, "mxfp4"))
+    step = step_program(on_h200(plain_models(shape)), 1, CAPACITY)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    codes = set(re.findall(r"= f8e4m3fn\[128,2880,(\d+)\]\S+ parameter", program.hlo))
+    kernel = re.compile(r"= bf16\[4,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
+    assert codes == set(kernel.findall(program.hlo)) & codes == {"2880", "5760"}
 
 
 def on_two(models: Models) -> tuple[Program, int]:

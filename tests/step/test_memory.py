@@ -11,7 +11,7 @@ import pytest
 
 from jflash import memory
 from jflash.backends import with_backends
-from jflash.bench.shapes import SHAPES
+from jflash.bench.shapes import SHAPES, quantised
 from jflash.cli import generate as cli
 from jflash.cli import main
 from jflash.decoding import Decoding
@@ -216,6 +216,22 @@ def test_kernels_need_less_than_einsums():
     )
     assert kernels.temporaries < 0.2 * einsums.temporaries
     assert kernels[:2] == einsums[:2]
+
+
+def test_gpt_oss_120b_fits_an_h200_with_its_experts_kept():
+    """Codes of one byte; experts that no kernel reads as codes are made whole, or one at a time."""
+    config = quantised(SHAPES["gpt-oss-120b"].target, "mxfp4")
+    whole, shape = published("gpt-oss-120b"), sized(1, 8192)
+    kept = replace(whole, target=Target(replace(config, dtype="bfloat16")))
+    assert memory_budget(whole, shape).weights > 230 * GB
+    kernels = with_backends(kept, "bfloat16", device_mesh(H200).devices.flat[0])
+    assert memory_budget(kernels, shape).total < 0.92 * H200.memory
+    largest = 2 * (2880 * 5760 * 4)  # bytes of two experts' first products in float32
+    by_xla = [memory_budget(models, shape).temporaries for models in (whole, kept)]
+    assert by_xla[1] - by_xla[0] == 128 * largest
+    by_cpu = [replace(m, kernels=m.kernels._replace(experts="cpu")) for m in (whole, kept)]
+    by_cpu = [memory_budget(models, shape).temporaries for models in by_cpu]
+    assert by_cpu[1] - by_cpu[0] == largest
 
 
 @pytest.mark.parametrize("limit", [22, 40, 100])

@@ -66,6 +66,9 @@ def check(args: Options) -> None:
     refuse(shared and not (args.shape and args.only_step), parts)
     codes = "--quantised is for the random weights of --shape, on one device, without --against"
     refuse(args.quantised and (not args.shape or shared or args.against), codes)
+    if args.shape and args.quantised == "mxfp4":
+        none = f"--quantised mxfp4 is a form of experts, and {args.shape} has none"
+        refuse(not model_shape(args.shape).target.experts, none)
     refuse(shared and args.drafter_dtype, "--drafter-dtype is for one device")
     at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
     at_least_1(args, "prefill_chunk")
