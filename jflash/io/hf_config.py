@@ -18,6 +18,7 @@ from jflash.io.families import (
     llama,
     minimax_m2,
     mistral,
+    muse_assistant,
     muse_glimmer,
     qwen2,
     qwen3,
@@ -70,7 +71,8 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     if family is not None:
         tied = family.DEFAULTS["tie_word_embeddings"]
         return family.target(text_config(raw, tied) if _sees(family, name) else raw)
-    hint = " (a drafter: give it as --drafter)" if "DFlash" in name else ""
+    drafts = "DFlash" in name or name == muse_assistant.ARCHITECTURE
+    hint = " (a drafter: give it as --drafter)" if drafts else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
 
 
@@ -78,7 +80,10 @@ def names_of(raw: dict[str, Any]) -> Names:
     """The names of the tensors beside a config.json that one of the readers took."""
     if speculators.MODEL_TYPE in raw:
         return speculators.NAMES
-    family = _family(architecture(raw))
+    name = architecture(raw)
+    if name == muse_assistant.ARCHITECTURE:
+        return muse_assistant.NAMES
+    family = _family(name)
     return dflash.NAMES if family is None else family.NAMES
 
 
@@ -113,9 +118,13 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     """A drafter's config, version 1 or 2; ValueError for another or an unsupported feature."""
     if speculators.MODEL_TYPE in raw:
         raw = speculators.flat(raw)
+        return drafter(raw, architecture(raw), counted=False)
     name = architecture(raw)
+    if name == muse_assistant.ARCHITECTURE:
+        return drafter(muse_assistant.flat(raw), DRAFTER, counted=False)
     if name not in (DRAFTER, DRAFTER_2):
-        raise ValueError(f"unsupported drafter {_printed(name)}; supported: {DRAFTER}, {DRAFTER_2}")
+        known = ", ".join((DRAFTER, DRAFTER_2, muse_assistant.ARCHITECTURE))
+        raise ValueError(f"unsupported drafter {_printed(name)}; supported: {known}")
     return drafter(raw, name)
 
 

@@ -1,4 +1,4 @@
-"""config.json and tensors of Muse-Glimmer: what is read, what is refused before a weight is read.
+"""Muse-Glimmer and its assistant: what is read, what is refused before a weight is read.
 
 The checkpoint is the one that tests/reference recorded; the published config is transformers'.
 """
@@ -15,11 +15,14 @@ from safetensors.numpy import load_file, save_file
 from jflash import generate, load_pair
 from jflash.bench.shapes import model_shape
 from jflash.io.families import muse_glimmer
-from jflash.io.hf_config import target_config
+from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.load import load_target
 from jflash.memory import weight_bytes
 
-TARGET = Path(__file__).parents[1] / "reference" / "cases" / "pair15" / "target"
+TESTS = Path(__file__).parents[1]
+PAIR = TESTS / "reference" / "cases" / "pair15"
+TARGET = PAIR / "target"
+ASSISTANT = json.loads((TESTS / "golden" / "muse_assistant.json").read_text())
 NAME = {"architectures": [muse_glimmer.ARCHITECTURE]}
 PUBLISHED = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 
@@ -107,3 +110,62 @@ def test_a_missing_gate_is_named(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing: .*layers\.1\.self_attn\.gate_proj\.weight"):
         load_target(folder, "float32")
+
+
+def assistant(folder: Path, **changes) -> Path:
+    """The recorded drafter as an assistant; such a file says no vocabulary, and these have few."""
+    folder.mkdir()
+    raw = ASSISTANT["config"] | {"vocab_size": 163} | changes
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(PAIR / "drafter" / "model.safetensors")
+    renamed = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    for old, new in renamed.items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_an_assistant_drafts_as_in_transformers(tmp_path):
+    """Every token and every length of its own assisted generation; the window's edge is in it."""
+    pair = load_pair(TARGET, assistant(tmp_path / "assistant"), dtype="float32")
+    for case in ASSISTANT["cases"]:
+        got = generate(
+            pair, [case["prompt_ids"]], max_new_tokens=len(case["output_ids"]), capacity=512,
+            prefill_chunk=32,
+        )[0]  # fmt: skip
+        assert got.token_ids == case["output_ids"]
+        assert got.acceptance_lengths == case["acceptance_lengths"]
+    assert {n for case in ASSISTANT["cases"] for n in case["acceptance_lengths"]} > {1, 2, 4}
+
+
+def test_a_published_assistant():
+    theirs = transformers.MuseGlimmerAssistantConfig(architectures=["MuseGlimmerAssistantModel"])
+    config = drafter_config(theirs.to_dict())
+    assert drafter_config({"architectures": theirs.architectures}) == config
+    assert {(m.window, m.causal) for m in config.mixers} == {(theirs.sliding_window + 1, False)}
+    assert (config.block_size, config.mask_token_id) == (theirs.block_size, theirs.mask_token_id)
+    assert list(config.target_layer_ids) == theirs.target_layer_ids
+    assert config.mixers[0].rope and config.mixers[0].rope.theta == theirs.default_theta
+    shape = model_shape("muse-glimmer-30b").drafter
+    sizes = ("hidden_size", "intermediate_size", "num_layers", "rms_norm_eps", "vocab_size")
+    assert [getattr(config, x) for x in sizes] == [getattr(shape, x) for x in sizes]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": None}, "vocab_size is 202048 in the drafter, 163 in the target"),
+        ({"sliding_window": 0}, "sliding_window must be a whole number from 1"),
+        ({"target_layer_ids": [1, 2]}, "it taps layer 2 .counted from 0. of a target of 2"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types must be 2 of full_attention or"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+    ],
+)
+def test_what_an_assistant_cannot_be_is_refused(changes, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
+        load_pair(TARGET, assistant(tmp_path / "assistant", **changes))
+
+
+def test_an_assistant_is_no_target(tmp_path):
+    with pytest.raises(ValueError, match="a drafter: give it as --drafter"):
+        load_pair(assistant(tmp_path / "assistant"))

@@ -42,18 +42,18 @@ NAMES = Names(
 )
 
 
-def drafter(raw: dict[str, Any], name: str) -> DrafterConfig:
+def drafter(raw: dict[str, Any], name: str, counted: bool = True) -> DrafterConfig:
     """The config of a drafter; its keys stand in `dflash_config` or at the top level.
 
-    `name` is its architecture: version 1 or 2.
+    `name` is its architecture: version 1 or 2. `counted`: the file must say how many layers the
+    target has, as dflash's own do.
     """
     given = checked(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
     nested = given.get("dflash_config", {})
     value = given | {k: v for k, v in checked(nested, _OF_DRAFTER).items() if k in _OF_DRAFTER}
     needed = ("mask_token_id", *(OF_DRAFTER_2 if name == DRAFTER_2 else ()))
     missing = [key for key in needed if key not in value]
-    from_speculators = "draft_vocab_size" in value and "target_layer_ids" in value
-    if "num_target_layers" not in value and not from_speculators:
+    if "num_target_layers" not in value and counted:
         missing.insert(0, "num_target_layers")
     if missing:
         raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
