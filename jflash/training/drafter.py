@@ -1,6 +1,6 @@
 """A drafter for any supported target: its configuration, its data, its training."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ Encode = Callable[[str], list[int]]
 
 def drafter_config_for(
     target: TargetConfig, *, num_layers: int, block_size: int, mask_token_id: int,
-    target_layer_ids: tuple[int, ...] | None = None, intermediate_size: int | None = None,
+    target_layer_ids: Sequence[int] | None = None, intermediate_size: int | None = None,
 ) -> DrafterConfig:  # fmt: skip
     """A drafter with its target's sizes; by default it taps the layers of the published rule."""
     if intermediate_size is not None and intermediate_size < 1:
@@ -55,7 +55,7 @@ def drafter_config_for(
         causal=False,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=target_layer_ids,
+        target_layer_ids=tuple(target_layer_ids),
         num_target_layers=target.num_layers,
         input_embedding_scale=target.embedding_scale,
         output_multiplier=1.0,
@@ -64,10 +64,15 @@ def drafter_config_for(
 
 
 def _rope_for(target: TargetConfig) -> RopeConfig | None:
-    """That of the target's first layer without a window, on whole heads: a drafter sees it all."""
-    rope = next((m for m in target.mixers if m.window is None), target.mixers[0]).rope
-    if rope is None:
+    """That of the target's first layer without a window, on whole heads: a drafter sees it all.
+
+    Some targets have no positions there, and then it is that of the first layer with some.
+    """
+    ropes = [m.rope for m in target.mixers if m.rope and m.window is None]
+    ropes += [m.rope for m in target.mixers if m.rope]
+    if not ropes:
         return None
+    rope = ropes[0]
     proportional = isinstance(rope.scaling, ProportionalScaling)
     scaling = None if proportional else rope.scaling
     return replace(rope, rotary_dim=None, in_pairs=False, scaling=scaling)

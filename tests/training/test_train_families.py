@@ -1,0 +1,78 @@
+"""Drafters for targets of all kinds: what a dry run would trace, and a short training of one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash import generate, load_pair
+from jflash.cli import main
+from jflash.io.hf_config import drafter_config
+from jflash.io.hf_write import to_hf_config
+from jflash.io.load import configure_target
+from jflash.models.params import abstract_params
+from jflash.training.drafter import drafter_config_for, make_lesson, random_rows
+from jflash.training.recipe import PAPERS, TrainConfig
+from tests.support.reference import record
+
+CASES = Path(__file__).parents[1] / "reference" / "cases"
+OF_FAMILY = {record(folder)["family"]: folder for folder in sorted(CASES.glob("pair*"))}
+MUSE = OF_FAMILY["muse_glimmer"]
+# Of these the other training tests have no layer.
+OTHERS = ("qwen3_5_moe", "gpt_oss", "gemma3_text", "gemma4_text", "glm4_moe", "muse_glimmer")
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_lesson_fits_a_target_of_other_layers(family):
+    """The gradient of a step is traced, and nothing is compiled: the target's pass over rows, with
+    its windows, sinks and states; and the new drafter's config can be written."""
+    target = configure_target(OF_FAMILY[family] / "target")
+    config = drafter_config_for(
+        target.config, num_layers=1, block_size=4, mask_token_id=3, target_layer_ids=[0, 1]
+    )
+    assert config.mixers[0].rope is not None
+    written = drafter_config(to_hf_config(config, "float32"))
+    assert written.layers == config.layers and written.target_layer_ids == (0, 1)
+    rows, training = random_rows(2, 24, config.vocab_size), TrainConfig(steps=2, batch_size=2)
+    lesson = make_lesson(target, config, rows, anchors=3, training=training, objective=PAPERS)
+    frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.stored, x.dtype or "float32"),
+                          abstract_params(target.config))  # fmt: skip
+    step = jax.value_and_grad(lesson.loss, has_aux=True)
+    batch = jax.tree.map(jnp.asarray, rows)
+    (loss, _), found = jax.eval_shape(step, lesson.start, frozen, batch, jax.random.key(0), 0.5)
+    assert loss.shape == () and jax.tree.structure(found) == jax.tree.structure(lesson.start)
+
+
+def test_a_drafter_for_muse_is_trained_and_drafts(tmp_path):
+    """By the command, on answers that the data brings, of a target whose vision tower it ignores.
+
+    The drafter's positions are those of the target's windows: its other layers have none.
+    """
+    shutil.copytree(MUSE / "target", tmp_path / "target")
+    cases = [case for case in record(MUSE)["cases"] if len(case["output_ids"]) > 8]
+    rows = [{"prompt_ids": c["prompt_ids"][-30:], "answer_ids": c["output_ids"]} for c in cases]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {
+        "target": tmp_path / "target", "data": tmp_path / "data.jsonl",
+        "output": tmp_path / "made", "mask-token-id": 3, "num-layers": 1, "block-size": 4,
+        "target-layer-ids": "0,1", "anchors": 6, "row-length": 128, "batch": 2, "steps": 40,
+        "eval-every": 0, "checkpoint-every": 20, "learning-rate": 5e-3,
+    }  # fmt: skip
+    words = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
+    assert main.run("train", [*words, "--keep-answers", "--keep-looping"]) == 0
+    curve = json.loads((tmp_path / "made-work/training/curve.json").read_text())
+    losses = [row["loss"] for row in curve]
+    assert losses[-1] < 0.9 * losses[0]
+    pair = load_pair(tmp_path / "target", tmp_path / "made", dtype="float32")
+    drafter = pair.models.drafter
+    assert drafter and drafter.config.mixers[0].rope == pair.models.target.config.mixers[0].rope
+    case = cases[0]
+    made = generate(
+        pair, [case["prompt_ids"]], max_new_tokens=len(case["output_ids"]), capacity=512
+    )
+    assert made[0].token_ids == case["output_ids"]
+    assert np.isfinite(losses).all()
