@@ -100,6 +100,7 @@ class Block(NamedTuple):
     lengths: Int[Array, " B"]
     widths: Int[Array, " B"]
     kernels: Kernels
+    unread: Bool[Array, " B"] | None = None  # nobody reads their rows: these see only their block
 
     def attend(self, spec, projected, cache, sinks=None):
         slots = cache.slots(self.lengths[:, None] + jnp.arange(projected.cos.shape[1]))
@@ -114,8 +115,11 @@ class Block(NamedTuple):
         sinks: Float[Array, " N"] | None,
     ) -> Float[Array, "B T N H"]:
         """Attention to a cache that holds the block's keys and values already."""
+        lengths = self.lengths
+        if self.unread is not None:  # a long cache would keep the other sequences waiting
+            lengths = jnp.where(self.unread, 0, lengths)
         return block_attention(
-            q, cache.k, cache.v, self.lengths, self.widths,
+            q, cache.k, cache.v, lengths, self.widths,
             causal=spec.causal, scale=spec.scale, backend=self.kernels.attention,
             window=spec.window, sinks=sinks, softcap=spec.softcap, ring=cache.wraps,
             table=cache.table,

@@ -72,7 +72,7 @@ def draft(models: Models, params: Params, state: State) -> tuple[Proposal, State
     if models.drafter.config.own_embedding:
         owner = (models.drafter, params.drafter)
     embeddings = apply(*owner, block, method="embed")
-    over = Block(positions[:, 0], widths, models.kernels)
+    over = Block(positions[:, 0], widths, models.kernels, state.sequences.done)
     hidden, cache = apply(
         models.drafter, params.drafter, embeddings, positions, state.drafter_cache, over
     )
@@ -142,7 +142,7 @@ def look(models: Models, params: Params, state: State, proposal: Proposal) -> tu
     positions, room = block_positions(models, state)
     rows, s = rows_of(models, state, proposal, room), state.sequences
     newest = jnp.take_along_axis(s.tokens, positions[:, :1], axis=1)
-    over = rows.over(Block(positions[:, 0], rows.widths, models.kernels))
+    over = rows.over(Block(positions[:, 0], rows.widths, models.kernels, s.done))
     block = rows.pack(jnp.concatenate([newest, proposal.tokens], axis=1))
     hidden, features, cache = apply(
         models.target, params.target, block, rows.pack(positions), state.target_cache, over,

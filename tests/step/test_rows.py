@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.cache import LayerCache
 from jflash.decoding import Decoding
 from jflash.generate import Pair
+from jflash.kernels import XLA
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
+from jflash.passes import Block
 from jflash.programs import Shape, compile_programs, make_request, new_state
 from jflash.rows import packed, pick_rows, survivals
+from jflash.specs import AttentionSpec
 from tests.step.test_one_arithmetic import texts, total
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
@@ -27,6 +31,23 @@ from tests.support.pairs import (
 
 WIDTH = 8
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
+
+
+def test_an_unread_sequence_sees_only_its_block():
+    """A long prompt that is being computed would otherwise keep the texts beside it waiting."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, WIDTH, 4, 16))
+    k, v = (jax.random.normal(key, (2, 128, 2, 16)) for key in keys[1:])
+    lengths, widths = jnp.array([70, 90]), jnp.full(2, WIDTH)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, rope=None, scale=0.25)
+    read = Block(lengths, widths, XLA)
+    unread = Block(lengths, widths, XLA, jnp.array([False, True]))
+    want = read.seen(spec, q, LayerCache(k, v), None)
+    got = unread.seen(spec, q, LayerCache(k, v), None)
+    np.testing.assert_array_equal(got[0], want[0])
+    far = LayerCache(k.at[1, WIDTH:].set(jnp.nan), v.at[1, WIDTH:].set(jnp.nan))
+    np.testing.assert_array_equal(got, unread.seen(spec, q, far, None))
+    assert np.isnan(read.seen(spec, q, far, None)[1]).any()
 
 
 def test_rows_are_the_best_prefixes_of_the_batch():
