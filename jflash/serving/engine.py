@@ -30,7 +30,7 @@ from pallas_kernels.block_attention import PAGE
 # of 32k tokens take longer, so STALL bounds their time too.
 PREFILL_BETWEEN = 512
 STALL = 0.05  # seconds that a long prompt keeps a text waiting at most, if a chunk is no longer
-STEPS_PER_CALL = 4  # more leave ended slots idle for longer, fewer let the device wait
+STEPS_PER_CALL = 2  # more leave ended slots idle for longer, fewer let the device wait
 
 
 @dataclass(frozen=True, kw_only=True)
