@@ -10,6 +10,7 @@ import numpy as np
 
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
+from jflash.config import DecoderConfig
 from jflash.embedded import EMBEDDED_PAIR as EMBEDDED
 from jflash.files import json_lines
 from jflash.generate import PREFILL_CHUNK
@@ -111,13 +112,12 @@ def _random_weights(
     """Random weights of a published shape and two random drafters, on random prompts.
 
     Its greedy text does not run into loops: with norms of 1 attention is broad, so every new token
-    changes the input of all later ones. Windows are cut so that texts of this length exceed them.
+    changes the input of all later ones. Windows of both models are cut, so that texts exceed them.
     """
     shape = model_shape(name)
     some = layers or shape.target.num_layers
     target, drafter = cut(shape, some, min(some, shape.drafter.num_layers)) if layers else shape
-    cut_windows = [{"window": window and LONGEST_PROMPT} for window in drafter.windows]
-    drafter = drafter.attending(*cut_windows)
+    target, drafter = _short_sighted(target), _short_sighted(drafter)
     models = suited(Models(Target(target), Drafter(drafter), drafter.block_size))
     target, drafter = models.configs
     weights = random_weights([target, drafter, drafter])
@@ -127,6 +127,14 @@ def _random_weights(
         prompts=lambda count, seed: random_prompts(target.vocab_size, count, seed),
         stops=[], max_new_tokens=MOST_NEW_TOKENS,
     )  # fmt: skip
+
+
+def _short_sighted[C: DecoderConfig](config: C) -> C:
+    """The model with no window longer than a prompt."""
+    if not any(config.windows):
+        return config
+    near = [window and min(window, LONGEST_PROMPT) for window in config.windows]
+    return config.attending(*[{"window": window} for window in near])
 
 
 def random_prompts(

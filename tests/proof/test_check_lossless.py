@@ -163,7 +163,8 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
     assert set(PAIRS) - {"tiny-math"} < SHAPES.keys()
     target, drafter = SHAPES["tiny-dflash2"]
     sights = (dict(window=2048), *[dict()] * (drafter.num_layers - 1))
-    shape = ModelShape(target, drafter.attending(*sights))
+    far = [dict(window=1024), *[dict()] * (target.num_layers - 1)]
+    shape = ModelShape(target.attending(*far), drafter.attending(*sights))
     monkeypatch.setitem(SHAPES, "tiny-window", shape)
     case = lossless_cases.load_case("tiny-window", "float32", 0, {}, 1)
     made = case.models.drafter
@@ -171,6 +172,7 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
     assert made.config.windows == (lossless_cases.LONGEST_PROMPT, *[None] * (len(sights) - 1))
     state = new_state(case.models, lossless_cases.case_shape(case, 1))
     assert [cache.wraps for cache in state.drafter_cache] == [True] + [False] * (len(sights) - 1)
+    assert [cache.wraps for cache in state.target_cache] == [True] + [False] * (len(far) - 1)
     one, other = (p.drafter["fc"]["kernel"] for p in (case.params, case.other_drafter))
     assert not np.array_equal(one, other)
 
