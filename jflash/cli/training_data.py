@@ -32,8 +32,9 @@ def read_prompts(
             raise ValueError(NO_TOKENIZER)
         return [*tokenizer(text, add_special_tokens=False)["input_ids"], *stops[:1]]
 
-    vocab_size = target.config.vocab_size
-    records = read_records(args.data, prompt_encoder(args, tokenizer), encode_answer, vocab_size)
+    vocab_size, unread = target.config.vocab_size, target.config.unread_ids
+    encode = prompt_encoder(args, tokenizer)
+    records = read_records(args.data, encode, encode_answer, vocab_size, unread)
     if not args.keep_answers:
         records = [Conversation(r.prompt_ids, []) for r in records]
     return without_too_long(args.data, records, min(args.row_length, prompt_room(args, target)))
@@ -44,7 +45,8 @@ def read_held_out(args: Options, tokenizer: Any, target: Target) -> list[Convers
     if not args.eval_prompts:
         return []
     encode = prompt_encoder(args, tokenizer)
-    records = read_records(args.eval_prompts, encode, lambda _: [], target.config.vocab_size)
+    vocab_size, unread = target.config.vocab_size, target.config.unread_ids
+    records = read_records(args.eval_prompts, encode, lambda _: [], vocab_size, unread)
     return without_too_long(args.eval_prompts, records, prompt_room(args, target))
 
 

@@ -1,6 +1,6 @@
 """A drafter for any supported target: its configuration, its data, its training."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -110,11 +110,13 @@ def _idle_special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def read_records(
-    path: Path, encode: Encode, encode_answer: Encode, vocab_size: int
-) -> list[Conversation]:
+    path: Path, encode: Encode, encode_answer: Encode, vocab_size: int,
+    unread: Collection[int] = (),
+) -> list[Conversation]:  # fmt: skip
     """Lines {"prompt" or "prompt_ids", optionally "answer" or "answer_ids"} as token ids.
 
-    A line without an answer gets an empty one. ValueError names the line that does not fit.
+    A line without an answer gets an empty one. ValueError names the line that does not fit, one
+    with an id of `unread` too.
     """
     records = []
     for where, record in json_lines(path):
@@ -128,6 +130,11 @@ def read_records(
         if outside:
             raise ValueError(
                 f"{where}: token id {outside[0]} is outside the vocabulary of {vocab_size} tokens"
+            )
+        images = [i for i in (*prompt, *answer) if i in unread]
+        if images:
+            raise ValueError(
+                f"{where}: token id {images[0]} stands for an image or a video: only text is read"
             )
         records.append(Conversation(prompt, answer))
     if not records:

@@ -47,6 +47,30 @@ def test_a_lesson_fits_a_target_of_other_layers(family):
     assert loss.shape == () and jax.tree.structure(found) == jax.tree.structure(lesson.start)
 
 
+def train(folder: Path, rows: list[dict], **changes) -> int:
+    """The command on the target of `folder` and answers that the data brings."""
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {
+        "target": folder / "target", "data": folder / "data.jsonl", "output": folder / "made",
+        "mask-token-id": 3, "num-layers": 1, "block-size": 4, "target-layer-ids": "0,1",
+        "anchors": 6, "row-length": 128, "batch": 2, "steps": 40, "eval-every": 0,
+        "checkpoint-every": 20, "learning-rate": 5e-3, **changes,
+    }  # fmt: skip
+    words = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
+    return main.run("train", [*words, "--keep-answers", "--keep-looping"])
+
+
+def test_an_image_in_the_data_is_refused_before_weights_are_read(tmp_path, capsys):
+    shutil.copytree(MUSE / "target", tmp_path / "target")
+    (tmp_path / "target/model.safetensors").unlink()
+    path = tmp_path / "target/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_token_id": 7}))
+    for row in ({"prompt_ids": [1, 7]}, {"prompt_ids": [1], "answer_ids": [7]}):
+        assert train(tmp_path, [{"prompt_ids": [1]}, row]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "data.jsonl:2: token id 7 stands for an image or a video" in line
+
+
 def test_a_drafter_for_muse_is_trained_and_drafts(tmp_path):
     """By the command, on answers that the data brings, of a target whose vision tower it ignores.
 
@@ -55,15 +79,7 @@ def test_a_drafter_for_muse_is_trained_and_drafts(tmp_path):
     shutil.copytree(MUSE / "target", tmp_path / "target")
     cases = [case for case in record(MUSE)["cases"] if len(case["output_ids"]) > 8]
     rows = [{"prompt_ids": c["prompt_ids"][-30:], "answer_ids": c["output_ids"]} for c in cases]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = {
-        "target": tmp_path / "target", "data": tmp_path / "data.jsonl",
-        "output": tmp_path / "made", "mask-token-id": 3, "num-layers": 1, "block-size": 4,
-        "target-layer-ids": "0,1", "anchors": 6, "row-length": 128, "batch": 2, "steps": 40,
-        "eval-every": 0, "checkpoint-every": 20, "learning-rate": 5e-3,
-    }  # fmt: skip
-    words = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
-    assert main.run("train", [*words, "--keep-answers", "--keep-looping"]) == 0
+    assert train(tmp_path, rows) == 0
     curve = json.loads((tmp_path / "made-work/training/curve.json").read_text())
     losses = [row["loss"] for row in curve]
     assert losses[-1] < 0.9 * losses[0]
