@@ -35,7 +35,7 @@ from tests.support.row_checks import draw
 interpreted = pytest.mark.skipif(
     ON_GPU, reason="beside a GPU the interpreter may wait for ever; there kernels run compiled"
 )
-ROWS = (1, 5, 64, 65, 200)
+ROWS = (1, 5, 64, 65)
 K, N = 768, 128  # in four pieces
 HEADS = ("head_argmax", "head_logits")
 
@@ -55,11 +55,11 @@ def bits(out) -> np.ndarray:
 
 
 def check_every_number_of_rows(run, x, rows=ROWS) -> None:
-    """run([M, K]) -> [M, ...]: a row's bits are those it has among the most rows, turned about."""
+    """run([M, K]) -> [M, ...]: a row's bits among the most rows are those it has among fewer that
+    are turned about."""
     want = bits(run(x))
-    np.testing.assert_array_equal(bits(run(x[::-1]))[::-1], want)
     for M in rows:
-        np.testing.assert_array_equal(bits(run(x[:M])), want[:M], err_msg=f"{M} rows")
+        np.testing.assert_array_equal(bits(run(x[:M][::-1]))[::-1], want[:M], err_msg=f"{M} rows")
 
 
 def run_of(op: str, w):
@@ -83,7 +83,8 @@ def run_of(op: str, w):
 @pytest.mark.parametrize("op", ["matmul", "residual", "pieces", "gate_up", *HEADS])
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
     # The head's tile takes two steps of 64 at a time where it can.
-    x, w = in_steps(0, 320, K - STEP if op in HEADS else K, N)  # rows enough for every tile
+    most = 260 if op in ("matmul", "residual", "pieces") else 130  # rows enough for every tile
+    x, w = in_steps(0, most, K - STEP if op in HEADS else K, N)
     w = w if op != "gate_up" else w * 2.0**-26  # silu is no line
     assert pieces("matmul", K, N) == 4
     check_every_number_of_rows(run_of(op, w), x)
@@ -109,7 +110,7 @@ def test_pieces_that_depend_on_the_rows_are_caught():
 @interpreted
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_kernels_and_tiles_agree_with_the_form(P):
-    x, w = in_steps(1, 130, K, N)
+    x, w = in_steps(1, 70, K, N)
     want = bits(reference.canonical(x, w, P, STEP).astype(x.dtype))
     for rows, columns in [(16, 32), (32, 128), (64, 64)]:
         sums = few_rows.product(
@@ -117,7 +118,7 @@ def test_kernels_and_tiles_agree_with_the_form(P):
         )
         out = sums if P == 1 else add_pieces(sums, None, dtype=x.dtype, interpret=not ON_GPU)
         np.testing.assert_array_equal(bits(out), want)
-    base = canonical_tuning("matmul", 130, K, N, P)
+    base = canonical_tuning("matmul", 70, K, N, P)
     for walk, block_m, block_n in [(P, 64, 64), (P, 128, 32), (1, 64, 32)]:
         tuning = dataclasses.replace(
             base, walk=walk, split_k=P // walk, block_m=block_m, block_n=block_n, stages=2, sms=2
