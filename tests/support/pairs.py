@@ -1,5 +1,6 @@
 """Small random pairs in memory, for tests of the step and its drivers."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -111,6 +112,12 @@ def drafter_config(**changes) -> DrafterConfig:
     return config.attending(*sights) if sights else config
 
 
+def _numbers(draw, key, shape: tuple[int, ...]) -> np.ndarray:
+    """Those of draw(key, shape): the first of a power of two, so that shapes share programs."""
+    size = math.prod(shape)
+    return np.asarray(draw(key, (1 << (size - 1).bit_length(),)))[:size].reshape(shape)
+
+
 def random_params(config, seed: int, scale: float = 0.2) -> dict:
     """Large enough weights that greedy text is varied; norms around 1.
 
@@ -119,11 +126,13 @@ def random_params(config, seed: int, scale: float = 0.2) -> dict:
     leaves, tree = jax.tree.flatten(abstract_params(config))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     random = [
-        jax.random.uniform(key, leaf.stored, minval=-2.0, maxval=0.5)
-        if leaf.axes == ("value_heads",)
-        else jax.random.uniform(key, leaf.stored, minval=0.5, maxval=1.5)
-        if len(leaf.stored) == 1
-        else scale * jax.random.normal(key, leaf.stored)
+        jnp.asarray(
+            2.5 * _numbers(jax.random.uniform, key, leaf.stored) - 2.0
+            if leaf.axes == ("value_heads",)
+            else 0.5 + _numbers(jax.random.uniform, key, leaf.stored)
+            if len(leaf.stored) == 1
+            else np.float32(scale) * _numbers(jax.random.normal, key, leaf.stored)
+        )
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, random)
