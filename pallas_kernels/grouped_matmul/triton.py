@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.quantised import Quantised, load_tile
+from pallas_kernels.matmul.kept_tiles import depth_of, load_groups, load_tile
+from pallas_kernels.matmul.quantised import Quantised
 
 BLOCK_N = 64
 BLOCK_K = 64
@@ -94,7 +95,7 @@ def _call(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
         )
     block = row_block(R, E)
     tiles = tiles_of(sizes, R, block)
-    kernel = functools.partial(_kernel, block=block, firsts=firsts)
+    kernel = functools.partial(_kernel, block=block, depth=depth_of(w, BLOCK_K), firsts=firsts)
     return pl.pallas_call(
         kernel,
         name="grouped_gate_up" if len(firsts) > 1 else "grouped_matmul",
@@ -105,7 +106,7 @@ def _call(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
     )(*tiles, x, w)
 
 
-def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, firsts):
+def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, depth, firsts):
     column, tile = pl.program_id(0), pl.program_id(1)
     expert, begin, end = expert_ref[tile], begin_ref[tile], end_ref[tile]
 
@@ -114,18 +115,27 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, fir
         rows = begin + jnp.arange(block)
         at_column = column * BLOCK_N + jnp.arange(BLOCK_N)
 
-        def add(i, sums):
-            k = i * BLOCK_K + jnp.arange(BLOCK_K)
-            # Rows of another expert, or none, count as zeros and are not written.
-            inside = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_K))
-            x = plt.load(grid(x_ref, rows, k), mask=inside, other=0.0)
-            return tuple(
-                total + plt.dot(x, load_tile(w_ref, k, at_column + first, x.dtype, expert))
-                for total, first in zip(sums, firsts, strict=True)
-            )
+        columns = [at_column + first for first in firsts]
+        steps = x_ref.shape[1] // depth
 
-        zeros = jnp.zeros((block, BLOCK_N), jnp.float32)
-        sums = lax.fori_loop(0, x_ref.shape[1] // BLOCK_K, add, tuple(zeros for _ in firsts))
+        def groups_of(i):
+            return tuple(load_groups(w_ref, i * depth, depth, c, expert) for c in columns)
+
+        def add(i, carry):
+            sums, groups = carry
+            after = groups_of(jnp.minimum(i + 1, steps - 1))
+            k = i * depth + jnp.arange(depth)
+            # Rows of another expert, or none, count as zeros and are not written.
+            inside = jnp.broadcast_to((rows < end)[:, None], (block, depth))
+            x = plt.load(grid(x_ref, rows, k), mask=inside, other=0.0)
+            tiles = (
+                load_tile(w_ref, i * depth, depth, c, own, x.dtype, expert)
+                for c, own in zip(columns, groups, strict=True)
+            )
+            return tuple(total + plt.dot(x, w) for total, w in zip(sums, tiles, strict=True)), after
+
+        zeros = tuple(jnp.zeros((block, BLOCK_N), jnp.float32) for _ in firsts)
+        sums, _ = lax.fori_loop(0, steps, add, (zeros, groups_of(0)))
         out = sums[0]
         if len(firsts) > 1:
             gate, up = (total.astype(out_ref.dtype).astype(jnp.float32) for total in sums)

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul.quantised import Quantised, load_tile
+from pallas_kernels.matmul.kept_tiles import depth_of, load_groups, load_tile
+from pallas_kernels.matmul.quantised import Quantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,16 +86,26 @@ def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None)
     columns = column + jnp.arange(tile.columns)
     firsts = halves or (0,)
 
-    def add(i, totals):
-        k = piece * length + i * tile.depth + jnp.arange(tile.depth)
-        x = _load(x_ref, rows, k, M)
-        return tuple(
-            total + plt.dot(x, load_tile(w_ref, k, columns + first, x.dtype))
-            for total, first in zip(totals, firsts, strict=True)
+    depth, parts = depth_of(w_ref, tile.depth), [columns + first for first in firsts]
+    steps = length // depth
+
+    def groups_of(i):
+        return tuple(load_groups(w_ref, piece * length + i * depth, depth, c) for c in parts)
+
+    def add(i, carry):
+        totals, groups = carry
+        after = groups_of(jnp.minimum(i + 1, steps - 1))
+        first = piece * length + i * depth
+        x = _load(x_ref, rows, first + jnp.arange(depth), M)
+        tiles = (
+            load_tile(w_ref, first, depth, c, own, x.dtype)
+            for c, own in zip(parts, groups, strict=True)
         )
+        return tuple(total + plt.dot(x, w) for total, w in zip(totals, tiles, strict=True)), after
 
     zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    totals = lax.fori_loop(0, length // tile.depth, add, tuple(zeros for _ in firsts))
+    start = tuple(zeros for _ in firsts), groups_of(0)
+    totals, _ = lax.fori_loop(0, steps, add, start)
     inside = jnp.broadcast_to((rows < M)[:, None], zeros.shape)
     if many:
         plt.store(grid(out_ref, rows, columns, piece), totals[0], mask=inside)

@@ -13,10 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, DTypeLike, Float, Int
-
-from pallas_kernels.grid import grid
 
 MIDDLE = 8  # the zero of four bits without stored zeros
 
@@ -91,26 +88,3 @@ def dequantised_for(w: Quantised, x: Float[Array, "M K"]) -> Float[Array, "*E K 
 def _by_row(groups: Array, group: int, rows: int) -> Float[Array, "*E K N"]:
     """Each group's numbers in all of its rows; the last group may be shorter."""
     return jnp.repeat(groups.astype(jnp.float32), group, axis=-2)[..., :rows, :]
-
-
-def load_tile(
-    w_ref: Any, k: Int[Array, " k"], columns: Int[Array, " n"], dtype: DTypeLike, *lead: Any
-) -> Float[Array, "k n"]:
-    """In a Pallas-Triton kernel: a tile of the weight of `lead` (an expert, or none).
-
-    One of a kept weight is converted as `dequantised` does.
-    """
-    if not isinstance(w_ref, Quantised):
-        return plt.load(grid(w_ref, k, columns, *lead))
-    groups = k // w_ref.group
-    if w_ref.packed:
-        octets = plt.load(grid(w_ref.codes, k // 2, columns, *lead)).astype(jnp.int32)
-        codes = (octets >> (k % 2 * 4)[:, None]) & 15
-        zeros = MIDDLE
-        if w_ref.zeros is not None:
-            zeros = plt.load(grid(w_ref.zeros, groups, columns, *lead))
-        wide = (codes - jnp.asarray(zeros, jnp.int32)).astype(jnp.float32)
-    else:
-        wide = plt.load(grid(w_ref.codes, k, columns, *lead)).astype(jnp.float32)
-    scales = plt.load(grid(w_ref.scales, groups, columns, *lead)).astype(jnp.float32)
-    return (wide * scales).astype(dtype)
