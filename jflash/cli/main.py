@@ -29,6 +29,7 @@ COMMANDS = {
     "bench-devices": "step times on one device and on several that share the pair",
     "bench-kernels": "times of kernels by themselves",
     "bench-rows": "tokens a second by the rows that a step verifies",
+    "bench-steps": "step times of several shapes and batches, compiled side by side",
     "bench-serving": "tokens a second and first tokens of the engine and the server",
     "check-lossless": "compare speculative decoding with plain decoding, bit for bit",
     "check-load": "compare texts under load with those of an idle engine, bit for bit",

@@ -28,6 +28,7 @@ GOALS = (  # what, the goal, batch, context, part and number of a qwen3-8b case
 )
 GOAL_SHAPE = "qwen3-8b"
 PRODUCTS = ("qkv", "out", "gate-up", "down")  # of a layer
+KINDS = {"plain": "plain", "step": "DFlash step", "float8": "the same, drafter in float8"}
 TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
 
 
@@ -94,6 +95,26 @@ def steps(results: list[Result]) -> str:
     ]  # fmt: skip
     head = ["shape", "batch", "context", "plain", "verify", "draft", "step", "floor", "share"]
     return table(head, rows, cases)
+
+
+def whole_steps(results: list[Result]) -> str:
+    """Whole steps by shape, kind and context, a column a batch; the last file's time counts."""
+    found = sorted(with_key(results, "step_times"), key=lambda file: (file["date"], file["file"]))
+    times = {
+        (row["shape"], row["kind"], row["context"], row["batch"]): row["ms"]
+        for file in found
+        for row in file["step_times"]
+    }
+    batches = sorted({batch for *_, batch in times})
+    rows = [
+        [shape, KINDS[kind], context, *(
+            f"{times[shape, kind, context, batch]:.2f}"
+            if (shape, kind, context, batch) in times else "" for batch in batches
+        )]
+        for shape, kind, context in dict.fromkeys(key[:3] for key in times)
+    ]  # fmt: skip
+    head = ["shape", "ms of", "context", *(f"batch {batch}" for batch in batches)]
+    return table(head, rows, found)
 
 
 def spent(results: list[Result]) -> str:

@@ -153,6 +153,13 @@ def timed_beside_vllm() -> Result:
     return Result("v.json", where | {"beside_vllm": {"steps": steps, "pair": pair}})
 
 
+def whole_steps_of(name: str, ms: float, batch: int) -> Result:
+    """What bench_steps.py wrote, what the table shows of it."""
+    row = {"shape": "qwen9", "kind": "step", "context": 656, "batch": batch, "ms": ms}
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    return Result(name, where | {"step_times": [row, row | {"batch": 64, "ms": ms + 1}]})
+
+
 def test_every_table_shows_its_numbers(results):
     step, plain = (results[0].content["cases"][0][part] for part in ("step", "plain"))
     shown = {
@@ -160,6 +167,10 @@ def test_every_table_shows_its_numbers(results):
                   "| the same while compiling from nothing |  | 7.9 % |",
                   "| DFlash step, batch 8 | ≤ 6.2 ms | not measured |", "`benchmarks/a.json`"],
         "steps": ["| qwen3-8b | 1 | 1024 of 2048 |", f"{step['ms']:.2f} ms"],
+        "whole_steps": [
+            "| shape | ms of | context | batch 1 | batch 2 | batch 64 |",
+            "| qwen9 | DFlash step | 656 | 7.00 | 8.00 | 9.00 |",  # the last file's of batch 64
+        ],
         "spent": ["Not measured yet."],  # by the test below
         "several_gpus": ["| qwen3-8b, batch 1 | not measured | not measured (goal 0.68 ×) |"],
         "widths": ["| ms a step at width | 4 | 16 |", "| batch 1 |"],
@@ -220,6 +231,7 @@ def test_every_table_shows_its_numbers(results):
     results = [
         *(*results, *evaluated(), *one_arithmetic(), checked(), right(), trained(), embedded()),
         *(timed_beside_vllm(), *of_rows()),
+        *(whole_steps_of("x-1.json", 7.0, 1), whole_steps_of("x-2.json", 8.0, 2)),
     ]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():

@@ -1,0 +1,45 @@
+"""scripts/bench_steps.py: what it times and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from jflash.cli import main
+
+SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]
+
+
+def test_it_times_every_case_at_every_context(tmp_path, capsys):
+    file = tmp_path / "steps.json"
+    cases = "tiny:1:plain,tiny:2:step,tiny:2:float8"
+    argv = ["--cases", cases, "--contexts", "40,100", *SMALL, "--json", str(file)]
+    assert main.run("bench-steps", argv) == 0
+    result = json.loads(file.read_text())
+    rows = result["step_times"]
+    timed = [(row["shape"], row["batch"], row["kind"], row["context"]) for row in rows]
+    each = [tuple(case.split(":")) for case in cases.split(",")]
+    assert timed == [(s, int(b), kind, at) for s, b, kind in each for at in (40, 100)]
+    for row in rows:
+        low, high = sorted(row["ms_of_repeats"])
+        assert 0 < row["ms"] == (low + high) / 2
+    assert (result["capacity"], result["timed_steps"], result["repeats"]) == (256, 2, 2)
+    assert capsys.readouterr().out.count(" ms\n") == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--cases tiny:1", "'tiny:1' is not SHAPE:BATCH:KIND with a kind of plain, step, float8"),
+        ("--cases tiny:0:step", "'tiny:0:step' is not SHAPE:BATCH:KIND"),
+        ("--cases tiny:1:int4", "'tiny:1:int4' is not SHAPE:BATCH:KIND"),
+        ("--cases qwen9:1:step", "qwen9"),
+        ("--capacity 2049", "--capacity 2049: in 64s"),
+        (
+            "--cases tiny:1:step --contexts 9999",
+            "--contexts 9999: 48 steps after it leave 1968 of --capacity 2048",
+        ),
+    ],
+)
+def test_it_refuses(capsys, options, why):
+    assert main.run("bench-steps", options.split()) == 2
+    assert why in capsys.readouterr().err
