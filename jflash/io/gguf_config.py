@@ -55,6 +55,11 @@ def hf_config_of(file: GgufFile) -> dict[str, Any]:
     """config.json of the model in `file`; ValueError for what is missing or not supported."""
     file.check({"general.architecture": TEXT})
     name = file.need("general.architecture")
+    if "dflash" in name:  # llama.cpp's drafters, and those of its forks
+        raise ValueError(
+            f"{file.path}: drafters in GGUF ({shown(name)}) are not read: give the drafter's "
+            "folder of safetensors"
+        )
     if name not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: unsupported GGUF architecture {name!r}; "

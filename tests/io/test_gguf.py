@@ -278,6 +278,7 @@ Q = (np.zeros((256, 84), np.uint8), Kind.Q2_K)
 SQUARE = (np.zeros((WIDTH, WIDTH), np.float32), Kind.F32)
 BAD = {
     "architecture": (dict(arch="gemma2"), {}, "unsupported GGUF architecture 'gemma2'; supported"),
+    "drafter": (dict(arch="dflash"), {}, r"drafters in GGUF \('dflash'\) are not read: give the"),
     "no key": ({}, {"llama.block_count": None}, "the metadata lacks llama.block_count"),
     "mixture": ({}, {"llama.expert_count": 8}, r"not supported: llama\.expert_count \(8\)"),
     "yarn": ({}, {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' is not"),
@@ -335,12 +336,14 @@ def test_a_file_cut_short_after_its_header_was_read(tmp_path):
 
 def test_places_that_are_no_target(tmp_path, capsys):
     file = write_gguf(tmp_path / "m.gguf")
+    drafter = write_gguf(tmp_path / "drafter.gguf", arch="dflash-draft")
     (tmp_path / "m.bin").write_bytes(b"GGUF")
     for arguments, said in (
         (["--target", str(tmp_path / "none.gguf")], "none.gguf: no such file"),
         (["--target", "models/none.gguf"], "models/none.gguf: no such file"),
         (["--target", str(tmp_path / "m.bin")], "expected a checkpoint folder or a .gguf file"),
         (["--target", str(file), "--drafter", str(file)], "unsupported drafter LlamaForCausalLM"),
+        (["--target", str(file), "--drafter", str(drafter)], "drafters in GGUF ('dflash-draft')"),
     ):
         assert run("generate", ["--drafter", "none", *arguments, "--prompt-ids", "1,2"]) == 2
         assert said in capsys.readouterr().err
