@@ -18,6 +18,15 @@ OPTIONS = ("--max-batch", "4", "--max-context", "512", "--max-queue", "40")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ends_server: after all other tests of the one server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file comes first, but what ends the server comes last: no other one starts."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
+
+
 class Server(NamedTuple):
     """A server that listens, and the file that it prints into."""
 

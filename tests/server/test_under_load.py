@@ -178,9 +178,10 @@ def test_nothing_is_stuck_or_was_compiled_after_all_that(server):
     assert server.metric("kv_cache_usage_perc") == 0
 
 
+@pytest.mark.ends_server
 def test_after_kill_9_the_same_command_serves_the_same_text(server, servers, tmp_path):
     """On the same port; clients of the killed one see a broken stream, not the end of a text."""
-    body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True}
+    body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
     want = httpx.post(server.url + TEXT, json=body, timeout=PATIENCE).json()["choices"]
     broken = pytest.raises((httpx.RemoteProtocolError, httpx.ReadError))
     stream = httpx.stream("POST", server.url + TEXT, json=body | {"stream": True}, timeout=PATIENCE)
@@ -194,10 +195,11 @@ def test_after_kill_9_the_same_command_serves_the_same_text(server, servers, tmp
     assert httpx.post(server.url + TEXT, json=body, timeout=PATIENCE).json()["choices"] == want
 
 
+@pytest.mark.ends_server
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(servers):
     """The last test: it ends the server."""
     server = servers[-1]
-    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + TEXT, json=body, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
