@@ -13,11 +13,13 @@ import pytest
 
 ON_GPU = Path("/dev/nvidia0").exists()
 ROOT = Path(__file__).parents[1]
-# XLA's older emitters of CPU code, in one part: a third less CPU for a file that compiles much.
+# XLA's older emitters of CPU code, in one part: a third less CPU for a file that compiles much; and
+# vectors of 128 bits: an eighth less for a pair's programs.
 # They would join bfloat16 by AVX-512's instruction for it, which takes subnormal numbers for 0.
 HASTE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX512_VNNI"
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX512_VNNI "
+    "--xla_cpu_prefer_vector_width=128"
 )
 SOON = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # JAX's variable for compiling soon and badly
 MOST_PROCESSES = 4  # each takes a core and up to 4 GB
