@@ -41,7 +41,8 @@ def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
 
     def pages(limit: int | None, given: int | None = None) -> int:
         monkeypatch.setattr(serve, "device_memory", lambda: limit)
-        options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=4)
+        steps = STEPS_PER_CALL
+        options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=steps)
         return serve._pages(options, models, 1024)
 
     assert pages(None) == pages(need.of(4 * columns)) == 4 * columns
