@@ -38,7 +38,7 @@ class Form:
     """How much is decoded, and in which ways."""
 
     tokens: int  # of the texts, at least
-    anchored: int  # of them by width 1 and batch 1; others by width 1 and the largest batch
+    anchored: int  # of them by width 1 and batch 1; others by the first way of several texts
     new_tokens: int  # of a text, at most
     ways: tuple[Way, ...]
 

@@ -144,8 +144,8 @@ SHORT_K, _WALKING = 8192, ((128, 64), (64, 128))
 def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     """The largest tile whose CTAs fill the GPU, of those that sum K in so many pieces.
 
-    Up to 256 rows pieces go to separate CTAs, whose sums are written and read again; from there
-    on a CTA walks them. ValueError: the kernel cannot serve the shape.
+    Up to WALKED rows pieces go to separate CTAs, whose sums are written and read again, but for
+    _WALKING; from there on a CTA walks them. ValueError: the kernel cannot serve the shape.
     """
     by_rows = _CANONICAL["matmul" if op == "residual" else op]
     tiles = next(tiles for most, tiles in by_rows.items() if most >= M)
