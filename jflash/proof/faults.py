@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jflash.kernels import Kernels
 from jflash.layers import Projection, RMSNorm
 from jflash.models.decoder import Target
 from jflash.pair import Models
@@ -116,27 +115,6 @@ def by_batch(
     return None if len(lengths) == 1 else jnp.arange(slots)[None] // (slots // SPLITS)
 
 
-class AttendInParts(NamedTuple):
-    """Block attention by the parts of the slots, or the sound one if `parts` gives none."""
-
-    block: Block
-    parts: Callable[..., Array | None]
-
-    @property
-    def kernels(self) -> Kernels:
-        return self.block.kernels
-
-    def attend(self, spec, projected, cache, sinks=None):
-        lengths, widths = self.block.lengths, self.block.widths
-        part = self.parts(lengths, widths, cache.k.shape[1])
-        if part is None:
-            return self.block.attend(spec, projected, cache, sinks)
-        slots = lengths[:, None] + jnp.arange(projected.cos.shape[1])
-        q, cache = projected.write(cache, slots, self.kernels.heads)
-        how = {"window": spec.window, "scale": spec.scale, "sinks": sinks}
-        return attend_in_parts(q, cache.k, cache.v, lengths, widths, part, **how), cache
-
-
 def attend_in_parts(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -200,10 +178,26 @@ def _faulty(intercept: Callable[..., Any], method: str = "__call__") -> type[Tar
 
 
 def _faulty_attention(parts: Callable[..., Array | None]) -> type[Target]:
+    class InParts(Block):
+        """A block that attends by the parts of the slots; soundly if `parts` gives none.
+
+        Rings are attended to soundly: the layers without a window show the fault.
+        """
+
+        def attend(self, spec, projected, cache, sinks=None):
+            part = None if cache.wraps else parts(self.lengths, self.widths, cache.k.shape[1])
+            if part is None:
+                return super().attend(spec, projected, cache, sinks)
+            slots = self.lengths[:, None] + jnp.arange(projected.cos.shape[1])
+            q, cache = projected.write(cache, slots, self.kernels.heads)
+            how = {"window": spec.window, "scale": spec.scale, "sinks": sinks}
+            rows = self.lengths, self.widths
+            return attend_in_parts(q, cache.k, cache.v, *rows, part, **how), cache
+
     class Faulty(Target):
         def __call__(self, tokens, positions, caches, over, *rest):
             if isinstance(over, Block):
-                over = AttendInParts(over, parts)
+                over = InParts(*over)
             return super().__call__(tokens, positions, caches, over, *rest)
 
     return Faulty

@@ -15,6 +15,7 @@ from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
+from tests.support.pairs import HYBRID
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 SMALL = Form(
@@ -62,8 +63,8 @@ def run(capsys, monkeypatch, case, form, faults) -> tuple[int, str, dict]:
     return code, out, json.loads(out.splitlines()[-1])
 
 
-def lawful(*kernels: str):
-    case = small_case()
+def lawful(*kernels: str, **changes):
+    case = small_case(**changes)
     return case._replace(models=replace(case.models, kernels=Kernels(*kernels)))
 
 
@@ -92,6 +93,28 @@ def test_a_lawful_pair_passes_and_every_planted_fault_is_caught(capsys, monkeypa
     assert law["promised"] and law["differences"] == 0 and law["tokens"] >= 240
     assert min(each["compared_kv_rows"] for each in law["compared"]) > 200
     assert [fault["caught"] for fault in law["faults"]] == [True] * 4
+
+
+def test_faults_are_planted_in_a_hybrid(capsys, monkeypatch):
+    """Its delta nets read the pass that a fault of attention changes; one fault is theirs."""
+    batch = tuple(fault for fault in law_forms.FAULTS if "batch" in fault.name)
+    form = replace(SMALL, ways=(Way(8, 2, OWN + REPLAY),))
+    code, _, found = run(capsys, monkeypatch, lawful(*["cpu"] * 6, **HYBRID), form, batch)
+    assert code == 0
+    caught = {fault["fault"]: fault["caught"] for fault in found["law"][0]["faults"]}
+    assert caught == {batch[0].name: True, "chunks begin at the anchor": True}
+
+
+def test_a_fault_of_attention_leaves_rings_alone(capsys, monkeypatch):
+    """Their slots are not positions: a target of nothing else must equal the sound one."""
+    batch = tuple(fault for fault in law_forms.FAULTS if "batch" in fault.name)
+    form = replace(SMALL, ways=(Way(8, 2, OWN + REPLAY),))
+    case = lawful(*["cpu"] * 5, sights=[{"window": 9}, {"window": 9}])
+    code, _, found = run(capsys, monkeypatch, case, form, batch)
+    assert code == 1
+    (fault,) = found["law"][0]["faults"]
+    assert not any(fault[what] for what in ("caught", "tokens", "logits_rows", "kv_rows"))
+    assert fault["compared_logits_rows"] > 0
 
 
 def test_a_fault_of_few_rows_is_caught_in_a_narrower_block(capsys, monkeypatch):
