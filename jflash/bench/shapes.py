@@ -45,6 +45,17 @@ def _llama_8b() -> ModelShape:
     )
 
 
+def _smollm2_135m() -> ModelShape:
+    """SmolLM2-135M-Instruct with the drafter of checkpoints/, 4 layers of block 16."""
+    shared: Any = dict(vocab_size=49152, rope=RopeConfig(theta=1e5, scaling=None), head_dim=64)
+    shared |= dict(max_position_embeddings=8192, rms_norm_eps=1e-5)
+    trunk = trunk_sizes(576, 1536, 9, 3, **shared) | dict(qk_norm=False)
+    return ModelShape(
+        TargetConfig.alike(**trunk, num_layers=30, tie_embeddings=True),
+        drafter_of(trunk_sizes(576, 960, 9, 3, **shared), 4, 16, 16, (1, 10, 18, 27), 30),
+    )
+
+
 def _qwen3_coder_30b() -> ModelShape:
     """Qwen3-Coder-30B-A3B-Instruct, 128 experts of which 8 a token, with its 8-layer drafter."""
     rope = RopeConfig(theta=1e7, scaling=None)
@@ -171,6 +182,7 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-32b": _qwen3_32b(),
     "llama-3.1-8b": _llama_8b(),
     "qwen3-coder-30b": _qwen3_coder_30b(),
+    "smollm2-135m": _smollm2_135m(),
     "qwen3.5-27b": _qwen35_27b(),
     "qwen3.5-35b-a3b": _qwen35_35b(),
     "gpt-oss-20b": _gpt_oss(24, 32, 8, (1, 6, 11, 16, 21)),

@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
-# Width 1 without a drafter; the step; the step with the drafter in float8.
+# Width 1 without a drafter; the step; the step with the drafter in float8. Besides them ROWS, for a
+# step that verifies so many rows a sequence.
 KINDS = ("plain", "step", "float8")
+ROWS = "N-rows"
 
 
 class Case(NamedTuple):
@@ -11,4 +13,16 @@ class Case(NamedTuple):
 
     shape: str
     batch: int
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS, or ROWS with a number for its N
+
+    @property
+    def rows(self) -> int | None:
+        """The rows that a step verifies of all sequences together, if not all."""
+        count = rows_of(self.kind)
+        return None if count is None else count * self.batch
+
+
+def rows_of(kind: str) -> int | None:
+    """N of a kind of ROWS."""
+    number = kind.removesuffix(ROWS[1:])
+    return int(number) if number != kind and number.isdecimal() and int(number) else None

@@ -19,6 +19,7 @@ from jflash.bench.step_time import Window, busy_state, time_run, window_around
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, lower_run, new_state
+from jflash.row_choice import with_rows
 from jflash.tiles import settled
 
 
@@ -43,8 +44,14 @@ class Plan(NamedTuple):
         )  # fmt: skip
 
 
-def step_times(plan: Plan, note: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
-    """A row for each case and context: the median milliseconds of a step, and all repeats'."""
+def step_times(
+    plan: Plan, note: Callable[[str], Any], compiled: Callable[[], Any]
+) -> Iterator[dict[str, Any]]:
+    """A row for each case and context: the median milliseconds of a step, and all repeats'.
+
+    `compiled` is called before the first weights are drawn. ValueError for a kind that a pair
+    cannot run.
+    """
     models = {case: _models(plan, case) for case in plan.cases}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         waited = {}
@@ -53,6 +60,7 @@ def step_times(plan: Plan, note: Callable[[str], Any]) -> Iterator[dict[str, Any
             note(f"lowered {' '.join(map(str, case))}")
         programs = {case: program.result() for case, program in waited.items()}
     note("compiled")
+    compiled()
     for same in _with_the_same_weights(plan.cases):
         params = _params(plan, same[0])
         for case in same:
@@ -72,6 +80,9 @@ def step_times(plan: Plan, note: Callable[[str], Any]) -> Iterator[dict[str, Any
 
 def _models(plan: Plan, case: Case) -> Models:
     models = task_models(plan.task(case))
+    if case.rows is not None and not models.one_arithmetic:
+        raise ValueError(f"{' '.join(map(str, case))}: kernels here take whole blocks alone")
+    models = with_rows(models, case.rows, case.batch)
     return models.plain() if case.kind == "plain" else models
 
 

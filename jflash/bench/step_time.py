@@ -55,7 +55,8 @@ def busy_state(models: Models, shape: Shape, window: Window) -> State:
     keys = jax.random.split(jax.random.key(2), len(caches))
     caches = [_filled(cache, key) for cache, key in zip(caches, keys, strict=True)]
     target_cache, drafter_cache = jax.tree.unflatten(tree, caches)
-    state = State(state.sequences._replace(tokens=tokens), target_cache, drafter_cache)
+    sequences = state.sequences._replace(tokens=tokens)
+    state = State(sequences, target_cache, drafter_cache, state.survey)
     return rewound(jax.block_until_ready(state), window)
 
 

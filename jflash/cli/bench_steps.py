@@ -7,6 +7,7 @@ from jflash.bench.case import log
 from jflash.bench.step_table import Plan, step_times
 from jflash.cli.command import Options
 from jflash.device import describe_device
+from jflash.files import in_turn
 from jflash.platform import autotunes
 
 
@@ -19,11 +20,12 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
         "repeats": plan.repeats,
         "step_times": [],
     }
-    for row in step_times(plan, log):
-        print(
-            f"{row['shape']:18} batch {row['batch']:<3} {row['kind']:7} context "
-            f"{row['context']:6} {row['ms']:8.3f} ms",
-            flush=True,
-        )
-        result["step_times"].append(row)
-        yield result
+    with in_turn(args.in_turn) as wait:
+        for row in step_times(plan, log, wait):
+            print(
+                f"{row['shape']:18} batch {row['batch']:<3} {row['kind']:7} context "
+                f"{row['context']:6} {row['ms']:8.3f} ms",
+                flush=True,
+            )
+            result["step_times"].append(row)
+            yield result

@@ -4,6 +4,7 @@ from typing import Any
 
 from jflash.bench.floors import Rates, Work, floor_seconds
 from jflash.bench.shapes import SHAPES
+from jflash.bench.step_cases import rows_of
 from jflash.bench.widths import best_width, expected_tokens, geometric_profile
 from pallas_kernels.shapes import MATMUL
 from tables.cells import (
@@ -30,6 +31,11 @@ GOAL_SHAPE = "qwen3-8b"
 PRODUCTS = ("qkv", "out", "gate-up", "down")  # of a layer
 KINDS = {"plain": "plain", "step": "DFlash step", "float8": "the same, drafter in float8"}
 TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
+
+
+def _kind(kind: str) -> str:
+    rows = rows_of(kind)
+    return KINDS[kind] if rows is None else f"DFlash step of {rows} rows a sequence"
 
 
 def goals(results: list[Result]) -> str:
@@ -107,7 +113,7 @@ def whole_steps(results: list[Result]) -> str:
     }
     batches = sorted({batch for *_, batch in times})
     rows = [
-        [shape, KINDS[kind], context, *(
+        [shape, _kind(kind), context, *(
             f"{times[shape, kind, context, batch]:.2f}"
             if (shape, kind, context, batch) in times else "" for batch in batches
         )]

@@ -11,8 +11,9 @@ SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]
 
 def test_it_times_every_case_at_every_context(tmp_path, capsys):
     file = tmp_path / "steps.json"
-    cases = "tiny:1:plain,tiny:2:step,tiny:2:float8"
+    cases = "tiny:1:plain,tiny:2:step,tiny:2:3-rows,tiny:2:float8"
     argv = ["--cases", cases, "--contexts", "40,100", *SMALL, "--json", str(file)]
+    argv += ["--in-turn", str(tmp_path / "turns")]
     assert main.run("bench-steps", argv) == 0
     result = json.loads(file.read_text())
     rows = result["step_times"]
@@ -29,9 +30,14 @@ def test_it_times_every_case_at_every_context(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--cases tiny:1", "'tiny:1' is not SHAPE:BATCH:KIND with a kind of plain, step, float8"),
+        (
+            "--cases tiny:1",
+            "'tiny:1' is not SHAPE:BATCH:KIND with a kind of plain, step, float8, N-rows",
+        ),
         ("--cases tiny:0:step", "'tiny:0:step' is not SHAPE:BATCH:KIND"),
         ("--cases tiny:1:int4", "'tiny:1:int4' is not SHAPE:BATCH:KIND"),
+        ("--cases tiny:1:0-rows", "'tiny:1:0-rows' is not SHAPE:BATCH:KIND"),
+        ("--cases tiny:1:8-rows", "--cases tiny:1:8-rows: a block of tiny has 8 rows"),
         ("--cases qwen9:1:step", "qwen9"),
         ("--capacity 2049", "--capacity 2049: in 64s"),
         (

@@ -5,9 +5,10 @@ time is that of its work.
 """
 
 import argparse
+from pathlib import Path
 
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_cases import KINDS, Case
+from jflash.bench.step_cases import KINDS, ROWS, Case, rows_of
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts, refuse
 
@@ -22,20 +23,25 @@ USUAL = ",".join((
 
 def declare(parser: Parser) -> None:
     add = parser.add_argument
-    cases = f"a kind is one of {', '.join(KINDS)}; default {USUAL}"
-    add("--cases", type=cases_of, default=cases_of(USUAL), metavar="SHAPE:BATCH:KIND,…", help=cases)
+    kinds = f"a kind is one of {', '.join(KINDS)}, or {ROWS}: that verifies N rows a sequence"
+    turn = "an empty file: commands that name it compile at once and are timed one after another"
+    add("--cases", type=cases_of, default=cases_of(USUAL), metavar="SHAPE:BATCH:KIND,…",
+        help=f"{kinds}; default {USUAL}")  # fmt: skip
     add("--contexts", type=counts, default=(656, 1024), metavar="1024", help="default 656,1024")
     add("--capacity", type=int, default=2048, help="slots of a sequence, default 2048")
     add("--steps", type=int, default=48, help="of a repeat, default 48")
     add("--repeats", type=int, default=5, help="the median counts, default 5")
+    add("--in-turn", type=Path, metavar="FILE", help=turn)
 
 
 def cases_of(text: str) -> tuple[Case, ...]:
     found = []
     for each in text.split(","):
         shape, batch, kind = (*each.split(":"), "", "")[:3]
-        if each.count(":") != 2 or not batch.isdecimal() or int(batch) < 1 or kind not in KINDS:
-            what = f"{each!r} is not SHAPE:BATCH:KIND with a kind of {', '.join(KINDS)}"
+        known = kind in KINDS or rows_of(kind) is not None
+        if each.count(":") != 2 or not batch.isdecimal() or int(batch) < 1 or not known:
+            kinds = ", ".join((*KINDS, ROWS))
+            what = f"{each!r} is not SHAPE:BATCH:KIND with a kind of {kinds}"
             raise argparse.ArgumentTypeError(what)
         found.append(Case(shape, int(batch), kind))
     return tuple(dict.fromkeys(found))
@@ -43,7 +49,9 @@ def cases_of(text: str) -> tuple[Case, ...]:
 
 def check(args: Options) -> None:
     for case in args.cases:
-        model_shape(case.shape)
+        width = model_shape(case.shape).drafter.block_size
+        few = f"{case.shape}:{case.batch}:{case.kind}: a block of {case.shape} has {width} rows"
+        refuse((rows_of(case.kind) or 1) >= width, f"--cases {few}")
     at_least_1(args, "steps", "repeats")
     longest, most = max(args.contexts), args.capacity - args.steps - WIDEST
     why = f"--contexts {longest}: {args.steps} steps after it leave {most} of --capacity"
