@@ -6,7 +6,7 @@ Every way is the text of plain decoding; how many answers are, is counted.
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from jflash.programs import Shape
 from jflash.row_choice import with_rows
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.engine import STEPS_PER_CALL
-from jflash.serving.programs import choosing, compile_programs
+from jflash.serving.programs import choosing, compile_programs, forget
 from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 
@@ -51,8 +51,11 @@ def ways(pair: Pair, batch: int, widths: Sequence[int]) -> dict[str, Pair]:
     }
 
 
-def steps_of(pair: Pair, batch: int, capacity: int) -> dict[str, Any]:
-    """The times of a step by its rows, without a text, and the seconds that compiling took."""
+def steps_of(pair: Pair, batch: int, capacity: int, alone: Callable[[], None]) -> dict[str, Any]:
+    """The times of a step by its rows, without a text, and the seconds that compiling took.
+
+    After `alone` returns, the programs are made once more: read, if compiled programs are kept.
+    """
     models = with_rows(pair.models, AUTO, batch)
     if models.rows != AUTO:
         raise ValueError(f"batch {batch}: no number of rows is chosen there")
@@ -60,10 +63,18 @@ def steps_of(pair: Pair, batch: int, capacity: int) -> dict[str, Any]:
     layout = Layout(shape, batch * capacity // PAGE, STEPS_PER_CALL, ("greedy",))
     begin = time.perf_counter()
     programs = compile_programs(models, pair.params, layout)
-    took = time.perf_counter() - begin
+    took = {"compile_seconds": time.perf_counter() - begin}
+    alone()
+    if jax.config.jax_compilation_cache_dir:
+        forget()
+        begin = time.perf_counter()
+        programs = compile_programs(models, pair.params, layout)
+        took["cached_seconds"] = time.perf_counter() - begin
+    begin = time.perf_counter()
     chosen = choosing(models, pair.params, layout, programs)
+    took["timing_seconds"] = time.perf_counter() - begin
     times = {str(rows): ms for rows, ms in chosen.ms.items()}
-    return {"batch": batch, "compile_seconds": took, "capacity": capacity, "step_ms": times}
+    return {"batch": batch, **took, "capacity": capacity, "step_ms": times}
 
 
 def warm(named: Mapping[str, Pair], layout: Layout) -> float:
@@ -82,12 +93,14 @@ def measured(
     decoding: Decoding,
     widths: Sequence[int],
     rounds: int,
+    alone: Callable[[], None],
 ) -> Iterator[dict[str, Any]]:
-    """A row of results for each set of prompts and each way."""
+    """A row of results for each set of prompts and each way; `alone` is called before the first."""
     everything = [Job(0, list(prompt), decoding) for each in prompts.values() for prompt in each]
     context = max(job.tokens for job in everything)
     layout, named = layout_for(pair.models, everything, batch), ways(pair, batch, widths)
     compiled, models, times = warm(named, layout), named["auto"].models, {}
+    alone()
     if models.rows == AUTO:
         programs = compile_programs(models, pair.params, layout)
         chosen = choosing(models, pair.params, layout, programs)

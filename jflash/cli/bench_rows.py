@@ -1,6 +1,6 @@
 """bench-rows: tokens a second by the rows that a step verifies."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -9,14 +9,16 @@ from jflash.cli.command import Options
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
+from jflash.files import in_turn
 from jflash.io import configure_pair, encode_prompt, load_weights
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
-    yield from (of_pair if args.shape is None else of_shape)(args)
+    with in_turn(args.in_turn) as alone:
+        yield from (of_pair if args.shape is None else of_shape)(args, alone)
 
 
-def of_shape(args: Options) -> Iterator[dict[str, Any]]:
+def of_shape(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]]:
     pair = random_pair(args.shape)
     result: dict[str, Any] = describe_device() | {
         "shape": args.shape,
@@ -24,13 +26,13 @@ def of_shape(args: Options) -> Iterator[dict[str, Any]]:
         "runs": [],
     }
     for batch in args.batch:
-        row = steps_of(pair, batch, args.capacity)
+        row = steps_of(pair, batch, args.capacity, alone)
         print(row_text(row), flush=True)
         result["runs"].append(row)
         yield result
 
 
-def of_pair(args: Options) -> Iterator[dict[str, Any]]:
+def of_pair(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]]:
     files = configure_pair(args.target, args.drafter)
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
@@ -50,7 +52,8 @@ def of_pair(args: Options) -> Iterator[dict[str, Any]]:
     for batch in args.batch:
         count = batch * args.answers
         repeated = {name: list(islice(cycle(all), count)) for name, all in prompts.items()}
-        for row in measured(pair, repeated, batch, decoding, args.widths, args.rounds):
+        found = measured(pair, repeated, batch, decoding, args.widths, args.rounds, alone)
+        for row in found:
             print(row_text(row), flush=True)
             result["runs"].append(row)
             yield result
@@ -59,8 +62,10 @@ def of_pair(args: Options) -> Iterator[dict[str, Any]]:
 def row_text(row: dict[str, Any]) -> str:
     if "way" not in row:
         times = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in row["step_ms"].items())
+        again = f", again in {row['cached_seconds']:.0f} s" if "cached_seconds" in row else ""
         return (
-            f"batch {row['batch']}: compiled in {row['compile_seconds']:.0f} s; ms by rows: {times}"
+            f"batch {row['batch']}: compiled in {row['compile_seconds']:.0f} s{again}; ms by rows: "
+            f"{times}"
         )
     return (
         f"  {row['prompts']:<9} {row['way']:<9} {row['tokens_per_second']:>8.0f} tokens/s, "

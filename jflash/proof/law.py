@@ -6,111 +6,19 @@ operations do not promise it.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jflash.decoding import Decoding
 from jflash.pair import Models, Params
-from jflash.programs import Shape, capacity_for, new_state
-from jflash.proof.cases import LONGEST_PROMPT, Case
-from jflash.proof.digest import Apart, Digest, apart, digests
+from jflash.programs import Shape, new_state
+from jflash.proof.cases import Case
+from jflash.proof.digest import Digest
 from jflash.proof.faults import Fault, planted
-from jflash.proof.law_forms import CHUNKS, PLAIN, Form, Way
-from jflash.proof.lossless import (
-    Executable,
-    Mode,
-    Task,
-    compile_all,
-    compile_executables,
-    corrupted,
-    decode,
-    lower_recorded,
-)
-
-
-class Bench(NamedTuple):
-    """What all comparisons of a pair share."""
-
-    case: Case
-    dtype: str
-    new_tokens: int
-
-    def shape(self, way: Way) -> Shape:
-        width = self.case.models.block_size
-        capacity = capacity_for(LONGEST_PROMPT, self.case.max_new_tokens, width, max(CHUNKS))
-        slots, stops = capacity * (1 + way.roomy), len(self.case.stops)
-        return Shape.of(way.batch, slots, stops, way.chunk)
-
-    def models(self, way: Way) -> Models:
-        if way.modes == PLAIN:
-            return self.case.models.plain()
-        return replace(self.case.models, block_size=way.width, rows=way.rows)
-
-    def params(self, mode: str) -> Params:
-        if mode == "plain":
-            return Params(self.case.params.target)
-        return self.case.other_drafter if mode == "other drafter" else self.case.params
-
-    def executables(self, ways: Sequence[Way]) -> list[Executable]:
-        return compile_executables(
-            [(self.models(way), self.params(way.modes[0]), self.shape(way)) for way in ways]
-        )
-
-    def task(self, prompts: Sequence[list[int]]) -> Task:
-        return Task(prompts, self.decoding(self.new_tokens))
-
-    def decoding(self, new_tokens: int) -> Decoding:
-        return Decoding(max_new_tokens=new_tokens, stop_token_ids=tuple(self.case.stops))
-
-
-def decoded(
-    bench: Bench, executable: Executable, mode: str, prompts: Sequence[list[int]],
-    texts: Sequence[Digest], seed: int,
-) -> list[Digest]:  # fmt: skip
-    """The prompts by one mode, a batch at a time; a batch that is not full repeats its last one."""
-    batch, made = executable.shape.batch, []
-    for i in range(0, len(prompts), batch):
-        some = list(prompts[i : i + batch])
-        filled = some + some[-1:] * (batch - len(some))
-        text = None
-        if mode == "replay":
-            rows = np.zeros((batch, executable.shape.capacity), np.int32)
-            for row, digest in zip(rows, texts[i : i + batch], strict=False):
-                row[: len(digest.tokens)] = digest.tokens
-            vocabulary = bench.case.models.target.config.vocab_size
-            text = corrupted(jnp.asarray(rows), jax.random.key(seed + i), vocabulary)
-        task = bench.task(filled)
-        run = decode(executable, Mode(mode, bench.params(mode), text=text), task)
-        made += digests(run, task)[: len(some)]
-    return made
-
-
-class Compared(NamedTuple):
-    """One comparison with plain decoding, summed over texts."""
-
-    way: str
-    texts: int
-    apart: Apart
-    first: dict[str, Any] | None  # the text that differs first, and from which index
-
-    @property
-    def result(self) -> dict[str, Any]:
-        return {"way": self.way, "texts": self.texts, **self.apart._asdict(), "first": self.first}
-
-
-def compared(way: str, texts: Sequence[Digest], found: Sequence[Digest]) -> Compared:
-    sums, first = Apart(), None
-    for number, (one, other) in enumerate(zip(texts, found, strict=True)):
-        each = apart(one, other)
-        if each.differ and first is None:
-            first = {"text": number, "prompt_tokens": one.prompt_tokens, **each._asdict()}
-        sums = sums.plus(each)
-    return Compared(way, len(found), sums, first)
-
+from jflash.proof.law_bench import Bench, Compared, compared, decoded
+from jflash.proof.law_forms import PLAIN, Form, Way
+from jflash.proof.law_prompts import halves, long_prompts
+from jflash.proof.lossless import Executable, compile_all, lower_recorded
 
 REFERENCE = Way(1, 1, PLAIN)
 FAULTY_TEXTS = 2
@@ -123,7 +31,9 @@ def check_law(
     begin = time.perf_counter()
     form = form.fitting(case.models)
     bench = Bench(case, dtype, min(form.new_tokens, case.max_new_tokens))
-    alone, *others = bench.executables([REFERENCE, *form.ways])
+    long = [] if form.long_chunk is None else [Way(1, 1, PLAIN, True, form.long_chunk)]
+    alone, *others = bench.executables([REFERENCE, *form.ways, *long])
+    others, large = others[: len(form.ways)], others[len(form.ways) :]
     prompts = case.prompts(form.batch, seed)
     texts = decoded(bench, alone, "plain", prompts[: _anchors(form, bench)], (), seed)
     anchors = len(texts)
@@ -136,8 +46,12 @@ def check_law(
             found.append(compared(way.named(mode), texts[:count], made[: len(texts)]))
             texts += made[len(texts) :]
             progress(found[-1].result)
-    found.append(halves(bench, alone, texts[:anchors]))
-    progress(found[-1].result)
+    prompted = [halves(bench, alone, texts[:anchors])]
+    for way, executable in zip(long, large, strict=True):
+        prompted += long_prompts(bench, way, executable, texts)
+    for each in prompted:
+        progress(each.result)
+    found += prompted
     blocks = [made for way, made in zip(form.ways, others, strict=True) if way.modes != PLAIN]
     faults = []
     for found_fault in caught(bench, form.planted_in(case.models), alone, blocks, texts, prompts):
@@ -161,18 +75,6 @@ def check_law(
 def _anchors(form: Form, bench: Bench) -> int:
     """How many texts the reference decodes."""
     return min(form.batch, max(1, -(-form.anchored // bench.new_tokens)))
-
-
-def halves(bench: Bench, alone: Executable, texts: Sequence[Digest]) -> Compared:
-    """The texts with their first halves as prompts: chunks in place of steps."""
-    long = [text for text in texts if len(text.tokens) > text.prompt_tokens + 2]
-    middle = [(text.prompt_tokens + len(text.tokens)) // 2 for text in long]
-    found = []
-    for text, end in zip(long, middle, strict=True):
-        new = len(text.tokens) - end
-        task = Task([text.tokens[:end].tolist()], bench.decoding(new))
-        found += digests(decode(alone, Mode("plain", bench.params("plain")), task), task)
-    return compared("width 1, batch 1, half of the text as a prompt: plain", long, found)
 
 
 class Planted(NamedTuple):

@@ -12,6 +12,7 @@ from jflash.proof.faults import FAULTS, HYBRIDS, Fault
 
 MODES = ("plain", "own drafter", "other drafter", "replay")
 CHUNKS = (128, 64)
+LONG_CHUNK = 512
 
 
 class Way(NamedTuple):
@@ -41,15 +42,17 @@ class Form:
     anchored: int  # of them by width 1 and batch 1; others by the first way of several texts
     new_tokens: int  # of a text, at most
     ways: tuple[Way, ...]
+    long_chunk: int | None = None  # of prompts that are longer than it, if they are compared
 
     @property
     def batch(self) -> int:
         return max(way.batch for way in self.ways)
 
     def comparisons(self, models: Models) -> int:
-        """Every mode, the halves, and the planted faults."""
-        ways = self.fitting(models).ways
-        return sum(len(way.modes) for way in ways) + 1 + len(self.planted_in(models))
+        """Every mode, texts given as prompts, and the planted faults."""
+        modes = sum(len(way.modes) for way in self.fitting(models).ways)
+        prompted = 1 if self.long_chunk is None else 3
+        return modes + prompted + len(self.planted_in(models))
 
     def fitting(self, models: Models) -> "Form":
         """The form for a pair: no way is wider than its block, and rows are chosen if they can."""
@@ -68,6 +71,7 @@ WHOLE = Form(
     tokens=10_000,
     anchored=2_000,
     new_tokens=160,
+    long_chunk=LONG_CHUNK,
     ways=(
         Way(1, 64, PLAIN),
         Way(1, 8, PLAIN, roomy=True, chunk=64),
@@ -85,6 +89,7 @@ GPU = Form(
     tokens=20_000,
     anchored=2_000,
     new_tokens=320,
+    long_chunk=LONG_CHUNK,
     ways=(
         Way(1, 8, PLAIN, roomy=True, chunk=64),
         Way(5, 8, OWN + REPLAY),

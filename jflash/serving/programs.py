@@ -102,6 +102,12 @@ def compile_programs(models: Models, params: Params, layout: Layout) -> Programs
     return _compile(models, tuple(leaves), tree, layout)
 
 
+def forget() -> None:
+    """The next `compile_programs` compiles again, or reads what the cache on disk has."""
+    _compile.cache_clear()
+    jax.clear_caches()
+
+
 @functools.lru_cache(maxsize=64)
 def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Programs:
     params, shape = jax.tree.unflatten(tree, leaves), layout.shape

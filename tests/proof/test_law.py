@@ -9,7 +9,7 @@ import pytest
 from jflash.cli import check_lossless, main
 from jflash.kernels import Kernels
 from jflash.models.decoder import Target
-from jflash.proof import faults, law_forms
+from jflash.proof import faults, law_forms, law_prompts
 from jflash.proof.digest import Digest, apart
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
@@ -117,6 +117,20 @@ def test_a_fault_of_attention_leaves_rings_alone(capsys, monkeypatch):
     assert fault["compared_logits_rows"] > 0
 
 
+def test_long_prompts_are_compared_in_large_chunks(capsys, monkeypatch):
+    """The same texts by steps and as prompts, but for their ends; a capacity's worth of each."""
+    case = lawful(*["cpu"] * 5)
+    form = replace(SMALL, ways=SMALL.ways[-1:], long_chunk=32)
+    code, _, found = run(capsys, monkeypatch, case, form, ())
+    assert code == 0
+    begun, prompted = found["law"][0]["compared"][-2:]
+    assert begun["way"] == "width 1, batch 1, twice the capacity, chunks of 32: plain"
+    assert prompted["way"] == f"{begun['way']}, all but the end of a text as a prompt"
+    assert begun["compared_tokens"] < prompted["compared_tokens"]
+    ends = 2 * (law_prompts.AFTER + 1)
+    assert prompted["compared_kv_rows"] > ends > prompted["compared_logits_rows"] > 100
+
+
 def test_a_fault_of_few_rows_is_caught_in_a_narrower_block(capsys, monkeypatch):
     """Norms that add otherwise for 8 rows alone, where the widest block has 16."""
     monkeypatch.setattr(faults, "_rows", lambda x: 99 if x.shape[0] * x.shape[1] == 8 else 1)
@@ -154,6 +168,7 @@ def test_forms_decode_what_they_say():
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
     assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU))
+    assert form.long_chunk == usual.long_chunk == 512 < law_prompts.MOST - law_prompts.AFTER
     assert {way.width for way in form.fitting(small_case().models).ways} == {1, 4, 8}
 
 

@@ -25,6 +25,8 @@ def declare(parser: Parser) -> None:
     add("--answers", type=int, default=3, metavar="N", help="of each slot, default 3")
     add("--rounds", type=int, default=2, help="the fastest counts, default 2")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    turn = "an empty file: commands that name it compile at once and are timed one after another"
+    add("--in-turn", type=Path, metavar="FILE", help=turn)
 
 
 def check(args: Options) -> None:

@@ -1,0 +1,26 @@
+"""scripts/bench_rows.py: the times of a step by its rows."""
+
+from dataclasses import replace
+
+import jax
+
+from jflash.bench import row_speed
+from jflash.kernels import Kernels
+from jflash.row_choice import row_counts
+from tests.support.pairs import random_pair
+
+
+def test_it_times_a_step_of_each_number_of_rows(tmp_path, monkeypatch):
+    """Programs are made again once nothing else runs, if they are kept on disk."""
+    pair, calls = random_pair(), []
+    pair = replace(pair, models=replace(pair.models, kernels=Kernels(*["cpu"] * 5)))
+    monkeypatch.setattr(row_speed, "forget", lambda: calls.append("forgotten"))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        row = row_speed.steps_of(pair, 8, 64, lambda: calls.append("alone"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert [int(rows) for rows in row["step_ms"]] == [*row_counts(8, pair.models.block_size)]
+    assert min(row["step_ms"].values()) > 0 and row["batch"] == 8
+    assert calls == ["alone", "forgotten"] and {"compile_seconds", "cached_seconds"} < row.keys()
