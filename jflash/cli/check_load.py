@@ -4,27 +4,42 @@ import argparse
 from collections.abc import Generator
 from typing import Any
 
+from jflash.cli.command import require
 from jflash.cli.generate import configured, loaded
 from jflash.device import describe_device
 from jflash.generate import Pair
 from jflash.io import default_dtype
 from jflash.proof.cases import load_case
+from jflash.proof.forms import grammars, letters
 from jflash.proof.under_load import Load, compared
+from jflash.serving.grammar import Grammar
 
 CHUNK, STEPS = 32, 2  # small, so that prompts take turns with steps
 
 
-def random_pair(args: argparse.Namespace) -> Pair:
-    """Weights of --pair's sizes, whose drafts are hardly ever accepted."""
+def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
+    """Weights of --pair's sizes, whose drafts are hardly ever accepted, and forms of letters."""
     dtype = args.dtype or default_dtype()
     case = load_case(args.pair, dtype, args.seed, {}, args.batch, args.layers, args.drafter_dtype)
-    return Pair(case.models, case.params)
+    tokenizer, end = letters()
+    vocabulary = case.models.target.config.vocab_size
+    return Pair(case.models, case.params), grammars(tokenizer, vocabulary, [end])
+
+
+def real_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
+    """The pair of the options, and forms of its tokenizer."""
+    files = configured(args, args.batch)
+    tokenizer = files.target.tokenizer()
+    vocabulary = files.models.target.config.vocab_size
+    forms = grammars(tokenizer, vocabulary, files.target.stop_ids(tokenizer))
+    return loaded(files, progress=False), forms
 
 
 def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
-    pair = random_pair(args) if args.pair else loaded(configured(args, args.batch), progress=False)
+    require("llguidance")
+    pair, forms = random_pair(args) if args.pair else real_pair(args)
     load = Load(args.batch, args.context, args.pages, CHUNK, STEPS, args.seed)
-    result = compared(pair, args.requests, load)
+    result = compared(pair, args.requests, load, forms)
     yield describe_device() | {
         "check": "load",
         **({"pair": args.pair, "layers": args.layers} if args.pair else {}),

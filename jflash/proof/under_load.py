@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jflash.decoding import GREEDY, Sampling
 from jflash.generate import Pair
 from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammar
 from jflash.serving.request import Request, Result
 
 DRAWN = Sampling(temperature=0.9, top_k=20, top_p=0.95)
@@ -39,8 +40,8 @@ class Load(NamedTuple):
     seed: int = 0
 
 
-def mixed(count: int, load: Load, vocabulary: int) -> list[Request]:
-    """Half of them with a common beginning; drawn, changed and scored ones among them."""
+def mixed(count: int, load: Load, vocabulary: int, forms: Sequence[Grammar] = ()) -> list[Request]:
+    """Half of them with a common beginning; among them drawn, changed and scored ones, `forms`."""
     rng = random.Random(load.seed)
     ids = lambda n: [rng.randrange(vocabulary) for _ in range(n)]  # noqa: E731
     half = load.context // 2
@@ -50,11 +51,13 @@ def mixed(count: int, load: Load, vocabulary: int) -> list[Request]:
         prompt += ids(rng.randrange(1, half // 3))
         changes = CHANGES[i % len(CHANGES)] if i % 7 == 0 else {}
         scores = {"logprobs": True, "top_logprobs": i % 5} if i % 3 == 0 else {}
+        form = forms[i % len(forms)] if forms and i % 4 == 2 else None
         requests.append(
             Request(
                 prompt_ids=prompt,
                 max_tokens=min(rng.choice([1, 9, 40, half]), load.context - len(prompt)),
-                stop_ids=[3] if i % 4 == 0 else [],
+                stop_ids=form.stop_ids if form else [3] if i % 4 == 0 else [],
+                grammar=form,
                 sampling=DRAWN if i % 3 == 0 else GREEDY,
                 seed=i,
                 priority=rng.randrange(2),
@@ -113,9 +116,11 @@ def differing(got: Sequence[Result], want: Sequence[Result]) -> list[int]:
     ]
 
 
-def compared(pair: Pair, count: int, load: Load, pause: float = 0.02) -> dict[str, Any]:
+def compared(
+    pair: Pair, count: int, load: Load, forms: Sequence[Grammar], pause: float = 0.02
+) -> dict[str, Any]:
     """The counts of a run."""
-    requests = mixed(count, load, pair.models.target.config.vocab_size)
+    requests = mixed(count, load, pair.models.target.config.vocab_size, forms)
     begin = time.perf_counter()
     want = alone(pair, requests, load)
     middle = time.perf_counter()
@@ -126,6 +131,7 @@ def compared(pair: Pair, count: int, load: Load, pause: float = 0.02) -> dict[st
         "requests": count,
         "differ": differing(got, want),
         "drawn": sum(request.sampling != GREEDY for request in requests),
+        "with_grammar": sum(request.grammar is not None for request in requests),
         "with_logprobs": sum(request.logprobs for request in requests),
         "tokens": sum(len(result.token_ids) for result in got),
         "ended": stats.ended,

@@ -12,7 +12,7 @@ from jflash.decoding import GREEDY, Decoding
 from jflash.generate import generate
 from jflash.kernels import AUTO
 from jflash.programs import Shape
-from jflash.proof import under_load
+from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.serving import programs, slots
 from jflash.serving.device_time import DeviceTime
@@ -51,10 +51,13 @@ def alone(pair, requests: list[Request]):
 def test_exact_under_load(pair, compilations):
     """Random arrivals, cancels and time-outs, in a pool for little more than one long request."""
     load = Load(BATCH, CONTEXT, pages=5, chunk=CHUNK, steps=STEPS)
-    requests = under_load.mixed(30, load, pair.models.target.config.vocab_size)
+    vocabulary = pair.models.target.config.vocab_size
+    tokenizer, end = forms.letters()
+    own = forms.grammars(tokenizer, vocabulary, [end])
+    requests = under_load.mixed(30, load, vocabulary, own)
     want = under_load.alone(pair, requests, load)
     with under_load.engine_for(pair, load, len(requests)) as engine:
-        engine.generate(requests[:1])
+        engine.generate([requests[0], requests[2]])  # the second one has a form
         assert compilations, "the listener hears nothing: the test would pass in vain"
         before = len(compilations)
         got = under_load.through(engine, requests, seed=1, pause=0.02)
@@ -63,6 +66,12 @@ def test_exact_under_load(pair, compilations):
         assert stats.preempted > 0 and stats.cached_tokens > 0 and stats.ended["cancelled"] > 0
         assert stats.pages_available == stats.pages == 5
     assert under_load.differing(got, want) == []
+    texts = [
+        tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        for request, result in zip(requests, got, strict=True)
+        if request.grammar is own[2] and result.finish_reason == "stop"
+    ]
+    assert texts and set(texts) <= {"yes", "no", "nobody knows"}
     changed = [*got[:3], replace(got[3], token_ids=got[3].token_ids[:-1]), *got[4:]]
     assert under_load.differing(changed, want) == [3]
 
