@@ -6,6 +6,8 @@ from typing import NamedTuple
 # step that verifies so many rows a sequence.
 KINDS = ("plain", "step", "float8")
 ROWS = "N-rows"
+# Where keys and values lie: in slots of a sequence, in pages one after another, in shuffled pages.
+PLACES = ("slots", "pages", "shuffled")
 
 
 class Case(NamedTuple):
@@ -14,6 +16,7 @@ class Case(NamedTuple):
     shape: str
     batch: int
     kind: str  # one of KINDS, or ROWS with a number for its N
+    places: str = PLACES[0]
 
     @property
     def rows(self) -> int | None:

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import jax
 
 from jflash.bench.case import Task, prepare, task_models
-from jflash.bench.step_cases import Case
+from jflash.bench.in_pages import empty_in_pages, lower_run_in_pages, with_table_of
+from jflash.bench.step_cases import PLACES, Case
 from jflash.bench.step_time import Window, busy_state, time_run, window_around
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, lower_run, new_state
 from jflash.row_choice import with_rows
 from jflash.tiles import settled
+
+SLOTS, PAGES, _ = PLACES
 
 
 class Plan(NamedTuple):
@@ -56,9 +59,10 @@ def step_times(
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         waited = {}
         for case in plan.cases:
-            waited[case] = pool.submit(_lowered(plan, case, models[case]).compile)
-            note(f"lowered {' '.join(map(str, case))}")
-        programs = {case: program.result() for case, program in waited.items()}
+            if _program(case) not in waited:
+                waited[_program(case)] = pool.submit(_lowered(plan, case, models[case]).compile)
+                note(f"lowered {' '.join(map(str, case))}")
+        programs = {case: waited[_program(case)].result() for case in plan.cases}
     note("compiled")
     compiled()
     for same in _with_the_same_weights(plan.cases):
@@ -67,8 +71,13 @@ def step_times(
             given = Params(params.target) if case.kind == "plain" else params
             for context in plan.contexts:
                 window = plan.window(models[case], context)
-                state = busy_state(models[case], Shape.of(case.batch, plan.capacity), window)
-                seconds, _ = time_run(programs[case], given, state, window)
+                shape, program, empty = Shape.of(case.batch, plan.capacity), programs[case], None
+                if case.places != SLOTS:
+                    program = with_table_of(program, shape, case.places)
+                    empty = empty_in_pages(models[case], shape)
+                state = busy_state(models[case], shape, window, empty)
+                del empty
+                seconds, _ = time_run(program, given, state, window)
                 del state, _
                 ms = [1e3 * s for s in seconds]
                 yield case._asdict() | {
@@ -76,6 +85,11 @@ def step_times(
                 }  # fmt: skip
         del params, given
         gc.collect()  # before the next weights are drawn
+
+
+def _program(case: Case) -> Case:
+    """The case whose program this one runs: the order of pages is a run-time value."""
+    return case if case.places == SLOTS else case._replace(places=PAGES)
 
 
 def _models(plan: Plan, case: Case) -> Models:
@@ -92,7 +106,10 @@ def _lowered(plan: Plan, case: Case, models: Models) -> Any:
 
     drafter = None if models.drafter is None else abstract(models.drafter.config)
     params = Params(abstract(models.target.config), drafter)
-    state = jax.eval_shape(lambda: new_state(models, Shape.of(case.batch, plan.capacity)))
+    shape = Shape.of(case.batch, plan.capacity)
+    if case.places != SLOTS:
+        return settled(lambda: lower_run_in_pages(models, params, shape))
+    state = jax.eval_shape(lambda: new_state(models, shape))
     return settled(lambda: lower_run(models, params, state))
 
 

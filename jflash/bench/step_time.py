@@ -45,9 +45,12 @@ def window_around(context: int, capacity: int, width: int, steps: int, repeats: 
     return Window(start, steps, repeats)
 
 
-def busy_state(models: Models, shape: Shape, window: Window) -> State:
-    """Sequences in the middle of a text: random tokens, caches full of random numbers, no stops."""
-    state = new_state(models, shape)
+def busy_state(models: Models, shape: Shape, window: Window, empty: State | None = None) -> State:
+    """Sequences in the middle of a text: random tokens, caches full of random numbers, no stops.
+
+    `empty` is the state before, by default one of slots.
+    """
+    state = new_state(models, shape) if empty is None else empty
     size, vocab_size = state.sequences.tokens.shape, models.target.config.vocab_size
     tokens = jax.random.randint(jax.random.key(1), size, 0, vocab_size, jnp.int32)
     tokens = jax.device_put(tokens, state.sequences.tokens.sharding)

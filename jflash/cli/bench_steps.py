@@ -23,8 +23,8 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
     with in_turn(args.in_turn) as wait:
         for row in step_times(plan, log, wait):
             print(
-                f"{row['shape']:18} batch {row['batch']:<3} {row['kind']:7} context "
-                f"{row['context']:6} {row['ms']:8.3f} ms",
+                f"{row['shape']:18} batch {row['batch']:<3} {row['kind']:7} {row['places']:8} "
+                f"context {row['context']:6} {row['ms']:8.3f} ms",
                 flush=True,
             )
             result["step_times"].append(row)

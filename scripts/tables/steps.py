@@ -110,6 +110,7 @@ def whole_steps(results: list[Result]) -> str:
         (row["shape"], row["kind"], row["context"], row["batch"]): row["ms"]
         for file in found
         for row in file["step_times"]
+        if row.get("places", "slots") == "slots"
     }
     batches = sorted({batch for *_, batch in times})
     rows = [

@@ -11,15 +11,17 @@ SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]
 
 def test_it_times_every_case_at_every_context(tmp_path, capsys):
     file = tmp_path / "steps.json"
-    cases = "tiny:1:plain,tiny:2:step,tiny:2:3-rows,tiny:2:float8"
+    cases = "tiny:1:plain,tiny:2:step,tiny:2:3-rows,tiny:2:step:shuffled,tiny:2:float8"
     argv = ["--cases", cases, "--contexts", "40,100", *SMALL, "--json", str(file)]
     argv += ["--in-turn", str(tmp_path / "turns")]
     assert main.run("bench-steps", argv) == 0
     result = json.loads(file.read_text())
     rows = result["step_times"]
-    timed = [(row["shape"], row["batch"], row["kind"], row["context"]) for row in rows]
-    each = [tuple(case.split(":")) for case in cases.split(",")]
-    assert timed == [(s, int(b), kind, at) for s, b, kind in each for at in (40, 100)]
+    names = ("shape", "batch", "kind", "places", "context")
+    each = [(*case.split(":"), "slots")[:4] for case in cases.split(",")]
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        (s, int(b), kind, places, at) for s, b, kind, places in each for at in (40, 100)
+    ]
     for row in rows:
         low, high = sorted(row["ms_of_repeats"])
         assert 0 < row["ms"] == (low + high) / 2
@@ -35,6 +37,10 @@ def test_it_times_every_case_at_every_context(tmp_path, capsys):
             "'tiny:1' is not SHAPE:BATCH:KIND with a kind of plain, step, float8, N-rows",
         ),
         ("--cases tiny:0:step", "'tiny:0:step' is not SHAPE:BATCH:KIND"),
+        (
+            "--cases tiny:1:step:rings",
+            "'tiny:1:step:rings': a place is one of slots, pages, shuffled",
+        ),
         ("--cases tiny:1:int4", "'tiny:1:int4' is not SHAPE:BATCH:KIND"),
         ("--cases tiny:1:0-rows", "'tiny:1:0-rows' is not SHAPE:BATCH:KIND"),
         ("--cases tiny:1:8-rows", "--cases tiny:1:8-rows: a block of tiny has 8 rows"),

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from jflash.bench.shapes import model_shape
-from jflash.bench.step_cases import KINDS, ROWS, Case, rows_of
+from jflash.bench.step_cases import KINDS, PLACES, ROWS, Case, rows_of
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts, refuse
 
@@ -23,7 +23,10 @@ USUAL = ",".join((
 
 def declare(parser: Parser) -> None:
     add = parser.add_argument
-    kinds = f"a kind is one of {', '.join(KINDS)}, or {ROWS}: that verifies N rows a sequence"
+    kinds = (
+        f"a kind is one of {', '.join(KINDS)}, or {ROWS}: that verifies N rows a sequence; keys "
+    )
+    kinds += f"and values lie in {' or '.join(PLACES)} (:PLACE after the kind)"
     turn = "an empty file: commands that name it compile at once and are timed one after another"
     add("--cases", type=cases_of, default=cases_of(USUAL), metavar="SHAPE:BATCH:KIND,…",
         help=f"{kinds}; default {USUAL}")  # fmt: skip
@@ -37,13 +40,15 @@ def declare(parser: Parser) -> None:
 def cases_of(text: str) -> tuple[Case, ...]:
     found = []
     for each in text.split(","):
-        shape, batch, kind = (*each.split(":"), "", "")[:3]
+        shape, batch, kind, *places = (each + "::" * (each.count(":") < 2)).split(":")
         known = kind in KINDS or rows_of(kind) is not None
-        if each.count(":") != 2 or not batch.isdecimal() or int(batch) < 1 or not known:
+        if each.count(":") not in (2, 3) or not batch.isdecimal() or int(batch) < 1 or not known:
             kinds = ", ".join((*KINDS, ROWS))
             what = f"{each!r} is not SHAPE:BATCH:KIND with a kind of {kinds}"
             raise argparse.ArgumentTypeError(what)
-        found.append(Case(shape, int(batch), kind))
+        if not set(places) <= set(PLACES):
+            raise argparse.ArgumentTypeError(f"{each!r}: a place is one of {', '.join(PLACES)}")
+        found.append(Case(shape, int(batch), kind, *places))
     return tuple(dict.fromkeys(found))
 
 
