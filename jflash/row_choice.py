@@ -134,6 +134,7 @@ class ChosenRows:
     def ran(self, rows: int, survey: Survey | None) -> None:
         """Notes a dispatched call; its survey is read once it is there."""
         assert survey is not None, "models with rows keep a survey"
+        jax.copy_to_host_async(survey)
         self._pending.append((rows, survey))
 
     def choice(self) -> tuple[int, int]:
@@ -197,15 +198,19 @@ def step_times(
     models: Models, params: Params, shape: Shape, runs: Mapping[int, Any]
 ) -> dict[int, float]:
     """Milliseconds of a step by its rows; see `timed`."""
-    batch, capacity = shape.batch, shape.capacity
-    state, no_cancel = new_state(models, shape), jnp.zeros(batch, bool)
-    vocabulary = models.target.config.vocab_size
-    tokens = jax.random.randint(jax.random.key(0), (batch, capacity), 0, vocabulary, jnp.int32)
-    state = state.with_sequences(tokens=tokens)
+    state, no_cancel = new_state(models, shape), jnp.zeros(shape.batch, bool)
     steps = jnp.int32(TIMED_STEPS)
     return timed(
-        runs, shape, TIMED_STEPS, state, lambda run, state: run(params, state, steps, no_cancel)
-    )
+        runs, shape, TIMED_STEPS, with_texts(models, state),
+        lambda run, state: run(params, state, steps, no_cancel),
+    )  # fmt: skip
+
+
+def with_texts(models: Models, state: State) -> State:
+    """The state with random tokens in all sequences: equal rows would read the same experts."""
+    sizes, vocabulary = state.sequences.tokens.shape, models.target.config.vocab_size
+    tokens = jax.random.randint(jax.random.key(0), sizes, 0, vocabulary, jnp.int32)
+    return state.with_sequences(tokens=tokens)
 
 
 def timed(

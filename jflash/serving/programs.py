@@ -21,7 +21,7 @@ from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.programs import chunk_sizes
-from jflash.row_choice import ChosenRows, kept_times, row_counts, timed
+from jflash.row_choice import ChosenRows, kept_times, row_counts, timed, with_texts
 from jflash.serving import prefill
 from jflash.serving.packing import Report, mask_words, report_of, row_size
 from jflash.serving.slots import (
@@ -191,6 +191,6 @@ def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any
     pages = np.arange(batch * columns, dtype=np.int32) % fewest
     table, live = pages.reshape(batch, columns), np.ones(batch, bool)
     return timed(
-        greedy, layout.shape, layout.steps, empty_state(models, layout),
+        greedy, layout.shape, layout.steps, with_texts(models, empty_state(models, layout)),
         lambda program, state: program(params, state, table, live),
     )  # fmt: skip

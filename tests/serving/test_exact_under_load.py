@@ -360,6 +360,18 @@ def test_a_fixed_number_of_rows_serves_requests_of_every_kind(pair):
     assert got.acceptance_lengths == want.acceptance_lengths
 
 
+def test_rows_are_timed_over_different_texts(pair):
+    """Rows of one token would reach the same experts, and look cheap."""
+    texts, layout = [], Layout(Shape.of(2, CONTEXT, 16, CHUNK), 8, STEPS)
+
+    def step(params, state, table, live):
+        texts.append(np.asarray(state.sequences.tokens))
+        return state, 0
+
+    assert programs._times(pair.models, pair.params, layout, {2: step})[2] > 0
+    assert len(np.unique(texts[0])) > 10
+
+
 def test_as_many_rows_as_pay(pair):
     """Whatever number a call takes: with each of them in turn the texts are the same."""
     requests = [Request(prompt_ids=p, max_tokens=40) for p in prompts(2, seed=6)]
