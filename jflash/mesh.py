@@ -6,7 +6,7 @@ every device. An array's shared axis is the one along which a part is shorter th
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,21 +16,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash.config import DecoderConfig, DrafterConfig
+from jflash.config import DecoderConfig
 from jflash.gather import AXIS
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
 from jflash.pair import Models, Params
-from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSpec
+from jflash.parts import indivisible, part_of
 from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
-# A layer's last product is whole on every device if the others' columns of its kernel hold at most
-# so many numbers: by their bytes they are read in less time than a gather of the result and the
-# copies around it take. A step of Qwen3-8B's pair on two H200s at batch 1 takes 5.49 ms so, and
-# 5.88 ms if every result is gathered (0 here).
-READ_RATHER = 2**24
 
 
 def tensor_mesh(devices: int) -> Mesh | None:
@@ -61,86 +56,12 @@ def _local(models: Models) -> Models:
     shards, problems, parts = models.mesh.size, [], []
     for name, model in (("target", models.target), ("drafter", models.drafter)):
         if model is not None:
-            problems += [f"the {name}'s {what}" for what in _indivisible(model.config, shards)]
+            problems += [f"the {name}'s {what}" for what in indivisible(model.config, shards)]
     if problems:
         raise ValueError(f"{shards} devices cannot share " + "; ".join(dict.fromkeys(problems)))
     for model in (models.target, models.drafter):
         parts.append(model and model.clone(config=part_of(model.config, shards)))
     return replace(models, target=parts[0], drafter=parts[1], mesh=None)
-
-
-def _indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
-    """What does not divide, by the kind of layer."""
-    sizes = {"vocabulary": config.vocab_size, "hidden size": config.hidden_size}
-    if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
-        sizes["draft vocabulary"] = config.draft_vocab_size
-    if isinstance(config, DrafterConfig) and config.products:
-        yield f"products in {config.products}"
-    for layer in config.layers:
-        mixer, mlp = layer.mixer, layer.mlp
-        if isinstance(mixer, DeltaSpec):
-            sizes["key heads of a gated delta net"] = mixer.num_key_heads
-        else:
-            N, K = mixer.num_heads, mixer.num_kv_heads
-            if mixer.norm_all_heads and K % shards:
-                yield f"norm over all keys of heads ({K}) that several devices keep"
-            if N % shards or (K % shards and shards % K):
-                yield f"attention heads ({N}, {K} for keys and values)"
-        if isinstance(mlp, MoeSpec):
-            sizes["columns of an expert"] = mlp.intermediate_size
-            sizes["columns of the shared expert"] = mlp.shared_size or 0
-        else:
-            sizes["columns of an MLP"] = mlp.intermediate_size
-        if layer.beside is not None:
-            sizes["columns of an expert beside the MLP"] = layer.beside.intermediate_size
-    yield from (f"{name} ({size})" for name, size in sizes.items() if size % shards)
-
-
-def part_of[C: DecoderConfig](config: C, shards: int) -> C:
-    """One device's part of a model whose sizes divide."""
-    model: Any = config
-    layers = tuple(_layer(layer, config, shards) for layer in config.layers)
-    return replace(model, layers=layers, shards=shards)
-
-
-def _whole_out(rows: int, config: DecoderConfig, shards: int) -> bool:
-    """Whether every device has the whole kernel of a last product of `rows` rows."""
-    return rows * config.hidden_size * (shards - 1) // shards <= READ_RATHER
-
-
-def _layer(layer: LayerConfig, config: DecoderConfig, shards: int) -> LayerConfig:
-    mixer, mlp = layer.mixer, layer.mlp
-    whole_out = _whole_out(mixer.out_width, config, shards)
-    if isinstance(mixer, AttentionSpec):
-        kv_heads = max(1, mixer.num_kv_heads // shards)
-        mixer = replace(
-            mixer,
-            num_heads=mixer.num_heads // shards,
-            num_kv_heads=kv_heads,
-            shards=shards,
-            copies=kv_heads * shards // mixer.num_kv_heads,
-            whole_out=whole_out,
-        )
-    else:
-        mixer = replace(
-            mixer,
-            num_key_heads=mixer.num_key_heads // shards,
-            num_value_heads=mixer.num_value_heads // shards,
-            shards=shards,
-            whole_out=whole_out,
-        )
-    rows = mlp.intermediate_size
-    mlp = replace(mlp, intermediate_size=rows // shards, shards=shards)
-    if isinstance(mlp, DenseSpec):
-        mlp = replace(mlp, whole_out=_whole_out(rows, config, shards))
-    elif mlp.shared_size is not None:
-        mlp = replace(mlp, shared_size=mlp.shared_size // shards)
-    beside = layer.beside
-    if beside is not None:
-        beside = replace(
-            beside, intermediate_size=beside.intermediate_size // shards, shards=shards
-        )
-    return replace(layer, mixer=mixer, mlp=mlp, beside=beside)
 
 
 def shared_axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:

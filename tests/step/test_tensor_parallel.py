@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 
 from jflash.bench.shapes import model_shape
 from jflash.gather import AXIS
-from jflash.mesh import over, part_of, tensor_mesh
+from jflash.mesh import over, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.pair import Models
+from jflash.parts import part_of
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
 from tests.support.pairs import target_config
@@ -27,8 +28,8 @@ GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 STEP = """
 import json
-import jflash.mesh
-jflash.mesh.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
+import jflash.parts
+jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
 from tests.support.shared_steps import (
     kept_from_files, largest_differences, output_differences, random_parts
 )

@@ -16,7 +16,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from jflash import load_pair
-from jflash import mesh as mesh_module
+from jflash import parts as parts_module
 from jflash.config import second_version
 from jflash.gather import AXIS
 from jflash.kernels import XLA, Kernels
@@ -195,7 +195,7 @@ def kept_from_files(devices: int) -> int:
 
 def _kept_from(target: Path, devices: int) -> int:
     whole = load_pair(target, dtype="float32", quantised="kept")
-    with mock.patch.object(mesh_module, "READ_RATHER", 0):
+    with mock.patch.object(parts_module, "READ_RATHER", 0):
         parts = load_pair(target, dtype="float32", quantised="kept", tensor_parallel=devices)
         config, mesh = parts.models.target.config, parts.models.mesh
         again = placed(mesh, config, whole.params.target)
