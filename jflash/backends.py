@@ -100,7 +100,7 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
             yield width, layer.mlp.num_experts
             if layer.mlp.shared_size is not None:
                 yield width, layer.mlp.shared_size
-                yield layer.mlp.shared_size * shards, width // shards
+                yield layer.mlp.shared_size * shards, width // layer.mlp.cut
         else:
             if layer.beside is not None:
                 yield width, layer.beside.num_experts

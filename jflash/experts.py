@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.gather import gather, share
+from jflash.gather import gather, of_owners, own_first, share
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
 from jflash.specs import MoeSpec
@@ -56,7 +56,8 @@ class Experts(nn.Module):
 
     A shared expert adds shared_gate_up, shared_down and, with a gate, shared_gate [D, 1]. For
     sigmoids the router is routes [E, D], with a correction [E]. Devices that share the layer have F
-    columns of each expert's first product and some of D of its second one.
+    columns of each expert's first product and some of D of its second one; or, over devices, each
+    has some experts whole, and the shared expert's second product.
     """
 
     hidden_size: int
@@ -70,20 +71,20 @@ class Experts(nn.Module):
             self.correction = declare(self, "correction", correction)
         else:
             self.router = Kernel(Leaf((width, c.num_experts), ("embed", "experts")), c.bias)
-        both = gate_up_leaf(width, c.intermediate_size, c.shards)
-        self.gate_up = Kernel(both.of_experts(c.num_experts), c.bias)
-        self.down = Kernel(self._down(c.intermediate_size).of_experts(c.num_experts), c.bias)
+        both = gate_up_leaf(width, c.intermediate_size, c.cut)
+        self.gate_up = Kernel(both.of_experts(c.held), c.bias)
+        self.down = Kernel(self._down(c.intermediate_size * c.cut).of_experts(c.held), c.bias)
         if c.shared_size is not None:
             if c.shared_gated:
                 self.shared_gate = Kernel(Leaf((width, 1), ("embed", "gate")))
             self.shared_gate_up = Kernel(gate_up_leaf(width, c.shared_size, c.shards))
-            self.shared_down = Kernel(self._down(c.shared_size))
+            self.shared_down = Kernel(self._down(c.shared_size * c.shards))
 
     @nn.nowrap
-    def _down(self, size: int) -> Leaf:
+    def _down(self, rows: int) -> Leaf:
         """A second product, from the columns of all devices to one device's."""
-        width, shards = self.hidden_size, self.config.shards
-        return Leaf((size * shards, width // shards), ("mlp", "embed"), whole=width)
+        width = self.hidden_size
+        return Leaf((rows, width // self.config.cut), ("mlp", "embed"), whole=width)
 
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"] | None, kernels: Kernels
@@ -105,20 +106,24 @@ class Experts(nn.Module):
         kernels: Kernels,
     ) -> Float[Array, "B T D"]:
         """The sum, as each token's experts and their weights are given."""
-        flat, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
+        c, flat = self.config, x.reshape(-1, x.shape[-1])
+        k, over = c.experts_per_token, c.shards // c.cut
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
-        order = jnp.argsort(ids.reshape(-1), stable=True)
-        sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.num_experts), axis=0)
-        outer = self._experts(flat[order // k], ids.reshape(-1)[order], sizes, kernels)
+        # Rows of other devices' experts come last, belong to no expert here, and hold anything.
+        own = own_first(ids, c.held, over)
+        order = jnp.argsort(own.reshape(-1), stable=True)
+        sizes = jnp.sum(own.reshape(-1, 1) == jnp.arange(c.held), axis=0)
+        outer = self._experts(flat[order // k], own.reshape(-1)[order], sizes, kernels)
         # The inverse of the sort brings rows back to the tokens' order.
         outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
+        outputs = of_owners(outputs, ids // c.held, over)
         out = weighted_sum(outputs, weights, backend=kernels.experts).astype(x.dtype)
-        if self.config.shared_size is not None:
+        if c.shared_size is not None:
             out = added(out, self._shared(flat, kernels.matmul), backend=kernels.matmul)
         out = out.reshape(*x.shape[:-1], -1)
         if residual is not None:
-            out = added(share(residual, self.config.shards), out, backend=kernels.matmul)
-        return gather(out, self.config.shards)
+            out = added(share(residual, c.cut), out, backend=kernels.matmul)
+        return gather(out, c.cut)
 
     def _route(
         self, x: Float[Array, "M D"], kernels: Kernels
@@ -147,7 +152,7 @@ class Experts(nn.Module):
             inner = grouped_gate_up(
                 rows, first.kernel, sizes, first.leaf.firsts, backend=kernels.experts
             )
-            return products(gather(inner, self.config.shards), self.down.kernel, sizes)
+            return products(gather(inner, self.config.cut), self.down.kernel, sizes)
         both = products(rows, first.kernel, sizes)
         if self.config.bias:
             both = added(both, first.bias[ids], backend=backend)
@@ -156,7 +161,7 @@ class Experts(nn.Module):
             inner = clamped_gate(gate, up, backend=kernels.experts)
         else:
             inner = (gelu_times if gelu else silu_times)(gate, up, backend=backend)
-        outer = products(gather(inner, self.config.shards), self.down.kernel, sizes)
+        outer = products(gather(inner, self.config.cut), self.down.kernel, sizes)
         return added(outer, self.down.bias[ids], backend=backend) if self.config.bias else outer
 
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:

@@ -1,8 +1,9 @@
 """What devices that share a model exchange: parts of rows, moved and never added.
 
 Every product is split over its columns, so each of `shards` devices has some columns of a row. A
-gather lays them side by side; an argmax compares the devices' best. No sum crosses devices, so the
-number of devices changes no bit where a column's product does not depend on the columns beside it.
+gather lays them side by side; an argmax compares the devices' best. Whole experts are split by
+device instead, and rows taken from the device that made them. No sum crosses devices, so the number
+of devices changes no bit where a column's product does not depend on the columns beside it.
 With one device every function here is the plain one. Only programs inside `shard_map` over AXIS
 have more (jflash.mesh).
 """
@@ -36,9 +37,23 @@ def rows_of(
     """
     if shards == 1:
         return table[tokens]
-    own = table[tokens % len(table)]
-    owner = (tokens // len(table))[None, ..., None]
-    return jnp.take_along_axis(lax.all_gather(own, AXIS), owner, axis=0)[0]
+    return of_owners(table[tokens % len(table)], tokens // len(table), shards)
+
+
+def of_owners(
+    x: Num[Array, "*lead D"], owner: Int[Array, "*lead"], shards: int
+) -> Num[Array, "*lead D"]:
+    """Each row from the device that has it; what the others have in its place is not looked at."""
+    if shards == 1:
+        return x
+    return jnp.take_along_axis(lax.all_gather(x, AXIS), owner[None, ..., None], axis=0)[0]
+
+
+def own_first(ids: Int[Array, "*lead"], held: int, shards: int) -> Int[Array, "*lead"]:
+    """The ids counted from this device's first one, if each device has `held` of them."""
+    if shards == 1:
+        return ids
+    return (ids - lax.axis_index(AXIS) * held) % (held * shards)
 
 
 def best_of(logits: Float[Array, "M V"], shards: int) -> Int[Array, " M"]:

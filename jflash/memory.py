@@ -235,10 +235,11 @@ def _one_layers_experts(models: Models, moe: MoeSpec, tokens: int, dtype: str) -
     size, hidden_size = jnp.dtype(dtype).itemsize, models.target.config.hidden_size
     rows = tokens * moe.experts_per_token
     count = rows * (3 * hidden_size + 3 * moe.intermediate_size) * FLOAT32
+    count += (moe.shards - moe.cut) * rows * hidden_size * size  # other devices' rows, gathered
     if models.kernels.experts == "xla":
         widest = max(hidden_size, moe.intermediate_size)
         stack = 2 * hidden_size * moe.intermediate_size
-        count += moe.num_experts * (rows * widest + stack) * size
+        count += moe.held * (rows * widest + stack) * size
     return count
 
 

@@ -22,7 +22,7 @@ from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.params import decoding_params, leaf_paths
 from jflash.pair import Models, Params
-from jflash.parts import indivisible, part_of
+from jflash.parts import indivisible, part_of, with_experts_over
 from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
@@ -36,9 +36,21 @@ def tensor_mesh(devices: int) -> Mesh | None:
     return Mesh(np.asarray(local[:devices]), (AXIS,)) if devices > 1 else None
 
 
-def over(models: Models, mesh: Mesh | None) -> Models:
-    """The models shared by a mesh's devices; ValueError naming all that they cannot share."""
-    models = replace(models, mesh=mesh)
+def over(models: Models, mesh: Mesh | None, experts_over: str = "columns") -> Models:
+    """The models shared by a mesh's devices; ValueError naming all that they cannot share.
+
+    `experts_over`: each device has some 'columns' of every expert, or whole ones, over 'devices'.
+    """
+    if experts_over == "devices" and mesh is None:
+        raise ValueError("experts_over 'devices' is for several devices: say how many share them")
+    if experts_over == "devices" and not any(config.experts for config in models.configs):
+        raise ValueError("experts_over 'devices': no model of the pair has experts")
+
+    def shared(model: Any) -> Any:
+        return model and model.clone(config=with_experts_over(model.config, experts_over))
+
+    target, drafter = shared(models.target), shared(models.drafter)
+    models = replace(models, target=target, drafter=drafter, mesh=mesh)
     local(models)
     return models
 

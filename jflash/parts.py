@@ -16,6 +16,7 @@ from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSp
 # copies around it take. A step of Qwen3-8B's pair on two H200s at batch 1 takes 5.49 ms so, and
 # 5.88 ms if every result is gathered (0 here).
 READ_RATHER = 2**24
+OVER = ("columns", "devices")  # what devices share of experts
 
 
 def indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
@@ -35,14 +36,31 @@ def indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
                 yield f"norm over all keys of heads ({K}) that several devices keep"
             if N % shards or (K % shards and shards % K):
                 yield f"attention heads ({N}, {K} for keys and values)"
-        if isinstance(mlp, MoeSpec):
-            sizes["columns of an expert"] = mlp.intermediate_size
-            sizes["columns of the shared expert"] = mlp.shared_size or 0
-        else:
+        if isinstance(mlp, DenseSpec):
             sizes["columns of an MLP"] = mlp.intermediate_size
-        if layer.beside is not None:
-            sizes["columns of an expert beside the MLP"] = layer.beside.intermediate_size
+        if layer.moe is not None:
+            sizes |= _sizes_of_experts(layer.moe, "" if layer.beside is None else " beside the MLP")
     yield from (f"{name} ({size})" for name, size in sizes.items() if size % shards)
+
+
+def _sizes_of_experts(moe: MoeSpec, where: str) -> dict[str, int]:
+    if moe.over == "devices":
+        sizes = {f"experts{where}": moe.num_experts}
+    else:
+        sizes = {f"columns of an expert{where}": moe.intermediate_size}
+    return sizes | {"columns of the shared expert": moe.shared_size or 0}
+
+
+def with_experts_over[C: DecoderConfig](config: C, over: str) -> C:
+    """The model whose experts devices share by their `columns`, or whole, over `devices`."""
+    model: Any = config
+    if over not in OVER:
+        raise ValueError(f"experts_over {over!r} is not one of {', '.join(OVER)}")
+    layers = tuple(
+        replace(x, **{"beside" if x.beside else "mlp": replace(x.moe, over=over)}) if x.moe else x
+        for x in model.layers
+    )
+    return replace(model, layers=layers)
 
 
 def part_of[C: DecoderConfig](config: C, shards: int) -> C:
@@ -78,15 +96,18 @@ def _layer(layer: LayerConfig, config: DecoderConfig, shards: int) -> LayerConfi
             shards=shards,
             whole_out=whole_out,
         )
-    rows = mlp.intermediate_size
-    mlp = replace(mlp, intermediate_size=rows // shards, shards=shards)
     if isinstance(mlp, DenseSpec):
-        mlp = replace(mlp, whole_out=_whole_out(rows, config, shards))
-    elif mlp.shared_size is not None:
-        mlp = replace(mlp, shared_size=mlp.shared_size // shards)
-    beside = layer.beside
-    if beside is not None:
-        beside = replace(
-            beside, intermediate_size=beside.intermediate_size // shards, shards=shards
-        )
+        rows = mlp.intermediate_size
+        whole_out = _whole_out(rows, config, shards)
+        mlp = replace(mlp, intermediate_size=rows // shards, shards=shards, whole_out=whole_out)
+    else:
+        mlp = part_of_experts(mlp, shards)
+    beside = layer.beside and part_of_experts(layer.beside, shards)
     return replace(layer, mixer=mixer, mlp=mlp, beside=beside)
+
+
+def part_of_experts(moe: MoeSpec, shards: int) -> MoeSpec:
+    """One device's part of experts whose sizes divide."""
+    moe = replace(moe, shards=shards)
+    shared = moe.shared_size and moe.shared_size // shards
+    return replace(moe, intermediate_size=moe.intermediate_size // moe.cut, shared_size=shared)

@@ -4,7 +4,9 @@ Knows no model, no file format and no array.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from jflash.moe_spec import MoeSpec as MoeSpec  # specs is the door to all records of a layer
 
 
 def at_least_1(record: Any, *names: str) -> None:
@@ -203,53 +205,6 @@ class DenseSpec:
 
     def __post_init__(self) -> None:
         at_least_1(self, "intermediate_size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoeSpec:
-    """Experts in place of an MLP; `intermediate_size` is that of one expert.
-
-    `shared_size`: that of an expert for every token; `shared_gated`: σ of a logit multiplies it.
-    `scores`: a token's weights are the softmax over all experts, or over its chosen ones, or
-    sigmoids, which choose with a learned correction added; and `scale` multiplies them. With
-    `groups` a token goes to the `kept_groups` runs of experts whose two best scores add up to most.
-    `clamped`: the activation is gpt-oss's in place of SwiGLU. `bias`: of the router and of both
-    products of an expert. If `shards` devices share the layer, each has a part of every expert, and
-    sizes are one device's.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    renormalise: bool  # the weights of a token's experts add up to 1
-    shared_size: int | None = None
-    shared_gated: bool = True
-    scores: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
-    groups: int = 1
-    kept_groups: int = 1
-    scale: float = 1.0
-    clamped: bool = False
-    activation: str = "silu"  # as DenseSpec's, unless `clamped`
-    bias: bool = False
-    shards: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok {self.experts_per_token} must be within "
-                f"1 … {self.num_experts} (num_experts)"
-            )
-        each, left = divmod(self.num_experts, self.groups)
-        if left or not 1 <= self.kept_groups <= self.groups or (self.groups > 1 and each < 2):
-            raise ValueError(
-                f"n_group {self.groups}, topk_group {self.kept_groups}: {self.num_experts} experts "
-                "need equal groups of 2 or more, of which some are kept"
-            )
-        if self.experts_per_token > each * self.kept_groups:
-            raise ValueError(
-                f"num_experts_per_tok {self.experts_per_token} is more than the "
-                f"{each * self.kept_groups} experts of topk_group {self.kept_groups}"
-            )
 
 
 class Kept(NamedTuple):

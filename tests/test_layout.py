@@ -96,7 +96,7 @@ def test_the_tree_is_read_from_readme():
 
 
 def test_every_config_field_is_read():
-    others = [f for f in FILES if f.name not in ("config.py", "specs.py")]
+    others = [f for f in FILES if f.name not in ("config.py", "moe_spec.py", "specs.py")]
     source = "\n".join(f.read_text(encoding="utf-8") for f in others)
     read = {n.attr for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute)}
     named = {**vars(config), **vars(specs)}

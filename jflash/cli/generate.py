@@ -104,8 +104,8 @@ def configured(options: Options, batch: int) -> PairFiles:
     files = configure_pair(
         options.target, source, dtype=options.dtype, block_size=options.block_size,
         drafter_seed=seed, attention_backend=options.attention_backend,
-        tensor_parallel=options.tensor_parallel, quantised=options.quantised,
-        drafter_dtype=options.drafter_dtype,
+        tensor_parallel=options.tensor_parallel, experts_over=options.experts_over,
+        quantised=options.quantised, drafter_dtype=options.drafter_dtype,
     )  # fmt: skip
     return replace(files, models=with_rows(files.models, options.verify_rows, batch))
 

@@ -11,7 +11,7 @@ from jflash.device import describe_device
 FAILED = 1
 SERVED = (
     "target", "drafter", "dtype", "quantised", "drafter_dtype", "attention_backend", "block_size",
-    "verify_rows", "tensor_parallel", "max_batch", "max_context",
+    "verify_rows", "tensor_parallel", "experts_over", "max_batch", "max_context",
 )  # fmt: skip
 
 

@@ -91,13 +91,14 @@ def configure_pair(
     drafter_seed: int | None = None,
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
+    experts_over: str = "columns",
     quantised: str = AUTO,
     drafter_dtype: str = "",
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
-    models = over(models, tensor_mesh(tensor_parallel)).drafting_in(drafter_dtype)
+    models = over(models, tensor_mesh(tensor_parallel), experts_over).drafting_in(drafter_dtype)
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
@@ -208,6 +209,7 @@ def load_pair(
     block_size: int | None = None,
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
+    experts_over: str = "columns",
     quantised: str = AUTO,
     drafter_dtype: str = "",
     progress: bool = False,
@@ -217,7 +219,8 @@ def load_pair(
     `dtype` is 'float32' or 'bfloat16', by default default_dtype(). `block_size` is by default
     the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
     'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
-    this host share both models. `quantised` says how a quantised target's weights lie in memory,
+    this host share both models, and of experts each has some 'columns', or whole ones if
+    `experts_over` is 'devices'. `quantised` says how a quantised target's weights lie in memory,
     which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where the
     kernels read them ('canonical', on one device). `drafter_dtype` 'float8' rounds the operands of
     the drafter's products to e4m3, on one device, which changes no output. Everything that can be
@@ -225,7 +228,8 @@ def load_pair(
     """
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
-        tensor_parallel=tensor_parallel, quantised=quantised, drafter_dtype=drafter_dtype,
+        tensor_parallel=tensor_parallel, experts_over=experts_over, quantised=quantised,
+        drafter_dtype=drafter_dtype,
     )  # fmt: skip
     return load_weights(files, progress)
 

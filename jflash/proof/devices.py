@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from jflash.cache import LayerCache
 from jflash.decoding import Decoding
+from jflash.experts import Experts
 from jflash.gather import AXIS
 from jflash.layers import Output
 from jflash.mesh import over, placed, tensor_mesh, with_context
@@ -55,9 +56,29 @@ def added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     return out if residual is None else residual + out
 
 
-def shared_pair(models: Models, params: Params, devices: int) -> tuple[Models, Params]:
+def experts_added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """The fault where experts lie whole: each device adds its own ones' rows, and a psum the sums.
+
+    Of layers without a shared expert, which every device would add.
+    """
+    module = context.module
+    named = context.method_name == "mixed" and isinstance(module, Experts)
+    if not named or module.config.over != "devices" or module.config.shared_size is not None:
+        return call(*args, **kwargs)
+    x, weights, ids, residual, kernels = args
+    here = ids // module.config.held == jax.lax.axis_index(AXIS)
+    out = jax.lax.psum(call(x, jnp.where(here, weights, 0), ids, None, kernels), AXIS)
+    return out if residual is None else residual + out
+
+
+FAULTS = {"columns": added_over_devices, "devices": experts_added_over_devices}  # by OVER
+
+
+def shared_pair(
+    models: Models, params: Params, devices: int, experts_over: str = "columns"
+) -> tuple[Models, Params]:
     """A pair that lies whole on one device, brought to several."""
-    models = over(models, tensor_mesh(devices))
+    models = over(models, tensor_mesh(devices), experts_over)
     target = placed(models.mesh, models.target.config, params.target)
     if models.drafter is None:
         return models, Params(target)
@@ -94,18 +115,20 @@ def differences(one: Decoded, other: Decoded) -> dict[str, int]:
     return {"tokens": tokens, "kv_rows": rows}
 
 
-def check_devices(case: Case, counts: Sequence[int], seed: int) -> dict[str, Any]:
+def check_devices(
+    case: Case, counts: Sequence[int], seed: int, experts_over: str = "columns"
+) -> dict[str, Any]:
     """Each number of devices against one, and the fault at the largest."""
     prompts = case.prompts(TEXTS, seed)
     one = decoded(case.models, case.params, prompts)
     result: dict[str, Any] = {"pair": case.name, "compared": [], "planted": None}
     for devices in counts:
         if devices > 1:
-            models, params = shared_pair(case.models, case.params, devices)
+            models, params = shared_pair(case.models, case.params, devices, experts_over)
             found = differences(one, decoded(models, params, prompts))
             result["compared"].append({"devices": devices} | found)
-    models, params = shared_pair(case.models, case.params, max(counts))
-    with nn.intercept_methods(added_over_devices):
+    models, params = shared_pair(case.models, case.params, max(counts), experts_over)
+    with nn.intercept_methods(FAULTS[experts_over]):
         found = differences(one, decoded(models, params, prompts))
     result["planted"] = {"devices": max(counts)} | found
     return result

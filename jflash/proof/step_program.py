@@ -76,13 +76,14 @@ def temporary_bound(models: Models, batch: int) -> int:
 
     These are one array of float32 logits [B, W, V] if logits are written (draft and verify take
     turns), ROOM, and twice the widest activation (one is read, one is written): a layer's gate and
-    up [B, W, 2 F], or the rows of all its experts.
+    up [B, W, 2 F], or the rows of all its experts, gathered from all devices that have some.
     """
     rows, size = batch * models.block_size, jnp.dtype(models.dtype).itemsize
     widths = [2 * c.intermediate_size for c in models.configs]
     hidden_size = models.target.config.hidden_size
     for moe in models.target.config.experts:
-        widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, hidden_size))
+        gathered = moe.shards // moe.cut * hidden_size
+        widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, gathered))
     widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models) else 0
     return rows * (logits + 2 * widest) + ROOM

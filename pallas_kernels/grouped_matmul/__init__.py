@@ -2,7 +2,8 @@
 
 Axes: R rows (each token once for every expert it goes to), E experts, K summed over, N columns,
 F an expert's MLP width. Rows are sorted by expert: the first sizes[0] belong to expert 0, and so
-on; the sizes add up to R. Products are summed in float32; results have x's dtype.
+on. The sizes add up to R or less: what is in the last rows then, as input or result, is nobody's.
+Products are summed in float32; results have x's dtype.
 - grouped_matmul: every row times its expert's w, rounded once.
 - grouped_gate_up: w holds F columns of the gate and F of the up projection, from the columns
   `firsts` on (None: the gate's first). Both products are rounded to x's dtype, as a projection's

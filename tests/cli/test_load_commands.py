@@ -13,6 +13,7 @@ from pallas_kernels import block_attention
 WORDS = (
     "--target T --drafter D --dtype float32 --quantised dequantised --drafter-dtype float8 "
     "--attention-backend xla --block-size 4 --verify-rows 9 --tensor-parallel 2 "
+    "--experts-over devices "
     "--max-batch 3 --max-context 99"
 )
 

@@ -21,6 +21,7 @@ from jflash.gather import AXIS
 from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.pair import Models
+from jflash.parts import OVER
 from jflash.programs import lower_run
 from jflash.proof.compiled import inspect
 from jflash.proof.devices import added_over_devices
@@ -174,9 +175,9 @@ def test_the_step_with_experts_kept_in_mxfp4_passes():
     assert codes == set(kernel.findall(program.hlo)) & codes == {"2880", "5760"}
 
 
-def on_two(models: Models) -> tuple[Program, int]:
+def on_two(models: Models, experts_over: str = "columns") -> tuple[Program, int]:
     """The step of two H200s that share the models, and the bound of its temporaries."""
-    models = on_h200(over(models, device_mesh(H200, 2, AXIS)))
+    models = on_h200(over(models, device_mesh(H200, 2, AXIS), experts_over))
     step = step_program(models, 1, CAPACITY)
     lowered = lower_run(models, *step.arguments[:2])
     program = inspect(lambda dump: lowered.compile(compiler_options=dict(dump)))
@@ -194,6 +195,27 @@ def test_two_devices_exchange_gathers_and_no_sum():
     offences = failed(program, bound)
     assert offences.keys() == {"one command buffer"}
     assert "the host launches kAllGather kAllGather" in offences["one command buffer"]
+
+
+def test_two_devices_with_whole_experts_gather_once_for_them():
+    """All columns of half the experts: both products at once, and one gather of their rows.
+
+    With columns of every expert the step has nine gathers.
+    """
+    shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)
+    program, bound = on_two(pair_models(shape), "devices")
+    assert only_gathers(parse(program.hlo)).value == 8
+    assert failed(program, bound).keys() == {"one command buffer"}
+    kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
+    assert sorted(kernel.findall(program.hlo)) == ["2048", "768"]
+    assert "bf16[64,2048,1536]" in program.hlo and "bf16[128,2048,1536]" not in program.hlo
+
+
+def test_experts_that_no_tile_divides_by_columns_keep_their_kernel_whole():
+    """Half of gpt-oss's 2,880 columns is no multiple of 64."""
+    models, mesh = plain_models(model_shape("gpt-oss-120b")), device_mesh(H200, 2, AXIS)
+    found = {how: on_h200(over(models, mesh, how)).kernels.experts for how in OVER}
+    assert found == {"columns": "xla", "devices": "canonical"}
 
 
 def test_a_sum_over_devices_fails_the_gather_gate():

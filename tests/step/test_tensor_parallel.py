@@ -1,11 +1,7 @@
 """Devices that share a pair give what one device gives: tokens, logits, keys, values, states."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,9 +17,8 @@ from jflash.parts import part_of
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
 from tests.support.pairs import target_config
+from tests.support.virtual_devices import ROOT, result, start
 
-ROOT = Path(__file__).parents[2]
-DEVICES = 4
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 STEP = """
@@ -55,23 +50,6 @@ with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as eng
     ids = [i for event in engine.submit(request) for i in event.token_ids]
 print(json.dumps([ids, prompt["output_ids"][:12]]))
 """
-
-
-def start(program: str, *arguments: str) -> subprocess.Popen:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    environment = os.environ | {
-        "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def result(run: subprocess.Popen) -> dict:
-    out, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors[-3000:]
-    return json.loads(out.splitlines()[-1])
 
 
 def test_generate_over_four_devices_gives_the_tokens_of_one():

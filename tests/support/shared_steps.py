@@ -126,10 +126,11 @@ def _in_order(x: np.ndarray) -> np.ndarray:
     return np.sort(x, axis=-1) if x.shape[-1] == DELTA.mixed_width else x
 
 
-def largest_differences(devices: int) -> dict[str, float]:
+def largest_differences(devices: int, experts_over: str = "columns") -> dict[str, float]:
     """Between several devices' step and one device's, in float32."""
     models, whole = pair()
-    one, other = outcome(models, whole), outcome(over(models, tensor_mesh(devices)), whole)
+    several = over(models, tensor_mesh(devices), experts_over)
+    one, other = outcome(models, whole), outcome(several, whole)
     assert np.isfinite(one["logits"]).all() and len(np.unique(one["logits"].argmax(-1))) > 2
     return {
         kind: max(

@@ -8,6 +8,7 @@ from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import DEFAULT_TARGET, check_pair, model_options
 from jflash.cli.options.values import at_least_1, option_name, refuse
 from jflash.kernels import AUTO
+from jflash.parts import OVER
 from jflash.proof.pairs import PAIRS
 
 KEPT = "kept there"
@@ -16,6 +17,7 @@ SIZES = tuple(name for name in PAIRS if name != "tiny-math")  # that is the defa
 # What --pair stands for, or does not take.
 ALONE = {"target": DEFAULT_TARGET, "drafter": None, "quantised": AUTO, "attention_backend": AUTO}
 ALONE |= {"block_size": None, "verify_rows": None, "tensor_parallel": 1}
+ALONE |= {"experts_over": OVER[0]}
 SHORTEST = 12  # tokens of a request, so that prompts of all kinds fit
 
 

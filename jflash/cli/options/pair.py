@@ -7,6 +7,7 @@ from jflash.cli.options.values import at_least_1, check_seed, option_name, refus
 from jflash.decoding import DRAFT_RULES, Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.kernels import AUTO
+from jflash.parts import OVER
 
 DEFAULT_TARGET = str(EMBEDDED_PAIR / "target")
 DEFAULT_DRAFTER = str(EMBEDDED_PAIR / "drafter")
@@ -25,6 +26,7 @@ WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence; default:
 all. auto: from batch 8 on, with experts always, as many as pay where no text depends on it"""
 SHARED = "devices of this host that share both models, default 1"
+EXPERTS = "each device has some columns of every expert (default), or some experts whole"
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
 temperature 0 the tokens are the same only under --draft-rule greedy"""
@@ -41,6 +43,7 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--block-size", type=int, metavar="W", help=WIDTH)
     add("--verify-rows", type=rows, metavar="R", help=ROWS)
     add("--tensor-parallel", type=int, default=1, metavar="N", help=SHARED)
+    add("--experts-over", choices=OVER, default=OVER[0], help=EXPERTS)
 
 
 EFFORTS = ("low", "medium", "high")
@@ -116,6 +119,8 @@ def check_pair(options: Options, drawn: bool) -> None:
     thinks = o.reasoning != "off"
     refuse(thinks and o.no_chat_template, f"--reasoning {o.reasoning} without the chat template")
     at_least_1(o, "tensor_parallel")
+    alone = o.experts_over == "devices" and o.tensor_parallel == 1
+    refuse(alone, "--experts-over devices needs --tensor-parallel of 2 or more")
     check_seed(o.seed)
     sampling(o)
     drafter_choice(drafter_name(o))
