@@ -73,6 +73,7 @@ class Task:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     tensor_parallel: int = 1  # devices that share the pair
+    experts_over: str = "columns"  # or "devices": what they share of experts
     quantised: str | None = None  # how a shape's target lies in memory, one of QUANTISED
     prefill: tuple[int, ...] = ()  # lengths of prompts, by themselves at batch 1
     prefill_chunk: int | None = None  # the drivers'
@@ -119,6 +120,7 @@ def time_case(task: Task) -> dict[str, Any]:
         "shape": task.shape,
         "batch": task.batch,
         "tensor_parallel": task.tensor_parallel,
+        **({"experts_over": "devices"} if task.experts_over == "devices" else {}),
         "context": window.context,
         "capacity": task.capacity,
         "block_size": models.block_size,
@@ -174,7 +176,7 @@ def task_models(task: Task) -> Models:
         target, drafter = model_shape(task.shape)
         target = quantised(target, task.quantised) if task.quantised else target
         models = Models(Target(target), Drafter(drafter), drafter.block_size)
-        models = over(models, tensor_mesh(task.tensor_parallel))
+        models = over(models, tensor_mesh(task.tensor_parallel), task.experts_over)
     else:
         assert task.target is not None and task.drafter is not None
         models = configure_pair(task.target, task.drafter, dtype=task.dtype).models

@@ -5,20 +5,23 @@ from typing import Any
 
 from jflash.bench.case import Task
 from jflash.bench.report import collect, device_line
+from jflash.bench.shapes import model_shape
 from jflash.cli.benchmark import measure
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.results import partial
+from jflash.parts import OVER
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
     """Prints a line a case, and yields all cases so far after each number of devices."""
     todo = [(shape, batch) for shape, batches in args.cases for batch in batches]
     cases: list[dict[str, Any]] = []
-    missing = len(todo) * len(args.devices)
+    missing = sum(len(ways(args, shape)) for shape, _ in todo)
     for shape, batch in todo:
         first = None
-        for devices in args.devices:
-            case = timed(task(args, shape, batch, devices), devices == args.devices[-1])
+        for devices, experts in ways(args, shape):
+            last = devices == args.devices[-1]
+            case = timed(task(args, shape, batch, devices, experts), last)
             missing -= 1
             if case is None:
                 print(f"{shape}, batch {batch}: not on {devices}, as the line above says")
@@ -30,7 +33,13 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
             yield partial(collect(cases, None), missing)
 
 
-def task(args: Options, shape: str, batch: int, devices: int) -> Task:
+def ways(args: Options, shape: str) -> list[tuple[int, str]]:
+    """Numbers of devices, each with what they share of a shape's experts."""
+    several = args.experts_over if model_shape(shape).target.experts else OVER[:1]
+    return [(n, how) for n in args.devices for how in (several if n > 1 else OVER[:1])]
+
+
+def task(args: Options, shape: str, batch: int, devices: int, experts: str) -> Task:
     """The whole step of a shape, with twice the context as capacity."""
     return Task(
         **{name: getattr(args, name) for name in ("context", "dtype", "steps", "repeats")},
@@ -46,6 +55,7 @@ def task(args: Options, shape: str, batch: int, devices: int) -> Task:
         max_new_tokens=1,
         stop_token_ids=(),
         tensor_parallel=devices,
+        experts_over=experts,
     )
 
 
@@ -68,9 +78,10 @@ def add_share(case: dict[str, Any], first: dict[str, Any]) -> None:
 
 def line(case: dict[str, Any]) -> str:
     devices, step = case["tensor_parallel"], case["step"]
+    over = ", experts whole" if case.get("experts_over") == "devices" else ""
     text = (
         f"{case['shape']}, batch {case['batch']}, context {case['context']:.0f}, "
-        f"{devices} device{'s' * (devices > 1)}: {step['ms']:.3f} ms, "
+        f"{devices} device{'s' * (devices > 1)}{over}: {step['ms']:.3f} ms, "
         f"{step['share_of_floor']:.1%} of the floor"
     )
     if "against" in case:

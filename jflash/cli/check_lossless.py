@@ -13,6 +13,7 @@ from jflash.cli.command import Options
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.io import default_dtype
+from jflash.parts import OVER
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
@@ -33,6 +34,8 @@ def check(args: Options) -> dict[str, Any]:
     """The whole result as one JSON object; `failures` is empty if all is well."""
     dtype = args.dtype or default_dtype()
     report = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
+    if args.experts_over != OVER[0]:
+        report["experts_over"] = args.experts_over
     if args.drafter_dtype:
         report["drafter_dtype"] = args.drafter_dtype
     failed: list[str] = []
@@ -53,7 +56,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
     case = load_case(
         name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers, args.drafter_dtype
     )
-    result = check_devices(case, args.tensor_parallel, args.seed)
+    result = check_devices(case, args.tensor_parallel, args.seed, args.experts_over)
     for each in [*result["compared"], result["planted"]]:
         what = "planted psum" if each is result["planted"] else "gathers"
         counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"

@@ -22,7 +22,7 @@ def several_gpus(results: list[Result]) -> str:
             case = the_one([
                 c for c in all_cases(runs)
                 if (c["shape"], c["batch"], c["tensor_parallel"]) == (shape, batch, devices)
-                and at_context(c, 1024)
+                and at_context(c, 1024) and c.get("experts_over") != "devices"
             ])  # fmt: skip
             used += [case] if case else []
             text = ms(case["step"]) if case else "not measured"

@@ -75,6 +75,26 @@ def test_what_few_devices_cannot_hold_is_left_out_for_them(measured, capsys):
     assert "tiny-moe, batch 1: not on 1, as the line above says" in printed
 
 
+def test_experts_are_timed_in_each_way_on_several_devices(measured, monkeypatch):
+    """Shapes without experts, and one device, have one way."""
+    made, measure = [], bench_devices.measure
+
+    def noted(task, with_memory):
+        made.append((task.shape, task.tensor_parallel, task.experts_over))
+        return measure(task, with_memory) | {"experts_over": task.experts_over}
+
+    monkeypatch.setattr(bench_devices, "measure", noted)
+    argv = ["--cases", "tiny:1", "tiny-moe:1", "--experts-over", "columns,devices"]
+    *_, done = bench_devices.run(main.make_parser("bench-devices").parse_args(argv))
+    one, two, *moe = made
+    assert (one, two) == (("tiny", 1, "columns"), ("tiny", 2, "columns"))
+    whole = ("tiny-moe", 2, "devices")
+    assert moe == [("tiny-moe", 1, "columns"), ("tiny-moe", 2, "columns"), whole]
+    lines = [bench_devices.line(case) for case in done["cases"]]
+    assert ["experts whole" in line for line in lines] == [False, False, False, True]
+    assert "missing_cases" not in done
+
+
 def test_what_no_number_of_devices_can_hold_ends_the_run_and_keeps_the_rest(measured, tmp_path):
     file = tmp_path / "result.json"
     with pytest.raises(SystemExit, match="2"):
@@ -107,6 +127,7 @@ def test_the_table_has_the_shares_of_one_run(measured):
         ("--cases huge:1", "no shape is called 'huge'"),
         ("--devices 0", "'0' is no list of numbers from 1"),
         ("--cases tiny:1 --context 5000", "--context 5000: tiny has 4096 positions"),
+        ("--experts-over rows", "'rows': of columns,devices"),
         ("--no-compilation-cache", "--no-compilation-cache"),
     ],
 )

@@ -11,6 +11,7 @@ import argparse
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts, refuse
+from jflash.parts import OVER
 
 KEPT = "kept there case by case"
 CASES = (("qwen3-8b", (1, 32)), ("qwen3-coder-30b", (1, 8)), ("qwen3-32b", (1,)))
@@ -22,6 +23,8 @@ def declare(parser: Parser) -> None:
     what = f"shapes and batch sizes, default {listed}; shapes: {', '.join(SHAPES)}"
     add("--cases", nargs="+", type=case, default=CASES, metavar="SHAPE:BATCHES", help=what)
     add("--devices", type=counts, default=(1, 2), metavar="1,2,4", help="default 1,2")
+    experts = "what several devices share of experts, default columns: some of each, or whole ones"
+    add("--experts-over", type=ways, default=OVER[:1], metavar="columns,devices", help=experts)
     add("--context", type=int, default=1024, help="tokens before the timed steps, default 1024")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--steps", type=int, default=64, help="of one repeat, default 64")
@@ -34,6 +37,14 @@ def case(text: str) -> tuple[str, tuple[int, ...]]:
     if not colon:
         raise argparse.ArgumentTypeError(f"{text!r} is no case such as qwen3-8b:1,32")
     return shape, counts(batches)
+
+
+def ways(text: str) -> tuple[str, ...]:
+    """Some of OVER out of "columns,devices"."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    if set(names) - set(OVER):
+        raise argparse.ArgumentTypeError(f"{text!r}: of {','.join(OVER)}")
+    return names
 
 
 def check(args: Options) -> None:

@@ -12,6 +12,7 @@ Exit code 0: lossless; 1: not so; 2: bad input.
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
+from jflash.parts import OVER
 from jflash.proof.pairs import PAIRS
 
 CHECKS = ("law", "oracle", "devices")
@@ -31,6 +32,8 @@ def declare(parser: Parser) -> None:
     add("--whole", action="store_true", help="the law by three times as many programs")
     several = "of the devices' check, default 2,4"
     add("--tensor-parallel", type=counts, default=(2, 4), metavar="1,2,4", help=several)
+    experts = "of that check too: the devices share each expert's columns (default), or whole ones"
+    add("--experts-over", choices=OVER, default=OVER[0], help=experts)
     oracle = parser.add_argument_group("of the oracle's check").add_argument
     oracle("--batches", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
     oracle("--tokens", type=int, default=100_000, help="by the oracles in all, default 100000")
@@ -54,6 +57,8 @@ def check(args: Options) -> None:
     refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
     several = "devices" in args.checks and max(args.tensor_parallel) < 2
     refuse(several, "--tensor-parallel 1: one device is what others are compared with")
+    alone = args.experts_over != OVER[0] and "devices" not in args.checks
+    refuse(alone, f"--experts-over {args.experts_over} is for --checks devices")
     shared = args.drafter_dtype and "devices" in args.checks
     refuse(shared, f"--drafter-dtype {args.drafter_dtype}: not for devices that share the pair")
     at_least_1(args, "tokens", "min_count", "min_distinct", "layers")
