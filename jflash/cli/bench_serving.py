@@ -72,7 +72,13 @@ def of_pair(
     pair, asked = pair_and_questions(args)
     result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
     result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
-    batches = args.batch or (() if args.auto_batch else BATCHES)
+    batches = args.batch or (() if args.auto_batch or args.beside_form else BATCHES)
+    if args.beside_form:
+        require("llguidance")
+        from jflash.bench.beside_form import beside_form
+
+        sizes = args.beside_form, args.max_new_tokens, steps[0], args.repeats
+        yield from beside_form(pair, asked, *sizes, wait)
     for rows, sizes in ((None, batches), (AUTO, args.auto_batch)):
         load = Load(sizes, args.max_new_tokens, steps, args.repeats, args.clients)
         if sizes:
@@ -124,6 +130,15 @@ def row_text(row: dict[str, Any]) -> str:
     if row["what"] == "first token":
         empty, known, beside = (row[key]["p50_ms"] for key in ("empty", "known", "beside"))
         return f"{name}: p50 {empty:.1f} ms, {known:.1f} known, {beside:.1f} beside others"
+    if row["what"] == "beside a form":
+        alone = row["beside_plain"]
+        return (
+            f"{name}: {row['neighbours']} texts beside one in a form: "
+            f"{row['tokens_per_second']:,.0f} tokens/s, {row['kept']:.1%} of "
+            f"{alone['tokens_per_second']:,.0f} beside one more text; a round takes "
+            f"{row['a_round']['round_ms']:.2f} and {alone['a_round']['round_ms']:.2f} ms; "
+            f"{row['differ']} texts differ"
+        )
     more = "" if row["rows"] is None else f", steps by rows {row['steps_by_rows']}"
     more += f", {row['share']:.1%} of the engine's" if "share" in row else ""
     return (

@@ -25,7 +25,14 @@ FIRST = (  # ms to the first token, p50
 )
 SHARE = 0.85  # of the engine's, over HTTP
 STALL = 50  # ms that a long prompt keeps a text waiting
-KINDS = ("forced", "questions", "questions over HTTP", "first token", "long prompt")
+KINDS = (
+    "forced",
+    "questions",
+    "questions over HTTP",
+    "beside a form",
+    "first token",
+    "long prompt",
+)
 
 
 def serving(results: list[Result]) -> str:
@@ -57,6 +64,10 @@ def lines_of(
         text = "the longest stall of {texts} texts beside a prompt of {prompt_tokens:,} tokens"
         return [[text.format(**row), batch, f"≤ {STALL} ms", "", f"{row['stall_ms']:.1f} ms"]]
     busy = percent(row["device_busy"])
+    if row["what"] == "beside a form":
+        what = "{neighbours} texts beside one in a form, share of those beside a plain one"
+        text = f"{row['tokens_per_second']:,.0f} ({percent(row['kept'])})"
+        return [[what.format(**row), batch, "", "", text, busy]]
     if "share" in row:
         text = f"{row['tokens_per_second']:,.0f} ({percent(row['share'])})"
         what = f"the same over HTTP, {row['clients']} clients, share of the engine's"

@@ -16,6 +16,7 @@ from jflash.bench.recording import of_mean, read_recording
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
 from jflash.bench.stalls import gaps
 from jflash.cli import bench_serving, main
+from jflash.embedded import EMBEDDED_PAIR
 from jflash.files import in_turn
 from jflash.programs import Shape, new_state
 from jflash.serving.engine import STEPS_PER_CALL
@@ -48,6 +49,24 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch):
     assert (long["texts"], long["prompt_tokens"]) == (1, 1024)
     assert 0 < long["alone"]["p50_ms"] <= long["alone"]["most_ms"]
     assert long["stall_ms"] == long["beside"]["most_ms"] - long["alone"]["p50_ms"]
+
+
+def test_texts_beside_one_in_a_form(tmp_path):
+    """The embedded pair: neighbours keep their texts, and what they lose is told."""
+    questions, kept = tmp_path / "questions.jsonl", tmp_path / "result.json"
+    texts = ("Ana has 3 shells. How many?", "Theo has 9 stamps and 2 more. How many?")
+    lines = [json.dumps({"question": text, "answer": "#### 3"}) for text in texts]
+    questions.write_text("\n".join(lines))
+    pair = ["--target", f"{EMBEDDED_PAIR / 'target'}", "--drafter", f"{EMBEDDED_PAIR / 'drafter'}"]
+    argv = [*pair, "--gsm8k", str(questions), "--questions", "2", "--beside-form", "2"]
+    argv += ["--max-new-tokens", "24", "--repeats", "1", "--json", str(kept)]
+    assert main.run("bench-serving", argv) == 0
+    [row] = json.loads(kept.read_text())["serving"]
+    assert (row["what"], row["neighbours"], row["new_tokens"]) == ("beside a form", 1, 24)
+    assert row["differ"] == 0
+    alone = row["beside_plain"]
+    assert row["kept"] == row["tokens_per_second"] / alone["tokens_per_second"]
+    assert all(1 < one["live"] <= 2 for one in (row, alone))
 
 
 def test_gaps_are_between_calls_and_some_part_of_them_is_in_the_span():

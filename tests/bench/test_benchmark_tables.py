@@ -50,6 +50,8 @@ def of_rows() -> list[Result]:
     runs.append(runs[-1] | {"tokens_per_second": 1900.0})  # a slower turn
     timed = {"batch": 8, "compile_seconds": 61.0, "step_ms": {"8": 5.0, "16": 6.25}}
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    beside = {"what": "beside a form", "rows": None, "batch": 8, "neighbours": 7}
+    beside |= {"tokens_per_second": 900.4, "kept": 0.45, "device_busy": 0.75}
     served = {"what": "questions", "rows": "auto", "batch": 1, "tau": 2.5}
     served |= {"tokens_per_second": 1234.6, "device_busy": 0.985}
     forced = {"what": "forced", "rows": None, "batch": 8, "tau": 6.0, "device_busy": 0.5}
@@ -61,7 +63,7 @@ def of_rows() -> list[Result]:
     timed_8b = [long | {"stall_ms": 45.0}, first, forced | {"rows": "auto"}, forced]
     return [
         Result("a8b.json", where | {"shape": "qwen9", "serving": timed_8b}),
-        Result("serving.json", where | {"target": "m", "serving": [served]}),
+        Result("serving.json", where | {"target": "m", "serving": [beside, served]}),
         Result("rows.json", where | {"target": "m.gguf", "runs": [timed, *runs]}),
         Result("steps.json", where | {"shape": "qwen9", "runs": [timed]}),
     ]
@@ -178,7 +180,9 @@ def test_every_table_shows_its_numbers(results):
         "in_turns": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
         "families": ["| Qwen9 | ✓ | – | – |"],
         "serving": [
-            "| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |",
+            "| the same, rows chosen | 1 |  |  | 1,235 | 98.5 % |\n"
+            "| 7 texts beside one in a form, share of those beside a plain one | 8 |  |  "
+            "| 900 (45.0 %) | 75.0 % |",
             "| qwen9, 6.00 tokens a step, 32 requests | 8 | 5,600 | 70 | 4,321 | 50.0 % |\n"
             "| the same, rows chosen | 8 |  |  | 4,321 | 50.0 % |\n"
             "| first token, empty | 8 | ≤ 25 ms |  | 20.0 ms |  |\n"

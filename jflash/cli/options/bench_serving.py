@@ -32,6 +32,8 @@ def declare(parser: Parser) -> None:
     add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split, for a real pair")
     add("--questions", type=int, default=256, help="default 256; 24 at batch 1")
     add("--clients", type=int, metavar="N", help="the real pair over HTTP as well, N at once")
+    beside = "the real pair's texts beside one by a JSON schema, in so many slots"
+    add("--beside-form", type=counts, default=(), metavar="8,32", help=beside)
     add("--max-new-tokens", type=int, default=512, help="of an answer, default 512")
     add("--record", type=Path, metavar="FILE", help="write the real pair's recording, no more")
     add("--tau", type=float, default=TAU, help=f"tokens a step of the recording, default {TAU}")
@@ -54,6 +56,11 @@ def check(args: Options) -> None:
     refuse(not real and args.replay is None, "--shape without --replay: a recording")
     for name in ("record", "clients"):
         refuse(not real and getattr(args, name) is not None, f"--{name} without --target")
+    refuse(not real and args.beside_form, "--beside-form without --target")
+    for batch in args.beside_form:
+        named = f"--beside-form {batch}"
+        refuse(batch < 2, f"{named}: at least 2, one of which has the form")
+        refuse(batch > args.questions, f"{named}: there are {args.questions} --questions")
     for name in ("first_token", "long_prompt", "prefill_chunk", "prefill_between"):
         refuse(real and getattr(args, name), f"{option_name(name)} without --shape")
     if not real:

@@ -1,0 +1,91 @@
+"""What texts lose in time beside one in a form: each of its steps waits for masks of the host."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jflash.bench.pair_serving import Questions
+from jflash.bench.serving_cases import engine_for, layout_of, warm
+from jflash.bench.serving_speed import figures, median_of
+from jflash.generate import Pair
+from jflash.serving.constrained import compile_constrained
+from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammar, Grammars
+from jflash.serving.request import Request
+
+LONGER = 4  # times as many tokens as its neighbours: the text in a form outlasts them
+
+
+def beside_form(
+    pair: Pair,
+    asked: Questions,
+    batches: Sequence[int],
+    new: int,
+    steps: int,
+    repeats: int,
+    wait: Callable[[], None],
+) -> Iterator[dict[str, Any]]:
+    """A row for each batch: B - 1 texts of `new` tokens beside one by a JSON schema, and beside one
+    more of their kind. All programs are compiled before `wait`.
+
+    ValueError if the text in a form ended before its neighbours.
+    """
+    context = max(map(len, asked.prompts)) + LONGER * new
+    layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch in batches]
+    warm([(pair, layout) for layout in layouts])
+    for layout in layouts:
+        compile_constrained(pair.models, pair.params, layout)
+    wait()
+    grammars = Grammars(asked.tokenizer, pair.models.target.config.vocab_size, asked.stops)
+    form = grammars.compile("json_schema", _list_of(LONGER * new))
+    for batch, layout in zip(batches, layouts, strict=True):
+        with engine_for(pair, layout, batch) as engine:
+            found = _measured(engine, asked, form, new, repeats, batch)
+        row = {"what": "beside a form", "batch": batch, "rows": pair.models.rows}
+        yield row | {"steps_per_call": steps, "neighbours": batch - 1} | found
+
+
+def _list_of(count: int) -> str:
+    """A schema of so many numbers: a text by it has at least as many tokens."""
+    return json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": count})
+
+
+def _measured(
+    engine: Engine, asked: Questions, form: Grammar, new: int, repeats: int, batch: int
+) -> dict[str, Any]:
+    texts, turns = list[list[tuple[int, ...]]](), itertools.count()
+    first, *others = asked.prompts[:batch]
+
+    def once(grammar: Grammar | None, new: int) -> dict[str, Any]:
+        salt = str(next(turns))  # so that no turn finds the prefixes of another
+        last: dict[str, Any] = {"max_tokens": new}
+        if grammar is not None:
+            last = {"max_tokens": LONGER * new, "grammar": grammar, "stop_ids": asked.stops}
+        before, begin = engine.stats(), time.perf_counter()
+        one = engine.submit(Request(prompt_ids=first, cache_salt=salt, **last))
+        results = engine.generate(
+            Request(prompt_ids=ids, max_tokens=new, cache_salt=salt) for ids in others
+        )
+        seconds, after, early = time.perf_counter() - begin, engine.stats(), one.ended
+        one.cancel()
+        one.result()
+        if grammar is not None and early:
+            raise ValueError("the text in a form ended before its neighbours")
+        texts.append([tuple(result.token_ids) for result in results])
+        tokens = sum(len(result.token_ids) for result in results)
+        return figures(before, after, seconds) | {
+            "new_tokens": tokens, "tokens_per_second": tokens / seconds,
+        }  # fmt: skip
+
+    for grammar in (form, None):
+        once(grammar, min(new, 2 * engine.pair.models.block_size))  # warms up
+    texts.clear()
+    beside = median_of(repeats, lambda: once(form, new))
+    plain = median_of(repeats, lambda: once(None, new))
+    return beside | {
+        "beside_plain": plain,
+        "kept": beside["tokens_per_second"] / plain["tokens_per_second"],
+        "differ": sum(a != b for a, b in zip(texts[0], texts[-1], strict=True)),
+    }
