@@ -68,7 +68,7 @@ def _norm_by_rows(call, args, kwargs, context):
     squares = x32 * x32
     halves = [jnp.sum(squares[..., i::2], axis=-1, keepdims=True) for i in (0, 1)]
     normed = x32 / jnp.sqrt((halves[0] + halves[1]) / x.shape[-1] + module.eps)
-    return module.scale * normed.astype(x.dtype)
+    return (module.scale * normed.astype(module.scale.dtype)).astype(x.dtype)
 
 
 def _xlas_product(call, args, kwargs, context):

@@ -3,19 +3,25 @@
 import json
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jflash.cli import check_lossless, main
-from jflash.kernels import Kernels
+from jflash.kernels import XLA, Kernels
 from jflash.models.decoder import Target
+from jflash.models.params import abstract_params
+from jflash.pair import Models
+from jflash.passes import Block
 from jflash.proof import faults, law_forms, law_prompts
 from jflash.proof.digest import Digest, apart
+from jflash.proof.faults import planted
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
-from tests.support.pairs import HYBRID
+from tests.support.pairs import HYBRID, SANDWICH, target_config
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 SMALL = Form(
@@ -129,6 +135,27 @@ def test_long_prompts_are_compared_in_large_chunks(capsys, monkeypatch):
     assert begun["compared_tokens"] < prompted["compared_tokens"]
     ends = 2 * (law_prompts.AFTER + 1)
     assert prompted["compared_kv_rows"] > ends > prompted["compared_logits_rows"] > 100
+
+
+@pytest.mark.parametrize("changes", [HYBRID, SANDWICH, {}], ids=["hybrid", "sandwich", "dense"])
+@pytest.mark.parametrize("fault", [*faults.FAULTS, *faults.HYBRIDS], ids=lambda fault: fault.name)
+def test_a_faulty_target_rounds_where_the_sound_one_does(fault, changes):
+    """In bfloat16, also where scales of norms are float32: the canonical products take no other."""
+    config = target_config(**changes, norm_dtype="float32")
+    target = Target(replace(config, dtype="bfloat16"))
+    rows = jnp.zeros((3, 8), jnp.int32)
+
+    def dtypes(target: Target) -> list:
+        caches = target.empty_states(3, 64, 8, "bfloat16")
+        params = jax.tree.map(lambda leaf: leaf.struct, abstract_params(target.config))
+        over = Block(jnp.zeros(3, jnp.int32), jnp.full(3, 8), XLA)
+
+        def rows_of(params):
+            return target.apply({"params": params}, rows, rows, caches, over, (0, 1))
+
+        return [x.dtype for x in jax.tree.leaves(jax.eval_shape(rows_of, params))]
+
+    assert dtypes(planted(Models(target), fault).target) == dtypes(target)
 
 
 def test_a_fault_of_few_rows_is_caught_in_a_narrower_block(capsys, monkeypatch):
