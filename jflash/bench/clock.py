@@ -25,9 +25,11 @@ class Clock:
     rates: Rates
 
     def work(self, models: Models, experts: float | None = None) -> Work:
-        """Of a whole step of `models`, with a drafter or without."""
+        """Of a whole step of `models`, with a drafter or without, that verifies its rows."""
         models, batch, context = local(models), self.shape.batch, self.window.context
-        verify = verify_work(models.target.config, batch, models.block_size, context, experts)
+        # What is timed with fewer rows verifies as many of each sequence.
+        width = models.rows // batch if isinstance(models.rows, int) else models.block_size
+        verify = verify_work(models.target.config, batch, width, context, experts)
         return verify if models.drafter is None else add(verify, self.draft_work(models.block_size))
 
     def draft_work(self, width: int) -> Work:

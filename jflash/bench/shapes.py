@@ -215,6 +215,14 @@ QUANTISED = {
 }
 
 
+def check_quantised(name: str, form: str) -> None:
+    """ValueError unless the target of the shape called `name` can be kept so."""
+    if form not in QUANTISED:
+        raise ValueError(f"{name} cannot be kept as {form!r}: use one of {', '.join(QUANTISED)}")
+    if form == "mxfp4" and not model_shape(name).target.experts:
+        raise ValueError(f"mxfp4 is a form of experts, and {name} has none")
+
+
 def quantised(target: TargetConfig, form: str) -> TargetConfig:
     """The target with its layers' kernels, but for routers, kept quantised in memory."""
     from jflash.models.params import leaf_paths  # JAX, which the names of shapes need not

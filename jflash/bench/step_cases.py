@@ -17,6 +17,7 @@ class Case(NamedTuple):
     batch: int
     kind: str  # one of KINDS, or ROWS with a number for its N
     places: str = PLACES[0]
+    quantised: str | None = None  # how the target lies in memory, one of shapes.QUANTISED
 
     @property
     def rows(self) -> int | None:

@@ -4,9 +4,9 @@ All programs are lowered one by one and compiled side by side, and nothing is ti
 is compiled. So twenty numbers take three minutes of an H200, most of them compiling.
 """
 
+import functools
 import gc
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,9 +14,20 @@ from typing import Any, NamedTuple
 import jax
 
 from jflash.bench.case import Task, prepare, task_models
+from jflash.bench.clock import Clock
+from jflash.bench.floors import Rates
 from jflash.bench.in_pages import empty_in_pages, lower_run_in_pages, with_table_of
 from jflash.bench.step_cases import PLACES, Case
-from jflash.bench.step_time import Window, busy_state, time_run, window_around
+from jflash.bench.step_time import (
+    Window,
+    busy_state,
+    experts_read,
+    rewound,
+    routes,
+    time_run,
+    window_around,
+)
+from jflash.memory import check_memory, device_memory
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, lower_run, new_state
@@ -34,6 +45,7 @@ class Plan(NamedTuple):
     capacity: int
     steps: int  # of a repeat
     repeats: int
+    backends: dict[str, str]  # by the options' names; jflash chooses the others
 
     def window(self, models: Models, context: int) -> Window:
         return window_around(context, self.capacity, models.block_size, self.steps, self.repeats)
@@ -42,47 +54,59 @@ class Plan(NamedTuple):
         return Task(
             shape=case.shape, target=None, drafter=None, batch=case.batch,
             context=self.contexts[0], capacity=self.capacity, widths=(), only_step=True, dtype=None,
-            backends={}, steps=self.steps, repeats=self.repeats, prompts=(), max_new_tokens=1,
-            stop_token_ids=(), drafter_dtype="float8" if case.kind == "float8" else "",
+            backends=self.backends, steps=self.steps, repeats=self.repeats, prompts=(),
+            max_new_tokens=1, stop_token_ids=(), quantised=case.quantised,
+            drafter_dtype="float8" if case.kind == "float8" else "",
         )  # fmt: skip
+
+    def shape(self, case: Case) -> Shape:
+        return Shape.of(case.batch, self.capacity)
 
 
 def step_times(
-    plan: Plan, note: Callable[[str], Any], compiled: Callable[[], Any]
+    plan: Plan, note: Callable[[str], Any], compiled: Callable[[], Rates]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case and context: the median milliseconds of a step, and all repeats'.
+    """A row for each case and context: the median milliseconds of a step, all repeats', its floor.
 
-    `compiled` is called before the first weights are drawn. ValueError for a kind that a pair
-    cannot run.
+    `compiled` measures the device before the first weights are drawn. ValueError, before anything
+    is compiled, for a kind that a pair cannot run and for a pair that the memory does not hold.
     """
+    for case in plan.cases:
+        pair = task_models(plan.task(case))
+        check_memory(pair, plan.shape(case), max(plan.contexts), device_memory())
     models = {case: _models(plan, case) for case in plan.cases}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         waited = {}
         for case in plan.cases:
             if _program(case) not in waited:
-                waited[_program(case)] = pool.submit(_lowered(plan, case, models[case]).compile)
-                note(f"lowered {' '.join(map(str, case))}")
-        programs = {case: waited[_program(case)].result() for case in plan.cases}
+                lowered = _lowered(plan, case, models[case])
+                waited[_program(case)] = [pool.submit(program.compile) for program in lowered]
+                note(f"lowered {_name(case)}")
+        programs = {case: [w.result() for w in waited[_program(case)]] for case in plan.cases}
     note("compiled")
-    compiled()
+    rates = compiled()
     for same in _with_the_same_weights(plan.cases):
+        note(f"drawing the weights of {_name(same[0])}")
         params = _params(plan, same[0])
         for case in same:
             given = Params(params.target) if case.kind == "plain" else params
             for context in plan.contexts:
                 window = plan.window(models[case], context)
-                shape, program, empty = Shape.of(case.batch, plan.capacity), programs[case], None
+                shape, (program, *routed), empty = plan.shape(case), programs[case], None
                 if case.places != SLOTS:
                     program = with_table_of(program, shape, case.places)
                     empty = empty_in_pages(models[case], shape)
                 state = busy_state(models[case], shape, window, empty)
                 del empty
-                seconds, _ = time_run(program, given, state, window)
-                del state, _
-                ms = [1e3 * s for s in seconds]
-                yield case._asdict() | {
-                    "context": context, "ms": statistics.median(ms), "ms_of_repeats": ms,
-                }  # fmt: skip
+                seconds, state = time_run(program, given, state, window)
+                again, experts = rewound(state, window), None
+                if routed:
+                    experts = experts_read(models[case], given, again, *routed)
+                del state, again
+                clock = Clock(models[case], shape, window, rates)
+                part = clock.part(seconds, clock.work(models[case], experts), experts)
+                where = {"context": context, "backends": models[case].kernels._asdict()}
+                yield case._asdict() | where | part
         del params, given
         gc.collect()  # before the next weights are drawn
 
@@ -95,29 +119,42 @@ def _program(case: Case) -> Case:
 def _models(plan: Plan, case: Case) -> Models:
     models = task_models(plan.task(case))
     if case.rows is not None and not models.one_arithmetic:
-        raise ValueError(f"{' '.join(map(str, case))}: kernels here take whole blocks alone")
+        raise ValueError(f"{_name(case)}: kernels here take whole blocks alone")
     models = with_rows(models, case.rows, case.batch)
     return models.plain() if case.kind == "plain" else models
 
 
-def _lowered(plan: Plan, case: Case, models: Models) -> Any:
+def _lowered(plan: Plan, case: Case, models: Models) -> list[Any]:
+    """The case's program; and, of whole blocks in slots, the one that tells the experts read."""
+
     def abstract(config: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.struct, decoding_params(config))
 
     drafter = None if models.drafter is None else abstract(models.drafter.config)
     params = Params(abstract(models.target.config), drafter)
-    shape = Shape.of(case.batch, plan.capacity)
+    shape = plan.shape(case)
     if case.places != SLOTS:
-        return settled(lambda: lower_run_in_pages(models, params, shape))
+        return [settled(lambda: lower_run_in_pages(models, params, shape))]
     state = jax.eval_shape(lambda: new_state(models, shape))
-    return settled(lambda: lower_run(models, params, state))
+    lowered = [settled(lambda: lower_run(models, params, state))]
+    if models.target.config.experts and models.rows is None:
+        lowered.append(jax.jit(functools.partial(routes, models)).lower(params, state))
+    return lowered
+
+
+def _name(case: Case) -> str:
+    """As --cases has it."""
+    form = f"+{case.quantised}" if case.quantised else ""
+    place = f":{case.places}" if case.places != SLOTS else ""
+    return f"{case.shape}{form}:{case.batch}:{case.kind}{place}"
 
 
 def _with_the_same_weights(cases: Sequence[Case]) -> list[list[Case]]:
-    """By shape, those with a drafter in float8 apart."""
-    groups: dict[tuple[str, bool], list[Case]] = {}
+    """By shape and its form in memory, those with a drafter in float8 apart."""
+    groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.shape, case.kind == "float8"), []).append(case)
+        key = case.shape, case.quantised, case.kind == "float8"
+        groups.setdefault(key, []).append(case)
     return list(groups.values())
 
 

@@ -88,14 +88,24 @@ def rewound(state: State, window: Window) -> State:
     return state.with_sequences(**jax.device_put(again, state.sequences.tokens.sharding))
 
 
-def experts_read(models: Models, params: Params, state: State) -> float | None:
+def experts_read(
+    models: Models, params: Params, state: State, routed: Callable[..., Any] | None = None
+) -> float | None:
     """The number of experts that the next step's block reaches, the mean over the sparse layers.
 
-    The step reads the weights of these experts. None without experts. It runs operation by
-    operation, because compiling a large model once more would take a minute.
+    The step reads the weights of these experts. None without experts. `routed` is `routes` of these
+    models, compiled; without it each operation runs by itself, because compiling a large model once
+    more would take a minute.
     """
     if not models.target.config.experts:
         return None
+    found = routed(params, state) if routed else routes(models, params, state)
+    layers = jax.tree.leaves(found)
+    return sum(len(jnp.unique(ids)) for ids in layers) / len(layers)
+
+
+def routes(models: Models, params: Params, state: State) -> Any:
+    """The experts of every token of the next step's block, by layer. The state stays as it is."""
     proposal, _ = draft(models, params, state)
     positions, widths = block_positions(models, state)
     anchor = jnp.take_along_axis(state.sequences.tokens, positions[:, :1], axis=1)
@@ -104,8 +114,7 @@ def experts_read(models: Models, params: Params, state: State) -> float | None:
         state.target_cache, Block(positions[:, 0], widths, models.kernels),
         models.taps, mutable=[ROUTING],
     )  # fmt: skip
-    layers = jax.tree.leaves(found[ROUTING])
-    return sum(len(jnp.unique(ids)) for ids in layers) / len(layers)
+    return found[ROUTING]
 
 
 def time_run(

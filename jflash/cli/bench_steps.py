@@ -4,15 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from jflash.bench.case import log
+from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.step_table import Plan, step_times
 from jflash.cli.command import Options
+from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.files import in_turn
+from jflash.io import default_dtype
 from jflash.platform import autotunes
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
-    plan = Plan(args.cases, args.contexts, args.capacity, args.steps, args.repeats)
+    sizes = args.capacity, args.steps, args.repeats
+    plan = Plan(args.cases, args.contexts, *sizes, chosen_backends(args))
     result: dict[str, Any] = describe_device() | {
         "autotune": autotunes(),
         "capacity": plan.capacity,
@@ -21,10 +25,17 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
         "step_times": [],
     }
     with in_turn(args.in_turn) as wait:
-        for row in step_times(plan, log, wait):
+
+        def rates() -> Rates:
+            wait()
+            result["floors"] = found = measure_rates(default_dtype())
+            return Rates(found["bytes_per_second"], found["operations_per_second"])
+
+        for row in step_times(plan, log, rates):
             print(
-                f"{row['shape']:18} batch {row['batch']:<3} {row['kind']:7} {row['places']:8} "
-                f"context {row['context']:6} {row['ms']:8.3f} ms",
+                f"{row['shape']:18} {row['quantised'] or '':5} batch {row['batch']:<3} "
+                f"{row['kind']:7} {row['places']:8} context {row['context']:6} {row['ms']:8.3f} "
+                f"ms, floor {row['floor_ms']:.3f}, {row['share_of_floor']:.1%}",
                 flush=True,
             )
             result["step_times"].append(row)

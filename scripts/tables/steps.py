@@ -87,8 +87,7 @@ def steps(results: list[Result]) -> str:
     """Every whole case: milliseconds of a step's parts, and the whole beside its floor."""
 
     def name(c: dict[str, Any]) -> str:
-        kept = c.get("quantised")
-        return (c["shape"] or c["weights"]) + (f", layers in {kept.upper()}" if kept else "")
+        return kept_as(c) if c["shape"] else c["weights"]
 
     cases = sorted(full_cases(results), key=lambda c: (name(c), c["context"], c["batch"]))
     rows = [
@@ -107,7 +106,7 @@ def whole_steps(results: list[Result]) -> str:
     """Whole steps by shape, kind and context, a column a batch; the last file's time counts."""
     found = sorted(with_key(results, "step_times"), key=lambda file: (file["date"], file["file"]))
     times = {
-        (row["shape"], row["kind"], row["context"], row["batch"]): row["ms"]
+        (kept_as(row), row["kind"], row["context"], row["batch"]): row
         for file in found
         for row in file["step_times"]
         if row.get("places", "slots") == "slots"
@@ -115,13 +114,26 @@ def whole_steps(results: list[Result]) -> str:
     batches = sorted({batch for *_, batch in times})
     rows = [
         [shape, _kind(kind), context, *(
-            f"{times[shape, kind, context, batch]:.2f}"
+            _time(times[shape, kind, context, batch])
             if (shape, kind, context, batch) in times else "" for batch in batches
         )]
         for shape, kind, context in dict.fromkeys(key[:3] for key in times)
     ]  # fmt: skip
     head = ["shape", "ms of", "context", *(f"batch {batch}" for batch in batches)]
     return table(head, rows, found)
+
+
+def _time(row: dict[str, Any]) -> str:
+    """Milliseconds, and the share of the floor where the row has one."""
+    if "share_of_floor" not in row:
+        return f"{row['ms']:.2f}"
+    return f"{row['ms']:.2f} ({share(row)})"
+
+
+def kept_as(case: dict[str, Any]) -> str:
+    """The shape, with the form that its target's layers are kept in."""
+    kept = case.get("quantised")
+    return case["shape"] + (f", layers in {kept.upper()}" if kept else "")
 
 
 def spent(results: list[Result]) -> str:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jflash.bench import step_table
 from jflash.cli import main
 
 SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]
@@ -25,8 +26,33 @@ def test_it_times_every_case_at_every_context(tmp_path, capsys):
     for row in rows:
         low, high = sorted(row["ms_of_repeats"])
         assert 0 < row["ms"] == (low + high) / 2
+        assert row["floor_ms"] > 0 and "experts_read" not in row
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
+    whole, fewer = (row["operations"] for row in rows[2:6:2])
+    assert fewer < whole  # 3 rows of 8
     assert (result["capacity"], result["timed_steps"], result["repeats"]) == (256, 2, 2)
-    assert capsys.readouterr().out.count(" ms\n") == len(rows)
+    assert result["floors"]["bytes_per_second"] > 0
+    assert capsys.readouterr().out.count(" ms, floor ") == len(rows)
+
+
+def test_it_times_targets_that_are_kept_quantised_and_counts_the_experts_that_are_read(tmp_path):
+    file = tmp_path / "steps.json"
+    cases = "tiny:1:plain,tiny+fp8:1:plain,tiny-moe+mxfp4:1:plain,tiny-moe+mxfp4:2:step"
+    argv = ["--cases", cases, "--contexts", "40", *SMALL, "--json", str(file)]
+    assert main.run("bench-steps", [*argv, "--attention-backend", "xla"]) == 0
+    whole, kept, one, several = json.loads(file.read_text())["step_times"]
+    forms = [row["quantised"] for row in (whole, kept, one, several)]
+    assert forms == [None, "fp8", "mxfp4", "mxfp4"]
+    assert kept["backends"]["attention"] == "xla"
+    assert kept["bytes"] < whole["bytes"]
+    assert one["experts_read"] == 2 and "experts_read" not in whole  # one row, two experts a token
+    assert 2 < several["experts_read"] <= 8
+
+
+def test_it_refuses_what_does_not_fit_before_it_compiles(capsys, monkeypatch):
+    monkeypatch.setattr(step_table, "device_memory", lambda: 10**6)
+    assert main.run("bench-steps", ["--cases", "tiny:1:step", "--contexts", "40", *SMALL]) == 2
+    assert "the weights by themselves do not fit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -45,6 +71,9 @@ def test_it_times_every_case_at_every_context(tmp_path, capsys):
         ("--cases tiny:1:0-rows", "'tiny:1:0-rows' is not SHAPE:BATCH:KIND"),
         ("--cases tiny:1:8-rows", "--cases tiny:1:8-rows: a block of tiny has 8 rows"),
         ("--cases qwen9:1:step", "qwen9"),
+        ("--cases tiny+int2:1:step", "tiny cannot be kept as 'int2': use one of fp8, int4, mxfp4"),
+        ("--cases tiny+:1:step", "tiny cannot be kept as ''"),
+        ("--cases tiny+mxfp4:1:step", "mxfp4 is a form of experts, and tiny has none"),
         ("--capacity 2049", "--capacity 2049: in 64s"),
         (
             "--cases tiny:1:step --contexts 9999",

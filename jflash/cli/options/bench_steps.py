@@ -1,15 +1,16 @@
 """Time whole steps of several shapes and batches, of random weights, in one process.
 
 All programs are compiled side by side before the first is timed. No draft is accepted, so a step's
-time is that of its work.
+time is that of its work, which is shown beside the least that this device could take.
 """
 
 import argparse
 from pathlib import Path
 
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import QUANTISED, check_quantised, model_shape
 from jflash.bench.step_cases import KINDS, PLACES, ROWS, Case, rows_of
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
 WIDEST = 32  # block
@@ -26,7 +27,8 @@ def declare(parser: Parser) -> None:
     kinds = (
         f"a kind is one of {', '.join(KINDS)}, or {ROWS}: that verifies N rows a sequence; keys "
     )
-    kinds += f"and values lie in {' or '.join(PLACES)} (:PLACE after the kind)"
+    kinds += f"and values lie in {' or '.join(PLACES)} (:PLACE after the kind); SHAPE+FORM keeps "
+    kinds += f"the target's weights in {' or '.join(QUANTISED)}"
     turn = "an empty file: commands that name it compile at once and are timed one after another"
     add("--cases", type=cases_of, default=cases_of(USUAL), metavar="SHAPE:BATCH:KIND,…",
         help=f"{kinds}; default {USUAL}")  # fmt: skip
@@ -35,6 +37,7 @@ def declare(parser: Parser) -> None:
     add("--steps", type=int, default=48, help="of a repeat, default 48")
     add("--repeats", type=int, default=5, help="the median counts, default 5")
     add("--in-turn", type=Path, metavar="FILE", help=turn)
+    backend_options(parser)
 
 
 def cases_of(text: str) -> tuple[Case, ...]:
@@ -48,7 +51,9 @@ def cases_of(text: str) -> tuple[Case, ...]:
             raise argparse.ArgumentTypeError(what)
         if not set(places) <= set(PLACES):
             raise argparse.ArgumentTypeError(f"{each!r}: a place is one of {', '.join(PLACES)}")
-        found.append(Case(shape, int(batch), kind, *places))
+        name, plus, form = shape.partition("+")
+        case = Case(name, int(batch), kind, *places)
+        found.append(case._replace(quantised=form if plus else None))
     return tuple(dict.fromkeys(found))
 
 
@@ -57,6 +62,8 @@ def check(args: Options) -> None:
         width = model_shape(case.shape).drafter.block_size
         few = f"{case.shape}:{case.batch}:{case.kind}: a block of {case.shape} has {width} rows"
         refuse((rows_of(case.kind) or 1) >= width, f"--cases {few}")
+        if case.quantised is not None:
+            check_quantised(case.shape, case.quantised)
     at_least_1(args, "steps", "repeats")
     longest, most = max(args.contexts), args.capacity - args.steps - WIDEST
     why = f"--contexts {longest}: {args.steps} steps after it leave {most} of --capacity"

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jflash.bench.shapes import QUANTISED, SHAPES, model_shape
+from jflash.bench.shapes import QUANTISED, SHAPES, check_quantised, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
@@ -66,9 +66,8 @@ def check(args: Options) -> None:
     refuse(shared and not (args.shape and args.only_step), parts)
     codes = "--quantised is for the random weights of --shape, on one device, without --against"
     refuse(args.quantised and (not args.shape or shared or args.against), codes)
-    if args.shape and args.quantised == "mxfp4":
-        none = f"--quantised mxfp4 is a form of experts, and {args.shape} has none"
-        refuse(not model_shape(args.shape).target.experts, none)
+    if args.shape and args.quantised:
+        check_quantised(args.shape, args.quantised)
     refuse(shared and args.drafter_dtype, "--drafter-dtype is for one device")
     at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
     at_least_1(args, "prefill_chunk")
