@@ -16,6 +16,7 @@ from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, t
 from tables.losslessness import law, lossless, plain_text, right_logits, width_1
 from tables.rows import row_steps, rows
 from tables.serving import serving
+from tables.step_goals import step_goals
 from tables.steps import goals, in_turns, kernels, spent, steps, whole_steps, widths
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
@@ -23,7 +24,15 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     table.__name__: table
     for table in (
         *(summary, families),  # README
-        *(goals, steps, whole_steps, spent, several_gpus, in_turns),  # benchmarks/README
+        *(
+            goals,
+            steps,
+            whole_steps,
+            step_goals,
+            spent,
+            several_gpus,
+            in_turns,
+        ),  # benchmarks/README
         *(vllm, serving, reference, widths, rows, row_steps, kernels),
         *(law, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards

@@ -10,6 +10,7 @@ from scripts import benchmark_tables
 from tables.cells import Result
 from tables.documents import MARKED, TABLES, documents, read_results, with_tables
 from tables.evidence import CELLS
+from tables.step_goals import step_goals
 from tables.steps import spent
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +176,7 @@ def test_every_table_shows_its_numbers(results):
             "| qwen9 | DFlash step | 656 | 7.00 | 8.00 | 9.00 |",  # the last file's of batch 64
             "| qwen9, layers in FP8 | DFlash step | 656 | 7.00 (75.0 %) | 8.00 (75.0 %) |  |",
         ],
+        "step_goals": ["| qwen3-8b, DFlash step, batch 1 | 5.2 | not measured |  |  |"],
         "spent": ["Not measured yet."],  # by the test below
         "several_gpus": ["| qwen3-8b, batch 1 | not measured | not measured (goal 0.68 ×) |"],
         "widths": ["| ms a step at width | 4 | 16 |", "| batch 1 |"],
@@ -248,6 +250,20 @@ def test_every_table_shows_its_numbers(results):
             assert part in made, made
         assert with_tables(made, results) == made
         assert "Not measured yet." in with_tables(text, []) or name in ("goals", "several_gpus")
+
+
+def test_steps_stand_beside_their_goals_and_vllms():
+    beside = timed_beside_vllm()
+    steps = beside.content["beside_vllm"]["steps"]
+    steps["shape"] = "qwen3-8b"
+    whole = whole_steps_of("x.json", 6.5, 8)
+    (row, other) = whole.content["step_times"]
+    whole.content["step_times"] = [row | {"shape": "qwen3-8b"}, other, row | {
+        "shape": "qwen3-8b", "context": 1024, "ms": 8.0}, row | {
+        "shape": "qwen3-8b", "context": 1024, "ms": 9.9, "places": "pages"}]  # fmt: skip
+    made = step_goals([beside, whole])
+    assert "| qwen3-8b, DFlash step, batch 8 | 6.4 | 8.00 (1.25 ×) | 6.50 | 9.00 |" in made
+    assert "| qwen3-8b, plain, batch 1 | 4.3 | not measured |  | 6.00 |" in made
 
 
 def test_a_verify_stands_beside_what_its_products_take(results):
