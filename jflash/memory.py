@@ -138,6 +138,11 @@ def device_memory() -> int | None:
     return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 
 
+def used_memory() -> int | None:
+    """Bytes in use on the first device now; None on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use")
+
+
 def peak_memory() -> int | None:
     """The most bytes in use at once in this process so far; None on a CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

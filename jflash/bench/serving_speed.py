@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jflash.serving.engine import Engine, Stats
+from jflash.serving.engine import Engine
 from jflash.serving.request import Request
+from jflash.serving.stats import Stats
 
 PROMPT, NEW = 512, 256  # tokens of a request of random ids
 
@@ -42,7 +43,7 @@ def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
     since = {
         name: value - getattr(before, name)
         for name, value in asdict(after).items()
-        if name not in ("ended", "steps_by_rows")
+        if name not in ("ended", "steps_by_rows", "device_bytes")
     }
     ended = sum(after.ended.values()) - sum(before.ended.values())
     tokens = since["new_tokens"]

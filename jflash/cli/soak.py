@@ -36,6 +36,9 @@ def run(options: Options) -> Generator[dict[str, Any], None, int]:
         print(problem)
     ends = ", ".join(f"{count} {how}" for how, count in sorted(result.ends.items()))
     first, last = result.resident[0] / 2**20, result.resident[-1] / 2**20
+    if result.device_bytes:
+        low, high = (bound(result.device_bytes) / 2**20 for bound in (min, max))
+        print(f"the device's memory in use: {low:.0f} to {high:.0f} MiB")
     print(f"{ends}; memory {first:.0f} → {last:.0f} MiB; {result.compiled} programs compiled")
     yield {"check": "soak", "server": served} | result.body() | describe_device()
     return FAILED if result.problems else 0

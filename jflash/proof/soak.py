@@ -52,6 +52,8 @@ class Soak:
     ends: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)  # bytes, every LOOK_EVERY seconds
+    device_bytes: list[int] = field(default_factory=list)  # the same of the device; empty on a CPU
+    pages_held: list[float] = field(default_factory=list)  # the share before and after the load
     compiled: int = 0  # programs since the load began
     exit_code: int | None = None
 
@@ -118,18 +120,35 @@ async def _load(url: str, pid: int, result: Soak, draw: random.Random) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
         bodies = requests(draw, 24)
         alone = [await _text(client, body) for body in bodies]
-        compiled = (await _figures(client))["compilations_total"]
+        await _idle(client, result)
+        before = await _figures(client)
         end = time.monotonic() + 60 * result.minutes
         seeds = [random.Random(draw.random()) for _ in range(result.clients)]
         users = [_user(client, bodies, alone, end, result, own) for own in seeds]
-        await asyncio.gather(_look(pid, end, result), *users)
+        await asyncio.gather(_look(client, pid, end, result), *users)
         await _idle(client, result)
-        result.compiled = round((await _figures(client))["compilations_total"] - compiled)
+        after = await _figures(client)
+    result.compiled = round(after["compilations_total"] - before["compilations_total"])
+    result.pages_held = [figures["kv_cache_usage_perc"] for figures in (before, after)]
+    result.problems += problems_of(result)
+
+
+def problems_of(result: Soak) -> list[str]:
+    """What counts and memory say."""
+    found = list[str]()
     if result.compiled:
-        result.problems.append(f"{result.compiled} programs compiled under load")
+        found.append(f"{result.compiled} programs compiled under load")
     flat = result.resident[int(WARM * len(result.resident)) :]
     if flat and flat[-1] - flat[0] > GROWTH:
-        result.problems.append(f"the server grew from {flat[0]} to {flat[-1]} bytes")
+        found.append(f"the server grew from {flat[0]} to {flat[-1]} bytes")
+    # What a call takes while it runs comes and goes, so the least of each half counts.
+    flat = result.device_bytes[int(WARM * len(result.device_bytes)) :]
+    if len(flat) > 1:
+        half = len(flat) // 2
+        first, last = min(flat[:half]), min(flat[half:])
+        if last - first > GROWTH:
+            found.append(f"the device's memory grew from {first} to {last} bytes")
+    return found
 
 
 async def _user(
@@ -207,7 +226,7 @@ async def _idle(client: httpx.AsyncClient, result: Soak) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _look(pid: int, end: float, result: Soak) -> None:
+async def _look(client: httpx.AsyncClient, pid: int, end: float, result: Soak) -> None:
     while time.monotonic() < end:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         found = re.findall(r"VmRSS:\s+(\d+)", status)
@@ -215,4 +234,7 @@ async def _look(pid: int, end: float, result: Soak) -> None:
             result.problems.append("the server's process has ended")
             return
         result.resident.append(1024 * int(found[0]))
+        figures = await _figures(client)
+        if "device_memory_bytes" in figures:
+            result.device_bytes.append(round(figures["device_memory_bytes"]))
         await asyncio.sleep(LOOK_EVERY)

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jflash.serving.engine import Stats
 from jflash.serving.request import Event
+from jflash.serving.stats import Stats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
@@ -118,6 +118,9 @@ class _Now(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        if stats.device_bytes is not None:
+            text = "In use on the device."
+            yield GaugeMetricFamily("jflash:device_memory_bytes", text, value=stats.device_bytes)
         preempted = "Requests that gave their pages back."
         for name, text, value in (
             *((f"vllm:{name}", text, value) for name, text, value in self._tokens.families()),

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jflash.generate import Pair
+from jflash.memory import used_memory
 from jflash.programs import PREFILL_CHUNK, Shape, chunk_sizes
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
@@ -24,6 +24,7 @@ from jflash.serving.limits import check
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout
+from jflash.serving.stats import Stats
 from pallas_kernels.block_attention import PAGE
 
 # Tokens: 24 ms in 4 chunks of 128 at 8B's sizes, about as long as a call of steps. The last chunks
@@ -31,40 +32,6 @@ from pallas_kernels.block_attention import PAGE
 PREFILL_BETWEEN = 512
 STALL = 0.05  # seconds that a long prompt keeps a text waiting at most, if a chunk is no longer
 STEPS_PER_CALL = 2  # more leave ended slots idle for longer, fewer let the device wait
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """The engine's present state, and its counts since it began.
-
-    There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
-    `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`. In
-    `busy_seconds` the device computed. The engine's thread worked for `host_seconds` in `rounds`,
-    of which it dispatched programs in `dispatch_seconds`, among them `chunks` of prompts.
-    """
-
-    waiting: int
-    running: int
-    pages: int
-    pages_available: int
-    pages_kept: int
-    ended: dict[FinishReason, int]
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    drafted: int
-    accepted: int
-    preempted: int
-    rounds: int
-    chunks: int
-    calls: int
-    live: int
-    prefill_seconds: float
-    decode_seconds: float
-    busy_seconds: float
-    host_seconds: float
-    dispatch_seconds: float
-    steps_by_rows: dict[int, int]  # if the rows of a step are chosen
 
 
 class Engine:
@@ -181,6 +148,7 @@ class Engine:
                 pages_kept=pages.kept,
                 ended=dict(self._ended),
                 steps_by_rows={} if rows is None else dict(rows.steps),
+                device_bytes=used_memory(),
                 **self._loop.counts._asdict(),
             )
 

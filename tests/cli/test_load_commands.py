@@ -8,6 +8,8 @@ from jflash.cli.options import serve, soak
 from jflash.cli.options.check_load import PAGE
 from jflash.cli.options.pair import model_options
 from jflash.cli.soak import server_options
+from jflash.proof.soak import GROWTH, Soak, problems_of
+from jflash.serving.engine import STEPS_PER_CALL
 from pallas_kernels import block_attention
 
 WORDS = (
@@ -29,6 +31,25 @@ def test_soak_gives_its_server_every_option_of_the_models():
     got = serves.parse_args(server_options(asked))
     for name, default in defaults.items():
         assert getattr(got, name) == getattr(asked, name) != default, name
+    assert got.steps_per_call == STEPS_PER_CALL
+
+
+@pytest.mark.parametrize(
+    ("gained", "why"),
+    [
+        ((0, 0), []),
+        ((GROWTH, GROWTH), []),
+        ((GROWTH + 1, 0), [f"the server grew from 100 to {101 + GROWTH} bytes"]),
+        ((0, GROWTH + 1), [f"the device's memory grew from 100 to {101 + GROWTH} bytes"]),
+    ],
+)
+def test_a_soak_sees_memory_that_grows(gained, why):
+    """Not what a call takes while it runs, nor what the first minutes take."""
+    server, device = gained
+    result = Soak(minutes=1.0, clients=1)
+    result.resident = [0] * 4 + [100] * 8 + [100 + server] * 8
+    result.device_bytes = [0] * 4 + [100, 9 * GROWTH] * 4 + [100 + device, 9 * GROWTH] * 4
+    assert problems_of(result) == why
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""What an engine tells of itself: plain numbers."""
+
+from dataclasses import dataclass
+
+from jflash.serving.request import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """The engine's present state, and its counts since it began.
+
+    There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
+    `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`. In
+    `busy_seconds` the device computed. The engine's thread worked for `host_seconds` in `rounds`,
+    of which it dispatched programs in `dispatch_seconds`, among them `chunks` of prompts.
+    """
+
+    waiting: int
+    running: int
+    pages: int
+    pages_available: int
+    pages_kept: int
+    ended: dict[FinishReason, int]
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    drafted: int
+    accepted: int
+    preempted: int
+    rounds: int
+    chunks: int
+    calls: int
+    live: int
+    prefill_seconds: float
+    decode_seconds: float
+    busy_seconds: float
+    host_seconds: float
+    dispatch_seconds: float
+    steps_by_rows: dict[int, int]  # if the rows of a step are chosen
+    device_bytes: int | None  # in use on the first device; None on a CPU
