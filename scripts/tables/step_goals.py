@@ -23,7 +23,7 @@ def step_goals(results: list[Result]) -> str:
         (row["shape"], row["kind"], row["context"], row["batch"]): row["ms"]
         for file in found
         for row in file["step_times"]
-        if row.get("places", "slots") == "slots"
+        if row.get("places", "slots") == "slots" and row.get("quantised") is None
     }
     if not found:
         return table([], [], [])
