@@ -53,6 +53,21 @@ class GroupedShape(NamedTuple):
     N: int
 
 
+class DeltaShape(NamedTuple):
+    """One call of the gated delta rule, T rows that begin `ahead` positions after the kept state.
+
+    A block of 16 that is accepted whole moves the state by a chunk, and begins anywhere in one.
+    """
+
+    B: int
+    T: int
+    Hk: int
+    Hv: int
+    dk: int
+    dv: int
+    ahead: int
+
+
 def _qwen3(B: int, S: int, context: int, T: int = 16, causal: bool = True) -> BlockShape:
     """Qwen3-4B and -8B; their 5-layer drafters have the same heads."""
     return BlockShape(B=B, T=T, S=S, N=32, K=8, H=128, context=context, causal=causal)
@@ -123,4 +138,13 @@ GROUPED_MATMUL: dict[str, GroupedShape] = {
         ("gate-up", "grouped_gate_up", 2048, 1536),
         ("down", "grouped_matmul", 768, 2048),
     )
+}
+
+# Qwen3.5-27B and 35B-A3B: a verify of 16 tokens whose last one was accepted whole, and one token
+# of plain decoding in the middle of a chunk.
+GATED_DELTA: dict[str, DeltaShape] = {
+    f"{name}-b{B}{kind}": DeltaShape(B, T, 16, Hv, 128, 128, ahead)
+    for name, Hv in (("qwen3.5-27b", 48), ("qwen3.5-35b-a3b", 32))
+    for B in (1, 8)
+    for kind, T, ahead in (("", 16, 20), ("-plain", 1, 8))
 }

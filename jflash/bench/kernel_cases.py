@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jflash.bench.delta_cases import delta_case
 from jflash.bench.kernel_times import Case, Missing, Where, normal, relative_error
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels import grouped_matmul, matmul
@@ -22,6 +23,7 @@ from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choice import check
 from pallas_kernels.shapes import (
     BLOCK_ATTENTION,
+    GATED_DELTA,
     GROUPED_MATMUL,
     LAYER,
     MATMUL,
@@ -241,4 +243,5 @@ OPS: dict[str, Op] = {
     "matmul": Op(MATMUL, ("canonical", "xla"), matmul_case),
     "layer": Op(LAYER, ("canonical", "xla"), layer_case),
     "grouped_matmul": Op(GROUPED_MATMUL, ("triton", "xla"), grouped_case),
+    "gated_delta": Op(GATED_DELTA, ("triton", "xla"), delta_case),
 }

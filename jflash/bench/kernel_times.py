@@ -48,6 +48,11 @@ class Case(NamedTuple):
     error: Callable[[tuple[Any, ...]], float]  # against the reference, on such a set
 
 
+def copies_of(count: int) -> int:
+    """How many sets of inputs a case of `count` bytes is timed with: one call each in a turn."""
+    return min(MOST_COPIES, max(2, -(-READ_BYTES // count)))
+
+
 class Missing(NamedTuple):
     """A backend that cannot do it here, and why."""
 
@@ -66,7 +71,7 @@ def measure(
     row: dict[str, Any] = dict(zip(("op", "shape", "dtype", "backend"), case.where, strict=True))
     if isinstance(case, Missing):
         return row | {"why": case.why}
-    copies = min(MOST_COPIES, max(2, -(-READ_BYTES // case.bytes)))
+    copies = copies_of(case.bytes)
     notes = [] if copies * case.bytes >= CACHE_BYTES else ["partly from the L2 cache"]
     try:
         inputs = [case.make_inputs(i) for i in range(copies)]

@@ -14,10 +14,12 @@ from jflash.bench.kernel_times import COLUMNS, Case, Missing, measure, seconds_p
 from jflash.cli import bench_kernels, main
 from pallas_kernels.block_attention import triton
 from pallas_kernels.shapes import (
+    GATED_DELTA,
     GROUPED_MATMUL,
     LAYER,
     MATMUL,
     BlockShape,
+    DeltaShape,
     GroupedShape,
     LayerShape,
     MatmulShape,
@@ -152,6 +154,31 @@ def test_the_products_of_a_layer_have_cases(monkeypatch, few_copies):
     assert measure(case, **QUICK)["error"] <= 1e-5
     if jax.default_backend() == "cpu":
         kernel = make_case("layer", "tiny", "bfloat16", "canonical")
+        assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
+
+
+@pytest.mark.parametrize(("T", "ahead", "moves"), [(16, 20, 16), (1, 8, 0)])
+def test_the_delta_rule_has_cases_that_continue_each_state(
+    T, ahead, moves, monkeypatch, few_copies
+):
+    monkeypatch.setitem(GATED_DELTA, "tiny", DeltaShape(2, T, 2, 4, 16, 32, ahead))
+    case = make_case("gated_delta", "tiny", "bfloat16", "xla")
+    assert isinstance(case, Case) and case.where[2] == "float32"
+    kept = 2 * 16 + 4 * 32 + 2 * 4
+    state, rows = 2 * 4 * 16 * 32, T * (2 * 16 + 4 * 32) + (2 * T + ahead) * kept
+    assert case.bytes == 4 * 2 * (state + rows)
+    assert measure(case, **QUICK)["error"] <= 1e-5
+    inputs = [case.make_inputs(i) for i in range(2)]
+    one = case.calls["xla"](case.x, (), *inputs[0])
+    both = case.calls["xla"](one, (), *inputs[1])
+    assert jax.tree.map(jnp.shape, both) == jax.tree.map(jnp.shape, case.x)
+    assert (one.q != case.x.q).any()  # the next call waits for this one
+    assert [m.base.tolist() for m in one.memories] == [[0, 0], [moves, moves]]
+    for before, after in zip(case.x.memories, both.memories, strict=True):
+        assert (after.base == before.base + moves).all()
+        assert jnp.isfinite(after.state).all() and (after.rows.v != before.rows.v).any()
+    if jax.default_backend() == "cpu":
+        kernel = make_case("gated_delta", "tiny", "bfloat16", "triton")
         assert isinstance(kernel, Missing) and "needs an NVIDIA GPU" in kernel.why
 
 
