@@ -17,8 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, NoReturn
 
 import ray
 from ray import serve
@@ -185,16 +185,27 @@ def serve_replicas(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace, host: str, port: int) -> None:
     try:
+        _at_signals(_leave)
         ingress = _started(options, host, port)
         ended = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers there
-            signal.signal(number, lambda *_: ended.set())
+        _at_signals(lambda *_: ended.set())
         print(f"{options.replicas} replicas listen on http://{host}:{port}", file=sys.stderr)
         sys.stderr.flush()
         ended.wait()
         ingress.drain.remote(options.shutdown_timeout).result()
     finally:
         serve.shutdown()
+
+
+def _at_signals(handler: Callable[[int, Any], Any]) -> None:
+    """Puts a handler of SIGTERM and SIGINT where Ray has put its own, which abort with a trace."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _leave(number: int, _: Any) -> NoReturn:
+    """Ends a fleet that is not there yet, with the exit code of a process without a handler."""
+    raise SystemExit(128 + number)
 
 
 def _started(options: argparse.Namespace, host: str, port: int) -> Any:

@@ -1,0 +1,47 @@
+"""`jflash serve --replicas` that is told to end before its replicas are there."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ray_marks import MARKS
+
+pytestmark = MARKS
+ROOT = Path(__file__).parents[2]
+
+
+def controllers() -> set[int]:
+    """Ray Serve's processes that start replicas, by what Ray calls them."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        title = process / "cmdline"
+        if process.name.isdecimal() and title.exists() and b"ServeController" in title.read_bytes():
+            found.add(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_fleet_that_starts_ends_at_a_signal_without_a_trace(number):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    others = controllers()
+    command = [sys.executable, "-m", "jflash.cli.main", "serve", "--replicas", "1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    server = subprocess.Popen(
+        [*command, "--port", str(port)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 240
+    while not controllers() - others and time.monotonic() < end:
+        assert server.poll() is None
+        time.sleep(0.1)
+    server.send_signal(number)
+    _, errors = server.communicate(timeout=120)
+    assert server.returncode == 128 + number and "received at time" not in errors
+    assert "listen on" not in errors and not controllers() - others
