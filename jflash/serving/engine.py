@@ -16,14 +16,14 @@ import jax
 
 from jflash.generate import Pair
 from jflash.memory import used_memory
-from jflash.programs import PREFILL_CHUNK, Shape, chunk_sizes
+from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
 from jflash.serving.limits import check
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
-from jflash.serving.slots import KINDS, Kind, Layout
+from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes
 from jflash.serving.stats import Stats
 from pallas_kernels.block_attention import PAGE
 
@@ -85,7 +85,7 @@ class Engine:
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         self._layout = Layout(shape, pages, steps_per_call, kinds)
         self._max_queue = max_queue
-        smallest = chunk_sizes(pair.models, shape)[0]
+        smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
         self._changed = threading.Condition()

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Int
 from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
-from jflash.programs import chunk_sizes
 from jflash.row_choice import ChosenRows, kept_times, row_counts, timed, with_texts
 from jflash.serving import prefill
 from jflash.serving.packing import Report, mask_words, report_of, row_size
@@ -29,6 +28,7 @@ from jflash.serving.slots import (
     Kind,
     Layout,
     empty_state,
+    pass_sizes,
     sliding,
     state_specs,
     table_columns,
@@ -157,7 +157,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     budgets = [int(count) for count in counts] if "greedy" in layout.kinds else []
     stepping = [replace(models, sampled=False, rows=models.rows and count) for count in budgets]
     stepping += [draws] if "drawn" in layout.kinds else []
-    sizes = chunk_sizes(models, shape)
+    sizes = pass_sizes(models, shape)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         stepped, chunks = pool.map(steps, stepping), pool.map(chunk, sizes)
         firsts, scores = pool.map(first, KINDS), pool.map(score, sizes)

@@ -82,6 +82,15 @@ def _empty_state(models: Models, layout: Layout) -> State:
     return State(sequences, target, drafter, survey)
 
 
+def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
+    """Tokens of a prompt that one pass may compute, ascending: `chunk_sizes`, and a page where no
+    size changes a bit. A prompt that came before has its full pages, so no more is left of it.
+    """
+    sizes = chunk_sizes(models, shape)
+    free = models.one_arithmetic and models.kernels.attention == "canonical"
+    return (PAGE, *sizes) if free and sizes[0] > PAGE else sizes
+
+
 def places_of(models: Models, layout: Layout) -> int:
     """The tokens that a slot may get in a call."""
     return models.block_size * layout.steps

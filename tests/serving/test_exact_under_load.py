@@ -14,7 +14,7 @@ from jflash.kernels import AUTO
 from jflash.programs import Shape
 from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
-from jflash.serving import programs, slots
+from jflash.serving import slots
 from jflash.serving.device_time import DeviceTime
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
@@ -280,8 +280,7 @@ def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch)
     requests = [Request(prompt_ids=p, max_tokens=9) for p in prompts(2, seed=2, low=180, high=181)]
     texts: list[dict[int, list[int]]] = [{}, {}]
     loops = [loop_of(pair)]
-    for module in (programs, slots):
-        monkeypatch.setattr(module, "chunk_sizes", lambda models, shape: (CHUNK, 128))
+    monkeypatch.setattr(slots, "chunk_sizes", lambda models, shape: (CHUNK, 128))
     shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
     loops.append(Loop(pair.models, pair.params, Layout(shape, 9, STEPS, ("greedy",)), b""))
     for loop, got in zip(loops, texts, strict=True):

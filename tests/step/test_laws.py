@@ -23,6 +23,7 @@ from jflash.programs import (
     make_request,
     new_state,
 )
+from jflash.serving.slots import pass_sizes
 from jflash.speculative import speculative_step
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
 
@@ -206,6 +207,8 @@ def test_several_sizes_of_a_chunk_need_kernels_whose_bits_it_does_not_change():
     hopper = replace(models, kernels=hopper)
     large, small = Shape.of(1, 2048, chunk=1024), Shape.of(1, 2048)
     assert chunk_sizes(hopper, large) == (128, 1024) and chunk_sizes(hopper, small) == (128,)
+    assert pass_sizes(hopper, large) == (64, 128, 1024) and pass_sizes(models, small) == (128,)
+    assert pass_sizes(hopper, Shape.of(1, 2048, chunk=32)) == (32,)
     other = replace(hopper, kernels=hopper.kernels._replace(matmul="xla"))
     assert chunk_sizes(other, large) == chunk_sizes(models, large) == (1024,)
 
