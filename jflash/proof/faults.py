@@ -38,12 +38,13 @@ def planted(models: Models, fault: Fault) -> Models:
     return replace(models, target=fault.target(models.target.config))
 
 
-def _product(x, kernel, pieces: int, residual):
-    """x @ kernel by XLA, K cut in pieces that are added in float32."""
-    parts = zip(jnp.split(x, pieces, axis=-1), jnp.split(kernel, pieces), strict=True)
+def _product(module: Projection, pieces: int, x, backend="", residual=None):
+    """The projection by XLA, K cut in pieces that are added in float32."""
+    parts = zip(jnp.split(x, pieces, axis=-1), jnp.split(module.kernel, pieces), strict=True)
     how = {"precision": "highest", "preferred_element_type": jnp.float32}
     out = sum(jnp.einsum("BTK,KN->BTN", *part, **how) for part in parts)
     out = jnp.asarray(out).astype(x.dtype)
+    out = out + module.bias if module.use_bias else out
     return out if residual is None else residual + out
 
 
@@ -52,11 +53,12 @@ def _rows(x) -> int:
 
 
 def _split_by_rows(call, args, kwargs, context):
-    """Output and down projections in PIECES pieces of K where there are more than FEW_ROWS rows."""
-    module, (x, *rest) = context.module, args
-    if not isinstance(module, Projection) or _rows(x) <= FEW_ROWS or module.use_bias:
+    """Output and down projections, and those with a bias, in PIECES pieces of K where there are
+    more than FEW_ROWS rows."""
+    module = context.module
+    if not isinstance(module, Projection) or _rows(args[0]) <= FEW_ROWS:
         return call(*args, **kwargs)
-    return _product(x, module.kernel, PIECES, rest[1] if len(rest) > 1 else None)
+    return _product(module, PIECES, *args, **kwargs)
 
 
 def _norm_by_rows(call, args, kwargs, context):
@@ -72,11 +74,11 @@ def _norm_by_rows(call, args, kwargs, context):
 
 
 def _xlas_product(call, args, kwargs, context):
-    """Output and down projections by XLA, which sums otherwise for other numbers of rows."""
-    module, (x, *rest) = context.module, args
-    if not isinstance(module, Projection) or module.use_bias:
+    """The same projections by XLA, which sums otherwise for other numbers of rows."""
+    module = context.module
+    if not isinstance(module, Projection):
         return call(*args, **kwargs)
-    return _product(x, module.kernel, 1, rest[1] if len(rest) > 1 else None)
+    return _product(module, 1, *args, **kwargs)
 
 
 def _from_the_anchor(call, args, kwargs, context):

@@ -19,11 +19,21 @@ from jflash.proof.digest import Digest, apart
 from jflash.proof.faults import planted
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
+from jflash.specs import MoeSpec
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
 from tests.support.pairs import HYBRID, SANDWICH, target_config
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
+BIASED = MoeSpec(
+    num_experts=6,
+    experts_per_token=2,
+    intermediate_size=24,
+    renormalise=True,
+    scores="softmax of the chosen",
+    clamped=True,
+    bias=True,
+)
 SMALL = Form(
     tokens=40,
     anchored=40,
@@ -109,6 +119,16 @@ def test_faults_are_planted_in_a_hybrid(capsys, monkeypatch):
     assert code == 0
     caught = {fault["fault"]: fault["caught"] for fault in found["law"][0]["faults"]}
     assert caught == {batch[0].name: True, "chunks begin at the anchor": True}
+
+
+def test_faults_of_products_are_planted_where_each_has_a_bias(capsys, monkeypatch):
+    """gpt-oss: no projection without one, and experts in place of the MLP."""
+    biased = {"qkv_bias": True, "out_bias": True, "qk_norm": False, "moe": BIASED}
+    products = tuple(f for f in law_forms.FAULTS if "split" in f.name or "XLA" in f.name)
+    form = replace(SMALL, tokens=240, ways=(Way(8, 12, OWN + REPLAY),))
+    code, _, found = run(capsys, monkeypatch, lawful(*["cpu"] * 6, **biased), form, products)
+    assert code == 0
+    assert [fault["caught"] for fault in found["law"][0]["faults"]] == [True, True]
 
 
 def test_a_fault_of_attention_leaves_rings_alone(capsys, monkeypatch):
