@@ -23,6 +23,7 @@ from jflash.proof.law import check_law
 from jflash.proof.law_forms import CPU, GPU, WHOLE
 from jflash.proof.law_text import comparison_line, law_failures, law_lines
 from jflash.proof.lossless import CORRUPTION
+from jflash.proof.ops import check_ops, failures_of_ops
 from jflash.proof.pairs import PAIRS
 from jflash.proof.width_1 import Parting
 
@@ -48,7 +49,21 @@ def check(args: Options) -> dict[str, Any]:
     if "devices" in args.checks:
         report["devices"] = [_check_devices(name, args, dtype) for name in args.pairs]
         failed += [line for each in report["devices"] for line in failures_over_devices(each)]
+    if "ops" in args.checks:
+        report["ops"] = [_check_ops(name, args, dtype) for name in args.pairs]
+        failed += [line for each in report["ops"] for line in failures_of_ops(each)]
     return report | {"failures": failed}
+
+
+def _check_ops(name: str, args: Options, dtype: str) -> dict[str, Any]:
+    """One target's operations, each alone."""
+    case = load_case(name, dtype, args.seed, chosen_backends(args), 1, layers=1)
+
+    def note(each: dict[str, Any]) -> None:
+        counts = f"{each['differing_rows']} of {each['compared_rows']} rows differ"
+        print(f"{name}, {each['op']}: {counts}", flush=True)
+
+    return {"pair": name} | check_ops(case.models, note)
 
 
 def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
@@ -222,6 +237,9 @@ def print_verdict(report: dict[str, Any]) -> None:
         print(f"LOSSLESS: {tokens} tokens, all the bits of plain decoding at width 1 and batch 1")
     if "checks" in report:
         print(f"LOSSLESS: {report['tokens']} tokens of the oracles, every mode the same bits")
+    if "ops" in report:
+        rows = sum(op["compared_rows"] for each in report["ops"] for op in each["ops"])
+        print(f"LOSSLESS: {rows} rows of single operations, the same bits among 1 to 512 rows")
 
 
 def print_oracle(report: dict[str, Any]) -> None:

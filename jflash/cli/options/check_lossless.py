@@ -5,7 +5,8 @@ drafters, a replay with wrong tokens, and texts given as prompts. Tokens, logits
 must have the same bits. oracle: trained, random and replaying drafters decode --tokens for every
 pair and batch size through one executable, and must give what its oracle gives, which accepts no
 draft; the law implies this. devices: as many devices as --tensor-parallel names decode what one
-does, with the same keys and values. Faults planted on purpose must be caught.
+does, with the same keys and values. ops: each operation of a target's sizes alone, at 1 to 512
+rows. Faults planted on purpose must be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
@@ -15,7 +16,7 @@ from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.parts import OVER
 from jflash.proof.pairs import PAIRS
 
-CHECKS = ("law", "oracle", "devices")
+CHECKS = ("law", "oracle", "devices", "ops")
 KEPT = "written there too"
 
 
@@ -28,7 +29,7 @@ def declare(parser: Parser) -> None:
         type=int,
         help="of the targets with random weights, by default all of a named pair's",
     )
-    add("--checks", type=names, default=CHECKS[:1], help="of law,oracle,devices; default law")
+    add("--checks", type=names, default=CHECKS[:1], help=f"of {','.join(CHECKS)}; default law")
     add("--whole", action="store_true", help="the law by three times as many programs")
     several = "of the devices' check, default 2,4"
     add("--tensor-parallel", type=counts, default=(2, 4), metavar="1,2,4", help=several)

@@ -1,0 +1,178 @@
+"""Each operation of a layer alone: a row's bits at every number of rows, at a target's sizes.
+
+This file knows no weights of a checkpoint: weights and rows are random.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jflash.pair import Models
+from jflash.proof.lossless import compile_all
+from jflash.specs import AttentionSpec, MoeSpec
+from pallas_kernels import grouped_matmul, heads_to_cache, matmul, rms_norm
+from pallas_kernels.block_attention import block_attention
+
+MOST = 512
+ROWS = (1, 2, 8, 16, 33, 64, 65, 128, 256)
+BEFORE, SLOTS, SEQUENCES = 700, 2048, (1, 8, 64)  # of attention
+
+
+class Op(NamedTuple):
+    """An operation of M rows: call(weights, *rows) gives [M, …], and `whole` that of MOST rows."""
+
+    name: str
+    call: Callable[..., Array]
+    whole: Callable[..., Array]
+    weights: Any
+    rows: tuple[Array, ...]
+    counts: tuple[int, ...]
+
+
+def ops_of(models: Models) -> Iterator[Op]:
+    """Those of the target's first layer and of its head."""
+    kernels, config = models.kernels, models.target.config
+    mixer, mlp, D = config.layers[0].mixer, config.layers[0].mlp, config.hidden_size
+    assert isinstance(mixer, AttentionSpec), "the first layer has a delta net"
+    N, K, H = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    count = iter(range(1000))
+
+    def draw(*sizes: int, scale: float = 1.0) -> Array:
+        key = jax.random.key(next(count))
+        return (scale * jax.random.normal(key, sizes)).astype(models.dtype)
+
+    def op(name: str, call: Callable[..., Array], weights: Any, *rows: Array) -> Op:
+        return Op(name, call, call, weights, rows, ROWS)
+
+    def product(name: str, size: int, columns: int, backend: str = kernels.matmul) -> Op:
+        def call(w: Array, x: Array, residual: Array) -> Array:
+            return matmul.matmul(x, w, residual, backend=backend)
+
+        weights = draw(size, columns, scale=size**-0.5)
+        return op(name, call, weights, draw(MOST, size), draw(MOST, columns))
+
+    def logits(w: Array, x: Array) -> Array:
+        return matmul.head_logits(x, w, backend=kernels.matmul)
+
+    def best(w: Array, x: Array) -> Array:
+        return matmul.head_argmax(x, w, backend=kernels.matmul)
+
+    def norm(scale: Array, x: Array) -> Array:
+        return rms_norm.rms_norm(x, scale, 1e-6, backend=kernels.norm)
+
+    def split(scale: Array, x: Array, angle: Array) -> Array:
+        sizes = heads_to_cache.Heads(N, K, H, 1e-6, (0, N * H, (N + K) * H))
+        cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
+        own: dict[str, Any] = dict(heads=sizes, dtype=x.dtype, backend=kernels.heads)
+        made = heads_to_cache.split_heads(x[None, None], scale, scale, cos, sin, **own)
+        return jnp.concatenate(made, axis=2)[0]
+
+    yield product("qkv", D, (N + 2 * K) * H)
+    yield product("out", N * H, D)
+    yield op("norm", norm, draw(D), draw(MOST, D))
+    angle = jnp.linspace(0, 1000, MOST)[:, None] * jnp.linspace(1, 0.001, H // 2)
+    yield op("heads and rotation", split, draw(H), draw(MOST, (N + 2 * K) * H), angle)
+    yield from _attention(draw(MOST, N, H), draw(2, SLOTS, K, H), kernels.attention)
+    if isinstance(mlp, MoeSpec):
+        E, F = mlp.num_experts, mlp.intermediate_size
+        weights = draw(E, D, 2 * F, scale=D**-0.5), draw(E, F, D, scale=F**-0.5)
+        chosen = jnp.argsort(draw(MOST, E), axis=1)[:, : mlp.experts_per_token]
+
+        def experts(w: tuple[Array, Array], x: Array, ids: Array, logits: Array) -> Array:
+            return _experts(kernels.experts, w, x, ids, logits)
+
+        yield op("experts", experts, weights, draw(MOST, D), chosen, draw(MOST, E))
+    else:
+        F = mlp.intermediate_size
+
+        def gated(w: Array, x: Array) -> Array:
+            return matmul.gate_up(x, w, backend=kernels.matmul)
+
+        yield op("gate and up", gated, draw(D, 2 * F, scale=D**-0.5), draw(MOST, D))
+        yield product("down", F, D)
+    vocabulary, x = draw(config.vocab_size, D), draw(MOST, D)
+    yield op("logits", logits, vocabulary, x)
+    yield op("best of the head", best, vocabulary, x)
+    yield product(PLANTED, N * H, D, "xla")
+
+
+PLANTED = "planted: XLA's product"
+
+
+def _attention(q: Array, kv: Array, backend: str) -> Iterator[Op]:
+    """Rows as one block, and as sequences of one row, beside a block of all."""
+
+    def attend(q: Array, kv: Array, lengths: Array) -> Array:
+        keys, values = (jnp.broadcast_to(x, (len(q), *x.shape)) for x in kv)
+        widths = jnp.full(len(q), q.shape[1], jnp.int32)
+        how: dict[str, Any] = dict(scale=q.shape[-1] ** -0.5, causal=True, backend=backend)
+        return block_attention(q, keys, values, lengths, widths, **how)
+
+    def block(kv: Array, q: Array) -> Array:
+        return attend(q[None], kv, jnp.full(1, BEFORE, jnp.int32))[0]
+
+    def alone(kv: Array, q: Array) -> Array:
+        return attend(q[:, None], kv, BEFORE + jnp.arange(len(q), dtype=jnp.int32))[:, 0]
+
+    yield Op("attention of a block", block, block, kv, (q,), ROWS)
+    yield Op("attention of sequences of one row", alone, block, kv, (q,), SEQUENCES)
+
+
+def _experts(
+    backend: str, weights: tuple[Array, Array], x: Array, ids: Int[Array, "M k"], logits: Array
+) -> Array:
+    """Every token through its experts, whose rows lie together, and the weighted sum."""
+    (M, k), flat = ids.shape, ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=len(weights[0])).astype(jnp.int32)
+    inner = grouped_matmul.grouped_gate_up(x[order // k], weights[0], sizes, backend=backend)
+    out = grouped_matmul.grouped_matmul(inner, weights[1], sizes, backend=backend)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(M * k))
+    shares = jnp.take_along_axis(
+        grouped_matmul.probabilities(logits.astype(jnp.float32), backend=backend), ids, axis=1
+    )
+    return grouped_matmul.weighted_sum(out[back].reshape(M, k, -1), shares, backend=backend)
+
+
+def check_ops(models: Models, note: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The rows of each operation that differ from those among MOST rows, and of the planted one."""
+    found = []
+    for op in ops_of(models):
+        some = [tuple(x[:M] for x in op.rows) for M in op.counts]
+        lowered = [jax.jit(op.whole).lower(op.weights, *op.rows)]
+        lowered += [jax.jit(op.call).lower(op.weights, *rows) for rows in some]
+        whole, *runs = compile_all(lowered)
+        want = bits(whole(op.weights, *op.rows))
+        apart = {
+            M: int((bits(run(op.weights, *rows)) != want[:M]).reshape(M, -1).any(axis=1).sum())
+            for M, run, rows in zip(op.counts, runs, some, strict=True)
+        }
+        found.append({
+            "op": op.name, "compared_rows": sum(op.counts), "differing_rows": sum(apart.values()),
+            "by_rows": {str(M): count for M, count in apart.items() if count},
+        })  # fmt: skip
+        note(found[-1])
+    *ops, planted = found
+    return {
+        "backends": models.kernels._asdict(), "promised": models.one_arithmetic, "ops": ops,
+        "differences": sum(each["differing_rows"] for each in ops), "planted": planted,
+    }  # fmt: skip
+
+
+def failures_of_ops(result: dict[str, Any]) -> list[str]:
+    """Why the check of a pair is not passed, a line each."""
+    wrong = [each for each in result["ops"] if each["differing_rows"]]
+    lines = [f"{result['pair']}: {each['op']} alone gives other bits" for each in wrong]
+    if not result["planted"]["differing_rows"]:
+        lines.append(f"{result['pair']}: XLA's product gave a row the same bits: nothing was shown")
+    return lines
+
+
+def bits(x: Array) -> np.ndarray:
+    """As integers, so that 0 is not -0."""
+    got = np.asarray(x)
+    return got.view({2: np.uint16, 4: np.uint32}[got.dtype.itemsize])
