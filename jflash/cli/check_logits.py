@@ -18,7 +18,7 @@ from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
-from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures
+from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures, judge_of
 from jflash.proof.step_program import cut
 
 FAILED = 1
@@ -31,6 +31,7 @@ def targets(args: Options) -> list[Models]:
     if jax.default_backend() == "cpu" and not args.shape.startswith("tiny"):
         raise ValueError(f"--shape {args.shape} takes hours on a CPU: use --shape tiny-moe here")
     config = cut(shape, min(args.layers, shape.target.num_layers), 1).target
+    judge_of(config)  # before weights are made
     both = []
     for width in (1, shape.drafter.block_size):
         models = Models(Target(config), None, width)
@@ -90,6 +91,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
         "seed": args.seed,
         "backends": {str(m.block_size): named(m.kernels) for m in models},
         "prompt_tokens": PROMPT,
+        "judge": judge_of(config),
         "factor": FACTOR,
         "nats": NATS,
         "right_logits": results,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jflash.config import TargetConfig
 from jflash.leaves import SideBySide
 from jflash.rope import rope_angles
-from jflash.specs import AttentionSpec, MoeSpec
+from jflash.specs import AttentionSpec, DenseSpec, MoeSpec
 
 _dot = functools.partial(jnp.matmul, precision="highest")
 _einsum = functools.partial(jnp.einsum, precision="highest")
@@ -30,18 +30,48 @@ class Truth(NamedTuple):
     shortfall: Float[Array, "X T"]  # router logits: the k-th best minus the least of those given
 
 
+def written(config: TargetConfig) -> bool:
+    """Whether this pass has all that the target has."""
+    mixers = {layer.mixer for layer in config.layers}
+    return all(map(_attends_plainly, mixers)) and not (
+        config.embedding_norm
+        or config.embedding_scale != 1
+        or config.logit_multiplier != 1
+        or config.logit_softcap is not None
+        or any(layer.sandwich or layer.beside or layer.scaled for layer in config.layers)
+        or any(not _plain_mlp(layer.mlp) for layer in config.layers)
+    )
+
+
+def _attends_plainly(mixer: Any) -> bool:
+    """Plain heads that see a whole text."""
+    if not isinstance(mixer, AttentionSpec) or mixer.rope is None or mixer.softcap is not None:
+        return False
+    more = mixer.window, mixer.sinks, mixer.gated, mixer.norm_all_heads, mixer.weightless
+    return mixer.causal and not any((*more, mixer.value_norm, mixer.shared_kv))
+
+
+def _plain_mlp(mlp: DenseSpec | MoeSpec) -> bool:
+    """SwiGLU, of all columns or of experts by the usual router."""
+    if isinstance(mlp, DenseSpec):
+        return mlp.activation == "silu"
+    usual = MoeSpec(
+        num_experts=mlp.num_experts, experts_per_token=mlp.experts_per_token,
+        intermediate_size=mlp.intermediate_size, renormalise=mlp.renormalise,
+    )  # fmt: skip
+    return mlp == usual
+
+
 def float32_pass(
     config: TargetConfig, params: Any, tokens: Int[Array, " T"], experts: Int[Array, "X T k"],
     first: int,
 ) -> Truth:  # fmt: skip
-    """The logits of tokens `first` … of a text whose tokens go to `experts`."""
+    """The logits of tokens `first` … of a text whose tokens go to `experts`; see `written`."""
+    assert written(config)
     x, given, short = _wide(params["embedding"][tokens]), iter(experts), []
     for i in range(config.num_layers):
         layer, spec, moe = params[f"layers_{i}"], config.layers[i].mixer, config.layers[i].mlp
-        if not isinstance(spec, AttentionSpec):
-            raise ValueError("the float32 pass has no recurrent layers: transformers judges these")
-        if config.layers[i].sandwich:
-            raise ValueError("the float32 pass has no sandwich norms: transformers judges these")
+        assert isinstance(spec, AttentionSpec)
         normed = _norm(x, layer["input_norm"], config.rms_norm_eps)
         x += _attention(spec, layer["attention"], normed, config.rms_norm_eps)
         normed = _norm(x, layer["post_norm"], config.rms_norm_eps)
@@ -58,8 +88,6 @@ def float32_pass(
 
 def _attention(spec: AttentionSpec, params: Any, x: Array, eps: float) -> Array:
     """Causal attention of a text to itself, without windows, sinks, soft caps and gates."""
-    assert spec.causal and spec.window is None and spec.softcap is None
-    assert not spec.sinks and not spec.gated
     T, N, K, H = len(x), spec.num_heads, spec.num_kv_heads, spec.head_dim
     cos, sin = (angle[0] for angle in rope_angles(jnp.arange(T)[None], spec.rope, H))
     fused = SideBySide((N * H, K * H, K * H)).split(_project(x, params["qkv"]))

@@ -19,10 +19,11 @@ from jaxtyping import Array, Float, Int
 from jflash.config import TargetConfig
 from jflash.kernels import XLA
 from jflash.pair import Models
-from jflash.proof.float32_pass import float32_pass
+from jflash.proof.float32_pass import float32_pass, written
 from jflash.proof.forced import PROMPT, Seen, forced
 
 FACTOR = 3.0  # of what XLA's rounding costs; nats grow with the square of a difference
+PASS, MODULES = "float32_pass", "our modules"
 NATS = 0.01  # the mean that rounding may cost: more is a fault that XLA shares
 ROWS = 64  # after each prompt, or the most that the block divides
 
@@ -60,9 +61,12 @@ def distance(sequences: Iterable[Rows]) -> dict[str, float]:
 
 
 def from_float32(
-    config: TargetConfig, params: Any, text: Int[Array, "B T"], seen: Seen
-) -> dict[str, float]:
+    config: TargetConfig, params: Any, text: Int[Array, "B T"], seen: Seen,
+    judged: Float[Array, "B R V"] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """The `distance` of `seen` from float32 with the right `params`, and of its choices.
+
+    `judged`: the right logits where float32_pass has not all that the target has; see `by_modules`.
 
     `choice_shortfall`: the largest logit minus that of the token which the kernel chose.
     `other_experts`: the share of (token, layer) with experts that float32 would not choose.
@@ -70,6 +74,9 @@ def from_float32(
     """
     rows, short = [], []
     for b in range(len(text)):
+        if judged is not None:
+            rows.append(compared(judged[b], seen.logits[b]))
+            continue
         truth = _float32(config, params, text[b], seen.experts[:, b])
         rows.append(compared(truth.logits, seen.logits[b]))
         short.append(jax.device_get(truth.shortfall))
@@ -84,6 +91,28 @@ def from_float32(
 @functools.partial(jax.jit, static_argnums=0)
 def _float32(config, params, tokens, experts):
     return float32_pass(config, params, tokens, experts, PROMPT)
+
+
+def judge_of(config: TargetConfig) -> str:
+    """What gives the right logits of a target: PASS, or MODULES where that has not all of it.
+
+    ValueError for experts that PASS has not: MODULES would choose others than the kernels did.
+    """
+    if written(config):
+        return PASS
+    if config.experts:
+        raise ValueError("these experts have no float32 pass: transformers judges them, on a CPU")
+    return MODULES
+
+
+def by_modules(models: Models, params: Any, text: Int[Array, "B T"]) -> Float[Array, "B R V"]:
+    """The logits of our own modules in float32 by XLA's operations.
+
+    That shows what kernels and bfloat16 change. That the modules are right, tests show on a CPU,
+    beside transformers.
+    """
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    return forced(replace(models.of_dtype("float32"), kernels=XLA), wide, text).logits
 
 
 def between(one: Seen, other: Seen) -> dict[str, float]:
@@ -138,6 +167,9 @@ def check_batch(
     key = jax.random.fold_in(jax.random.key(seed), batch)
     text = jax.random.randint(key, (batch, length), 0, config.vocab_size, jnp.int32)
     first: dict[str, Seen] = {}
+    judged = None
+    if judge_of(config) == MODULES:
+        judged = by_modules(max(models, key=lambda m: m.block_size), params, text)
     for one in models:
         seen = {"ours": forced(one, params, text),
                 "xla": forced(replace(one, kernels=XLA), params, text)}  # fmt: skip
@@ -147,7 +179,7 @@ def check_batch(
         result: dict[str, Any] = {"batch": batch, "width": one.block_size}
         result["experts_reached"] = experts_reached(seen["ours"].experts)
         for name, program in (*seen.items(), ("fault", fault)):
-            result[name] = from_float32(config, params, text, program)
+            result[name] = from_float32(config, params, text, program, judged)
         first = first or seen
         if one is not models[0]:
             result["against_width"] = models[0].block_size

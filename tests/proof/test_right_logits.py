@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jflash.bench.shapes import model_shape
+from jflash.bench.shape_parts import ModelShape
+from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli import main
 from jflash.config import TargetConfig
 from jflash.models.decoder import Target
@@ -78,6 +79,36 @@ def test_the_command_passes_and_its_planted_fault_is_caught(shape, batches, caps
         assert 0 < result["ours"]["mean_nats"] < NATS  # bfloat16 rounds
         assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
     assert all(0 <= wide["against"]["ours"]["mean_nats"] < NATS for wide in results[1::2])
+
+
+def gemma_like() -> ModelShape:
+    """The tiny shape with sandwich norms, a gate, windows, a cap and scaled embeddings."""
+    target, drafter = model_shape("tiny")
+    layers = [replace(layer, sandwich=True) for layer in target.layers]
+    target = replace(
+        target, layers=tuple(layers), embedding_scale=4.0, logit_softcap=30.0, norm_dtype="float32"
+    )
+    return ModelShape(target.attending({"window": 48, "gated": True}, {}, {"window": 24}), drafter)
+
+
+@pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gemma"])
+def test_other_families_are_judged_by_our_modules_in_float32(shape, monkeypatch, tmp_path):
+    monkeypatch.setitem(SHAPES, "tiny-gemma", gemma_like())
+    file = tmp_path / "right.json"
+    assert main.run("check-logits", ["--shape", shape, "--batch", "2", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["judge"] == "our modules" and report["failures"] == []
+    for result in report["right_logits"]:
+        assert 0 < result["ours"]["mean_nats"] < NATS
+        assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
+
+
+def test_experts_without_a_float32_pass_are_refused(monkeypatch, capsys):
+    target, drafter = model_shape("tiny-moe")
+    odd = target.with_experts(replace(target.experts[0], clamped=True), target.sparse_layers)
+    monkeypatch.setitem(SHAPES, "tiny-odd", ModelShape(odd, drafter))
+    assert main.run("check-logits", ["--shape", "tiny-odd"]) == 2
+    assert "these experts have no float32 pass" in capsys.readouterr().err
 
 
 def test_faults_of_the_program_are_caught():
