@@ -20,7 +20,7 @@ import numpy as np
 
 PIECE = 64 * 2**20  # bytes read and moved at a time, of whole rows
 READERS = 8  # threads
-AHEAD = 32  # pieces under way: the device may hold that many before they are used
+AHEAD = 16  # pieces under way: the device may hold that many before they are used
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 DTYPES |= {"I64": np.int64, "I32": np.int32}  # of ids, which JAX holds as int32, and of words
 DTYPES |= {"I8": np.int8, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}  # codes
