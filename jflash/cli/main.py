@@ -28,6 +28,7 @@ COMMANDS = {
     "benchmark": "step times of a pair",
     "bench-devices": "step times on one device and on several that share the pair",
     "bench-kernels": "times of kernels by themselves",
+    "bench-loading": "the memory of the host while a checkpoint is loaded",
     "bench-rows": "tokens a second by the rows that a step verifies",
     "bench-steps": "step times of several shapes and batches, compiled side by side",
     "bench-serving": "tokens a second and first tokens of the engine and the server",

@@ -1,0 +1,5 @@
+"""`jflash bench-loading` of this clone: python scripts/bench_loading.py --help."""
+
+import tree
+
+tree.run("bench-loading")
