@@ -111,7 +111,8 @@ def configured(options: Options, batch: int) -> PairFiles:
 
 
 def loaded(files: PairFiles, progress: bool) -> Pair:
-    """The pair with its weights; lines on stderr say how rounded and quantised ones decode."""
+    """The pair with its weights; lines on stderr say how rounded and quantised ones decode, and
+    what a drafter takes from its target because its file does not say it."""
 
     def note_rounding(exact: Models, params: Params, other: Models, rounded: Params) -> None:
         text = list(range(100))
@@ -121,6 +122,9 @@ def loaded(files: PairFiles, progress: bool) -> Pair:
         print(f"the drafter's products are in float8: {error}", file=sys.stderr)
 
     pair = load_weights(files, progress, note_rounding)
+    if (scale := files.targets_scale) is not None:
+        note = f"the drafter's embeddings are multiplied by {scale:g}, as its target's are"
+        print(f"{note}: its config does not say by what", file=sys.stderr)
     if method := files.target.quantised:
         kept = any(layer.kept for layer in files.models.target.config.layers)
         memory = "kept as codes with scales" if kept else "dequantised when they are read"

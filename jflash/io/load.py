@@ -81,6 +81,16 @@ class PairFiles:
     def dtype(self) -> str:
         return self.models.dtype
 
+    @property
+    def targets_scale(self) -> float | None:
+        """What the drafter's embeddings are multiplied by, if only its target says that."""
+        if self.drafter is None or self.models.drafter is None:
+            return None
+        if self.drafter.config(drafter_config).input_embedding_scale is not None:
+            return None
+        scale = self.models.drafter.config.input_embedding_scale
+        return None if scale == 1 else scale
+
 
 def configure_pair(
     target: str | Path,
