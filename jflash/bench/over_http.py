@@ -1,4 +1,4 @@
-"""An engine behind the server's routes, loaded by clients of another process."""
+"""An engine behind the server's routes in their own process, loaded by clients of another."""
 
 import json
 import os
@@ -10,27 +10,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from jflash.bench.serving_speed import figures
 from jflash.decoding import GREEDY
-from jflash.server.app import make_app
-from jflash.server.metrics import Metrics
-from jflash.server.run import listen, server_of
-from jflash.server.service import Service
+from jflash.server.front import Front
+from jflash.server.run import listen
+from jflash.server.service import Settings
+from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 
 ROOT = Path(__file__).parents[2]  # the clients are of the same tree
 NAME = "measured"
+PATIENCE = 60.0  # seconds until the server answers
 
 
-def service_of(engine: Engine, tokenizer: Any, stop_ids: Sequence[int]) -> Service:
-    """What `jflash serve` makes of an engine, for greedy requests."""
-    models = engine.pair.models
+def settings_of(engine: Engine, tokenizer: Any, stop_ids: Sequence[int]) -> Settings:
+    """What `jflash serve` needs beside an engine, for greedy requests."""
     template = getattr(tokenizer, "chat_template", None)
-    return Service(
-        engine=engine,
-        grammars=Grammars(tokenizer, models.target.config.vocab_size, stop_ids),
+    return Settings(
         tokenizer=tokenizer,
         name=NAME,
         version="jflash",
@@ -39,7 +38,7 @@ def service_of(engine: Engine, tokenizer: Any, stop_ids: Sequence[int]) -> Servi
         sampling=GREEDY,
         reasoning=False,
         created=int(time.time()),
-        metrics=Metrics(NAME, models.max_accept, engine.stats),
+        max_accept=engine.pair.models.max_accept,
         max_body=2**20,
         max_queue=1024,
         request_timeout=600.0,
@@ -47,21 +46,37 @@ def service_of(engine: Engine, tokenizer: Any, stop_ids: Sequence[int]) -> Servi
 
 
 @contextmanager
-def served(service: Service) -> Iterator[str]:
-    """The address of a server of this process."""
+def served(engine: Engine, settings: Settings) -> Iterator[str]:
+    """The address of a server over this process's engine, as `jflash serve` has it."""
     listener = listen("127.0.0.1", 0)
-    server = server_of(make_app(service, api_keys=[], origins=[]), 1.0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    vocabulary = engine.pair.models.target.config.vocab_size
+    grammars = Grammars(settings.tokenizer, vocabulary, settings.stop_ids)
+    with Front(listener, Rules([], [], 1.0, 600.0)) as front:
+        serving = threading.Thread(target=front.serve, args=(engine, grammars, settings, lambda: 0))
+        serving.start()
+        try:
+            _wait_for(url)
+            yield url
+        finally:
+            front.end()
+            serving.join()
+
+
+def _wait_for(url: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            urlopen(f"{url}/health").close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise ValueError(f"the server did not answer within {PATIENCE:g} s") from None
+            time.sleep(0.1)
 
 
 def streamed(
-    service: Service, url: str, questions: Sequence[str], new: int, clients: int
+    engine: Engine, url: str, questions: Sequence[str], new: int, clients: int
 ) -> dict[str, Any]:
     """The figures of so many clients that read a stream for each question."""
     bodies = [
@@ -72,12 +87,12 @@ def streamed(
         for question in questions
     ]  # fmt: skip
     task = json.dumps({"url": url, "clients": clients, "bodies": bodies})
-    before = service.engine.stats()
+    before = engine.stats()
     command = [sys.executable, "-m", "jflash.bench.http_clients"]
     paths = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, input=task, stdout=subprocess.PIPE, text=True, env=paths)
     if done.returncode:
         raise ValueError("the clients ended with an error, which is above")
     seen = json.loads(done.stdout)
-    row = figures(before, service.engine.stats(), seen["seconds"]) | seen
+    row = figures(before, engine.stats(), seen["seconds"]) | seen
     return row | {"clients": clients, "tokens_per_second": row["new_tokens"] / row["seconds"]}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jflash.bench.over_http import served, service_of, streamed
+from jflash.bench.over_http import served, settings_of, streamed
 from jflash.bench.serving_cases import engine_for, layout_of, warm
 from jflash.bench.serving_speed import burst, median_of
 from jflash.generate import Pair
@@ -78,10 +78,10 @@ def of_engine(engine: Engine, asked: Questions, load: Load, batch: int) -> dict[
 
 def over_http(engine: Engine, asked: Questions, load: Load, clients: int) -> dict[str, Any]:
     """So many clients, each of which asks its next question when it has an answer."""
-    service = service_of(engine, asked.tokenizer, asked.stops)
-    with served(service) as url:
-        streamed(service, url, [f"{text} Why?" for text in asked.texts[:clients]], WARMING, clients)
-        return streamed(service, url, asked.texts, load.new, clients)
+    settings = settings_of(engine, asked.tokenizer, asked.stops)
+    with served(engine, settings) as url:
+        streamed(engine, url, [f"{text} Why?" for text in asked.texts[:clients]], WARMING, clients)
+        return streamed(engine, url, asked.texts, load.new, clients)
 
 
 def with_rows(pair: Pair, rows: str | None) -> Pair:

@@ -1,7 +1,6 @@
 """serve: a pair with OpenAI's routes, until SIGTERM."""
 
 import argparse
-import logging
 import os
 import sys
 import time
@@ -9,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.monitoring
 
 from jflash.cli.command import note_idle_gpu, require
-from jflash.cli.generate import configured, loaded, with_sampling
+from jflash.cli.generate import configured, with_sampling
+from jflash.cli.generate import loaded as read
 from jflash.cli.options.pair import sampling
 from jflash.decoding import Decoding, Sampling
 from jflash.io import PairFiles
@@ -26,6 +26,9 @@ from jflash.serving.grammar import Grammars
 from jflash.serving.request import Request
 from jflash.serving.room import pages_within
 from pallas_kernels.block_attention import PAGE
+
+if TYPE_CHECKING:
+    from jflash.server.service import Settings
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # the event of jax.monitoring
 FAILED = 1  # exit code of a server whose device failed
@@ -39,25 +42,21 @@ def run(options: argparse.Namespace) -> None:
 
         ray.serve_replicas(options)
         return
-    from jflash.server.app import make_app
-    from jflash.server.run import listen, serve
+    from jflash.server.front import Front
+    from jflash.server.run import listen, log_to_stderr
+    from jflash.server.start import Rules
 
-    keys = api_keys(options)
+    rules = Rules(
+        api_keys(options), options.allow_origin, options.shutdown_timeout, options.hang_timeout
+    )
     log_to_stderr()
-    listener = listen(options.host, options.port)
-    service = loaded_service(options)
-    app = make_app(service, api_keys=keys, origins=options.allow_origin)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
-    well = serve(
-        app, service, listener,
-        shutdown_timeout=options.shutdown_timeout, hang_timeout=options.hang_timeout,
-    )  # fmt: skip
+    with Front(listen(options.host, options.port), rules) as front:
+        engine, grammars, settings = loaded(options)
+        well = front.serve(engine, grammars, settings, counted_compilations())
     if not well:  # the engine's thread may hang in the device: nothing waits for it
         sys.stderr.flush()
         os._exit(FAILED)
-    service.engine.close()
+    engine.close()
 
 
 def api_keys(options: argparse.Namespace) -> list[str]:
@@ -77,18 +76,17 @@ def api_keys(options: argparse.Namespace) -> list[str]:
     return keys
 
 
-def log_to_stderr() -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", force=True
-    )
-    logging.getLogger("jflash").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+class Loaded(NamedTuple):
+    """What a server is made of."""
+
+    engine: Engine
+    grammars: Grammars
+    settings: "Settings"
 
 
-def loaded_service(options: argparse.Namespace):
+def loaded(options: argparse.Namespace) -> Loaded:
     """Loads and compiles the pair; ValueError, before a weight is read, for what does not fit."""
-    from jflash.server.metrics import Metrics
-    from jflash.server.service import Service
+    from jflash.server.service import Settings
 
     files = configured(options, batch=options.max_batch)
     files = with_sampling(files, [Decoding()], options.draft_rule)
@@ -97,7 +95,7 @@ def loaded_service(options: argparse.Namespace):
     note_idle_gpu()
     context = _context(options, files)
     pages = _pages(options, files.models, context)
-    pair = loaded(files, progress=sys.stderr.isatty())
+    pair = read(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
     name = options.served_model_name or _name(options.target)
     slots = f"{options.max_batch} requests at once of at most {context} tokens"
@@ -111,9 +109,7 @@ def loaded_service(options: argparse.Namespace):
     grammars = Grammars(tokenizer, files.models.target.config.vocab_size, stop_ids)
     _warm_up(engine, grammars, tuple(stop_ids))
     print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-    service = Service(
-        engine=engine,
-        grammars=grammars,
+    settings = Settings(
         tokenizer=tokenizer,
         name=name,
         version=f"jflash {_version()}",
@@ -122,13 +118,12 @@ def loaded_service(options: argparse.Namespace):
         sampling=sampling(options),
         reasoning=options.reasoning == "on",
         created=int(time.time()),
-        metrics=Metrics(name, files.models.max_accept, engine.stats),
+        max_accept=files.models.max_accept,
         max_body=options.max_body,
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
     )
-    _count_compilations(service.metrics.compiled.inc)
-    return service
+    return Loaded(engine, grammars, settings)
 
 
 def _warm_up(engine: Engine, grammars: Grammars, stop_ids: tuple[int, ...]) -> None:
@@ -140,14 +135,18 @@ def _warm_up(engine: Engine, grammars: Grammars, stop_ids: tuple[int, ...]) -> N
         engine.generate([request])
 
 
-def _count_compilations(count: Callable[[], None]) -> None:
-    """Counts compilations from now on: requests should cause none, and /metrics shows the count."""
+def counted_compilations(also: Callable[[], None] = lambda: None) -> Callable[[], int]:
+    """Tells how many programs were compiled from now on, and calls `also` for each: requests
+    should cause none."""
+    seen = list[str]()
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILED:
-            count()
+            seen.append(event)
+            also()
 
     jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: len(seen)
 
 
 def _context(options: argparse.Namespace, files: PairFiles) -> int:

@@ -226,14 +226,23 @@ async def _idle(client: httpx.AsyncClient, result: Soak) -> None:
         await asyncio.sleep(0.2)
 
 
+def _resident(pid: int) -> int | None:
+    """Bytes of the server's two processes; None if one has ended."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    found = [
+        re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{one}/status").read_text(encoding="utf-8"))
+        for one in (pid, *children)
+    ]
+    return 1024 * sum(int(size) for [size] in found) if children and all(found) else None
+
+
 async def _look(client: httpx.AsyncClient, pid: int, end: float, result: Soak) -> None:
     while time.monotonic() < end:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        found = re.findall(r"VmRSS:\s+(\d+)", status)
-        if not found:
-            result.problems.append("the server's process has ended")
+        resident = _resident(pid)
+        if resident is None:
+            result.problems.append("a process of the server has ended")
             return
-        result.resident.append(1024 * int(found[0]))
+        result.resident.append(resident)
         figures = await _figures(client)
         if "device_memory_bytes" in figures:
             result.device_bytes.append(round(figures["device_memory_bytes"]))

@@ -69,7 +69,7 @@ async def chat(request: HttpRequest) -> Response:
     readers = [reader(service, prompt, bool(tools), one_call) for _ in range(n)]
     usage = Usage(prompt=len(ids), each=n)
     thoughts = [thought_counter(service, prompt) for _ in range(n)]
-    handles = service.submit(requests, "messages")
+    handles = await service.submit(requests, "messages")
     talk = Talk(service, handles, readers, thoughts, stops, usage)
     request.state.usage = usage
     if asked.stream:

@@ -44,7 +44,7 @@ async def completions(request: HttpRequest) -> Response:
     )  # fmt: skip
     echoes = [service.plain_text(list(ids)) if asked.echo else "" for ids in prompts]
     echoes = [echo for echo in echoes for _ in range(n)]
-    handles = service.submit(requests, "prompt")
+    handles = await service.submit(requests, "prompt")
     usage = Usage(prompt=sum(map(len, prompts)), each=n)
     request.state.usage = usage
     if asked.stream:

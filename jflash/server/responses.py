@@ -52,7 +52,7 @@ async def responses(request: HttpRequest) -> Response:
     thoughts = thought_counter(service, prompt)
     usage = Usage(prompt=len(ids))
     request.state.usage = usage
-    [handle] = service.submit(requests, "input")
+    [handle] = await service.submit(requests, "input")
     output = Output(_frame(service, asked), usage)
     events = _events(service, handle, parts, thoughts, usage, output)
     if asked.stream:

@@ -39,6 +39,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", force=True
+    )
+    logging.getLogger("jflash").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
 def server_of(app: Starlette, shutdown_timeout: float) -> uvicorn.Server:
     """The HTTP server, which `serve` runs. From now on threads take turns in SWITCH seconds."""
     sys.setswitchinterval(SWITCH)

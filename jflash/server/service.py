@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jflash.decoding import Sampling
@@ -15,7 +15,7 @@ from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form
 from jflash.server.metrics import Metrics
 from jflash.server.reasoning import CLOSE, OPEN, opened
-from jflash.serving.engine import Engine
+from jflash.serving.decoder import Decoder
 from jflash.serving.grammar import Grammar, Grammars, Opening
 from jflash.serving.handle import Handle
 from jflash.serving.request import Failed, Full, Request
@@ -27,11 +27,9 @@ CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
-    """A loaded engine with its tokenizer. `sampling` has the defaults of a request."""
+class Settings:
+    """What a server needs beside an engine. `sampling` has the defaults of a request."""
 
-    engine: Engine
-    grammars: Grammars
     tokenizer: Any
     name: str
     version: str
@@ -40,16 +38,25 @@ class Service:
     sampling: Sampling
     reasoning: bool  # the template's thinking mode
     created: int
-    metrics: Metrics
+    max_accept: int  # drafts that a step may keep
     max_body: int  # bytes
     max_queue: int  # requests that may wait
     request_timeout: float  # seconds, from the submission to the last token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service(Settings):
+    """An engine with its tokenizer, and the requests that are under way."""
+
+    engine: Decoder
+    grammars: Grammars
+    metrics: Metrics
     live: set[Handle] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)  # why the engine gives no more tokens
 
     @property
     def vocabulary(self) -> int:
-        return self.engine.pair.models.target.config.vocab_size
+        return self.engine.vocabulary
 
     @functools.cached_property
     def harmony(self) -> bool:
@@ -126,14 +133,24 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error), code="invalid_value") from None
 
-    def submit(self, requests: Sequence[Request], param: str) -> list[Handle]:
-        """Submits all or none; ApiError if the engine is full. `param` is the prompt's field."""
+    async def submit(self, requests: Sequence[Request], param: str) -> list[Handle]:
+        """Submits all or none; ApiError for what is never served, or if the engine is full.
+
+        `param` is the prompt's field.
+        """
         for request in requests:
             self._check(request, param)
         handles = list[Handle]()
         try:
             for request in requests:
-                handles.append(self.engine.submit(request))
+                handles.append(await self.engine.submit(request))
+        except asyncio.CancelledError:
+            self._drop(handles)
+            raise
+        except ValueError as error:
+            self._drop(handles)
+            named = (field for name, field in CHECKED.items() if name in str(error))
+            raise ApiError(str(error), param=next(named, None), code="invalid_value") from None
         except Full as full:
             self._drop(handles)
             self.metrics.rejected.inc()
@@ -177,11 +194,14 @@ class Service:
                 f"{asked} prompt tokens + {request.max_tokens} new tokens pass the context of "
                 f"{most} tokens", param=param, code="context_length_exceeded",
             )  # fmt: skip
-        try:
-            self.engine.check(request)
-        except ValueError as error:
-            named = (field for name, field in CHECKED.items() if name in str(error))
-            raise ApiError(str(error), param=next(named, None), code="invalid_value") from None
+
+
+def service_of(settings: Settings, engine: Decoder) -> Service:
+    """A server's state over an engine."""
+    known = {field.name: getattr(settings, field.name) for field in fields(Settings)}
+    grammars = Grammars(settings.tokenizer, engine.vocabulary, settings.stop_ids)
+    metrics = Metrics(settings.name, settings.max_accept, engine.stats)
+    return Service(engine=engine, grammars=grammars, metrics=metrics, **known)
 
 
 def thinks(service: Service, prompt: str, names: dict[str, Any]) -> bool:

@@ -44,13 +44,16 @@ class _Waits(NamedTuple):
 class Grammar:
     """A compiled grammar of the text from `opens` on, or of the whole text.
 
-    Where the text may end, one of `stop_ids` may come; before `opens` none may.
+    Where the text may end, one of `stop_ids` may come; before `opens` none may. `kind` and `text`
+    are what it was compiled from.
     """
 
     start: Any  # llguidance's matcher at the beginning
     vocabulary: int  # of the model
     words: int  # of 32 bits, of a mask over the tokenizer's vocabulary, which may be larger
     stop_ids: tuple[int, ...]
+    kind: Kind
+    text: str
     opens: Opening | None = None
 
 
@@ -75,7 +78,9 @@ class Grammars:
         `kind` grammar is llguidance's Lark or GBNF, choice a JSON list of texts.
         """
         start = self._compiled(kind, text)
-        return Grammar(start, self._vocabulary, self._words, self._stop_ids, opens)
+        return Grammar(
+            start, self._vocabulary, self._words, self._stop_ids, kind, text, opens
+        )  # fmt: skip
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for in a text."""

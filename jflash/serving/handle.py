@@ -67,6 +67,7 @@ class Handle:
         self._error: BaseException | None = None
         self._wake: Callable[[], None] | None = None
         self._at_end: Callable[[], None] | None = None
+        self._to: Callable[[list[Event] | BaseException], None] | None = None
 
     def cancel(self) -> None:
         """Ends the request soon, in any phase; its last event is 'cancelled'.
@@ -117,12 +118,26 @@ class Handle:
             if self._ended:
                 do()
 
+    def forward(self, to: Callable[[list[Event] | BaseException], None]) -> None:
+        """Gives events, or the error, to `to` and no reader: in the engine's thread, and those that
+        have come already now."""
+        with self._changed:
+            self._to, came = to, list(self._events)
+            self._events.clear()
+            if came:
+                to(came)
+            if self._error is not None:
+                to(self._error)
+
     def give(self, events: list[Event]) -> None:
         """Adds events; the engine's thread calls it."""
         with self._changed:
             assert not self._ended, "nothing comes after the last event"
-            self._events.extend(events)
             self._past.extend(events)
+            if self._to is None:
+                self._events.extend(events)
+            else:
+                self._to(events)
             self._ended = bool(events) and events[-1].finish_reason is not None
             self._notify()
 
@@ -130,6 +145,8 @@ class Handle:
         """Ends the events with `error`, which the reader raises; the engine's thread calls it."""
         with self._changed:
             self._error, self._ended = error, True
+            if self._to is not None:
+                self._to(error)
             self._notify()
 
     @property

@@ -34,15 +34,17 @@ from jflash.cli.command import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.options.pair import drafter_choice, drafter_name
-from jflash.cli.serve import FAILED, api_keys, loaded_service, log_to_stderr
+from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
 from jflash.io import pair_models
 from jflash.io.foreign import one_line
 from jflash.replicas import cluster, gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
-from jflash.server.run import LOOK_EVERY, listen, watch
+from jflash.server.run import LOOK_EVERY, listen, log_to_stderr, watch
+from jflash.server.service import service_of
 from jflash.server.wire import ClientGone
+from jflash.serving.decoder import Local
 
 LOG = logging.getLogger("jflash.server")
 NAME = "jflash"
@@ -63,7 +65,9 @@ class Replica:
     def __init__(self, options: argparse.Namespace) -> None:
         log_to_stderr()
         configure_jax(options)
-        self._options, self._service = options, loaded_service(options)
+        self._options, found = options, loaded(options)
+        self._service = service_of(found.settings, Local(found.engine))
+        counted_compilations(self._service.metrics.compiled.inc)
         origins = options.allow_origin
         self._app = make_app(self._service, api_keys=api_keys(options), origins=origins)
         self._watch: asyncio.Task | None = None

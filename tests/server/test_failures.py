@@ -17,6 +17,7 @@ from jflash.server.app import make_app
 from jflash.server.metrics import Metrics
 from jflash.server.run import listen, serve
 from jflash.server.service import Service
+from jflash.serving.decoder import Local
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from tests.support.letters import END, END_OF_THOUGHTS, TEMPLATE, letters_tokenizer
@@ -36,10 +37,10 @@ class Running:
             "tokenizer": load_tokenizer(EMBEDDED_PAIR / "target"), "name": "small",
             "version": "jflash", "template": "", "stop_ids": (), "sampling": Sampling(),
             "grammars": Grammars(load_tokenizer(EMBEDDED_PAIR / "target"), 4096, [2]),
-            "reasoning": False, "created": 0, "max_body": 1000, "max_queue": 4,
+            "reasoning": False, "created": 0, "max_body": 1000, "max_queue": 4, "max_accept": 3,
             "request_timeout": 60.0, "metrics": Metrics("small", 3, self.engine.stats),
         }  # fmt: skip
-        self.service = Service(engine=self.engine, **(values | service))
+        self.service = Service(engine=Local(self.engine), **(values | service))
         app = make_app(self.service, api_keys=keys or (), origins=["https://page.example"])
         listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,7 +1,6 @@
 """gpt-oss's channels: at any cut of the text, and by the routes, whose engine recites."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,10 +15,10 @@ from jflash.server.app import make_app
 from jflash.server.harmony import Channels
 from jflash.server.metrics import Metrics
 from jflash.server.service import Service
-from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars, Opening
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Request
+from jflash.serving.stats import Stats
 from tests.server.test_streamed_text import cuts, flags
 from tests.support.letters import TEMPLATE, letters_tokenizer
 
@@ -82,20 +81,17 @@ def test_the_routes_give_thoughts_text_and_calls_apart():
     size = max(tokenizer.get_vocab().values()) + 1
     asked = list[Any]()
 
-    class Reciting(Engine):
+    class Reciting:
         text = ""
-        max_context = 200
-        pair: Any = SimpleNamespace(
-            models=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=size)))
-        )
+        max_context, vocabulary = 200, size
 
-        def __init__(self) -> None:
-            pass
+        def stats(self) -> Stats:
+            raise NotImplementedError
 
-        def check(self, request: Request) -> None:
+        def close(self) -> None: ...
+
+        async def submit(self, request: Request) -> Handle:
             asked.append(request)
-
-        def submit(self, request: Request) -> Handle:
             handle, ids = Handle(request, lambda _: None), tokenizer(self.text)["input_ids"]
             handle.give([Event((token,)) for token in ids[:-1]])
             handle.give([Event((ids[-1],), finish_reason="stop")])
@@ -105,7 +101,7 @@ def test_the_routes_give_thoughts_text_and_calls_apart():
     service = Service(
         engine=engine, grammars=Grammars(tokenizer, size, [64]), tokenizer=tokenizer, name="oss",
         version="jflash", template=template, stop_ids=(64,), sampling=Sampling(), reasoning=True,
-        created=0, metrics=Metrics("oss", 3, engine.stats),
+        created=0, max_accept=3, metrics=Metrics("oss", 3, engine.stats),
         max_body=9000, max_queue=4, request_timeout=9.0,
     )  # fmt: skip
     client = TestClient(make_app(service))

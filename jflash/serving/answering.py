@@ -1,0 +1,128 @@
+"""The end of a pipe where the engine is: takes requests from it, and sends news of them.
+
+The engine's thread leaves events here and goes on; another thread sends those of a round together.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+
+from jflash.io.foreign import one_line
+from jflash.serving.engine import Engine
+from jflash.serving.grammar import GrammarError, Grammars
+from jflash.serving.handle import Handle
+from jflash.serving.remote import Asked, Left, News
+from jflash.serving.request import Event, Failed, Full
+
+IDLE = 0.2  # seconds between news when nothing happens: they show that the engine is there
+COMPILERS = 2  # grammars compiled at once, beside other requests
+
+
+class _Outbox:
+    """Sends news while the engine's thread goes on."""
+
+    def __init__(self, engine: Engine, pipe: Connection, compiled: Callable[[], int]) -> None:
+        self._engine, self._pipe, self._compiled = engine, pipe, compiled
+        self._changed, self._open = threading.Condition(), True
+        self._taken = list[tuple[int, Exception | None]]()
+        self._came = list[tuple[int, list[Event] | Exception]]()
+        self._thread = threading.Thread(target=self._run, name="jflash-news", daemon=True)
+        self._thread.start()
+
+    def taken(self, number: int, refusal: Exception | None) -> None:
+        with self._changed:
+            self._taken.append((number, refusal))
+            self._changed.notify()
+
+    def came(self, number: int, what: list[Event] | BaseException) -> None:
+        given = what if isinstance(what, list) else _plain(what)
+        with self._changed:
+            self._came.append((number, given))
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._open = False
+            self._changed.notify()
+        self._thread.join()
+
+    def news(self) -> News:
+        """What has come, and is given once."""
+        with self._changed:
+            taken, came, self._taken, self._came = self._taken, self._came, [], []
+        return News(taken, came, self._engine.stats(), self._compiled())
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not (self._taken or self._came):
+                    if not self._open:
+                        return
+                    self._changed.wait(IDLE)
+            try:
+                self._pipe.send(self.news())
+            except OSError:  # nobody reads any more: the receiving thread ends all
+                return
+
+
+def answer(
+    engine: Engine, grammars: Grammars, pipe: Connection, compiled: Callable[[], int]
+) -> None:
+    """Serves the other end of the pipe until it closes; what still runs then is cancelled."""
+    outbox, handles = _Outbox(engine, pipe, compiled), dict[int, Handle]()
+    compiling, left = set[int](), set[int]()  # requests whose grammar is compiled, and have left
+
+    def forget(number: int) -> None:
+        handles.pop(number, None)
+
+    def take(asked: Asked) -> None:
+        number, request = asked.number, asked.request
+        try:
+            if asked.grammar is not None:
+                request = replace(request, grammar=grammars.compile(*asked.grammar))
+            handle = engine.submit(request)
+        except Exception as error:
+            outbox.taken(number, _plain(error))
+            compiling.discard(number)
+            left.discard(number)
+            return
+        outbox.taken(number, None)
+        handles[number] = handle
+        handle.forward(partial(outbox.came, number))
+        handle.at_end(partial(forget, number))
+        compiling.discard(number)
+        if number in left:
+            left.remove(number)
+            handle.cancel()
+
+    with ThreadPoolExecutor(COMPILERS) as compilers:
+        try:
+            while True:
+                message = pipe.recv()
+                number = message.number
+                if isinstance(message, Left):
+                    if number in compiling:
+                        left.add(number)
+                    if number in handles:
+                        handles[number].cancel()
+                elif message.grammar is None:
+                    take(message)
+                else:
+                    compiling.add(number)
+                    compilers.submit(take, message)
+        except (EOFError, OSError):
+            pass
+    for handle in list(handles.values()):
+        handle.cancel()
+    outbox.close()
+
+
+def _plain(error: BaseException) -> Exception:
+    """The error without its cause, which need not be one that pickles."""
+    why = str(error) if error.__cause__ is None else f"{error}: {one_line(error.__cause__)}"
+    kinds = (GrammarError, Full, Failed, ValueError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+    return kind(why)

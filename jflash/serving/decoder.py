@@ -1,0 +1,45 @@
+"""What a server needs of an engine, wherever it runs, and the engine of this process as that."""
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from jflash.serving.handle import Handle
+from jflash.serving.request import Request
+from jflash.serving.stats import Stats
+
+if TYPE_CHECKING:  # a process that only passes requests on has no models
+    from jflash.serving.engine import Engine
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """Decodes requests of token ids; see jflash.serving.engine.Engine."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids."""
+        ...
+
+    async def submit(self, request: Request) -> Handle:
+        """Queues a request. ValueError for one that is never served; Full, Failed; RuntimeError
+        once closed."""
+        ...
+
+    def stats(self) -> Stats: ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    """An engine of this process."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self.max_context = engine.max_context
+        self.vocabulary = engine.pair.models.target.config.vocab_size
+        self.stats, self.close = engine.stats, engine.close
+
+    async def submit(self, request: Request) -> Handle:
+        return self._engine.submit(request)

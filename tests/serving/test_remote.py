@@ -1,0 +1,139 @@
+"""An engine at the other end of a pipe: events, refusals, those who leave, and an end that goes."""
+
+import asyncio
+import threading
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from jflash.serving.answering import answer
+from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammars
+from jflash.serving.remote import News, Remote, Sizes, hang_up
+from jflash.serving.request import Failed, Full, Request
+from tests.support.letters import END, letters_tokenizer
+from tests.support.pairs import one_arithmetic, random_pair
+
+SIZE = 128
+
+
+class Ends:
+    """Both ends of a pipe in this process, over a small engine."""
+
+    def __init__(self) -> None:
+        pair = one_arithmetic(random_pair())
+        self.vocabulary = pair.models.target.config.vocab_size
+        self.engine = Engine(pair, max_batch=2, max_context=160, max_queue=3)
+        self.grammars = Grammars(letters_tokenizer(), self.vocabulary, [END])
+        self.compiled = 0
+        self.pipe, far = Pipe()
+        news = News([], [], self.engine.stats(), 0)
+        self.remote = Remote(self.pipe, Sizes(160, self.vocabulary), news)
+        self.thread = threading.Thread(
+            target=answer, args=(self.engine, self.grammars, far, lambda: self.compiled)
+        )
+        self.thread.start()
+        self.far = far
+
+    def close(self) -> None:
+        self.remote.close()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.engine.close()
+
+
+@pytest.fixture
+def ends():
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+def of(ends: Ends, work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def events(remote: Remote, request: Request) -> list[Any]:
+    return [event async for event in await remote.submit(request)]
+
+
+def test_events_are_those_of_the_engine(ends):
+    """Several at once, drawn and greedy, with logprobs and with a grammar."""
+    grammar = ends.grammars.compile("regex", "[a-c]{3,5}")
+    requests = [
+        Request(prompt_ids=[1, 2, 3], max_tokens=20),
+        Request(prompt_ids=[4, 5], max_tokens=9, logprobs=True, top_logprobs=2),
+        Request(prompt_ids=[6], max_tokens=8, stop_ids=[END], grammar=grammar),
+    ]
+    want = [list(ends.engine.submit(request)) for request in requests]
+
+    async def all_of_them() -> list[list[Any]]:
+        return await asyncio.gather(*(events(ends.remote, request) for request in requests))
+
+    found = of(ends, all_of_them())
+    for got, wanted, request in zip(found, want, requests, strict=True):
+        ids = [token for event in got for token in event.token_ids]
+        assert ids == [token for event in wanted for token in event.token_ids]
+        assert got[-1].finish_reason == wanted[-1].finish_reason
+        assert [e.logprobs for e in got] == [e.logprobs for e in wanted], request
+
+
+def test_refusals_come_before_an_event(ends):
+    async def asked() -> None:
+        with pytest.raises(ValueError, match="logit_bias of token 999999"):
+            await ends.remote.submit(
+                Request(prompt_ids=[1], max_tokens=9, logit_bias={999999: 1.0})
+            )
+        many = [ends.remote.submit(Request(prompt_ids=[1], max_tokens=150)) for _ in range(8)]
+        found = await asyncio.gather(*many, return_exceptions=True)
+        refused = [one for one in found if isinstance(one, Full)]
+        assert refused and str(refused[0]) == "3 requests wait"
+        for handle in found:
+            if not isinstance(handle, BaseException):
+                handle.cancel()
+                assert [event async for event in handle][-1].finish_reason == "cancelled"
+
+    of(ends, asked())
+    assert ends.remote.stats().running == 0
+
+
+def test_news_tell_of_compilations(ends):
+    seen = []
+    ends.remote.on_compiled = seen.append
+    ends.compiled = 3
+    of(ends, events(ends.remote, Request(prompt_ids=[1], max_tokens=4)))
+    assert seen == [3]
+
+
+def test_a_failed_engine_fails_its_readers(ends, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    async def asked() -> None:
+        handle = await ends.remote.submit(Request(prompt_ids=[1], max_tokens=150))
+        monkeypatch.setattr(ends.engine._loop, "round", broken)
+        with pytest.raises(Failed, match="the engine has failed: the device is lost"):
+            async for _ in handle:
+                pass
+        with pytest.raises(Failed, match="the engine has failed"):
+            await ends.remote.submit(Request(prompt_ids=[1], max_tokens=9))
+
+    of(ends, asked())
+
+
+def test_a_lost_process_fails_its_readers(ends):
+    lost = list[str]()
+    ends.remote.on_lost = lost.append
+
+    async def asked() -> None:
+        handle = await ends.remote.submit(Request(prompt_ids=[1], max_tokens=150))
+        hang_up(ends.far)
+        with pytest.raises(Failed, match="the engine's process has ended"):
+            async for _ in handle:
+                pass
+        with pytest.raises(Failed, match="the engine's process has ended"):
+            await ends.remote.submit(Request(prompt_ids=[1], max_tokens=9))
+
+    of(ends, asked())
+    assert lost == ["the engine's process has ended"]
