@@ -24,6 +24,7 @@ from jflash.serving.grammar import Grammars
 ROOT = Path(__file__).parents[2]  # the clients are of the same tree
 NAME = "measured"
 PATIENCE = 60.0  # seconds until the server answers
+CORES = 4  # for a process of clients: one process for 32 clients was as busy as the server's
 
 
 def settings_of(engine: Engine, tokenizer: Any, stop_ids: Sequence[int]) -> Settings:
@@ -86,11 +87,14 @@ def streamed(
         }
         for question in questions
     ]  # fmt: skip
-    task = json.dumps({"url": url, "clients": clients, "bodies": bodies})
+    processes = max(1, min(clients, (os.cpu_count() or 1) // CORES))
+    load = {"url": url, "clients": clients, "processes": processes, "bodies": bodies}
     before = engine.stats()
     command = [sys.executable, "-m", "jflash.bench.http_clients"]
     paths = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, input=task, stdout=subprocess.PIPE, text=True, env=paths)
+    done = subprocess.run(
+        command, input=json.dumps(load), stdout=subprocess.PIPE, text=True, env=paths
+    )
     if done.returncode:
         raise ValueError("the clients ended with an error, which is above")
     seen = json.loads(done.stdout)
