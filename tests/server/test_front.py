@@ -1,0 +1,141 @@
+"""The process that speaks HTTP, beside a small engine: one of the two fails, hangs or is killed."""
+
+import contextlib
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from jflash.decoding import Sampling
+from jflash.embedded import EMBEDDED_PAIR
+from jflash.io import load_tokenizer
+from jflash.server.front import Front
+from jflash.server.run import listen
+from jflash.server.service import Settings
+from jflash.server.start import Rules
+from jflash.serving.engine import Engine
+from jflash.serving.grammar import Grammars
+from tests.support.pairs import one_arithmetic, random_pair
+
+TEXT = "/v1/completions"
+LONG = {"prompt": [1, 2, 3], "max_tokens": 150, "ignore_eos": True, "stream": True}
+STARTED, ENDED = 120.0, 60.0  # seconds
+HANG = 1.0
+
+
+class Served:
+    """A server of two processes: this one has the engine."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(one_arithmetic(random_pair()), max_batch=2, max_context=160)
+        tokenizer = load_tokenizer(EMBEDDED_PAIR / "target")
+        listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.front = Front(listener, Rules(["key"], [], 5.0, HANG))
+        settings = Settings(
+            tokenizer=tokenizer, name="small", version="jflash", template="", stop_ids=(2,),
+            sampling=Sampling(), reasoning=False, created=0, max_accept=3, max_body=1000,
+            max_queue=4, request_timeout=60.0,
+        )  # fmt: skip
+        self.well: bool | None = None
+
+        def serve() -> None:
+            grammars = Grammars(tokenizer, 4096, [2])
+            self.well = self.front.serve(self.engine, grammars, settings, lambda: 0)
+
+        self.thread = threading.Thread(target=serve)
+        self.thread.start()
+
+    @property
+    def process(self) -> subprocess.Popen:
+        return self.front._process
+
+    def health(self) -> httpx.Response:
+        """Of a server that may still start."""
+        end = time.monotonic() + STARTED
+        while True:
+            try:
+                return httpx.get(f"{self.url}/health")
+            except httpx.TransportError:
+                assert time.monotonic() < end and self.process.poll() is None
+                time.sleep(0.1)
+
+    def stream(self) -> Any:
+        head = {"Authorization": "Bearer key"}
+        return httpx.stream("POST", self.url + TEXT, json=LONG, headers=head, timeout=ENDED)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    found = Served()
+    with found.front:
+        try:
+            assert found.health().status_code == 200
+            yield found
+        finally:
+            found.process.kill()
+            found.thread.join(ENDED)
+    with contextlib.suppress(RuntimeError):
+        found.engine.close()
+
+
+def test_a_device_that_hangs_ends_streams_health_and_both_processes(served):
+    let_go, round_ = threading.Event(), served.engine._loop.round
+
+    def hangs(*given: Any) -> None:
+        if served.engine.stats().new_tokens > 9:
+            let_go.wait(ENDED)
+        round_(*given)
+
+    served.engine._loop.round = hangs
+    try:
+        with served.stream() as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        error = json.loads(lines[-2][6:])["error"]
+        assert (error["code"], len(lines) > 3) == ("engine_failed", True)
+        health = served.health()
+        assert health.status_code == 503
+        assert "has not answered for 1 seconds" in health.json()["error"]["message"]
+        assert served.process.wait(ENDED) == 1
+    finally:
+        let_go.set()
+    served.thread.join(ENDED)
+    assert served.well is False
+
+
+def test_whoever_kills_the_http_process_ends_the_server(served):
+    """What runs is cancelled, and the exit code is that of a failure."""
+    with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)), served.stream() as answer:
+        for _ in answer.iter_lines():
+            served.process.kill()
+    served.thread.join(ENDED)
+    assert served.well is False
+    end = time.monotonic() + ENDED
+    while served.engine.stats().running:
+        assert time.monotonic() < end, "a slot is stuck"
+        time.sleep(0.05)
+    assert served.engine.stats().ended == {"cancelled": 1}
+
+
+def test_sigterm_lets_what_runs_finish(served):
+    with served.stream() as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.front.end()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    served.thread.join(ENDED)
+    assert served.well is True
+
+
+def test_without_an_engine_the_process_ends():
+    """As after a pair that could not be loaded."""
+    with Front(listen("127.0.0.1", 0), Rules([], [], 5.0, 5.0)) as front:
+        process = front._process
+    assert process.returncode is not None
