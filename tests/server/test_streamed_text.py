@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from jflash.server.errors import ApiError
 from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Call, Tools
 from jflash.server.wire import MOST_AT_ONCE, at_once
+from tests.support.letters import END, letters_tokenizer
 
 RANDOM = random.Random(0)
 
@@ -177,3 +179,18 @@ def test_what_is_there_without_waiting_leaves_in_one_write():
         assert len(gone) == 2
 
     asyncio.run(main())
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_does():
+    """Others' ids go to the backend at once, with or without special tokens."""
+    plain = letters_tokenizer()
+
+    class Loud(type(plain)):
+        def _decode(self, token_ids: Any, **options: Any) -> str:
+            return super()._decode(token_ids, **options).upper()
+
+    ids = [*plain("the answer")["input_ids"], END]
+    for marks, end in ((False, ""), (True, "<end>")):
+        assert decode(plain, ids, marks) == f"the answer{end}"
+        loud = Loud(tokenizer_object=plain.backend_tokenizer)
+        assert decode(loud, ids, marks) == f"the answer{end}".upper()
