@@ -25,6 +25,18 @@ def device_name() -> str:
     return f"CPU: {model}, {os.cpu_count()} cores"
 
 
+def device_memory() -> int | None:
+    """Bytes that JAX may take of the first device, or a CPU's free memory; None if unknown."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats:
+        return stats.get("bytes_limit")
+    meminfo = Path("/proc/meminfo")  # Linux only
+    if jax.default_backend() != "cpu" or not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
+
+
 def describe_device() -> dict[str, Any]:
     """device, versions, xla_flags and date of a run; None for what this machine does not have."""
     return {

@@ -7,7 +7,6 @@ CPU backend converts whole weights to float32 and takes more.) The peak is read 
 
 import bisect
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from jflash.cache import ring_slots
 from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
+from jflash.device import device_memory
 from jflash.generate import PREFILL_CHUNK
 from jflash.mesh import local
 from jflash.models.params import abstract_params, decoding_params
@@ -124,18 +124,6 @@ def check_memory(models: Models, shape: Shape, context: int, limit: int | None) 
         f"{_gb(budget.total)}{each} ({parts}), {_gb(budget.total - limit)} more than the "
         f"{_gb(limit)} that JAX may use: {advice}"
     )
-
-
-def device_memory() -> int | None:
-    """Bytes that JAX may take of the first device, or a CPU's free memory; None if unknown."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats:
-        return stats.get("bytes_limit")
-    meminfo = Path("/proc/meminfo")  # Linux only
-    if jax.default_backend() != "cpu" or not meminfo.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 
 
 def used_memory() -> int | None:

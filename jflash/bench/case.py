@@ -32,13 +32,12 @@ from jflash.bench.step_time import (
     window_around,
 )
 from jflash.decoding import Decoding
-from jflash.device import describe_device
+from jflash.device import describe_device, device_memory
 from jflash.generate import Pair
 from jflash.io import configure_pair, default_dtype, load_weights, save_checkpoint
 from jflash.memory import (
     check_decoding,
     check_memory,
-    device_memory,
     peak_memory,
     tree_bytes,
     weight_bytes,

@@ -27,7 +27,8 @@ from jflash.bench.step_time import (
     time_run,
     window_around,
 )
-from jflash.memory import check_memory, device_memory
+from jflash.device import device_memory
+from jflash.memory import check_memory
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, lower_run, new_state

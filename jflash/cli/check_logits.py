@@ -11,8 +11,8 @@ from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options
 from jflash.cli.options.results import chosen_backends
-from jflash.device import describe_device
-from jflash.memory import check_memory, device_memory
+from jflash.device import describe_device, device_memory
+from jflash.memory import check_memory
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models

@@ -11,7 +11,7 @@ from jflash.cli.options.pair import drafter_name, sampling
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import template_options
 from jflash.decoding import Decoding
-from jflash.device import device_name
+from jflash.device import device_memory, device_name
 from jflash.evals.datasets import (
     NEXT_EXAMPLE,
     REFERENCE_COUNT,
@@ -25,7 +25,7 @@ from jflash.io import PairFiles, encode_prompt
 from jflash.io.digest import checkpoint_digest
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
-from jflash.memory import check_memory, device_memory
+from jflash.memory import check_memory
 from jflash.programs import Shape
 
 # Options that decide about the answers and their times.

@@ -18,8 +18,8 @@ from jflash.cli.generate import configured, with_sampling
 from jflash.cli.generate import loaded as read
 from jflash.cli.options.pair import sampling
 from jflash.decoding import Decoding, Sampling
+from jflash.device import device_memory
 from jflash.io import PairFiles
-from jflash.memory import device_memory
 from jflash.pair import Models
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars

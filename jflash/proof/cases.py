@@ -11,6 +11,7 @@ import numpy as np
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
 from jflash.config import DecoderConfig
+from jflash.device import device_memory
 from jflash.embedded import EMBEDDED_PAIR as EMBEDDED
 from jflash.files import json_lines
 from jflash.generate import PREFILL_CHUNK
@@ -22,7 +23,7 @@ from jflash.io import (
     random_drafter,
     stop_token_ids,
 )
-from jflash.memory import check_decoding, check_memory, device_memory
+from jflash.memory import check_decoding, check_memory
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.float8 import rounded

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
+from jflash.device import device_memory
 from jflash.files import locked, write_json
-from jflash.memory import device_memory
 from jflash.training import steps
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig

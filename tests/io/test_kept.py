@@ -57,6 +57,10 @@ def test_a_kept_leaf_stands_for_the_dequantised_one(tmp_path, case):
     )
 
 
+def abstracted(pair: Pair) -> list[dict]:
+    return [abstract_params(config) for config in pair.models.configs]
+
+
 def held(pair: Pair) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(pair.params.target))
 
@@ -122,6 +126,14 @@ def test_experts_of_a_form_that_is_not_kept_are_refused_by_name(tmp_path):
     assert configure_pair(target).models.target.config.layers[0].kept == ()
 
 
+def as_on_hopper(monkeypatch, memory: int | None, experts: str = "canonical") -> None:
+    """Kernels that read codes, on a device of so many bytes."""
+    kernels = XLA._replace(matmul="canonical", experts=experts)
+    chosen = lambda models, *_, **__: replace(models, kernels=kernels)  # noqa: E731
+    monkeypatch.setattr(load, "with_backends", chosen)
+    monkeypatch.setattr(load, "device_memory", lambda: memory)
+
+
 @pytest.mark.parametrize(("backend", "kept"), [("canonical", 3), ("xla", 1)])
 def test_experts_are_kept_by_themselves_where_their_kernel_reads_codes(
     tmp_path, monkeypatch, backend, kept
@@ -129,11 +141,22 @@ def test_experts_are_kept_by_themselves_where_their_kernel_reads_codes(
     target = shutil.copytree(MOE, tmp_path / "target")
     endings = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
     quantise(target, CASES["fp8-block"], endings=endings)
-    kernels = XLA._replace(matmul="canonical", experts=backend)
-    monkeypatch.setattr(
-        load, "with_backends", lambda models, *_, **__: replace(models, kernels=kernels)
-    )
+    as_on_hopper(monkeypatch, None, backend)
     assert len(configure_pair(target).models.target.config.layers[0].kept) == kept
+
+
+def test_codes_are_kept_by_themselves_where_arrays_would_crowd_the_device(tmp_path, monkeypatch):
+    """Arrays are faster, so they are made while two thirds of the memory hold both models."""
+    pair = make_pair(tmp_path)
+    quantise(pair.target, CASES["fp8-block"])
+    whole = load_pair(pair.target, pair.drafter)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(abstracted(whole)))
+    for room, kept in ((arrays * 3 // 2 + 1, False), (arrays * 3 // 2 - 2, True)):
+        as_on_hopper(monkeypatch, room)
+        models = configure_pair(pair.target, pair.drafter).models
+        assert bool(models.target.config.layers[0].kept) == kept
+        asked = configure_pair(pair.target, pair.drafter, quantised="kept").models
+        assert asked.target.config.layers[0].kept
 
 
 def test_experts_beside_a_shared_one_are_kept_and_gates_of_one_column_are_not(tmp_path):
