@@ -30,6 +30,7 @@ from jflash.state import Sequences, State
 from jflash.tiles import settled
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
+LARGE_CHUNK = 512  # the same of an engine, where no chunk changes a bit
 STOP_SLOTS = 16  # stop ids are padded to a multiple of this
 _POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2))  # that compiles; it traces nothing
 
@@ -89,6 +90,12 @@ def chunk_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     free = models.one_arithmetic and models.kernels.attention == "canonical"
     several = free and shape.chunk > PREFILL_CHUNK and shape.chunk % PREFILL_CHUNK == 0
     return (PREFILL_CHUNK, shape.chunk) if several else (shape.chunk,)
+
+
+def engine_chunk(models: Models, capacity: int) -> int:
+    """The most tokens of a prompt that a pass of an engine computes, unless it is told."""
+    several = len(chunk_sizes(models, Shape.of(1, capacity, chunk=LARGE_CHUNK))) > 1
+    return LARGE_CHUNK if several and capacity >= LARGE_CHUNK else PREFILL_CHUNK
 
 
 def run(

@@ -16,7 +16,7 @@ import jax
 
 from jflash.generate import Pair
 from jflash.memory import used_memory
-from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.programs import Shape, engine_chunk
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
@@ -57,7 +57,7 @@ class Engine:
         max_queue: int = 1024,
         max_stop_ids: int = 16,
         steps_per_call: int = STEPS_PER_CALL,
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
         prefill_between: int = PREFILL_BETWEEN,
         kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
@@ -65,6 +65,8 @@ class Engine:
         self.max_context = positions if max_context is None else max_context
         columns = -(-self.max_context // PAGE)
         pages = max_batch * columns if pages is None else pages
+        if prefill_chunk is None:
+            prefill_chunk = engine_chunk(pair.models, columns * PAGE)
         for name, value in (
             ("max_batch", max_batch),
             ("max_context", self.max_context),

@@ -11,7 +11,7 @@ import jax
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import local
 from jflash.pair import Models
-from jflash.programs import Shape
+from jflash.programs import Shape, engine_chunk
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.slots import Layout, empty_state
@@ -59,7 +59,8 @@ def pages_within(
     wanted = batch * columns if pages is None else pages
     if limit is None:
         return wanted
-    need = needed(models, Shape.of(batch, columns * PAGE), steps)
+    slots = columns * PAGE
+    need = needed(models, Shape.of(batch, slots, chunk=engine_chunk(models, slots)), steps)
     most = max(0, limit - need.of(0)) // need.page
     takes = (
         f"weights take {_gb(need.weights)}, {batch} slots {_gb(need.others)} and each page of "

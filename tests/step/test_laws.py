@@ -20,6 +20,7 @@ from jflash.programs import (
     capacity_for,
     chunk_sizes,
     compile_programs,
+    engine_chunk,
     make_request,
     new_state,
 )
@@ -211,6 +212,8 @@ def test_several_sizes_of_a_chunk_need_kernels_whose_bits_it_does_not_change():
     assert pass_sizes(hopper, Shape.of(1, 2048, chunk=32)) == (32,)
     other = replace(hopper, kernels=hopper.kernels._replace(matmul="xla"))
     assert chunk_sizes(other, large) == chunk_sizes(models, large) == (1024,)
+    assert [engine_chunk(hopper, slots) for slots in (448, 512, 4096)] == [128, 512, 512]
+    assert engine_chunk(other, 4096) == engine_chunk(models, 4096) == 128
 
 
 def one_hot_pair(**changes) -> Pair:
