@@ -2,8 +2,7 @@
 
 An op's package has BACKENDS, its modules by name with the best first, where what stands after "xla"
 runs on request only; and `refusal(backend, sizes, device)`, which says why a backend cannot do it,
-or None. `untried(backend, sizes)`, where a package has it, says what runs on request only, because
-it has not run on a GPU. `device` is a jax.Device, or None to leave it out of the question.
+or None. `device` is a jax.Device, or None to leave it out of the question.
 """
 
 from collections.abc import Iterable
@@ -17,11 +16,11 @@ def no_backend(op: str, backend: str, backends: Iterable[str]) -> str:
 
 def best(package: Any, sizes: Iterable[Any], device: Any) -> str:
     """The first of a package's backends that takes all of `sizes` on a jax.Device."""
-    sizes, untried = list(sizes), getattr(package, "untried", lambda *_: False)
+    sizes = list(sizes)
     return next(
         name
         for name in package.BACKENDS
-        if not any(package.refusal(name, x, device) or untried(name, x) for x in sizes)
+        if not any(package.refusal(name, x, device) for x in sizes)
     )
 
 

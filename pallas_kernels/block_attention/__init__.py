@@ -130,11 +130,6 @@ def gathered(pool: Float[Array, "_ _ K H"], table: Int[Array, "B _"]) -> Float[A
     return pages.reshape(table.shape[0], -1, *pool.shape[2:])
 
 
-def untried(backend: str, sizes: Sizes) -> bool:
-    """Heads of 512 dims compile for an H200 and give the reference's numbers interpreted."""
-    return backend in ("canonical", "mosaic_gpu") and sizes.head_dim == HEAD_DIMS[-1]
-
-
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     """Why a backend cannot do this, or None; see pallas_kernels.choice."""
     if backend == "cpu":
