@@ -32,7 +32,8 @@ def problem_of(row: dict, cell: str, backing: str) -> str:
     """What is wrong with what backs a cell; nothing if it is there and of this family."""
     if cell == "run on a GPU":
         result = ROOT / backing
-        cases = read(result)["cases"] if result.exists() else []
+        content = read(result) if result.exists() else {}
+        cases = content.get("cases", []) + content.get("step_times", [])
         shapes = {case["shape"] for case in cases}
         return "" if shapes & set(row["shapes"]) else f"{backing} holds no case of it"
     found = re.fullmatch(r"tests/([\w/]+)\.py::(test_\w+)\[(\w+)-(pair\d\d)\]", backing)
