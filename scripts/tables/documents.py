@@ -14,6 +14,7 @@ from tables.cells import Result
 from tables.devices import several_gpus
 from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, trainings
 from tables.losslessness import law, lossless, plain_text, right_logits, width_1
+from tables.pages import pages
 from tables.rows import row_steps, rows
 from tables.serving import serving
 from tables.step_goals import step_goals
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
             steps,
             whole_steps,
             step_goals,
+            pages,
             spent,
             several_gpus,
             in_turns,

@@ -33,7 +33,7 @@ KINDS = {"plain": "plain", "step": "DFlash step", "float8": "the same, drafter i
 TAUS = (3.0, 4.0, 5.0, 6.4, 8.0)
 
 
-def _kind(kind: str) -> str:
+def kind_name(kind: str) -> str:
     rows = rows_of(kind)
     return KINDS[kind] if rows is None else f"DFlash step of {rows} rows a sequence"
 
@@ -113,7 +113,7 @@ def whole_steps(results: list[Result]) -> str:
     }
     batches = sorted({batch for *_, batch in times})
     rows = [
-        [shape, _kind(kind), context, *(
+        [shape, kind_name(kind), context, *(
             _time(times[shape, kind, context, batch])
             if (shape, kind, context, batch) in times else "" for batch in batches
         )]

@@ -164,6 +164,15 @@ def whole_steps_of(name: str, ms: float, batch: int) -> Result:
     return Result(name, where | {"step_times": [row, row | {"batch": 64, "ms": ms + 1}, kept]})
 
 
+def whole_steps_in_pages() -> Result:
+    """The same over slots and over shuffled pages, and one in pages alone."""
+    row = {"shape": "qwen9", "kind": "plain", "context": 656, "batch": 1, "ms": 4.0}
+    row["places"] = "slots"
+    rows = [row, row | {"places": "shuffled", "ms": 4.1}, row | {"places": "pages", "batch": 2}]
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "an earlier day"}
+    return Result("x.json", where | {"step_times": rows})
+
+
 def test_every_table_shows_its_numbers(results):
     step, plain = (results[0].content["cases"][0][part] for part in ("step", "plain"))
     shown = {
@@ -177,6 +186,9 @@ def test_every_table_shows_its_numbers(results):
             "| qwen9, layers in FP8 | DFlash step | 656 | 7.00 (75.0 %) | 8.00 (75.0 %) |  |",
         ],
         "step_goals": ["| qwen3-8b, DFlash step, batch 1 | 5.2 | not measured |  |  |"],
+        "pages": [
+            "| qwen9 | plain | 1 | 656 | 4.00 |  | 4.10 (1.025 ×) |\n\nGPU",  # x.json alone
+        ],
         "spent": ["Not measured yet."],  # by the test below
         "several_gpus": ["| qwen3-8b, batch 1 | not measured | not measured (goal 0.68 ×) |"],
         "widths": ["| ms a step at width | 4 | 16 |", "| batch 1 |"],
@@ -240,6 +252,7 @@ def test_every_table_shows_its_numbers(results):
         *(*results, *evaluated(), *one_arithmetic(), checked(), right(), trained(), embedded()),
         *(timed_beside_vllm(), *of_rows()),
         *(whole_steps_of("x-1.json", 7.0, 1), whole_steps_of("x-2.json", 8.0, 2)),
+        whole_steps_in_pages(),
     ]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
