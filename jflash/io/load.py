@@ -12,27 +12,22 @@ import numpy as np
 
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
-from jflash.device import device_memory
 from jflash.files import replacing, write_text
 from jflash.generate import Pair
 from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
 from jflash.io.hf_config import drafter_config, names_of, target_config
 from jflash.io.hf_write import to_hf_config
+from jflash.io.keeping import keeping
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
 from jflash.mesh import over, place, placed, tensor_mesh, with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounded
-from jflash.models.params import abstract_params, leaf_paths, random_params
+from jflash.models.params import random_params
 from jflash.pair import Models, Params
 
 DTYPES = ("float32", "bfloat16")
-KEPT = "kept"
-QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
-# The share of a device's memory that arrays may take before weights stay codes by themselves, since
-# a step of Qwen3-8B's pair on an H200 takes 5.5 ms with arrays, 7.9 with FP8 and 8.8 with INT4.
-ROOMY = 2 / 3
 
 
 def default_dtype() -> str:
@@ -116,41 +111,8 @@ def configure_pair(
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
-    models = _keeping(models, first, quantised)
+    models = keeping(models, first, quantised)
     return PairFiles(models, first, second, drafter_seed)
-
-
-def _keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
-    """The models, whose target may keep its quantised weights; `quantised` as for load_pair."""
-    if quantised not in QUANTISED:
-        raise ValueError(f"quantised {quantised!r} is not one of {', '.join(QUANTISED)}")
-    asked, alone, kernels = quantised == KEPT, models.mesh is None, models.kernels
-    if not (asked or (quantised == AUTO and alone and kernels.matmul == "canonical")):
-        return models
-    if not asked and _roomy(models):
-        return models
-    config = models.target.config
-    forms, leaves = target.kept(config), leaf_paths(config)
-    kept = {path: form for path, form in forms.items() if form}
-    if asked and not kept:
-        raise ValueError(f"{target.path} has no quantised weights that may be kept in memory")
-    if asked and (whole := [p for p in forms if leaves[p].experts and not forms[p]]):
-        raise ValueError(
-            f"{target.path} has experts in a quantised form that may not be kept in memory, "
-            f"{whole[0]} for one: use --quantised dequantised"
-        )
-    if not asked and kernels.experts != "canonical":
-        kept = {path: form for path, form in kept.items() if not leaves[path].experts}
-    if not kept:
-        return models
-    return replace(models, target=Target(config.keeping(kept)))
-
-
-def _roomy(models: Models) -> bool:
-    """Whether the pair's arrays leave the first device enough memory; False where it is unknown."""
-    whole = map(abstract_params, models.configs)
-    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(list(whole)))
-    return arrays <= ROOMY * (device_memory() or 0)
 
 
 def pair_models(
@@ -244,8 +206,8 @@ def load_pair(
     'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
     this host share both models, and of experts each has some 'columns', or whole ones if
     `experts_over` is 'devices'. `quantised` says how a quantised target's weights lie in memory,
-    which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where the
-    kernels read them ('canonical', on one device). `drafter_dtype` 'float8' rounds the operands of
+    which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where arrays
+    would take more than two thirds of the device and its kernels read codes. `drafter_dtype` 'float8' rounds the operands of
     the drafter's products to e4m3, on one device, which changes no output. Everything that can be
     checked without weights is checked before any are read. ValueError says what does not fit.
     """

@@ -10,8 +10,8 @@ import pytest
 
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
-from jflash.io import configure_pair, load, load_weights
-from jflash.io.load import QUANTISED
+from jflash.io import configure_pair, keeping, load, load_weights
+from jflash.io.keeping import QUANTISED
 from jflash.kernels import XLA
 from jflash.memory import memory_budget
 from jflash.models.params import abstract_params
@@ -131,7 +131,7 @@ def as_on_hopper(monkeypatch, memory: int | None, experts: str = "canonical") ->
     kernels = XLA._replace(matmul="canonical", experts=experts)
     chosen = lambda models, *_, **__: replace(models, kernels=kernels)  # noqa: E731
     monkeypatch.setattr(load, "with_backends", chosen)
-    monkeypatch.setattr(load, "device_memory", lambda: memory)
+    monkeypatch.setattr(keeping, "device_memory", lambda: memory)
 
 
 @pytest.mark.parametrize(("backend", "kept"), [("canonical", 3), ("xla", 1)])
