@@ -206,10 +206,11 @@ def load_pair(
     'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
     this host share both models, and of experts each has some 'columns', or whole ones if
     `experts_over` is 'devices'. `quantised` says how a quantised target's weights lie in memory,
-    which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where arrays
-    would take more than two thirds of the device and its kernels read codes. `drafter_dtype` 'float8' rounds the operands of
-    the drafter's products to e4m3, on one device, which changes no output. Everything that can be
-    checked without weights is checked before any are read. ValueError says what does not fit.
+    which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where
+    arrays would take more than two thirds of the device and its kernels read codes.
+    `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, on one device,
+    which changes no output. Everything that can be checked without weights is checked before any
+    are read. ValueError says what does not fit.
     """
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
