@@ -14,7 +14,7 @@ from jflash.kernels import AUTO
 from jflash.programs import Shape
 from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
-from jflash.serving import slots
+from jflash.serving import programs, slots
 from jflash.serving.device_time import DeviceTime
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
