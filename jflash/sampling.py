@@ -101,7 +101,7 @@ def _top_p(gaps, weights, p: Float[Array, "B 1"]) -> Bool[Array, "B T V"]:
 
 
 def _nearest(
-    gaps: Float[Array, "B T V"], weights: Float[Array, "B T V"], goal: Float[Array, "B #T"]
+    gaps: Float[Array, "B T V"], weights: Float[Array, "B T V"], goal: Float[Array, " B #T"]
 ) -> Bool[Array, "B T V"]:
     """The tokens of the smallest gaps (all of equal gap, or none) whose weights sum to `goal`.
 
