@@ -27,30 +27,15 @@ from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
     HYBRID,
     drafter_config,
-    one_arithmetic,
+    hybrid_pair,
+    knowing,
     prompts,
     random_pair,
-    random_params,
-    replay_pair,
     target_config,
-    unit_head,
 )
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 NEW = 40
-
-
-def hybrid_pair() -> Pair:
-    pair, config = random_pair(), target_config(**HYBRID)
-    models = replace(pair.models, target=Target(config))
-    params = pair.params._replace(target=random_params(config, 0))
-    return one_arithmetic(unit_head(Pair(models, params)))
-
-
-def knowing(pair: Pair, prompt: list[int], text: list[int]) -> Pair:
-    """With a drafter that knows the text but for every seventh token."""
-    wrong = [t if i % 7 else (t + 1) % 67 for i, t in enumerate([*prompt, *text])]
-    return one_arithmetic(replay_pair(pair, wrong))
 
 
 def final_states(pair: Pair, prompt: list[int], new: int):

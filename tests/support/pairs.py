@@ -194,6 +194,23 @@ def unit_head(pair: Pair) -> Pair:
     return Pair(pair.models, Params(target, pair.params.drafter))
 
 
+def hybrid_pair(dtype: str = "float32", **drafter_changes) -> Pair:
+    """A random pair whose target has a layer with a delta net and one with attention."""
+    pair, config = random_pair(**drafter_changes), target_config(**HYBRID)
+    models = replace(pair.models, target=Target(config))
+    params = pair.params._replace(target=random_params(config, 0))
+    params, models = unit_head(Pair(models, params)).params, models.of_dtype(dtype)
+    own = Params(*map(abstract_params, models.configs))
+    cast = jax.tree.map(lambda leaf, x: x.astype(leaf.dtype), own, params)
+    return one_arithmetic(Pair(models, cast))
+
+
+def knowing(pair: Pair, prompt: list[int], text: list[int]) -> Pair:
+    """With a drafter that knows the text but for every seventh token."""
+    wrong = [t if i % 7 else (t + 1) % 67 for i, t in enumerate([*prompt, *text])]
+    return one_arithmetic(replay_pair(pair, wrong))
+
+
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[list[int]]:
     """Random prompts of low to high - 1 tokens."""
     rng = np.random.default_rng(seed)
