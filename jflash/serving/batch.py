@@ -142,7 +142,7 @@ def _served(pair: Pair, layout: Layout, jobs: Sequence[Job]) -> Iterator[tuple[J
     with Engine(
         pair, max_batch=shape.batch, max_context=min(shape.capacity, positions),
         max_queue=len(jobs), max_stop_ids=shape.stop_slots, steps_per_call=layout.steps,
-        prefill_chunk=shape.chunk, kinds=layout.kinds,
+        prefill_chunk=shape.chunk, kinds=layout.kinds, states=layout.states,
     ) as engine:  # fmt: skip
         spent = _Spent(engine, time.perf_counter() - begin)
         for job in jobs:

@@ -13,12 +13,14 @@ import numpy as np
 from jflash.kernels import AUTO
 from jflash.pair import Models, Params
 from jflash.serving.constrained import Constrained, compile_constrained
+from jflash.serving.copies import Copies
 from jflash.serving.device_time import DeviceTime, UnderWay
 from jflash.serving.grammar import fill
 from jflash.serving.job import Job, Read
 from jflash.serving.packing import Report, Row, mask_words, packed
 from jflash.serving.prefill import Computed
 from jflash.serving.programs import Programs, choosing, compile_programs
+from jflash.serving.schedule import Pass
 from jflash.serving.slots import Layout, empty_state
 
 
@@ -31,6 +33,7 @@ class Device:
         auto = models.rows == AUTO and "greedy" in layout.kinds
         self.rows = choosing(models, params, layout, self.programs) if auto else None
         self.state = empty_state(models, layout)
+        self.copies = Copies(models, layout)
         self.time = DeviceTime()
         self._constrained: Constrained | None = None
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
@@ -42,36 +45,47 @@ class Device:
 
     def sleep(self) -> None:
         """Frees the state's memory."""
-        for leaf in jax.tree.leaves(self.state):
+        for leaf in jax.tree.leaves((self.state, self.copies.arrays)):
             leaf.delete()
 
     def wake(self) -> None:
         """Allocates an empty state after `sleep`."""
         self.state = empty_state(self.models, self.layout)
+        self.copies.clear()
 
     def admit(self, job: Job) -> None:
-        """Puts the request into its slot."""
+        """Puts the request into its slot, with the states that its prefix has."""
         assert job.slot is not None
         began = time.perf_counter()
         row = Row(job.slot, job.request, job.seed, job.tokens)
         self.state = self.programs.admit(
             self.state, packed(row, self.layout, self.models.max_accept)
         )
+        if job.origin is not None:
+            self.state = self.copies.put(self.state, job.slot, job.origin, job.computed)
         self.time.dispatching += time.perf_counter() - began
 
-    def chunk(self, job: Job, size: int, table: np.ndarray) -> Read:
-        """Computes the next tokens of its text, at most `size`; after the last, the slot steps."""
+    def keep(self, job: Job, place: int) -> None:
+        """Copies its states, after a pass that ended at a border of pages."""
+        assert job.slot is not None
+        began = time.perf_counter()
+        self.copies.keep(self.state, job.slot, place, job.computed)
+        self.time.dispatching += time.perf_counter() - began
+
+    def chunk(self, job: Job, over: Pass, table: np.ndarray) -> Read:
+        """Computes the tokens of its text up to `over.end`; after the last, the slot steps."""
         offset, began, request = job.computed, time.perf_counter(), job.request
-        last = offset + size >= job.end
-        control = np.array([job.slot, offset, job.end, last and job.begun], np.int32)
+        size, end = over
+        last = end == job.end
+        control = np.array([job.slot, offset, end, last and job.begun], np.int32)
         self.state, computed = self.programs.chunk[size](self.params, self.state, table, control)
         read = Read(computed.newest, job)
         if request.prompt_logprobs is not None and not job.begun:
-            read = self._scored(read, size, computed)
+            read = self._scored(read, over, computed)
         if last and not job.begun:
             read = self._first(read, computed)
         self.time.dispatched(UnderWay("prefill_seconds", size, began, read.filled))
-        job.computed = min(offset + size, job.end)
+        job.computed = end
         job.end = 0 if last else job.end
         return read
 
@@ -94,13 +108,13 @@ class Device:
         jax.copy_to_host_async((first.token, first.top if job.request.top_logprobs else None))
         return read._replace(filled=first.token, first=first)
 
-    def _scored(self, read: Read, size: int, computed: Computed) -> Read:
+    def _scored(self, read: Read, over: Pass, computed: Computed) -> Read:
         """The logprobs of the prompt's tokens after the chunk's."""
         assert read.job is not None
-        begin, following = read.job.computed + 1, np.zeros(size, np.int32)
-        tokens = read.job.request.prompt_ids[begin : begin + size]
+        begin, following = read.job.computed + 1, np.zeros(over.size, np.int32)
+        tokens = read.job.request.prompt_ids[begin : over.end + 1]
         following[: len(tokens)] = tokens
-        scored = self.programs.score[size](self.params, computed.hidden, following)
+        scored = self.programs.score[over.size](self.params, computed.hidden, following)
         return read._replace(filled=scored[0], scored=scored, count=len(tokens))
 
     def call(self, jobs: Sequence[Job], live: np.ndarray, table: np.ndarray) -> Read:

@@ -24,6 +24,7 @@ from jflash.serving.limits import check
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes
+from jflash.serving.states import usual_states
 from jflash.serving.stats import Stats
 from pallas_kernels.block_attention import PAGE
 
@@ -40,11 +41,13 @@ class Engine:
     A request may have `max_context` tokens, its new ones included: the models' positions unless
     given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
     for `max_batch` of the longest unless given. When they are short, the last request gives its
-    pages back, and is computed again later. At most `max_queue` requests wait; more are refused.
-    Between two calls of steps at most `prefill_between` tokens of prompts are computed, in whole
-    chunks, and none that would pass STALL, so that a long prompt keeps no text waiting. The
-    constructor compiles the programs, only those of `kinds` of requests: 'greedy' ones need no
-    more than the argmax of the unchanged logits. The engine is a context manager.
+    pages back, and is computed again later. For prefixes `states` copies of the recurrent states of
+    a slot are kept, where layers have such: one for each slot unless given, 4 at least. At most
+    `max_queue` requests wait; more are refused. Between two calls of steps at most
+    `prefill_between` tokens of prompts are computed, in whole chunks, and none that would pass
+    STALL, so that a long prompt keeps no text waiting. The constructor compiles the programs, only
+    those of `kinds` of requests: 'greedy' ones need no more than the argmax of the unchanged
+    logits. The engine is a context manager.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Engine:
         max_batch: int = 8,
         max_context: int | None = None,
         pages: int | None = None,
+        states: int | None = None,
         max_queue: int = 1024,
         max_stop_ids: int = 16,
         steps_per_call: int = STEPS_PER_CALL,
@@ -80,12 +84,15 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
+        states = usual_states(pair.models, max_batch) if states is None else states
+        if states < 0:
+            raise ValueError(f"states must be at least 0, got {states}")
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
         self.pair = pair
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
-        self._layout = Layout(shape, pages, steps_per_call, kinds)
+        self._layout = Layout(shape, pages, steps_per_call, kinds, states)
         self._max_queue = max_queue
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()

@@ -8,26 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jflash.cache import PagedCache
+from jflash.cache import DeltaCache
 from jflash.pair import Models
 from jflash.serving.job import Job
 from jflash.serving.pages import Pages, chain
 from jflash.serving.sliding import Held, Sliding
-from jflash.serving.slots import Layout, sliding
+from jflash.serving.slots import Layout, pass_sizes, sliding
+from jflash.serving.states import States, borders
 from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 
 
 class Holdings:
-    """The pages of one layout, and the tables that calls bring.
-
-    A state that is not in pages, a recurrent one, is in no prefix.
-    """
+    """The pages of one layout, the tables that calls bring, and the prefixes' recurrent states."""
 
     def __init__(self, models: Models, layout: Layout, state: State, salt: bytes) -> None:
         self.pages, self.sliding = Pages(layout.pages), Sliding(sliding(models, layout))
         layers = (*state.target_cache, *state.drafter_cache)
-        self._paged = all(isinstance(layer, PagedCache) for layer in layers)
+        recurrent = any(isinstance(layer, DeltaCache) for layer in layers)
+        self.states = States(layout.states if recurrent else None)
+        self._sizes = pass_sizes(models, layout.shape)
         self._salt, self._columns = salt, layout.columns
         self._ahead = layout.steps * models.block_size  # tokens that a call may add
         self._none = np.full(layout.columns, layout.pages, np.int32)
@@ -38,6 +38,7 @@ class Holdings:
         """Empties the prefix index, because the weights change or the pages go."""
         self.pages.forget_all()
         self.sliding.pages.forget_all()
+        self.states.forget_all()
 
     def needs(self, job: Job, calls: int) -> int:
         """The pages for `calls` more calls than the host has read."""
@@ -55,7 +56,8 @@ class Holdings:
 
     def admit(self, job: Job) -> bool:
         """Gives it pages, the cached ones first; False if there are too few by now."""
-        cached = self._cached(job)
+        found = self._found(job)
+        cached = self._usable(job, found)
         self.pages.hold(cached)
         fresh = self.pages.take(self.needs(job, 1) - len(cached))
         if fresh is None:
@@ -64,7 +66,19 @@ class Holdings:
         job.seen = self.sliding.admit(job.names[: len(cached)])
         job.pages, job.named = [*cached, *fresh], len(cached)
         job.computed = len(cached) * PAGE
+        job.origin = self.states.use(job.names[: len(cached)])
+        job.borders = ()
+        if self.states.count:
+            job.borders = borders(len(found) * PAGE, job.computed, job.to_compute, self._sizes)
         return True
+
+    def place(self, job: Job) -> int | None:
+        """Where the states are copied that it has now; None if they are not, or are there."""
+        if job.computed not in job.borders:
+            return None
+        self._chain(job, job.computed)
+        name = job.names[job.computed // PAGE - 1]
+        return self.states.keep(name, lambda one: bool(self.pages.find_each([one])))
 
     def grow(self, job: Job) -> None:
         """Gives it the pages that it lacks for the next call."""
@@ -74,8 +88,6 @@ class Holdings:
 
     def name(self, job: Job, computed: int) -> None:
         """Indexes the pages whose tokens are all among the first `computed` ones."""
-        if not self._paged:
-            return
         whole = min(computed // PAGE, len(job.pages))
         if whole <= job.named and not job.seen.pages:
             return
@@ -117,14 +129,21 @@ class Holdings:
         self._tables[job.slot] = row
 
     def _cached(self, job: Job) -> list[int]:
+        """The cached pages that it may begin with."""
+        return self._usable(job, self._found(job))
+
+    def _found(self, job: Job) -> list[int]:
         """The cached pages of its text; the last token is always computed, and all of a prompt
         whose logprobs are asked."""
-        whole, end = job.request.prompt_logprobs is not None and not job.begun, job.to_compute
-        if whole or not self._paged:
+        end = job.to_compute
+        if job.request.prompt_logprobs is not None and not job.begun:
             return []
         self._chain(job, end - end % PAGE)
-        cached = self.pages.find(job.names[: (end - 1) // PAGE])
-        return cached[: self.sliding.shortened(job.names[: len(cached)])]
+        return self.pages.find(job.names[: (end - 1) // PAGE])
+
+    def _usable(self, job: Job, found: list[int]) -> list[int]:
+        """Those of them after which layers with windows and recurrent layers can go on."""
+        return found[: self.states.longest(job.names[: len(found)], self.sliding.shortened)]
 
     def _chain(self, job: Job, tokens: int) -> None:
         """Names the pages of its first `tokens` tokens."""

@@ -29,6 +29,8 @@ class Job:
     named: int = 0  # its first pages that are in the prefix index
     names: list[Name] = field(default_factory=list)
     computed: int = 0  # tokens whose chunks were dispatched
+    origin: int | None = None  # the place of the copied states that it begins with
+    borders: tuple[int, ...] = ()  # positions at which its states are copied
     end: int = 0  # tokens that chunks compute; 0 once they have
     unread: int = 0  # calls with it that the host has not read
     gained: bool = False

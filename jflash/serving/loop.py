@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jflash.pair import Models, Params
 from jflash.serving.device import Device
@@ -19,7 +19,7 @@ from jflash.serving.job import Counts, Job, Read
 from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
 from jflash.serving.request import Event, FinishReason
-from jflash.serving.schedule import Plan
+from jflash.serving.schedule import Pass, Plan, passes
 from jflash.serving.slots import Layout
 
 OnEvent = Callable[[Job, Event], None]
@@ -139,10 +139,10 @@ class Loop:
         self.device.time.begin()
         chunked = jobs(what.chunks)
         reads = [
-            self._chunk(job, size)
+            self._chunk(job, over)
             for job, run in itertools.groupby(chunked)
             if job.slot is not None
-            for size in self._sizes(job, len(list(run)))
+            for over in self._passes(job, len(list(run)))
         ]
         self._unread += reads
         left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.first), default=0)
@@ -189,21 +189,19 @@ class Loop:
             self._count(prompt_tokens=job.end, cached_tokens=job.cached)
         self.device.admit(job)
 
-    def _sizes(self, job: Job, chunks: int) -> Iterator[int]:
-        """Passes for so many chunks of a text; a larger one pays if half of it is the text's."""
-        sizes = self.device.programs.chunk
-        one = min(sizes)
-        rest = min(chunks * one, job.end - job.computed)
-        while rest > 0:
-            fitting = [size for size in sizes if size == one or 2 * rest > size]
-            yield max(fitting)
-            rest -= max(fitting)
+    def _passes(self, job: Job, chunks: int) -> Iterable[Pass]:
+        """The passes for so many chunks of a text, which stop where its states are copied."""
+        ends = (*job.borders, job.end)
+        return passes(job.computed, ends, list(self.device.programs.chunk), chunks)
 
-    def _chunk(self, job: Job, size: int) -> Read:
-        offset = job.computed
-        read = self.device.chunk(job, size, self.holdings.table(job, offset, offset + size))
+    def _chunk(self, job: Job, over: Pass) -> Read:
+        table = self.holdings.table(job, job.computed, job.computed + over.size)
+        read = self.device.chunk(job, over, table)
         self._count(chunks=1)
         self.holdings.name(job, job.computed)
+        place = self.holdings.place(job)
+        if place is not None:
+            self.device.keep(job, place)
         self._drop_failed([job])
         return read
 

@@ -13,8 +13,10 @@ from jflash.mesh import local
 from jflash.pair import Models
 from jflash.programs import Shape, engine_chunk
 from jflash.serving.constrained import kept_bytes
+from jflash.serving.copies import empty_copies
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.slots import Layout, empty_state
+from jflash.serving.states import usual_states
 from pallas_kernels.block_attention import PAGE
 
 
@@ -22,7 +24,7 @@ class Need(NamedTuple):
     """Bytes on the device: what an engine takes whatever its pages are, and each page."""
 
     weights: int
-    others: int  # slots, temporaries, and what a grammar's programs hand on
+    others: int  # slots, copies of their recurrent states, temporaries, a grammar's masks and rows
     page: int
 
     def of(self, pages: int) -> int:
@@ -40,6 +42,8 @@ def needed(models: Models, shape: Shape, steps: int = STEPS_PER_CALL) -> Need:
     page = state(2) - state(1)
     budget = memory_budget(replace(models, sampled=True), shape)
     others = state(1) - page + budget.temporaries + kept_bytes(models, shape.batch)
+    kept = Layout(shape, 1, steps, states=usual_states(models, shape.batch))
+    others += tree_bytes(jax.eval_shape(lambda: empty_copies(local(models), kept)))
     return Need(budget.weights, others, page)
 
 

@@ -4,7 +4,7 @@ The order of two requests never changes: the smaller priority comes first, then 
 first request is never preempted for another, so every text comes to its end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 Order = tuple[int, int]  # priority, arrival
@@ -43,6 +43,27 @@ class Plan(NamedTuple):
     admitted: tuple[Order, ...]
     chunks: tuple[Order, ...]  # one for each chunk, in this order
     steps: tuple[Order, ...]
+
+
+class Pass(NamedTuple):
+    """Some tokens of a prompt that are computed at once: the program's size, and their end."""
+
+    size: int
+    end: int
+
+
+def passes(start: int, ends: Sequence[int], sizes: Sequence[int], chunks: int) -> Iterator[Pass]:
+    """The next passes over a text from `start` on, of so many chunks of the smallest size.
+
+    `ends` ascend, and a pass stops at each. A larger pass pays if half of it is the text's.
+    """
+    one, at = min(sizes), start
+    budget = chunks * one
+    for end in ends:
+        while (rest := min(budget, end - at)) > 0:
+            size = max(size for size in sizes if size == one or 2 * rest > size)
+            at, budget = min(at + size, end), budget - size
+            yield Pass(size, at)
 
 
 def plan(

@@ -34,6 +34,7 @@ class Layout(NamedTuple):
     pages: int
     steps: int  # of a call
     kinds: tuple[Kind, ...] = KINDS  # of requests that it serves
+    states: int = 0  # copies of a slot's recurrent states that prefixes keep
 
     @property
     def columns(self) -> int:
