@@ -36,9 +36,10 @@ def law(results: list[Result]) -> str:
         if "law" in r.content and r.content["device"] != "cpu"
     ]
     rows = []
-    pairs = [(run.get("layers"), pair) for run in cases for pair in run["law"]]
-    for cut, one in pairs:
-        layers = f", {cut} layers" if cut else ""
+    pairs = [(run, pair) for run in cases for pair in run["law"]]
+    for run, one in pairs:
+        layers = f", {run['layers']} layers" if run.get("layers") else ""
+        layers += f", drafters in {run['drafter_dtype']}" if run.get("drafter_dtype") else ""
         sums = {
             kind: sum(each[f"compared_{kind}"] for each in one["compared"])
             for kind in ("tokens", "logits_rows", "kv_rows")
