@@ -17,6 +17,7 @@ from jflash.bench.case import Task, prepare, task_models
 from jflash.bench.clock import Clock
 from jflash.bench.floors import Rates
 from jflash.bench.in_pages import empty_in_pages, lower_run_in_pages, with_table_of
+from jflash.bench.kernel_trace import kernels_of
 from jflash.bench.step_cases import PLACES, Case
 from jflash.bench.step_time import (
     Window,
@@ -33,6 +34,7 @@ from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, lower_run, new_state
 from jflash.row_choice import with_rows
+from jflash.state import State
 from jflash.tiles import settled
 
 SLOTS, PAGES, _ = PLACES
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     steps: int  # of a repeat
     repeats: int
     backends: dict[str, str]  # by the options' names; jflash chooses the others
+    kernels: int = 0  # so many of the longest are told
 
     def window(self, models: Models, context: int) -> Window:
         return window_around(context, self.capacity, models.block_size, self.steps, self.repeats)
@@ -100,6 +103,9 @@ def step_times(
                 state = busy_state(models[case], shape, window, empty)
                 del empty
                 seconds, state = time_run(program, given, state, window)
+                traced: dict[str, Any] = {}
+                if plan.kernels:
+                    state, traced = _traced(plan, program, given, state, window)
                 again, experts = rewound(state, window), None
                 if routed:
                     experts = experts_read(models[case], given, again, *routed)
@@ -107,9 +113,24 @@ def step_times(
                 clock = Clock(models[case], shape, window, rates)
                 part = clock.part(seconds, clock.work(models[case], experts), experts)
                 where = {"context": context, "backends": models[case].kernels._asdict()}
-                yield case._asdict() | where | part
+                yield case._asdict() | where | part | traced
         del params, given
         gc.collect()  # before the next weights are drawn
+
+
+def _traced(
+    plan: Plan, program: Any, params: Params, state: State, window: Window
+) -> tuple[State, dict[str, Any]]:
+    """The state again, and the kernels of a step: of all the sum, of the longest each."""
+    kept = []
+
+    def call() -> State:
+        kept.append(time_run(program, params, state, window._replace(repeats=0))[1])
+        return kept[0]
+
+    found = kernels_of(call, window.steps)
+    longest = [kernel._asdict() for kernel in found[: plan.kernels]]
+    return kept[0], {"kernels_ms": sum(k.us for k in found) / 1e3, "kernels": longest}
 
 
 def _program(case: Case) -> Case:

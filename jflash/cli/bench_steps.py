@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jflash.bench.case import log
 from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.step_table import Plan, step_times
 from jflash.cli.command import Options
 from jflash.cli.options.results import chosen_backends
+from jflash.cli.options.values import refuse
 from jflash.device import describe_device
 from jflash.files import in_turn
 from jflash.io import default_dtype
@@ -16,7 +19,8 @@ from jflash.platform import autotunes
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
     sizes = args.capacity, args.steps, args.repeats
-    plan = Plan(args.cases, args.contexts, *sizes, chosen_backends(args))
+    plan = Plan(args.cases, args.contexts, *sizes, chosen_backends(args), args.kernels)
+    refuse(args.kernels and jax.default_backend() != "gpu", "--kernels: only a GPU's are traced")
     result: dict[str, Any] = describe_device() | {
         "autotune": autotunes(),
         "capacity": plan.capacity,
@@ -38,5 +42,8 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
                 f"ms, floor {row['floor_ms']:.3f}, {row['share_of_floor']:.1%}",
                 flush=True,
             )
+            for kernel in row.get("kernels", ()):
+                each = f"{kernel['us']:9.1f} us of {kernel['launches']:5g} launches"
+                print(f"  {each}: {kernel['name'][:90]}", flush=True)
             result["step_times"].append(row)
             yield result

@@ -74,6 +74,8 @@ def test_it_refuses_what_does_not_fit_before_it_compiles(capsys, monkeypatch):
         ("--cases tiny+int2:1:step", "tiny cannot be kept as 'int2': use one of fp8, int4, mxfp4"),
         ("--cases tiny+:1:step", "tiny cannot be kept as ''"),
         ("--cases tiny+mxfp4:1:step", "mxfp4 is a form of experts, and tiny has none"),
+        ("--kernels -1", "--kernels -1: 0 or more"),
+        ("--cases tiny:1:step --kernels 9", "--kernels: only a GPU's are traced"),
         ("--capacity 2049", "--capacity 2049: in 64s"),
         (
             "--cases tiny:1:step --contexts 9999",

@@ -30,12 +30,14 @@ def declare(parser: Parser) -> None:
     kinds += f"and values lie in {' or '.join(PLACES)} (:PLACE after the kind); SHAPE+FORM keeps "
     kinds += f"the target's weights in {' or '.join(QUANTISED)}"
     turn = "an empty file: commands that name it compile at once and are timed one after another"
+    longest = "on a GPU, also the N kernels of a step that take longest, by a profiler's trace"
     add("--cases", type=cases_of, default=cases_of(USUAL), metavar="SHAPE:BATCH:KIND,…",
         help=f"{kinds}; default {USUAL}")  # fmt: skip
     add("--contexts", type=counts, default=(656, 1024), metavar="1024", help="default 656,1024")
     add("--capacity", type=int, default=2048, help="slots of a sequence, default 2048")
     add("--steps", type=int, default=48, help="of a repeat, default 48")
     add("--repeats", type=int, default=5, help="the median counts, default 5")
+    add("--kernels", type=int, default=0, metavar="N", help=longest)
     add("--in-turn", type=Path, metavar="FILE", help=turn)
     backend_options(parser)
 
@@ -65,6 +67,7 @@ def check(args: Options) -> None:
         if case.quantised is not None:
             check_quantised(case.shape, case.quantised)
     at_least_1(args, "steps", "repeats")
+    refuse(args.kernels < 0, f"--kernels {args.kernels}: 0 or more")
     longest, most = max(args.contexts), args.capacity - args.steps - WIDEST
     why = f"--contexts {longest}: {args.steps} steps after it leave {most} of --capacity"
     refuse(longest > most, f"{why} {args.capacity}")
