@@ -54,6 +54,7 @@ def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "tau": 1 + since["accepted"] / steps,
         "device_busy": since["busy_seconds"] / seconds,
+        "device_busy_seen": since["seen_seconds"] / seconds,
         "prefill_share": since["prefill_seconds"] / seconds,
         "live": since["live"] / max(1, since["calls"]),
         "cached_tokens": since["cached_tokens"],
@@ -65,8 +66,9 @@ def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
 def of_a_round(since: dict[str, Any], seconds: float) -> dict[str, float]:
     """Means: chunks of prompts, calls of steps, and milliseconds.
 
-    `idle_ms`: the device computed nothing; `host_ms`: the engine's thread worked, `dispatch_ms` of
-    it to dispatch programs. Where the host is slower than the device, both are long.
+    `idle_ms`: the device computed nothing, at least; `host_ms`: the engine's thread worked;
+    `dispatch_ms`: beside it, programs were dispatched. The longest of these and of what the device
+    computes is what a round takes.
     """
     rounds = max(1, since["rounds"])
     ms = {

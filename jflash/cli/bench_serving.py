@@ -141,9 +141,10 @@ def row_text(row: dict[str, Any]) -> str:
         )
     more = "" if row["rows"] is None else f", steps by rows {row['steps_by_rows']}"
     more += f", {row['share']:.1%} of the engine's" if "share" in row else ""
+    busy = f"{row['device_busy_seen']:.1%} to {row['device_busy']:.1%}"
     return (
-        f"{name}: {row['tokens_per_second']:,.0f} tokens/s, τ {row['tau']:.2f}, device busy "
-        f"{row['device_busy']:.1%}, prefill {row['prefill_share']:.1%}{more}\n"
+        f"{name}: {row['tokens_per_second']:,.0f} tokens/s, τ {row['tau']:.2f}, "
+        f"device busy {busy}, prefill {row['prefill_share']:.1%}{more}\n"
         + "  a round: {round_ms:.2f} ms, {chunks:.2f} chunks, {calls:.2f} calls, device idle "
         "{idle_ms:.2f} ms, host {host_ms:.2f} ms, dispatch {dispatch_ms:.2f} ms".format(
             **row["a_round"]

@@ -125,7 +125,8 @@ class _Now(Collector):
         for name, text, value in (
             *((f"vllm:{name}", text, value) for name, text, value in self._tokens.families()),
             ("vllm:num_preemptions", preempted, stats.preempted),
-            ("jflash:device_busy_seconds", "In which the device computed.", stats.busy_seconds),
+            ("jflash:device_busy_seconds", "The device computed, at most.", stats.busy_seconds),
+            ("jflash:device_seen_busy_seconds", "Of these, for certain.", stats.seen_seconds),
         ):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)

@@ -1,10 +1,13 @@
-"""The engine's programs at work on one state: each method dispatches some, and waits for none.
+"""The engine's programs at work on one state: each method has some dispatched, and waits for none.
 
-This file knows requests with their slots and tables, and no queue.
+To dispatch a program of many small kernels takes the host about as long as the device takes to
+compute it, and almost none of that is Python. So a thread beside the engine's dispatches. This file
+knows requests with their slots and tables, and no queue.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -14,18 +17,22 @@ from jflash.kernels import AUTO
 from jflash.pair import Models, Params
 from jflash.serving.constrained import Constrained, compile_constrained
 from jflash.serving.copies import Copies
-from jflash.serving.device_time import DeviceTime, UnderWay
+from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
 from jflash.serving.grammar import fill
-from jflash.serving.job import Job, Read
+from jflash.serving.in_order import InOrder
+from jflash.serving.job import Given, Job, Read
 from jflash.serving.packing import Report, Row, mask_words, packed
-from jflash.serving.prefill import Computed
+from jflash.serving.prefill import First
 from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.schedule import Pass
 from jflash.serving.slots import Layout, empty_state
 
 
 class Device:
-    """The state and the programs of one layout; used by one thread."""
+    """The state and the programs of one layout; used by one thread.
+
+    What a thread of its own does touches the state, and nothing of a request that may change.
+    """
 
     def __init__(self, models: Models, params: Params, layout: Layout) -> None:
         self.models, self.params, self.layout = models, params, layout
@@ -35,7 +42,9 @@ class Device:
         self.state = empty_state(models, layout)
         self.copies = Copies(models, layout)
         self.time = DeviceTime()
+        self._work = InOrder("jflash-device")
         self._constrained: Constrained | None = None
+        self._most = models.max_accept
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
 
     def prepare_grammars(self) -> None:
@@ -43,8 +52,14 @@ class Device:
         if self._constrained is None:
             self._constrained = compile_constrained(self.models, self.params, self.layout)
 
+    def new_weights(self, params: Params) -> None:
+        """Takes other parameters, for all that is dispatched from now on."""
+        self._work.finish()
+        self.params = params
+
     def sleep(self) -> None:
         """Frees the state's memory."""
+        self._work.finish()
         for leaf in jax.tree.leaves((self.state, self.copies.arrays)):
             leaf.delete()
 
@@ -53,46 +68,67 @@ class Device:
         self.state = empty_state(self.models, self.layout)
         self.copies.clear()
 
+    def close(self) -> None:
+        """Ends the thread that dispatches."""
+        self._work.close()
+
     def admit(self, job: Job) -> None:
         """Puts the request into its slot, with the states that its prefix has."""
-        assert job.slot is not None
-        began = time.perf_counter()
-        row = Row(job.slot, job.request, job.seed, job.tokens)
-        self.state = self.programs.admit(
-            self.state, packed(row, self.layout, self.models.max_accept)
-        )
-        if job.origin is not None:
-            self.state = self.copies.put(self.state, job.slot, job.origin, job.computed)
-        self.time.dispatching += time.perf_counter() - began
+        slot, origin, computed = job.slot, job.origin, job.computed
+        assert slot is not None
+        row = packed(Row(slot, job.request, job.seed, job.tokens), self.layout, self._most)
+
+        def work() -> None:
+            self.state = self.programs.admit(self.state, row)
+            if origin is not None:
+                self.state = self.copies.put(self.state, slot, origin, computed)
+
+        self._dispatch(work)
 
     def keep(self, job: Job, place: int) -> None:
         """Copies its states, after a pass that ended at a border of pages."""
-        assert job.slot is not None
-        began = time.perf_counter()
-        self.copies.keep(self.state, job.slot, place, job.computed)
-        self.time.dispatching += time.perf_counter() - began
+        slot, computed = job.slot, job.computed
+        assert slot is not None
+        self._dispatch(lambda: self.copies.keep(self.state, slot, place, computed))
 
     def chunk(self, job: Job, over: Pass, table: np.ndarray) -> Read:
         """Computes the tokens of its text up to `over.end`; after the last, the slot steps."""
-        offset, began, request = job.computed, time.perf_counter(), job.request
+        offset, request, slot = job.computed, job.request, job.slot
         size, end = over
-        last = end == job.end
-        control = np.array([job.slot, offset, end, last and job.begun], np.int32)
-        self.state, computed = self.programs.chunk[size](self.params, self.state, table, control)
-        read = Read(computed.newest, job)
-        if request.prompt_logprobs is not None and not job.begun:
-            read = self._scored(read, over, computed)
-        if last and not job.begun:
-            read = self._first(read, computed)
-        self.time.dispatched(UnderWay("prefill_seconds", size, began, read.filled))
-        job.computed = end
-        job.end = 0 if last else job.end
-        return read
+        ends, begun = end == job.end, job.begun
+        control = np.array([slot, offset, end, ends and begun], np.int32)
+        count, following = 0, None
+        if request.prompt_logprobs is not None and not begun:
+            tokens = request.prompt_ids[offset + 1 : end + 1]
+            count, following = len(tokens), np.zeros(size, np.int32)
+            following[:count] = tokens
+        last = ends and not begun
+        choose = self._first_of(job) if last else None
 
-    def _first(self, read: Read, computed: Computed) -> Read:
-        """The token that follows the prompt, of those that its grammar allows."""
-        job, allowed = read.job, self._free
-        assert job is not None
+        def work() -> Given:
+            began = time.perf_counter()
+            self.state, computed = self.programs.chunk[size](
+                self.params, self.state, table, control
+            )
+            filled, scored, first = computed.newest, None, None
+            if following is not None:
+                scored = self.programs.score[size](self.params, computed.hidden, following)
+                filled = scored[0]
+            if choose is not None:
+                first = choose(computed.newest)
+                filled = first.token
+            return Given(Dispatched(filled, began, time.perf_counter()), first, scored)
+
+        given = self._dispatch(work)
+        self.time.follows(UnderWay("prefill_seconds", size, given))
+        job.computed = end
+        job.end = 0 if ends else job.end
+        return Read(given, job, last=last, count=count)
+
+    def _first_of(self, job: Job) -> Callable[[Any], First]:
+        """Dispatches the choice of the token that follows the prompt, of those that its grammar
+        allows, from the hidden row of the prompt's newest token."""
+        allowed, tops = self._free, job.request.top_logprobs
         if job.matcher is not None:
             masks = np.full((1, 1, len(allowed)), -1, np.int32)
             fill(masks, [(0, job.matcher, ())])
@@ -100,22 +136,17 @@ class Device:
         # Without a program of steps for greedy requests alone, all texts come from one kind.
         draws = job.request.needs_logits or job.matcher is not None
         kind = "drawn" if draws or "greedy" not in self.layout.kinds else "greedy"
-        sequences, first = self.programs.first[kind](
-            self.params, self.state.sequences, computed.newest,
-            np.array([job.slot, job.end], np.int32), allowed,
-        )  # fmt: skip
-        self.state = self.state._replace(sequences=sequences)
-        jax.copy_to_host_async((first.token, first.top if job.request.top_logprobs else None))
-        return read._replace(filled=first.token, first=first)
+        control = np.array([job.slot, job.end], np.int32)
 
-    def _scored(self, read: Read, over: Pass, computed: Computed) -> Read:
-        """The logprobs of the prompt's tokens after the chunk's."""
-        assert read.job is not None
-        begin, following = read.job.computed + 1, np.zeros(over.size, np.int32)
-        tokens = read.job.request.prompt_ids[begin : over.end + 1]
-        following[: len(tokens)] = tokens
-        scored = self.programs.score[over.size](self.params, computed.hidden, following)
-        return read._replace(filled=scored[0], scored=scored, count=len(tokens))
+        def choose(newest: Any) -> First:
+            sequences, first = self.programs.first[kind](
+                self.params, self.state.sequences, newest, control, allowed
+            )
+            self.state = self.state._replace(sequences=sequences)
+            jax.copy_to_host_async((first.token, first.top if tops else None))
+            return first
+
+        return choose
 
     def call(self, jobs: Sequence[Job], live: np.ndarray, table: np.ndarray) -> Read:
         """A call of steps of these requests."""
@@ -124,39 +155,68 @@ class Device:
         if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
             rows = rows if self.rows is None else self.rows.pick()[0]
             program = greedy[rows]
-        began = time.perf_counter()
-        self.state, report = program(self.params, self.state, table, live)
-        self.time.dispatched(UnderWay("decode_seconds", rows, began, report.numbers))
-        return self._called(jobs, rows, report, self.layout.steps)
+        tops = any(job.request.top_logprobs for job in jobs)
+
+        def work() -> Given:
+            began = time.perf_counter()
+            self.state, report = program(self.params, self.state, table, live)
+            return _reported(report, tops, began)
+
+        return self._called(jobs, rows, self._dispatch(work), self.layout.steps)
 
     def constrained_call(self, jobs: Sequence[Job], live: np.ndarray, table: np.ndarray) -> Read:
         """One step; the host computes the masks while the device verifies the drafts."""
         programs = self._constrained
         assert programs is not None, "the engine prepares it before the first such request"
-        began = time.perf_counter()
-        self.state, begun = programs.propose(self.params, self.state, table, live)
-        begun.proposal.tokens.copy_to_host_async()
-        self.state, seen = programs.look(self.params, self.state, table, begun)
-        drafts = np.asarray(begun.proposal.tokens)
-        shape = (self.layout.shape.batch, self.models.block_size, mask_words(self.models))
-        masks = np.full(shape, -1, np.int32)
-        blocks: list[Any] = []
-        for job in jobs:
-            if job.matcher is not None and job.slot is not None:
-                blocks.append((job.slot, job.matcher, drafts[job.slot].tolist()))
-        fill(masks, blocks)
-        self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
         rows = max(self.programs.greedy, default=0)
-        self.time.dispatched(UnderWay("decode_seconds", rows, began, report.numbers))
-        return self._called(jobs, rows, report, 1)
+        tops = any(job.request.top_logprobs for job in jobs)
+        shape = (self.layout.shape.batch, self.models.block_size, mask_words(self.models))
+        of_grammar = [
+            (job.slot, job.matcher)
+            for job in jobs
+            if job.matcher is not None and job.slot is not None
+        ]
 
-    def _called(self, jobs: Sequence[Job], rows: int, report: Report, steps: int) -> Read:
-        """Notes a dispatched call, whose report is on its way."""
+        def work() -> Given:
+            began = time.perf_counter()
+            self.state, begun = programs.propose(self.params, self.state, table, live)
+            begun.proposal.tokens.copy_to_host_async()
+            self.state, seen = programs.look(self.params, self.state, table, begun)
+            drafts, masks = np.asarray(begun.proposal.tokens), np.full(shape, -1, np.int32)
+            fill(masks, [(slot, matcher, drafts[slot].tolist()) for slot, matcher in of_grammar])
+            self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
+            return _reported(report, tops, began)
+
+        given = self._dispatch(work)
+        given.exception()  # until then the matchers are not the caller's
+        return self._called(jobs, rows, given, 1)
+
+    def _dispatch[T](self, work: Callable[[], T]) -> Future[T]:
+        """Has the work done in order, and counts its time."""
+
+        def timed() -> T:
+            began = time.perf_counter()
+            done = work()
+            self.time.dispatching += time.perf_counter() - began
+            return done
+
+        return self._work.do(timed)
+
+    def _called(self, jobs: Sequence[Job], rows: int, given: Future[Given], steps: int) -> Read:
+        """Notes a call that is or will be dispatched."""
         for job in jobs:
             job.unread += 1
-        if self.rows is not None:
+        if self.rows is not None and given.exception() is None:  # its choice needs each survey
+            report = given.result().report
+            assert report is not None, "a call's"
             self.rows.ran(rows, report.survey)
-        if not any(job.request.top_logprobs for job in jobs):
-            report = report._replace(tops=None)
-        jax.copy_to_host_async((report.numbers, report.tops))
-        return Read(report.numbers, report=report, jobs=tuple(jobs), steps=steps)
+        self.time.follows(UnderWay("decode_seconds", rows, given))
+        return Read(given, jobs=tuple(jobs), steps=steps)
+
+
+def _reported(report: Report, tops: bool, began: float) -> Given:
+    """A dispatched call, whose report is on its way."""
+    dispatched = Dispatched(report.numbers, began, time.perf_counter())
+    report = report if tops else report._replace(tops=None)
+    jax.copy_to_host_async((report.numbers, report.tops))
+    return Given(dispatched, report=report)

@@ -1,22 +1,34 @@
 """Seconds in which the device computed chunks of prompts, and steps.
 
-The device computes in the order of dispatch, so the end of a program tells when the next one began.
+The device computes in the order of dispatch, so the end of a program tells when the next one began,
+if that was dispatched by then. A program that waits for nothing begins at some time while it is
+dispatched: as long as the host still launches its kernels, nobody knows how long the device had
+none. So there are two sums: of the seconds in which it may have computed, and of those in which it
+did for certain.
 """
 
 import time
 from collections import defaultdict, deque
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 
 
+class Dispatched(NamedTuple):
+    """An array that a program fills, and when the host began and ended to dispatch the program."""
+
+    array: Any  # of the device
+    began: float
+    ended: float
+
+
 class UnderWay(NamedTuple):
-    """A program that the device computes: its part of Counts, and an array that it fills."""
+    """A program that the device will compute: its part of Counts, and what it will give."""
 
     part: str
     rows: int  # that it computes of a prompt, or verifies in a step
-    dispatched: float
-    array: Any  # of the device
+    given: Future[Any]
 
 
 class DeviceTime:
@@ -30,11 +42,11 @@ class DeviceTime:
 
     @property
     def under_way(self) -> int:
-        """The number of dispatched programs that were not waited for."""
+        """The number of programs that were not waited for."""
         return len(self._under_way)
 
     def lasted(self, part: str, rows: int) -> float:
-        """The seconds of the last such program that was seen to end; 0 before the first."""
+        """The seconds of such a program, as they were last seen; 0 before the first."""
         return self._lasted.get((part, rows), 0.0)
 
     def begin(self) -> None:
@@ -42,30 +54,47 @@ class DeviceTime:
         if not self._under_way:
             self._since = time.perf_counter()
 
-    def dispatched(self, program: UnderWay) -> None:
-        """Notes that the device will compute it, and the time that the host took to say so."""
+    def follows(self, program: UnderWay) -> None:
+        """Notes that the device will compute it after all others."""
         self._under_way.append(program)
-        self.dispatching += time.perf_counter() - program.dispatched
 
-    def wait_for(self, array: Any) -> dict[str, float]:
-        """Waits for the array; the seconds of what the device computed up to it, for Counts."""
+    def wait_for(self, given: Future[Any]) -> dict[str, float]:
+        """Waits for the program that gives this; the seconds of what the device computed up to its
+        end, for Counts."""
         spent = defaultdict[str, float](float)
         # If it is not under way, a later one was waited for before.
-        while any(each.array is array for each in self._under_way):
+        while any(each.given is given for each in self._under_way):
             one = self._under_way.popleft()
-            late = one.array.is_ready()
             looked = time.perf_counter()
-            jax.block_until_ready(one.array)
+            dispatched = one.given.result().dispatched
+            late = dispatched.array.is_ready()
+            jax.block_until_ready(dispatched.array)
             now = time.perf_counter()
             self.waiting += now - looked
-            begin, kind = max(one.dispatched, self._busy_until), (one.part, one.rows)
-            lasted = max(now - begin, 0.0)
-            if late:  # it ended unseen: it took as long as the last one that was seen to end
-                lasted = min(lasted, self._lasted.get(kind, lasted))
-            else:
-                self._lasted[kind] = lasted
-            self._busy_until = begin + lasted
+            lasted, certain = self._computed((one.part, one.rows), dispatched, now, late)
             spent[one.part] += now - self._since
             spent["busy_seconds"] += lasted
+            spent["seen_seconds"] += certain
             self._since = now
         return spent
+
+    def _computed(
+        self, kind: tuple[str, int], dispatched: Dispatched, now: float, late: bool
+    ) -> tuple[float, float]:
+        """The seconds for which the device computed a program, at most and for certain.
+
+        `late`: it ended before the host looked, so it took as long as it was last seen to, at most.
+        """
+        before, (_, began, ended) = self._busy_until, dispatched
+        most = max(now - max(began, before), 0.0)
+        certain = max(now - max(ended, before), 0.0)
+        known = self._lasted.get(kind, most)
+        if late:
+            most = min(most, known)
+            self._busy_until = max(began, before) + most
+            return most, 0.0
+        self._busy_until = now
+        if certain < most:  # it may have waited for the host between its kernels
+            most = max(certain, min(most, known))
+        self._lasted[kind] = most
+        return most, certain

@@ -1,4 +1,4 @@
-"""The engine: requests come at any time from any thread, and one thread owns the device.
+"""The engine: requests come at any time from any thread, and one thread decides what runs.
 
 Where the law of one arithmetic holds, a request's greedy text does not depend on what else runs, is
 cancelled, is preempted or was cached. This file knows only token ids.
@@ -228,6 +228,7 @@ class Engine:
         try:
             while self._turn():
                 pass
+            self._loop.close()
         except BaseException as error:
             with self._changed:
                 self._error = error

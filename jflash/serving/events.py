@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jflash.serving.job import Job, Read
-from jflash.serving.packing import Taken, floats, taken, tops_of
+from jflash.serving.job import Given, Job, Read
+from jflash.serving.packing import Report, Taken, floats, taken, tops_of
 from jflash.serving.prefill import First
 from jflash.serving.request import Event, FinishReason
 
 
-def keep_prompt_scores(job: Job, read: Read) -> None:
-    """Adds the logprobs of the prompt that a chunk brings."""
-    assert read.scored is not None, "asked for with the chunk"
-    chosen, tops = (np.asarray(x)[: read.count] for x in read.scored)
+def keep_prompt_scores(job: Job, given: Given, count: int) -> None:
+    """Adds the logprobs of so many tokens of the prompt, which a chunk brings."""
+    assert given.scored is not None, "asked for with the chunk"
+    chosen, tops = (np.asarray(x)[:count] for x in given.scored)
     job.prompt_logprobs += floats(chosen).tolist()
     if job.request.prompt_logprobs:
         job.prompt_tops += tops_of(tops)
@@ -26,11 +26,10 @@ def first_token(job: Job, first: First) -> Taken:
     return Taken([[int(array[0])]], [floats(array[2:]).tolist()], bool(array[1]), tops)
 
 
-def tokens_of_calls(read: Read, width: int) -> Iterator[tuple[Job, Taken]]:
+def tokens_of_calls(read: Read, report: Report, width: int) -> Iterator[tuple[Job, Taken]]:
     """What a call gave to each of its requests that have not ended since."""
-    assert read.report is not None
-    numbers = np.asarray(read.report.numbers)
-    tops = None if read.report.tops is None else np.asarray(read.report.tops)
+    numbers = np.asarray(report.numbers)
+    tops = None if report.tops is None else np.asarray(report.tops)
     for job in read.jobs:
         if job.reason is None:
             assert job.slot is not None, "who leaves a slot has read all of its calls"

@@ -1,8 +1,10 @@
 """A request on its way through the loop, what of it the device still computes, and counts."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from jflash.serving.device_time import Dispatched
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.packing import Report
@@ -69,17 +71,24 @@ class Job:
         return len(self.tokens) > self.prompt_tokens
 
 
-class Read(NamedTuple):
-    """Arrays that the device will fill, and the requests that they are about."""
+class Given(NamedTuple):
+    """Arrays that the device will fill."""
 
-    filled: Any  # the array that tells when
-    job: Job | None = None  # of a chunk
-    first: First | None = None  # of its text, if the chunk is the last
+    dispatched: Dispatched
+    first: First | None = None  # of a text, if the chunk is its last
     scored: tuple[Any, Any] | None = None  # logprobs of the prompt's tokens after the chunk's
-    count: int = 0  # of these tokens
-    report: Report | None = None
-    jobs: tuple[Job, ...] = ()  # of the report
-    steps: int = 0  # of the report
+    report: Report | None = None  # of a call
+
+
+class Read(NamedTuple):
+    """What the device will give once its program is dispatched, and whom it is about."""
+
+    given: Future[Given]
+    job: Job | None = None  # of a chunk
+    last: bool = False  # the chunk brings a first token
+    count: int = 0  # prompt tokens whose logprobs the chunk brings
+    jobs: tuple[Job, ...] = ()  # of a report
+    steps: int = 0  # of a report
 
 
 class Counts(NamedTuple):
@@ -97,6 +106,7 @@ class Counts(NamedTuple):
     live: int = 0  # live slots, summed over the calls
     prefill_seconds: float = 0.0  # in which the device computed chunks, and steps
     decode_seconds: float = 0.0
-    busy_seconds: float = 0.0  # in which the device computed; an estimate where the host was late
+    busy_seconds: float = 0.0  # in which the device computed, at most; see device_time
+    seen_seconds: float = 0.0  # of these, in which it computed for certain
     host_seconds: float = 0.0  # of rounds, without those in which the host waited for the device
-    dispatch_seconds: float = 0.0  # of these, in which it dispatched programs
+    dispatch_seconds: float = 0.0  # in which a thread beside that one dispatched programs

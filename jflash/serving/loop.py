@@ -73,7 +73,7 @@ class Loop:
     def new_weights(self, params: Params) -> None:
         """Takes other parameters of the same shapes; the loop must be quiet."""
         assert self.quiet, "a text is of one version"
-        self.device.params = params
+        self.device.new_weights(params)
         self.version += 1
         self.holdings.forget_all()
 
@@ -89,6 +89,10 @@ class Loop:
         if self.asleep:
             self.device.wake()
         self.asleep = False
+
+    def close(self) -> None:
+        """Ends the device's thread."""
+        self.device.close()
 
     @property
     def idle(self) -> bool:
@@ -145,7 +149,7 @@ class Loop:
             for over in self._passes(job, len(list(run)))
         ]
         self._unread += reads
-        left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.first), default=0)
+        left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.last), default=0)
         ready = {id(job): job for job in chunked if not job.end}.values()
         steps = self.device.layout.steps
         stepping = [job for job in (*jobs(what.steps), *ready) if job.certain(steps) < job.limit]
@@ -222,17 +226,18 @@ class Loop:
 
     def _read(self, read: Read, on_event: OnEvent) -> None:
         """Waits for a chunk or a call, and hands on what it gives."""
-        self._count(**self.device.time.wait_for(read.filled))
-        if read.report is not None:
-            given = list(tokens_of_calls(read, self.device.models.block_size))
-            for job, _ in given:
+        self._count(**self.device.time.wait_for(read.given))
+        given = read.given.result()
+        if given.report is not None:
+            taken = list(tokens_of_calls(read, given.report, self.device.models.block_size))
+            for job, _ in taken:
                 job.unread -= 1
-            self._gain(given, on_event)
+            self._gain(taken, on_event)
         elif read.job is not None and read.job.reason is None:
-            if read.scored is not None:
-                keep_prompt_scores(read.job, read)
-            if read.first is not None:
-                self._gain([(read.job, first_token(read.job, read.first))], on_event)
+            if given.scored is not None:
+                keep_prompt_scores(read.job, given, read.count)
+            if given.first is not None:
+                self._gain([(read.job, first_token(read.job, given.first))], on_event)
 
     def _gain(self, given: Sequence[tuple[Job, Taken]], on_event: OnEvent) -> None:
         """Adds the tokens of some steps to each text; the last one may end it."""

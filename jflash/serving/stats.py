@@ -11,8 +11,10 @@ class Stats:
 
     There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
     `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`. In
-    `busy_seconds` the device computed. The engine's thread worked for `host_seconds` in `rounds`,
-    of which it dispatched programs in `dispatch_seconds`, among them `chunks` of prompts.
+    `busy_seconds` at most the device computed, and in `seen_seconds` of them for certain: the
+    others began while the host dispatched the program, or ended before it looked. The engine's
+    thread worked for `host_seconds` in `rounds`; beside it, programs were dispatched in
+    `dispatch_seconds`, among them `chunks` of prompts.
     """
 
     waiting: int
@@ -34,6 +36,7 @@ class Stats:
     prefill_seconds: float
     decode_seconds: float
     busy_seconds: float
+    seen_seconds: float
     host_seconds: float
     dispatch_seconds: float
     steps_by_rows: dict[int, int]  # if the rows of a step are chosen

@@ -63,7 +63,7 @@ def lines_of(
     if row["what"] == "long prompt":
         text = "the longest stall of {texts} texts beside a prompt of {prompt_tokens:,} tokens"
         return [[text.format(**row), batch, f"≤ {STALL} ms", "", f"{row['stall_ms']:.1f} ms"]]
-    busy = percent(row["device_busy"])
+    busy = busy_text(row)
     if row["what"] == "beside a form":
         what = "{neighbours} texts beside one in a form, share of those beside a plain one"
         text = f"{row['tokens_per_second']:,.0f} ({percent(row['kept'])})"
@@ -80,6 +80,13 @@ def lines_of(
         "" if goal is None else f"{goal:,}", "" if other is None else f"{other:,}",
         f"{row['tokens_per_second']:,.0f}", busy,
     ]]  # fmt: skip
+
+
+def busy_text(row: dict[str, Any]) -> str:
+    """The device's share of the time, from what is certain to the most, where both are known."""
+    most = percent(row["device_busy"])
+    least = percent(row.get("device_busy_seen", row["device_busy"]))
+    return most if least == most else f"{least} to {most}"
 
 
 def vllms(theirs: list[dict[str, Any]], row: dict[str, Any], batch: int) -> int | None:

@@ -1,11 +1,12 @@
-"""The device's time: an end that the host was late for is no busy time."""
+"""The device's time: an end that the host was late for is no busy time, nor is a slow dispatch."""
 
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import pytest
 
 from jflash.serving import device_time
-from jflash.serving.device_time import DeviceTime, UnderWay
+from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
 
 
 class Filled:
@@ -21,6 +22,10 @@ class Filled:
         self.clock[0] = max(self.clock[0], self.at)
 
 
+class Given(NamedTuple):
+    dispatched: Dispatched
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The second, which only programs and tests move."""
@@ -29,33 +34,55 @@ def clock(monkeypatch):
     return clock
 
 
-def under_way(time: DeviceTime, part: str, clock: list[float], end: float) -> Any:
-    array: Any = Filled(clock, end)
-    time.dispatched(UnderWay(part, 8, clock[0], array))
-    return array
+def under_way(
+    time: DeviceTime, part: str, clock: list[float], end: float, dispatch: float = 0.0
+) -> Future[Any]:
+    given = Future[Any]()
+    began, ended = clock[0], clock[0] + dispatch
+    clock[0] = ended
+    given.set_result(Given(Dispatched(Filled(clock, end), began, ended)))
+    time.follows(UnderWay(part, 8, given))
+    return given
 
 
 def test_an_end_that_nobody_saw_counts_as_the_last_one_seen(clock):
     time, found = DeviceTime(), []
     for part, takes, host in (("decode", 4.0, 1.0), ("decode", 4.0, 7.0), ("prefill", 2.0, 0.0)):
         time.begin()
-        array = under_way(time, part, clock, clock[0] + takes)
+        given = under_way(time, part, clock, clock[0] + takes)
         clock[0] += host
-        found.append(time.wait_for(array))
+        found.append(time.wait_for(given))
         clock[0] += 100.0  # nothing to do
-    assert found[0] == {"decode": 4.0, "busy_seconds": 4.0}
-    assert found[1] == {"decode": 7.0, "busy_seconds": 4.0}  # it ended 3 s before the host looked
-    assert found[2] == {"prefill": 2.0, "busy_seconds": 2.0}
+    assert found[0] == {"decode": 4.0, "busy_seconds": 4.0, "seen_seconds": 4.0}
+    # It ended 3 s before the host looked.
+    assert found[1] == {"decode": 7.0, "busy_seconds": 4.0, "seen_seconds": 0.0}
+    assert found[2] == {"prefill": 2.0, "busy_seconds": 2.0, "seen_seconds": 2.0}
     assert not time.under_way
 
 
 def test_a_device_that_always_has_the_next_program_is_busy_all_the_time(clock):
     time, begin = DeviceTime(), clock[0]
-    arrays = [under_way(time, "decode", clock, begin + 3.0)]
-    busy = 0.0
+    given = [under_way(time, "decode", clock, begin + 3.0)]
+    spent = []
     for i in range(2, 5):
-        arrays.append(under_way(time, "decode", clock, begin + 3.0 * i))
-        busy += time.wait_for(arrays[-2])["busy_seconds"]
+        given.append(under_way(time, "decode", clock, begin + 3.0 * i, dispatch=0.5))
+        spent.append(time.wait_for(given[-2]))
         clock[0] += 1.0  # the host's work on what it read
-    busy += time.wait_for(arrays[-1])["busy_seconds"]
-    assert busy == pytest.approx(12.0)
+    spent.append(time.wait_for(given[-1]))
+    for name in ("busy_seconds", "seen_seconds"):
+        assert sum(each[name] for each in spent) == pytest.approx(12.0)
+
+
+def test_a_device_that_waits_for_the_dispatch_is_not_known_to_be_busy(clock):
+    """The host launches its kernels for 5 s, and 1 s later the device has computed them; it takes 2
+    if they are there, which it has shown once."""
+    time, begin = DeviceTime(), clock[0]
+    first = under_way(time, "decode", clock, begin + 9.0)
+    queued = under_way(time, "decode", clock, begin + 11.0, dispatch=1.0)
+    assert time.wait_for(first)["seen_seconds"] == 9.0
+    assert time.wait_for(queued)["busy_seconds"] == 2.0
+    slow = under_way(time, "decode", clock, clock[0] + 6.0, dispatch=5.0)
+    assert time.wait_for(slow) == {"decode": 6.0, "busy_seconds": 2.0, "seen_seconds": 1.0}
+    other = under_way(time, "prefill", clock, clock[0] + 6.0, dispatch=5.0)
+    assert time.wait_for(other) == {"prefill": 6.0, "busy_seconds": 6.0, "seen_seconds": 1.0}
+    assert time.lasted("decode", 8) == 2.0

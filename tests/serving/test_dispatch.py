@@ -1,0 +1,96 @@
+"""Programs are dispatched by a thread beside the engine's: it is waited for where it must be."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from jflash.serving.engine import Engine
+from jflash.serving.in_order import InOrder
+from jflash.serving.request import Event, Failed, Request
+from tests.support.pairs import one_arithmetic, random_pair
+
+PATIENCE = 60.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return one_arithmetic(random_pair())
+
+
+def test_events_go_out_while_the_next_call_is_dispatched(pair):
+    """The engine's thread does not wait for a dispatch to hand on what it has."""
+    begun, let_go, came = threading.Event(), threading.Event(), threading.Event()
+    lengths = list[int]()
+
+    def take(events: list[Event] | BaseException) -> None:
+        assert isinstance(events, list)
+        lengths.extend(len(event.token_ids) for event in events)
+        if begun.is_set():
+            came.set()
+
+    with Engine(pair, max_batch=2, max_context=160) as engine:
+        programs = engine._loop.device.programs
+        calls = iter(range(1000))
+
+        def slow(program: Any) -> Any:
+            def dispatched(*given: Any) -> Any:
+                if next(calls) == 2:  # the first call's tokens are still to be read
+                    begun.set()
+                    assert let_go.wait(PATIENCE)
+                return program(*given)
+
+            return dispatched
+
+        slowly = {rows: slow(one) for rows, one in programs.greedy.items()}
+        engine._loop.device.programs = programs._replace(greedy=slowly)
+        handle = engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100))
+        handle.forward(take)
+        try:
+            assert begun.wait(PATIENCE) and came.wait(PATIENCE)
+        finally:
+            let_go.set()
+        assert sum(lengths) <= len(handle.result().token_ids) == 100
+
+
+@pytest.mark.parametrize("name", ["admit", "chunk", "first", "greedy"])
+def test_a_dispatch_that_fails_ends_the_engine(pair, name):
+    """Also if nobody waits for what it gives."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with Engine(pair, max_batch=2, max_context=160) as engine:
+        device = engine._loop.device
+        programs = getattr(device.programs, name)
+        new = dict.fromkeys(programs, broken) if isinstance(programs, dict) else broken
+        device.programs = device.programs._replace(**{name: new})
+        with pytest.raises(Failed) as failed:
+            engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=9)).result()
+        assert str(failed.value.__cause__) == "no memory"
+
+
+def test_nothing_is_done_after_an_error():
+    done, work = list[int](), InOrder("one")
+
+    def fails() -> None:
+        raise ValueError("once")
+
+    first = work.do(lambda: done.append(1))
+    failed, after = work.do(fails), work.do(lambda: done.append(2))
+    assert first.result() is None
+    for one in (failed, after):
+        with pytest.raises(ValueError, match="once"):
+            one.result()
+    with pytest.raises(ValueError, match="once"):
+        work.finish()
+    work.close()
+    assert done == [1]
+
+
+def test_a_closed_engine_leaves_no_thread(pair):
+    before = threading.active_count()
+    with Engine(pair, max_batch=2, max_context=160) as engine:
+        engine.submit(Request(prompt_ids=[1], max_tokens=4)).result()
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
