@@ -18,6 +18,7 @@ from tables.pages import pages
 from tables.rows import row_steps, rows
 from tables.serving import serving
 from tables.step_goals import step_goals
+from tables.step_kernels import step_kernels
 from tables.steps import goals, in_turns, kernels, spent, steps, whole_steps, widths
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
@@ -25,16 +26,8 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     table.__name__: table
     for table in (
         *(summary, families),  # README
-        *(
-            goals,
-            steps,
-            whole_steps,
-            step_goals,
-            pages,
-            spent,
-            several_gpus,
-            in_turns,
-        ),  # benchmarks/README
+        *(goals, steps, whole_steps, step_goals, step_kernels),  # benchmarks/README
+        *(pages, spent, several_gpus, in_turns),
         *(vllm, serving, reference, widths, rows, row_steps, kernels),
         *(law, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards

@@ -19,17 +19,17 @@ def rows(results: list[Result]) -> str:
         for r in sorted(file["runs"], key=_speed)
         if "way" in r
     }
-    cases = sorted({key[:3] for key in ways}, key=lambda key: (key[0], key[2], key[1]))
+    named = {file["file"]: name_of(file) for file in files}
+    cases = sorted({key[:3] for key in ways}, key=lambda key: (named[key[0]], key[2], key[1]))
     widths = sorted({key[3] for key in ways if key[3].startswith("width")}, key=_width)
     made = []
     for case in cases:
         of = {way: ways[*case, way] for way in (PLAIN, *widths, AUTO) if (*case, way) in ways}
         speeds = {way: _speed(row) for way, row in of.items()}
         best = max(speed for way, speed in speeds.items() if way != AUTO)
-        [target] = [file["target"] for file in files if file["file"] == case[0]]
         auto = of[AUTO]
         made.append([
-            name_of({"target": target}), case[2], case[1],
+            named[case[0]], case[2], case[1],
             *(f"{speeds[way]:,.0f}" if way in speeds else "" for way in (PLAIN, *widths, AUTO)),
             f"{speeds[AUTO] / best:.2f} ×", f"{speeds[AUTO] / speeds[widths[-1]]:.2f} ×",
             f"{auto['tau']:.2f}", f"{auto['same_as_plain']} of {auto['answers']}",

@@ -36,12 +36,14 @@ KINDS = (
 
 
 def serving(results: list[Result]) -> str:
-    """A line for each case that was measured, whatever runs they are of."""
+    """A line for each case that was measured, whatever runs they are of; the last file's counts."""
     cases, theirs = with_key(results, "serving"), with_key(results, "beside_vllm")
-    found = [(case, row) for case in cases for row in case["serving"]]
-    lines = [line for case, row in sorted(found, key=place) for line in lines_of(case, row, theirs)]
+    cases.sort(key=lambda case: (case["date"], case["file"]))
+    found = {place((case, row)): (case, row) for case in cases for row in case["serving"]}
+    shown = [found[where] for where in sorted(found)]
+    lines = [line for case, row in shown for line in lines_of(case, row, theirs)]
     head = ["tokens/s, prefill in the time", "batch", "goal", "vLLM 0.24", "jflash", "device busy"]
-    return table(head, lines, cases)
+    return table(head, lines, [case for case, _ in shown])
 
 
 def place(measured: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, ...]:

@@ -19,14 +19,15 @@ GOALS: Sequence[tuple[str, str, str, dict[int, float]]] = (
 def step_goals(results: list[Result]) -> str:
     """Whole steps with a goal, and vLLM's at its own context; the last file's time counts."""
     found = sorted(with_key(results, "step_times"), key=lambda file: (file["date"], file["file"]))
-    times = {
-        (row["shape"], row["kind"], row["context"], row["batch"]): row["ms"]
+    last = {
+        (row["shape"], row["kind"], row["context"], row["batch"]): (row["ms"], file)
         for file in found
         for row in file["step_times"]
         if row.get("places", "slots") == "slots" and row.get("quantised") is None
     }
     if not found:
         return table([], [], [])
+    times, used = {key: ms for key, (ms, _) in last.items()}, list[dict[str, Any]]()
     beside = with_key(results, "beside_vllm")
     near, theirs = None, {}
     for case in beside:
@@ -39,7 +40,9 @@ def step_goals(results: list[Result]) -> str:
     rows: list[list[Any]] = []
     for what, shape, kind, goals in GOALS:
         for batch, goal in goals.items():
-            at, nearer = (times.get((shape, kind, context, batch)) for context in (CONTEXT, near))
+            keys = [(shape, kind, context, batch) for context in (CONTEXT, near)]
+            at, nearer = map(times.get, keys)
+            used += [last[key][1] for key in keys if key in last]
             vllm = theirs.get((shape, kind, batch))
             rows.append([
                 f"{shape}, {what}, batch {batch}", goal,
@@ -47,4 +50,4 @@ def step_goals(results: list[Result]) -> str:
                 "" if nearer is None else f"{nearer:.2f}", "" if vllm is None else f"{vllm:.2f}",
             ])  # fmt: skip
     head = [f"ms at context {CONTEXT}", "goal", "measured", f"at {near}", f"vLLM at {near}"]
-    return table(head, rows, [*found, *beside])
+    return table(head, rows, [*used, *beside])

@@ -105,22 +105,29 @@ def steps(results: list[Result]) -> str:
 def whole_steps(results: list[Result]) -> str:
     """Whole steps by shape, kind and context, a column a batch; the last file's time counts."""
     found = sorted(with_key(results, "step_times"), key=lambda file: (file["date"], file["file"]))
-    times = {
-        (kept_as(row), row["kind"], row["context"], row["batch"]): row
+    last = {
+        (kept_as(row), row["kind"], row["context"], row["batch"]): (row, file)
         for file in found
         for row in file["step_times"]
         if row.get("places", "slots") == "slots"
     }
+    times = {key: row for key, (row, _) in last.items()}
     batches = sorted({batch for *_, batch in times})
     rows = [
         [shape, kind_name(kind), context, *(
             _time(times[shape, kind, context, batch])
             if (shape, kind, context, batch) in times else "" for batch in batches
         )]
-        for shape, kind, context in dict.fromkeys(key[:3] for key in times)
+        for shape, kind, context in sorted({key[:3] for key in times}, key=_order)
     ]  # fmt: skip
     head = ["shape", "ms of", "context", *(f"batch {batch}" for batch in batches)]
-    return table(head, rows, found)
+    return table(head, rows, [file for _, file in last.values()])
+
+
+def _order(key: tuple[str, str, int]) -> tuple[Any, ...]:
+    """By the shape, plain steps first and steps of fewer rows last, the longest context first."""
+    shape, kind, context = key
+    return shape, list(KINDS).index(kind) if kind in KINDS else len(KINDS), kind, -context
 
 
 def _time(row: dict[str, Any]) -> str:

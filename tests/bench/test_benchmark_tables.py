@@ -63,7 +63,10 @@ def of_rows() -> list[Result]:
     long = {"what": "long prompt", "rows": None, "batch": 9, "texts": 8, "prompt_tokens": 32000}
     timed_8b = [long | {"stall_ms": 45.0}, first, forced | {"rows": "auto"}, forced]
     return [
-        Result("a8b.json", where | {"shape": "qwen9", "serving": timed_8b}),
+        Result(
+            "a.json", where | {"shape": "qwen9", "serving": [first | {"empty": {"p50_ms": 9.0}}]}
+        ),
+        Result("a8b.json", where | {"shape": "qwen9", "serving": timed_8b}),  # the last file's
         Result("serving.json", where | {"target": "m", "serving": [beside, served]}),
         Result("rows.json", where | {"target": "m.gguf", "runs": [timed, *runs]}),
         Result("steps.json", where | {"shape": "qwen9", "runs": [timed]}),
@@ -164,6 +167,21 @@ def whole_steps_of(name: str, ms: float, batch: int) -> Result:
     return Result(name, where | {"step_times": [row, row | {"batch": 64, "ms": ms + 1}, kept]})
 
 
+def traced(name: str, us: float) -> Result:
+    """A step with its kernels, of which one has two forms."""
+    kernels = [
+        ("few_rows_", 2.0, us),
+        ("matmul_mosaic_gpu_kernel", 3.0, 600.0),
+        ("few_rows", 1.0, 500.0),
+    ]
+    row = {"shape": "qwen9", "kind": "step", "context": 9, "batch": 1, "ms": 2.5, "kernels_ms": 2.0}
+    row["kernels"] = [
+        dict(zip(("name", "launches", "us"), kernel, strict=True)) for kernel in kernels
+    ]
+    where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
+    return Result(name, where | {"step_times": [row]})
+
+
 def whole_steps_in_pages() -> Result:
     """The same over slots and over shuffled pages, and one in pages alone."""
     row = {"shape": "qwen9", "kind": "plain", "context": 656, "batch": 1, "ms": 4.0}
@@ -188,6 +206,11 @@ def test_every_table_shows_its_numbers(results):
         "step_goals": ["| qwen3-8b, DFlash step, batch 1 | 5.2 | not measured |  |  |"],
         "pages": [
             "| qwen9 | plain | 1 | 656 | 4.00 |  | 4.10 (1.025 ×) |\n\nGPU",  # x.json alone
+        ],
+        "step_kernels": [
+            "| qwen9 | DFlash step | 1 | 2.50 | 2.00 | "
+            "`few_rows` 1.00 (50.0 %, 3), `matmul` 0.60 (30.0 %, 3) |\n\nGPU, jax 1, today: "
+            "`benchmarks/z-2.json`.",
         ],
         "spent": ["Not measured yet."],  # by the test below
         "several_gpus": ["| qwen3-8b, batch 1 | not measured | not measured (goal 0.68 ×) |"],
@@ -252,7 +275,7 @@ def test_every_table_shows_its_numbers(results):
         *(*results, *evaluated(), *one_arithmetic(), checked(), right(), trained(), embedded()),
         *(timed_beside_vllm(), *of_rows()),
         *(whole_steps_of("x-1.json", 7.0, 1), whole_steps_of("x-2.json", 8.0, 2)),
-        whole_steps_in_pages(),
+        *(whole_steps_in_pages(), traced("z-1.json", 9.0), traced("z-2.json", 500.0)),
     ]
     assert shown.keys() == TABLES.keys()
     for name, parts in shown.items():
