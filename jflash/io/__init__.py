@@ -1,27 +1,49 @@
-"""Files in and out: the only place that knows Hugging Face, safetensors, Orbax, tokenizers."""
+"""Files in and out: the only place that knows Hugging Face, safetensors, Orbax, tokenizers.
 
-from jflash.io.checkpoint import (
-    Checkpoint,
-    load_tokenizer,
-    open_checkpoint,
-    resolve,
-    stop_token_ids,
-)
-from jflash.io.convert import convert_checkpoint
-from jflash.io.load import (
-    PairFiles,
-    configure_pair,
-    configure_target,
-    default_dtype,
-    load_drafter,
-    load_pair,
-    load_target,
-    load_weights,
-    pair_models,
-    random_drafter,
-    save_checkpoint,
-)
-from jflash.io.text import encode_prompt
+The names below are imported when they are first used: a process that only turns text into tokens
+needs neither JAX nor a model.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jflash.io.checkpoint import (
+        Checkpoint,
+        load_tokenizer,
+        open_checkpoint,
+        resolve,
+        stop_token_ids,
+    )
+    from jflash.io.convert import convert_checkpoint
+    from jflash.io.load import (
+        PairFiles,
+        configure_pair,
+        configure_target,
+        default_dtype,
+        load_drafter,
+        load_pair,
+        load_target,
+        load_weights,
+        pair_models,
+        random_drafter,
+        save_checkpoint,
+    )
+    from jflash.io.text import encode_prompt
+
+_HOMES = {
+    "checkpoint": (
+        "Checkpoint", "load_tokenizer", "open_checkpoint", "resolve", "stop_token_ids"
+    ),
+    "convert": ("convert_checkpoint",),
+    "load": (
+        "PairFiles", "configure_pair", "configure_target", "default_dtype", "load_drafter",
+        "load_pair", "load_target", "load_weights", "pair_models", "random_drafter",
+        "save_checkpoint",
+    ),
+    "text": ("encode_prompt",),
+}  # fmt: skip
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Checkpoint",
@@ -43,3 +65,15 @@ __all__ = [
     "save_checkpoint",
     "stop_token_ids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jflash.io' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"jflash.io.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

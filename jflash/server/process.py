@@ -13,6 +13,7 @@ from jflash.server.app import make_app
 from jflash.server.run import log_to_stderr, serve
 from jflash.server.service import service_of
 from jflash.server.start import Start
+from jflash.serving.collection import only_of_new_objects
 from jflash.serving.remote import Remote
 
 FAILED = 1
@@ -36,10 +37,11 @@ def main() -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
-    well = serve(
-        app, service, listener,
-        shutdown_timeout=rules.shutdown_timeout, hang_timeout=rules.hang_timeout,
-    )  # fmt: skip
+    with only_of_new_objects():
+        well = serve(
+            app, service, listener,
+            shutdown_timeout=rules.shutdown_timeout, hang_timeout=rules.hang_timeout,
+        )  # fmt: skip
     sys.stderr.flush()
     os._exit(0 if well else FAILED)  # nothing waits for the engine's process
 

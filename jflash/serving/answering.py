@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from jflash.io.foreign import one_line
+from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import GrammarError, Grammars
 from jflash.serving.handle import Handle
@@ -114,7 +115,7 @@ def answer(
             left.remove(number)
             handle.cancel()
 
-    with ThreadPoolExecutor(COMPILERS) as compilers, _short_turns():
+    with ThreadPoolExecutor(COMPILERS) as compilers, _short_turns(), only_of_new_objects():
         try:
             while True:
                 message = pipe.recv()

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -106,6 +107,14 @@ def test_a_device_that_hangs_ends_streams_health_and_both_processes(served):
         let_go.set()
     served.thread.join(ENDED)
     assert served.well is False
+
+
+def test_the_http_process_has_no_jax(served):
+    """It turns text into tokens, which takes none of its 230 MB."""
+    with served.stream() as answer:
+        assert sum(line.startswith("data: ") for line in answer.iter_lines()) > 3
+    mapped = Path(f"/proc/{served.process.pid}/maps").read_text()
+    assert "tokenizers" in mapped and "jaxlib" not in mapped
 
 
 def test_whoever_kills_the_http_process_ends_the_server(served):

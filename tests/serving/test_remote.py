@@ -1,6 +1,7 @@
 """An engine at the other end of a pipe: events, refusals, those who leave, and an end that goes."""
 
 import asyncio
+import gc
 import threading
 from multiprocessing import Pipe
 from typing import Any
@@ -104,6 +105,15 @@ def test_news_tell_of_compilations(ends):
     ends.compiled = 3
     of(ends, events(ends.remote, Request(prompt_ids=[1], max_tokens=4)))
     assert seen == [3]
+
+
+def test_what_was_there_before_is_not_collected_while_requests_are_served(ends):
+    """And is again, after that."""
+    of(ends, events(ends.remote, Request(prompt_ids=[1], max_tokens=4)))
+    assert gc.get_freeze_count() > 100_000
+    ends.remote.close()
+    ends.thread.join(30)
+    assert gc.get_freeze_count() < 100_000
 
 
 def test_a_failed_engine_fails_its_readers(ends, monkeypatch):
