@@ -15,8 +15,6 @@ from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammar, Grammars
 from jflash.serving.request import Request
 
-LONGER = 4  # times as many tokens as its neighbours: the text in a form outlasts them
-
 
 def beside_form(
     pair: Pair,
@@ -32,14 +30,15 @@ def beside_form(
 
     ValueError if the text in a form ended before its neighbours.
     """
-    context = max(map(len, asked.prompts)) + LONGER * new
+    longest = new * pair.models.block_size  # a step gives no text more, and each one token at least
+    context = max(map(len, asked.prompts)) + longest
     layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch in batches]
     warm([(pair, layout) for layout in layouts])
     for layout in layouts:
         compile_constrained(pair.models, pair.params, layout)
     wait()
     grammars = Grammars(asked.tokenizer, pair.models.target.config.vocab_size, asked.stops)
-    form = grammars.compile("json_schema", _list_of(LONGER * new))
+    form = grammars.compile("json_schema", _list_of(longest))
     for batch, layout in zip(batches, layouts, strict=True):
         with engine_for(pair, layout, batch) as engine:
             found = _measured(engine, asked, form, new, repeats, batch)
@@ -62,7 +61,8 @@ def _measured(
         salt = str(next(turns))  # so that no turn finds the prefixes of another
         last: dict[str, Any] = {"max_tokens": new}
         if grammar is not None:
-            last = {"max_tokens": LONGER * new, "grammar": grammar, "stop_ids": asked.stops}
+            longest = new * engine.pair.models.block_size
+            last = {"max_tokens": longest, "grammar": grammar, "stop_ids": asked.stops}
         before, begin = engine.stats(), time.perf_counter()
         one = engine.submit(Request(prompt_ids=first, cache_salt=salt, **last))
         results = engine.generate(
