@@ -104,7 +104,7 @@ def loaded(options: argparse.Namespace) -> Loaded:
     begin = time.perf_counter()
     engine = Engine(
         pair, max_batch=options.max_batch, max_context=context, pages=pages,
-        max_queue=options.max_queue, steps_per_call=options.steps_per_call,
+        max_queue=options.max_queue, steps_per_call=options.steps_per_call, states=options.states,
     )  # fmt: skip
     grammars = Grammars(tokenizer, files.models.target.config.vocab_size, stop_ids)
     _warm_up(engine, grammars, tuple(stop_ids))
@@ -161,7 +161,7 @@ def _context(options: argparse.Namespace, files: PairFiles) -> int:
 def _pages(options: argparse.Namespace, models: Models, context: int) -> int:
     """The pages of the options, or as many as are useful; ValueError for those that do not fit."""
     shape = options.max_batch, context, options.pages, device_memory()
-    return pages_within(models, *shape, options.steps_per_call)
+    return pages_within(models, *shape, options.steps_per_call, options.states)
 
 
 def _template(tokenizer: Any) -> str:

@@ -24,7 +24,7 @@ from jflash.serving.limits import check
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes
-from jflash.serving.states import usual_states
+from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
 from pallas_kernels.block_attention import PAGE
 
@@ -84,9 +84,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
-        states = usual_states(pair.models, max_batch) if states is None else states
-        if states < 0:
-            raise ValueError(f"states must be at least 0, got {states}")
+        states = states_kept(pair.models, max_batch, states)
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")

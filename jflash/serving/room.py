@@ -16,7 +16,7 @@ from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.slots import Layout, empty_state
-from jflash.serving.states import usual_states
+from jflash.serving.states import states_kept
 from pallas_kernels.block_attention import PAGE
 
 
@@ -31,8 +31,11 @@ class Need(NamedTuple):
         return self.weights + self.others + pages * self.page
 
 
-def needed(models: Models, shape: Shape, steps: int = STEPS_PER_CALL) -> Need:
-    """The bytes of an engine of this shape, with `steps` steps a call."""
+def needed(
+    models: Models, shape: Shape, steps: int = STEPS_PER_CALL, states: int | None = None
+) -> Need:
+    """The bytes of an engine of this shape, with `steps` steps a call, which keeps `states` copies
+    of recurrent states, as many as `states_kept` says unless given."""
 
     def state(pages: int) -> int:
         return tree_bytes(
@@ -42,7 +45,7 @@ def needed(models: Models, shape: Shape, steps: int = STEPS_PER_CALL) -> Need:
     page = state(2) - state(1)
     budget = memory_budget(replace(models, sampled=True), shape)
     others = state(1) - page + budget.temporaries + kept_bytes(models, shape.batch)
-    kept = Layout(shape, 1, steps, states=usual_states(models, shape.batch))
+    kept = Layout(shape, 1, steps, states=states_kept(models, shape.batch, states))
     others += tree_bytes(jax.eval_shape(lambda: empty_copies(local(models), kept)))
     return Need(budget.weights, others, page)
 
@@ -54,17 +57,20 @@ def pages_within(
     pages: int | None,
     limit: int | None,
     steps: int = STEPS_PER_CALL,
+    states: int | None = None,
 ) -> int:
     """`pages`, or those for `batch` requests of `context` tokens, or as many as `limit` bytes hold.
 
-    ValueError if the given ones do not fit, or if no request of `context` tokens would.
+    ValueError if the given ones do not fit, or if no request of `context` tokens would; and for
+    `states` as `states_kept`.
     """
     columns = -(-context // PAGE)
     wanted = batch * columns if pages is None else pages
+    kept = states_kept(models, batch, states)
     if limit is None:
         return wanted
     slots = columns * PAGE
-    need = needed(models, Shape.of(batch, slots, chunk=engine_chunk(models, slots)), steps)
+    need = needed(models, Shape.of(batch, slots, chunk=engine_chunk(models, slots)), steps, kept)
     most = max(0, limit - need.of(0)) // need.page
     takes = (
         f"weights take {_gb(need.weights)}, {batch} slots {_gb(need.others)} and each page of "

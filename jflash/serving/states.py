@@ -17,9 +17,17 @@ from pallas_kernels.block_attention import PAGE
 FEWEST = 4  # copies: a talk's last two turns with the borders at which they left the turn before
 
 
-def usual_states(models: Models, slots: int) -> int:
-    """The copies that an engine keeps: one for each slot, and none without recurrent layers."""
-    return max(FEWEST, slots) if any(config.deltas for config in models.configs) else 0
+def states_kept(models: Models, slots: int, asked: int | None = None) -> int:
+    """The copies that an engine keeps: as many as are asked for, or one for each slot; none without
+    recurrent layers. ValueError for a number that cannot be."""
+    recurrent = any(config.deltas for config in models.configs)
+    if asked is None:
+        return max(FEWEST, slots) if recurrent else 0
+    if asked < 0:
+        raise ValueError(f"states must be at least 0, got {asked}")
+    if asked and not recurrent:
+        raise ValueError(f"states {asked}: no layer is recurrent, so a prefix needs no copies")
+    return asked
 
 
 def borders(found: int, start: int, end: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
     def pages(limit: int | None, given: int | None = None) -> int:
         monkeypatch.setattr(serve, "device_memory", lambda: limit)
         steps = STEPS_PER_CALL
-        options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=steps)
+        options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=steps, states=None)
         return serve._pages(options, models, 1024)
 
     assert pages(None) == pages(need.of(4 * columns)) == 4 * columns
@@ -100,5 +100,6 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
 
 
 def test_the_options_are_read_and_a_wrong_port_is_refused(capsys):
-    assert main(["serve", "--port", "-1"]) == 2
-    assert "--port -1 must be within" in capsys.readouterr().err
+    for option, value in (("--port", "-1"), ("--states", "-1")):
+        assert main(["serve", option, value]) == 2
+        assert f"{option} -1 must be" in capsys.readouterr().err

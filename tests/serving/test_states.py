@@ -9,7 +9,7 @@ import pytest
 from jflash.cache import DeltaCache
 from jflash.generate import Pair
 from jflash.memory import memory_budget, tree_bytes
-from jflash.programs import Shape
+from jflash.programs import Shape, engine_chunk
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.constrained import kept_bytes
@@ -19,10 +19,10 @@ from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.room import needed
+from jflash.serving.room import needed, pages_within
 from jflash.serving.schedule import Pass, passes
 from jflash.serving.slots import Layout, empty_state
-from jflash.serving.states import States, borders, leaving, usual_states
+from jflash.serving.states import States, borders, leaving, states_kept
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import hybrid_pair, knowing, prompts, random_pair
 from tests.support.virtual_devices import result, start
@@ -361,7 +361,15 @@ def test_the_copies_memory_is_counted(pair):
     budget = memory_budget(replace(models, sampled=True), shape)
     parts = (budget.weights, budget.temporaries, tree_bytes(state), kept_bytes(models, 6))
     assert one and needed(models, shape, STEPS).of(24) == sum(parts) + 6 * one
-    assert usual_states(models, 1) == 4 and usual_states(models, 9) == 9
-    assert usual_states(random_pair().models, 9) == 0
+    assert states_kept(models, 1) == 4 and states_kept(models, 9) == 9
+    assert states_kept(random_pair().models, 9) == 0
+    assert needed(models, shape, STEPS, 11).of(24) == sum(parts) + 11 * one
+    larger = Shape.of(6, 256, chunk=engine_chunk(models, 256))
+    more = needed(models, larger, STEPS, 11).of(24)
+    assert pages_within(models, 6, 256, None, more, STEPS, 11) == 24
+    with pytest.raises(ValueError, match=r"24 pages do not fit: .* there is room for 23 pages"):
+        pages_within(models, 6, 256, 24, more - 1, STEPS, 11)
+    with pytest.raises(ValueError, match="states 1: no layer is recurrent"):
+        Engine(random_pair(), states=1)
     with pytest.raises(ValueError, match="states must be at least 0, got -1"):
         Engine(pair, states=-1)

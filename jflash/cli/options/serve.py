@@ -19,6 +19,8 @@ or as many as fit"""
 DRAFTS = """at a temperature: the drafter's best tokens, or drawn from it; default: drawn, but for
 requests with a seed"""
 MOST = "as many while more than --max-batch requests wait or run for each; default: --replicas"
+STATES = """copies of recurrent states, with which prefixes of hybrids begin; default: one for each
+of --max-batch, at least 4; 0: they are computed again"""
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
 
@@ -55,6 +57,7 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     steps = "of a call, default 2: fewer let a new request begin sooner"
     add("--steps-per-call", type=int, default=2, metavar="N", help=steps)
     add("--pages", type=int, metavar="N", help=PAGES)
+    add("--states", type=int, metavar="N", help=STATES)
     add("--max-queue", type=int, default=256, metavar="N", help="that may wait, default 256")
     add("--draft-rule", choices=DRAFT_RULES, help=DRAFTS)
 
@@ -80,6 +83,7 @@ def check(options: argparse.Namespace) -> None:
         "max_body",
         "replicas",
     )
+    refuse(o.states is not None and o.states < 0, f"--states {o.states} must be at least 0")
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
