@@ -30,20 +30,29 @@ def beside_form(
 
     ValueError if the text in a form ended before its neighbours.
     """
-    longest = new * pair.models.block_size  # a step gives no text more, and each one token at least
-    context = max(map(len, asked.prompts)) + longest
+    most = outlasting(pair, new)
+    context = max(map(len, asked.prompts)) + most
     layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch in batches]
     warm([(pair, layout) for layout in layouts])
     for layout in layouts:
         compile_constrained(pair.models, pair.params, layout)
     wait()
     grammars = Grammars(asked.tokenizer, pair.models.target.config.vocab_size, asked.stops)
-    form = grammars.compile("json_schema", _list_of(longest))
+    form = grammars.compile("json_schema", _list_of(most))
     for batch, layout in zip(batches, layouts, strict=True):
         with engine_for(pair, layout, batch) as engine:
-            found = _measured(engine, asked, form, new, repeats, batch)
+            found = _measured(engine, asked, form, most, new, repeats, batch)
         row = {"what": "beside a form", "batch": batch, "rows": pair.models.rows}
         yield row | {"steps_per_call": steps, "neighbours": batch - 1} | found
+
+
+def outlasting(pair: Pair, new: int) -> int:
+    """Tokens that a text cannot have before its neighbours have `new`, whatever either accepts.
+
+    A text of numbers may accept whole blocks while its neighbours accept nothing, and it begins
+    before they do: so there are `new` tokens more.
+    """
+    return (1 + pair.models.block_size) * new
 
 
 def _list_of(count: int) -> str:
@@ -52,7 +61,7 @@ def _list_of(count: int) -> str:
 
 
 def _measured(
-    engine: Engine, asked: Questions, form: Grammar, new: int, repeats: int, batch: int
+    engine: Engine, asked: Questions, form: Grammar, most: int, new: int, repeats: int, batch: int
 ) -> dict[str, Any]:
     texts, turns = list[list[tuple[int, ...]]](), itertools.count()
     first, *others = asked.prompts[:batch]
@@ -61,8 +70,7 @@ def _measured(
         salt = str(next(turns))  # so that no turn finds the prefixes of another
         last: dict[str, Any] = {"max_tokens": new}
         if grammar is not None:
-            longest = new * engine.pair.models.block_size
-            last = {"max_tokens": longest, "grammar": grammar, "stop_ids": asked.stops}
+            last = {"max_tokens": most, "grammar": grammar, "stop_ids": asked.stops}
         before, begin = engine.stats(), time.perf_counter()
         one = engine.submit(Request(prompt_ids=first, cache_salt=salt, **last))
         results = engine.generate(
@@ -70,9 +78,9 @@ def _measured(
         )
         seconds, after, early = time.perf_counter() - begin, engine.stats(), one.ended
         one.cancel()
-        one.result()
+        why = one.result().finish_reason
         if grammar is not None and early:
-            raise ValueError("the text in a form ended before its neighbours")
+            raise ValueError(f"the text in a form ended before its neighbours: {why}")
         texts.append([tuple(result.token_ids) for result in results])
         tokens = sum(len(result.token_ids) for result in results)
         return figures(before, after, seconds) | {

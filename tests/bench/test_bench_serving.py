@@ -51,22 +51,34 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch):
     assert long["stall_ms"] == long["beside"]["most_ms"] - long["alone"]["p50_ms"]
 
 
-def test_texts_beside_one_in_a_form(tmp_path):
-    """The embedded pair: neighbours keep their texts, and what they lose is told."""
-    questions, kept = tmp_path / "questions.jsonl", tmp_path / "result.json"
+@pytest.fixture
+def beside_form(tmp_path):
+    """The arguments that time one text of the embedded pair beside one in a form."""
+    questions = tmp_path / "questions.jsonl"
     texts = ("Ana has 3 shells. How many?", "Theo has 9 stamps and 2 more. How many?")
     lines = [json.dumps({"question": text, "answer": "#### 3"}) for text in texts]
     questions.write_text("\n".join(lines))
     pair = ["--target", f"{EMBEDDED_PAIR / 'target'}", "--drafter", f"{EMBEDDED_PAIR / 'drafter'}"]
     argv = [*pair, "--gsm8k", str(questions), "--questions", "2", "--beside-form", "2"]
-    argv += ["--max-new-tokens", "24", "--repeats", "1", "--json", str(kept)]
-    assert main.run("bench-serving", argv) == 0
+    return [*argv, "--max-new-tokens", "24", "--repeats", "1"]
+
+
+def test_texts_beside_one_in_a_form(beside_form, tmp_path):
+    """The embedded pair: neighbours keep their texts, and what they lose is told."""
+    kept = tmp_path / "result.json"
+    assert main.run("bench-serving", [*beside_form, "--json", str(kept)]) == 0
     [row] = json.loads(kept.read_text())["serving"]
     assert (row["what"], row["neighbours"], row["new_tokens"]) == ("beside a form", 1, 24)
     assert row["differ"] == 0
     alone = row["beside_plain"]
     assert row["kept"] == row["tokens_per_second"] / alone["tokens_per_second"]
     assert all(1 < one["live"] <= 2 for one in (row, alone))
+
+
+def test_a_text_in_a_form_may_not_end_before_its_neighbours(beside_form, monkeypatch, capsys):
+    monkeypatch.setattr("jflash.bench.beside_form.outlasting", lambda pair, new: 1)
+    assert main.run("bench-serving", [*beside_form, "--max-new-tokens", "12"]) == 2
+    assert "the text in a form ended before its neighbours: length" in capsys.readouterr().err
 
 
 def test_gaps_are_between_calls_and_some_part_of_them_is_in_the_span():
