@@ -36,7 +36,8 @@ class DeviceTime:
 
     def __init__(self) -> None:
         self._under_way = deque[UnderWay]()  # in order
-        self._since = self._busy_until = time.perf_counter()
+        self._since = self._busy_until = self._seen_until = time.perf_counter()
+        self._unseen = 0.0  # busy seconds since the last end that was seen
         self._lasted = dict[tuple[str, int], float]()  # seconds of each program, when last seen
         self.dispatching = self.waiting = 0.0  # seconds of the host, in all
 
@@ -84,17 +85,21 @@ class DeviceTime:
         """The seconds for which the device computed a program, at most and for certain.
 
         `late`: it ended before the host looked, so it took as long as it was last seen to, at most.
+        The certain seconds include those of late ones before it: all of them are dispatched.
         """
         before, (_, began, ended) = self._busy_until, dispatched
         most = max(now - max(began, before), 0.0)
-        certain = max(now - max(ended, before), 0.0)
         known = self._lasted.get(kind, most)
         if late:
             most = min(most, known)
             self._busy_until = max(began, before) + most
+            self._unseen += most
             return most, 0.0
-        self._busy_until = now
-        if certain < most:  # it may have waited for the host between its kernels
-            most = max(certain, min(most, known))
+        certain = max(now - max(ended, self._seen_until), 0.0)
+        if ended > before:  # it may have waited for the host between its kernels
+            most = min(most, known)
+        most = max(most, certain - self._unseen)
+        self._busy_until = self._seen_until = now
+        self._unseen = 0.0
         self._lasted[kind] = most
         return most, certain

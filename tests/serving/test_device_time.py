@@ -73,6 +73,22 @@ def test_a_device_that_always_has_the_next_program_is_busy_all_the_time(clock):
         assert sum(each[name] for each in spent) == pytest.approx(12.0)
 
 
+def test_what_is_dispatched_before_it_is_computed_is_certain_to_the_last(clock):
+    """The host looks after two of three have ended; a fourth is dispatched when it is idle."""
+    time, begin = DeviceTime(), clock[0]
+    three = [
+        under_way(time, part, clock, begin + end, dispatch=1.0)
+        for part, end in (("prefill", 4.0), ("prefill", 7.0), ("decode", 12.0))
+    ]
+    clock[0] = begin + 8.0
+    spent = time.wait_for(three[-1])
+    assert spent["busy_seconds"] == 12.0 and spent["seen_seconds"] == 9.0
+    clock[0] += 3.0
+    after = time.wait_for(under_way(time, "decode", clock, clock[0] + 4.0, dispatch=1.0))
+    assert after == {"decode": 7.0, "busy_seconds": 4.0, "seen_seconds": 3.0}
+    assert time.wait_for(three[0]) == {}
+
+
 def test_a_device_that_waits_for_the_dispatch_is_not_known_to_be_busy(clock):
     """The host launches its kernels for 5 s, and 1 s later the device has computed them; it takes 2
     if they are there, which it has shown once."""
