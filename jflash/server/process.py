@@ -36,8 +36,9 @@ def main() -> None:
     app = make_app(service, api_keys=rules.keys, origins=rules.origins)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
     with only_of_new_objects():
+        listener.listen()  # whoever reads the next line may connect
+        print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
         well = serve(
             app, service, listener,
             shutdown_timeout=rules.shutdown_timeout, hang_timeout=rules.hang_timeout,
