@@ -20,6 +20,7 @@ from jflash.programs import Shape
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
 from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures, judge_of
 from jflash.proof.step_program import cut
+from jflash.proof.usual_weights import usual_weights
 
 FAILED = 1
 DTYPE = "bfloat16"
@@ -44,15 +45,18 @@ def targets(args: Options) -> list[Models]:
 
 def print_result(result: dict[str, Any]) -> None:
     """Prints a line a program, and from the second width on the differences to the first."""
+    right = result["xla"]
     print(
         f"batch {result['batch']}, width {result['width']}, {result['rows']} rows, "
-        f"{result['experts_reached']:.0f} experts a layer"
+        f"{result['experts_reached']:.0f} experts a layer; "
+        f"logits {right['spread']:.2f} apart, the largest probability {right['sure']:.2g}"
     )
     for name in ("ours", "xla", "fault"):
         d = result[name]
         print(
             f"  {name:<6}{nats(d)}, choices {d['choice_shortfall']:.2g} below the best; "
             f"{d['other_experts']:.2%} other experts, by {d['router_shortfall']:.2g} at most"
+            + (f"; in one of {d['one_in']} columns" if "one_in" in d else "")
         )
     for name, d in result.get("against", {}).items():
         print(
@@ -73,6 +77,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     models, begin = targets(args), time.perf_counter()
     config = models[0].target.config
     [params] = random_weights([config], experts_scale=SCALE)
+    params = usual_weights(config, params)
     # A norm begins every layer, so a larger embedding leaves the scale of what follows it.
     ratio = args.embedding_scale / SCALE
     params |= {"embedding": params["embedding"] * jnp.bfloat16(ratio)}

@@ -92,7 +92,7 @@ def right_logits(results: list[Result]) -> str:
             *(f"{r[n]['mean_nats']:.1e} / {r[n]['most_nats']:.1e}" for n in ("ours", "xla")),
             " / ".join(f"{r[n]['largest_difference']:.3f}" for n in ("ours", "xla")),
             " / ".join(f"{r[n]['same_best']:.1%}" for n in ("ours", "xla")),
-            f"{r['fault']['mean_nats']:.1e} / {r['fault']['most_nats']:.1e}",
+            _of_fault(r["fault"]),
             *(
                 f"{d['mean_nats']:.1e} / {d['most_nats']:.1e}, {d['largest_difference']:.3f}, "
                 f"{d['same_best']:.1%}"
@@ -109,6 +109,12 @@ def right_logits(results: list[Result]) -> str:
         "ours at this width against width 1: nats, largest difference, same best",
     ]
     return table(head, rows, cases)
+
+
+def _of_fault(fault: dict[str, Any]) -> str:
+    """Nats, and the columns that a dense target's fault is in where it took more than usual."""
+    of = "" if fault.get("one_in", 64) == 64 else f", one column in {fault['one_in']}"
+    return f"{fault['mean_nats']:.1e} / {fault['most_nats']:.1e}{of}"
 
 
 def plain_text(results: list[Result]) -> str:

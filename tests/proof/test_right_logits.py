@@ -16,7 +16,16 @@ from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models
 from jflash.proof.forced import PROMPT, Seen, forced
-from jflash.proof.right_logits import FACTOR, NATS, failures, from_float32, too_far
+from jflash.proof.right_logits import (
+    FACTOR,
+    NATS,
+    SHARES,
+    SURE,
+    failures,
+    from_float32,
+    too_far,
+)
+from jflash.proof.usual_weights import LEAST, MOST, usual_weights
 from jflash.specs import Llama3Scaling, RopeConfig
 
 TINY, MOE = (model_shape(name).target for name in ("tiny", "tiny-moe"))
@@ -91,9 +100,53 @@ def gemma_like() -> ModelShape:
     return ModelShape(target.attending({"window": 48, "gated": True}, {}, {"window": 24}), drafter)
 
 
-@pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gemma"])
+def sure_of_its_token() -> ModelShape:
+    """Gemma's head and scales: the residual begins with the embedding, which is the head too."""
+    target, drafter = gemma_like()
+    target = target.attending(*[{"scale": 1.0, "gated": False}] * target.num_layers)
+    return ModelShape(replace(target, tie_embeddings=True, embedding_scale=200.0), drafter)
+
+
+def muse_like() -> ModelShape:
+    """The tiny shape with Muse-Glimmer's norms, peaked attention and a small multiplier."""
+    target, drafter = gemma_like()
+    target = replace(target, embedding_scale=1.0, embedding_norm=True, logit_multiplier=0.2)
+    peaked = {"weightless": True, "scale": 4 * target.layers[0].mixer.head_dim ** -0.5}
+    return ModelShape(target.attending(*[peaked] * target.num_layers), drafter)
+
+
+def test_a_target_that_is_sure_of_its_tokens_does_not_pass(monkeypatch, capsys):
+    """No difference would show there, and usual weights are not so."""
+    monkeypatch.setitem(SHAPES, "tiny-sure", sure_of_its_token())
+    argv = ["--shape", "tiny-sure", "--batch", "1"]
+    assert main.run("check-logits", argv) == 0
+    wide = lambda _, params: params | {"embedding": params["embedding"] * jnp.bfloat16(40)}  # noqa: E731
+    monkeypatch.setattr("jflash.cli.check_logits.usual_weights", wide)
+    assert main.run("check-logits", argv) == 1
+    assert "the right pass is sure of its tokens" in capsys.readouterr().out
+
+
+def test_usual_weights_spread_attention_and_logits():
+    config = sure_of_its_token().target
+    [params] = random_weights([config], experts_scale=SCALE)
+    found = usual_weights(config, params)
+    heads = config.layers[0].mixer.head_dim
+    queries = found["layers_0"]["attention"]["q_norm"]["scale"]
+    assert jnp.allclose(queries, heads**-0.5)
+    last = found["norm"]["scale"]
+    spread = SCALE * config.hidden_size**0.5
+    assert jnp.allclose(jnp.abs(last), LEAST / spread) and 0.3 < jnp.mean(last < 0) < 0.7
+    assert params["norm"]["scale"].min() == 1  # what was given stays
+
+    wide = replace(TINY, hidden_size=4096)  # as Qwen3-8B: nothing is to be changed
+    params = {"norm": {"scale": jnp.ones(4096)}}
+    assert (usual_weights(wide, params)["norm"]["scale"] == 1).all()
+
+
+@pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gemma", "tiny-muse"])
 def test_other_families_are_judged_by_our_modules_in_float32(shape, monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "tiny-gemma", gemma_like())
+    monkeypatch.setitem(SHAPES, "tiny-muse", muse_like())
     file = tmp_path / "right.json"
     assert main.run("check-logits", ["--shape", shape, "--batch", "2", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
@@ -101,6 +154,8 @@ def test_other_families_are_judged_by_our_modules_in_float32(shape, monkeypatch,
     for result in report["right_logits"]:
         assert 0 < result["ours"]["mean_nats"] < NATS
         assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
+        assert result["fault"]["one_in"] in SHARES
+        assert LEAST / 2 < result["xla"]["spread"] < MOST and result["xla"]["sure"] < SURE
 
 
 def test_experts_without_a_float32_pass_are_refused(monkeypatch, capsys):
@@ -141,7 +196,7 @@ def test_a_wrong_choice_and_a_nan_are_caught():
 
 def test_what_is_no_pass():
     fine = dict.fromkeys(("largest_difference", "mean_nats", "most_nats"), 1e-3)
-    fine |= {"choice_shortfall": 0.0, "router_shortfall": 0.0}
+    fine |= {"choice_shortfall": 0.0, "router_shortfall": 0.0, "sure": 0.1}
     fault = fine | {"most_nats": 1.0}
     result = {"batch": 1, "width": 1, "ours": fine, "xla": fine, "fault": fault}
     assert failures([result]) == []
@@ -150,6 +205,8 @@ def test_what_is_no_pass():
     ]
     [line] = failures([result | {"ours": fine | {"mean_nats": 4e-3}}])
     assert line == "batch 1, width 1: mean_nats 0.004, more than 3 times 0.001"
+    [line] = failures([result | {"xla": fine | {"sure": 0.9}}])
+    assert line == "batch 1, width 1: the right pass is sure of its tokens, so nothing would show"
     far = dict.fromkeys(fine, 2 * NATS)
     [line] = failures([result | {"ours": far, "xla": far}])
     assert "even XLA's pass is 0.02 nats" in line

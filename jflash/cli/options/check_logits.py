@@ -1,10 +1,11 @@
 """Compares the logits of the program that decodes with float32's, and with XLA's rounding.
 
-Random weights of a published shape, normal(0, 0.02), and random texts, which go through prefill and
-blocks at width 1 and at the drafter's width: in bfloat16 by the kernels that decode, the same by
-XLA's operations, and in float32 by a separate pass. Hybrids, dense Gemma and Muse-Glimmer, which
-that pass has not, go through our own modules by XLA in float32. Our kernels may be 3 times as far
-from float32 as XLA's rounding is. A fault planted in the weights of one pass must be farther away.
+Random weights of a published shape, normal(0, 0.02), with norms by which attention and logits are
+as spread as a trained target's, and random texts, which go through prefill and blocks at width 1
+and at the drafter's width: in bfloat16 by the kernels that decode, the same by XLA's operations,
+and in float32 by a separate pass. Hybrids, dense Gemma and Muse-Glimmer, which that pass has not,
+go through our own modules by XLA in float32. Our kernels may be 3 times as far from float32 as
+XLA's rounding is. A fault planted in the weights of one pass must be farther away.
 Exit code 0: the logits are right; 1: not so, and where; 2: bad input.
 """
 
