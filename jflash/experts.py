@@ -19,6 +19,8 @@ from jflash.leaves import Leaf, declare, gate_up_leaf
 from jflash.specs import MoeSpec
 from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
+    BY_TOKENS,
+    canonical,
     clamped_gate,
     grouped_gate_up,
     grouped_matmul,
@@ -26,12 +28,14 @@ from pallas_kernels.grouped_matmul import (
     sigmoids,
     weighted_sum,
 )
+from pallas_kernels.grouped_matmul.sums import Shared
 from pallas_kernels.matmul import (
     added,
     gate_up,
     gelu_times,
     head_logits,
     matmul,
+    partial_products,
     sigmoid_times,
     silu_times,
 )
@@ -107,23 +111,78 @@ class Experts(nn.Module):
     ) -> Float[Array, "B T D"]:
         """The sum, as each token's experts and their weights are given."""
         c, flat = self.config, x.reshape(-1, x.shape[-1])
-        k, over = c.experts_per_token, c.shards // c.cut
+        over = c.shards // c.cut
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
-        # Rows of other devices' experts come last, belong to no expert here, and hold anything.
+        # Rows of other devices' experts belong to no expert here, and hold anything.
         own = own_first(ids, c.held, over)
-        order = jnp.argsort(own.reshape(-1), stable=True)
-        sizes = jnp.sum(own.reshape(-1, 1) == jnp.arange(c.held), axis=0)
-        outer = self._experts(flat[order // k], own.reshape(-1)[order], sizes, kernels)
-        # The inverse of the sort brings rows back to the tokens' order.
-        outputs = outer[jnp.argsort(order)].reshape(len(flat), k, -1)
-        outputs = of_owners(outputs, ids // c.held, over)
-        out = weighted_sum(outputs, weights, backend=kernels.experts).astype(x.dtype)
-        if c.shared_size is not None:
-            out = added(out, self._shared(flat, kernels.matmul), backend=kernels.matmul)
-        out = out.reshape(*x.shape[:-1], -1)
+        by_tokens = kernels.experts in BY_TOKENS
+        outputs = (self._by_tokens if by_tokens else self._by_expert)(flat, own, kernels)
+        outputs = of_owners(outputs.reshape(*ids.shape, -1), ids // c.held, over)
         if residual is not None:
-            out = added(share(residual, c.cut), out, backend=kernels.matmul)
+            residual = share(residual.reshape(flat.shape), c.cut)
+        add = self._added_at_once if by_tokens else self._added
+        out = add(flat, outputs, weights, residual, kernels).reshape(*x.shape[:-1], -1)
         return gather(out, c.cut)
+
+    def _by_tokens(
+        self, x: Float[Array, "M D"], ids: Int[Array, "M k"], kernels: Kernels
+    ) -> Float[Array, "R D"]:
+        """The outputs of each token's experts, by kernels that find an expert's rows."""
+        c, first, down = self.config, self.gate_up, self.down
+        tiles, R = canonical.tiles_of_tokens(ids, c.held), ids.size
+        biases = (first.bias, down.bias) if c.bias else (None, None)
+        if c.activation == "gelu_tanh" and not c.clamped:
+            both = canonical.of_tokens(x, first.kernel, tiles, R, biases[0])
+            inner = gelu_times(*first.leaf.parts(both), backend=kernels.matmul)
+        else:
+            gate = canonical.GATES["clamped" if c.clamped else "silu"]
+            both = (biases[0], first.leaf.firsts, gate)
+            inner = canonical.of_tokens(x, first.kernel, tiles, R, *both)
+        return canonical.of_tokens(gather(inner, c.cut), down.kernel, tiles, R, biases[1])
+
+    def _by_expert(
+        self, x: Float[Array, "M D"], ids: Int[Array, "M k"], kernels: Kernels
+    ) -> Float[Array, "R D"]:
+        """The outputs of each token's experts, whose rows are sorted by expert and brought back."""
+        # Rows of no expert here come last.
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        sizes = jnp.sum(ids.reshape(-1, 1) == jnp.arange(self.config.held), axis=0)
+        rows, experts = x[order // ids.shape[1]], ids.reshape(-1)[order]
+        return self._experts(rows, experts, sizes, kernels)[jnp.argsort(order)]
+
+    def _added_at_once(
+        self,
+        x: Float[Array, "M D"],
+        outputs: Float[Array, "M k D"],
+        weights: Float[Array, "M k"],
+        residual: Float[Array, "M D"] | None,
+        kernels: Kernels,
+    ) -> Float[Array, "M D"]:
+        """`_added` in one kernel."""
+        shared = None
+        if self.config.shared_size is not None:
+            gate = (x, self.shared_gate.kernel[:, 0]) if self.config.shared_gated else ()
+            down, backend = self.shared_down, kernels.matmul
+            inner, columns = self._shared_inner(x, backend), down.leaf.columns
+            pieces = partial_products(inner, down.kernel, backend=backend, columns=columns)
+            shared = Shared(pieces, *gate)
+        return canonical.expert_sum(outputs, weights, shared, residual)
+
+    def _added(
+        self,
+        x: Float[Array, "M D"],
+        outputs: Float[Array, "M k D"],
+        weights: Float[Array, "M k"],
+        residual: Float[Array, "M D"] | None,
+        kernels: Kernels,
+    ) -> Float[Array, "M D"]:
+        """The weighted sum, the shared expert's output and the residual."""
+        out = weighted_sum(outputs, weights, backend=kernels.experts).astype(x.dtype)
+        if self.config.shared_size is not None:
+            out = added(out, self._shared(x, kernels.matmul), backend=kernels.matmul)
+        if residual is not None:
+            out = added(residual, out, backend=kernels.matmul)
+        return out
 
     def _route(
         self, x: Float[Array, "M D"], kernels: Kernels
@@ -132,6 +191,11 @@ class Experts(nn.Module):
         if self.config.scores == "sigmoid":
             logits = head_logits(x, self.routes, backend=kernels.matmul)
             return route_by_sigmoid(logits, self.correction, self.config, kernels.experts)
+        if kernels.experts in BY_TOKENS:
+            c, bias = self.config, self.router.bias if self.config.bias else None
+            pieces = partial_products(x, self.router.kernel, backend=kernels.matmul)
+            kind = {"chosen": c.scores == "softmax of the chosen", "renormalise": c.renormalise}
+            return canonical.route(pieces, bias, k=c.experts_per_token, **kind)
         logits = matmul(x, self.router.kernel, backend=kernels.matmul)
         if self.config.bias:
             logits = added(logits, self.router.bias, backend=kernels.matmul)
@@ -164,10 +228,13 @@ class Experts(nn.Module):
         outer = products(gather(inner, self.config.cut), self.down.kernel, sizes)
         return added(outer, self.down.bias[ids], backend=backend) if self.config.bias else outer
 
+    def _shared_inner(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M F"]:
+        both, shards = self.shared_gate_up, self.config.shards
+        return gather(gate_up(x, both.kernel, both.leaf.firsts, backend=backend), shards)
+
     def _shared(self, x: Float[Array, "M D"], backend: str) -> Float[Array, "M D"]:
         """The shared expert's output, times any gate, whose logit is summed in a fixed order."""
-        both, down, shards = self.shared_gate_up, self.shared_down, self.config.shards
-        inner = gather(gate_up(x, both.kernel, both.leaf.firsts, backend=backend), shards)
+        inner, down = self._shared_inner(x, backend), self.shared_down
         out = matmul(inner, down.kernel, backend=backend, columns=down.leaf.columns)
         if not self.config.shared_gated:
             return out

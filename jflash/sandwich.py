@@ -7,14 +7,14 @@ multiplies the layer's output.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jflash.experts import Experts, route
+from jflash.experts import Experts
 from jflash.kernels import Kernels
 from jflash.layers import MLP, DecoderLayer, RMSNorm
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
 from jflash.specs import DenseSpec
 from pallas_kernels.fixed_order import rounded
-from pallas_kernels.matmul import added, matmul
+from pallas_kernels.matmul import added
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -39,8 +39,7 @@ class ExpertsBeside(Experts):
         flat = residual.reshape(-1, residual.shape[-1])
         scale = rounded(self.router_scale.astype(jnp.float32) * self.hidden_size**-0.5)
         normed = rms_norm(flat, scale, self.eps, backend=kernels.norm)
-        logits = matmul(normed, self.router.kernel, backend=kernels.matmul)
-        weights, ids = route(logits, self.config, kernels.experts)
+        weights, ids = self._route(normed, kernels)
         weights = rounded(weights * self.expert_scale.astype(jnp.float32)[ids])
         return self.mixed(x, weights, ids, None, kernels)
 

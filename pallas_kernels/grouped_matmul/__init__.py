@@ -13,6 +13,9 @@ Products are summed in float32; results have x's dtype.
   come before it, so gate and up are two arrays.
 - probabilities or sigmoids, and weighted_sum: what comes before and after, by token. These and
   clamped_gate are the reference's, which XLA compiles, with all others but "canonical" and "cpu".
+- route, tiles_of_tokens, of_tokens, expert_sum: the same layer in fewer kernels, with "canonical"
+  alone (`BY_TOKENS`). Row t·k + i is token t's for its i-th expert and stays where it is: tiles
+  name their rows. Biases and activations are in the products, rounded as above.
 A row's bits depend only on that row and its expert's w: not on where the row lies, on how many
 rows its expert has, or on the other rows; with "canonical" and "cpu" not on R either. (With the
 others they may: see the step's fixed shapes.)
@@ -43,6 +46,7 @@ BACKENDS = {
     "triton": triton,
     "reference": reference,
 }
+BY_TOKENS = ("canonical",)  # whose rows need not lie by expert
 CONVERTING = ("canonical", "cpu", "triton")  # kept weights, part by part
 
 

@@ -2,12 +2,12 @@
 
 The products are the Triton kernel's, which sums K whole and ascending in tiles of any number of
 rows. What comes before and after them, by token, are kernels of one program a token, the same one
-whatever lies beside it: XLA would choose the order of a sum by shape.
+whatever lies beside it: XLA would choose the order of a sum by shape. A layer needs few launches:
+`route` chooses, `tiles_of_tokens` counts, two `of_tokens` multiply, and `expert_sum` adds.
 """
 
 import functools
 from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -15,15 +15,23 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
-from pallas_kernels.grouped_matmul.triton import grouped_gate_up, grouped_matmul
-from pallas_kernels.in_pairs import sum_in_pairs
+from pallas_kernels.grouped_matmul.routes import route, softmax
+from pallas_kernels.grouped_matmul.sums import expert_sum
+from pallas_kernels.grouped_matmul.tokens_of import tiles_of_tokens
+from pallas_kernels.grouped_matmul.triton import grouped_gate_up, grouped_matmul, of_tokens
+from pallas_kernels.matmul.few_rows import silu_times
 
 __all__ = [
+    "GATES",
     "clamped_gate",
+    "expert_sum",
     "grouped_gate_up",
     "grouped_matmul",
+    "of_tokens",
     "probabilities",
+    "route",
     "sigmoids",
+    "tiles_of_tokens",
     "weighted_sum",
 ]
 COLUMNS = 1024
@@ -51,9 +59,16 @@ def _clamped_gate(gate_ref, up_ref, out_ref):
         plt.load(ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
         for ref in (gate_ref, up_ref)
     )
+    plt.store(out_ref.at[at], clamped(gate, up).astype(out_ref.dtype), mask=inside)
+
+
+def clamped(gate: Array, up: Array) -> Array:
+    """gpt-oss's activation, in float32."""
     gate = jnp.minimum(gate, LIMIT)
-    out = (jnp.clip(up, -LIMIT, LIMIT) + 1) * (gate / (1 + jnp.exp(-ALPHA * gate)))
-    plt.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
+    return (jnp.clip(up, -LIMIT, LIMIT) + 1) * (gate / (1 + jnp.exp(-ALPHA * gate)))
+
+
+GATES = {"silu": silu_times, "clamped": clamped}
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -66,8 +81,7 @@ def _probabilities(logits_ref, out_ref):
     columns = jnp.arange(pl.next_power_of_2(E))
     at, inside = (jnp.full(columns.shape, pl.program_id(0)), columns), columns < E
     logits = plt.load(logits_ref.at[at], mask=inside, other=-jnp.inf).astype(jnp.float32)
-    weights = jnp.exp(logits - jnp.max(logits, axis=0))
-    plt.store(out_ref.at[at], weights / sum_in_pairs(weights), mask=inside)
+    plt.store(out_ref.at[at], softmax(logits), mask=inside)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

@@ -1,13 +1,14 @@
 """The grouped GEMMs in Pallas-Triton: one program a tile of one expert's rows and columns.
 
-XLA makes the list of tiles on the device, as many as any routing can need: a tile holds rows of one
+The list of tiles is made on the device, as many as any routing can need: a tile holds rows of one
 expert only, and those that a routing leaves over end at once. So only experts that have rows are
-read, each once for every BLOCK_M rows of it. K is summed in the same order whatever the tile holds.
-Tiles of kept weights are converted where they are multiplied.
+read, each once for every tile of its rows. K is summed in the same order whatever the tile holds.
+Rows lie anywhere: a tile reads and writes them where they are, and a token's row serves all its
+experts. Tiles of kept weights are converted where they are multiplied.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +18,15 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grid import grid
+from pallas_kernels.grouped_matmul.tokens_of import Tiles, row_block
 from pallas_kernels.halves import Firsts
+from pallas_kernels.matmul.few_rows import silu_times
 from pallas_kernels.matmul.kept_tiles import depth_of, load_groups, load_tile
 from pallas_kernels.matmul.quantised import Quantised
 
 BLOCK_N = 64
 BLOCK_K = 64
-
-
-class Tiles(NamedTuple):
-    """Which rows a tile holds, and of which expert; none if begin == end."""
-
-    expert: Int[Array, " T"]
-    begin: Int[Array, " T"]
-    end: Int[Array, " T"]
+Gate = Callable[[Array, Array], Array]  # of gate and up, in float32
 
 
 def grouped_matmul(
@@ -40,7 +36,7 @@ def grouped_matmul(
     interpret=False,
 ) -> Float[Array, "R N"]:
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
-    return _call(x, w, sizes, w.shape[2], (0,), interpret)
+    return _by_sizes(x, w, sizes, w.shape[2], (0,), interpret)
 
 
 def grouped_gate_up(
@@ -52,7 +48,26 @@ def grouped_gate_up(
 ) -> Float[Array, "R F"]:
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
     columns = w.shape[2] // 2
-    return _call(x, w, sizes, columns, firsts or (0, columns), interpret)
+    return _by_sizes(x, w, sizes, columns, firsts or (0, columns), interpret)
+
+
+def of_tokens(
+    x: Float[Array, "M K"] | Float[Array, "R K"],
+    w: Float[Array, "E K N"] | Quantised,
+    tiles: Tiles,
+    R: int,
+    bias: Float[Array, "E N"] | None = None,
+    firsts: Firsts | None = None,
+    gate: Gate | None = None,
+    interpret=False,
+) -> Float[Array, "R _"]:
+    """Every row, or the token that it is of, times its expert's w, its bias added.
+
+    With `firsts`, `gate` makes one half of both; each is rounded before. What no tile has holds
+    anything.
+    """
+    columns = w.shape[2] // (2 if firsts else 1)
+    return _call(x, w, tiles, bias, R, columns, firsts or (0,), gate, interpret)
 
 
 def divides(K: int, columns: int) -> bool:
@@ -60,13 +75,8 @@ def divides(K: int, columns: int) -> bool:
     return K % BLOCK_K == 0 and columns % BLOCK_N == 0
 
 
-def row_block(rows: int, experts: int) -> int:
-    """Rows of a tile: what an expert gets on average, 16 (the least of a tensor core) to 64."""
-    return min(64, max(16, pl.next_power_of_2(rows // experts)))
-
-
 def tiles_of(sizes: Int[Array, " E"], rows: int, block: int) -> Tiles:
-    """The tiles of all experts in their order; a fixed number, enough for any sizes."""
+    """The tiles of rows that lie by expert; a fixed number, enough for any sizes."""
     experts = sizes.shape[0]
     # Every expert with rows has at most one tile that is not full.
     count = rows // block + min(experts, rows)
@@ -78,41 +88,63 @@ def tiles_of(sizes: Int[Array, " E"], rows: int, block: int) -> Tiles:
     expert = jnp.minimum(expert, experts - 1)
     last = jnp.cumsum(sizes)[expert]
     begin = last - sizes[expert] + (tile - (ends - tiles)[expert]) * block
-    begin = jnp.where(real, begin, 0)
-    end = jnp.where(real, jnp.minimum(begin + block, last), 0)
-    return Tiles(*(part.astype(jnp.int32) for part in (expert, begin, end)))
+    own = begin[:, None] + jnp.arange(block)
+    members = jnp.where(real[:, None] & (own < last[:, None]), own, -1)
+    return Tiles(expert.astype(jnp.int32), members.astype(jnp.int32), None)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _by_sizes(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
+    R = len(x)
+    tiles = tiles_of(sizes, R, row_block(R, len(sizes)))
+    gate = silu_times if len(firsts) > 1 else None
+    return _call(x, w, tiles, None, R, columns, firsts, gate, interpret)
 
 
 # An inner jit: all layers then share what is traced, lowered and compiled once.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _call(x, w, sizes, columns: int, firsts: tuple[int, ...], interpret: bool):
-    (R, K), E = x.shape, w.shape[0]
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+def _call(
+    x, w, tiles: Tiles, bias, R: int, columns: int, firsts: tuple[int, ...],
+    gate: Gate | None, interpret: bool,
+):  # fmt: skip
+    K = x.shape[1]
     stored = x.dtype if isinstance(w, Quantised) else w.dtype
     if not (x.dtype == stored == jnp.bfloat16 and divides(K, columns)):
         raise ValueError(
             f"the Triton grouped matmul needs bfloat16, K in {BLOCK_K}s and columns in {BLOCK_N}s, "
             f"got {x.dtype} by {stored}, K {K}, {columns} columns: use the backend 'xla'"
         )
-    block = row_block(R, E)
-    tiles = tiles_of(sizes, R, block)
-    kernel = functools.partial(_kernel, block=block, depth=depth_of(w, BLOCK_K), firsts=firsts)
+    kernel = functools.partial(
+        _kernel, depth=depth_of(w, BLOCK_K), firsts=firsts, gate=gate, share=R // len(x)
+    )
     return pl.pallas_call(
         kernel,
         name="grouped_gate_up" if len(firsts) > 1 else "grouped_matmul",
-        grid=(columns // BLOCK_N, tiles.begin.shape[0]),
+        grid=(columns // BLOCK_N, len(tiles.expert)),
         out_shape=jax.ShapeDtypeStruct((R, columns), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
-    )(*tiles, x, w)
+    )(tiles, x, w, bias)
 
 
-def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, depth, firsts):
+def _kernel(tiles, x_ref, w_ref, bias_ref, out_ref, *, depth, firsts, gate, share):
     column, tile = pl.program_id(0), pl.program_id(1)
-    expert, begin, end = expert_ref[tile], begin_ref[tile], end_ref[tile]
+    expert, R, block = tiles.expert[tile], out_ref.shape[0], tiles.members.shape[1]
 
-    @pl.when(begin < end)
+    def owned(rows, place):
+        """Whether rows are in this tile."""
+        inside = (rows >= 0) & (rows < R)
+        if tiles.places is None:
+            return inside
+        own = plt.load(tiles.places.at[jnp.where(inside, rows, 0)])
+        return inside & (own == tile * block + place)
+
+    @pl.when(owned(tiles.members[tile, 0], 0) & (expert >= 0) & (expert < w_ref.shape[0]))
     def _():
-        rows = begin + jnp.arange(block)
+        places = jnp.arange(block)
+        rows = plt.load(tiles.members.at[jnp.full(block, tile), places])
+        inside = owned(rows, places)
+        rows = jnp.where(inside, rows, R)
         at_column = column * BLOCK_N + jnp.arange(BLOCK_N)
 
         columns = [at_column + first for first in firsts]
@@ -125,9 +157,9 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, dep
             sums, groups = carry
             after = groups_of(jnp.minimum(i + 1, steps - 1))
             k = i * depth + jnp.arange(depth)
-            # Rows of another expert, or none, count as zeros and are not written.
-            inside = jnp.broadcast_to((rows < end)[:, None], (block, depth))
-            x = plt.load(grid(x_ref, rows, k), mask=inside, other=0.0)
+            # Rows of another tile, or none, count as zeros and are not written.
+            mask = jnp.broadcast_to(inside[:, None], (block, depth))
+            x = plt.load(grid(x_ref, rows // share, k), mask=mask, other=0.0)
             tiles = (
                 load_tile(w_ref, i * depth, depth, c, own, x.dtype, expert)
                 for c, own in zip(columns, groups, strict=True)
@@ -136,9 +168,11 @@ def _kernel(expert_ref, begin_ref, end_ref, x_ref, w_ref, out_ref, *, block, dep
 
         zeros = tuple(jnp.zeros((block, BLOCK_N), jnp.float32) for _ in firsts)
         sums, _ = lax.fori_loop(0, steps, add, (zeros, groups_of(0)))
-        out = sums[0]
-        if len(firsts) > 1:
-            gate, up = (total.astype(out_ref.dtype).astype(jnp.float32) for total in sums)
-            out = gate / (1 + jnp.exp(-gate)) * up
-        mask = jnp.broadcast_to((rows < end)[:, None], (block, BLOCK_N))
+        parts = [total.astype(out_ref.dtype).astype(jnp.float32) for total in sums]
+        if bias_ref is not None:
+            for i, c in enumerate(columns):
+                own = plt.load(bias_ref.at[jnp.full(BLOCK_N, expert), c]).astype(jnp.float32)
+                parts[i] = (parts[i] + own[None, :]).astype(out_ref.dtype).astype(jnp.float32)
+        out = gate(*parts) if gate else parts[0]
+        mask = jnp.broadcast_to(inside[:, None], (block, BLOCK_N))
         plt.store(grid(out_ref, rows, at_column), out.astype(out_ref.dtype), mask=mask)

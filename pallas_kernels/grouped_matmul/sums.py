@@ -1,0 +1,85 @@
+"""The canonical end of a layer of experts: the weighted sum, a shared expert's output, a residual.
+
+One program a token and some of its columns, the same one whatever lies beside it.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul.routes import added_pieces, rounded
+from pallas_kernels.in_pairs import sum_in_pairs
+
+COLUMNS = 1024
+
+
+class Shared(NamedTuple):
+    """An expert for every token: the pieces of its second product, and any gate.
+
+    The gate is σ of a token's `x` times `column`, summed in float32 and rounded.
+    """
+
+    pieces: Float[Array, "P M D"]
+    x: Float[Array, "M K"] | None = None
+    column: Float[Array, " K"] | None = None
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def expert_sum(
+    outputs: Float[Array, "M k D"],
+    weights: Float[Array, "M k"],
+    shared: Shared | None = None,
+    residual: Float[Array, "M D"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M D"]:
+    """Σ weights · outputs, plus the shared expert, plus the residual, each sum rounded."""
+    M, _, D = outputs.shape
+    return pl.pallas_call(
+        _kernel,
+        name="expert_sum",
+        grid=(pl.cdiv(D, COLUMNS), M),
+        out_shape=jax.ShapeDtypeStruct((M, D), outputs.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(outputs, weights, shared, residual)
+
+
+def _kernel(outputs_ref, weights_ref, shared, residual_ref, out_ref):
+    D, row = out_ref.shape[1], pl.program_id(1)
+    columns = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
+    rows, inside = jnp.full(columns.shape, row), columns < D
+
+    def load(ref, *at):
+        return plt.load(ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
+
+    def term(i):
+        return weights_ref[row, i] * load(outputs_ref, rows, jnp.full(columns.shape, i), columns)
+
+    total = rounded(functools.reduce(jnp.add, map(term, range(outputs_ref.shape[1]))))
+    if shared is not None:
+        count = shared.pieces.shape[0]
+        own = added_pieces(
+            lambda p: load(shared.pieces, jnp.full(columns.shape, p), rows, columns), count
+        )
+        if shared.x is not None:
+            own = rounded(1 / (1 + jnp.exp(-_logit(shared, row))) * own)
+        total = rounded(total + own)
+    if residual_ref is not None:
+        total = rounded(load(residual_ref, rows, columns) + total)
+    plt.store(out_ref.at[rows, columns], total.astype(out_ref.dtype), mask=inside)
+
+
+def _logit(shared, row):
+    """The gate's: products of bfloat16 are whole in float32."""
+    K = shared.x.shape[1]
+    columns = jnp.arange(pl.next_power_of_2(K))
+    inside, rows = columns < K, jnp.full(columns.shape, row)
+    x = plt.load(shared.x.at[rows, columns], mask=inside, other=0.0).astype(jnp.float32)
+    column = plt.load(shared.column.at[columns], mask=inside, other=0.0).astype(jnp.float32)
+    return rounded(sum_in_pairs(x * column))
