@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
+from jflash.experts import Experts
+from jflash.leaves import Leaf, declared
 from jflash.pair import Models
 from jflash.proof.lossless import compile_all
 from jflash.specs import AttentionSpec, MoeSpec
-from pallas_kernels import grouped_matmul, heads_to_cache, matmul, rms_norm
+from pallas_kernels import heads_to_cache, matmul, rms_norm
 from pallas_kernels.block_attention import block_attention
 
 MOST = 512
@@ -78,14 +80,19 @@ def ops_of(models: Models) -> Iterator[Op]:
     yield op("heads and rotation", split, draw(H), draw(MOST, (N + 2 * K) * H), angle)
     yield from _attention(draw(MOST, N, H), draw(2, SLOTS, K, H), kernels.attention)
     if isinstance(mlp, MoeSpec):
-        E, F = mlp.num_experts, mlp.intermediate_size
-        weights = draw(E, D, 2 * F, scale=D**-0.5), draw(E, F, D, scale=F**-0.5)
-        chosen = jnp.argsort(draw(MOST, E), axis=1)[:, : mlp.experts_per_token]
+        layer = Experts(D, mlp)
 
-        def experts(w: tuple[Array, Array], x: Array, ids: Array, logits: Array) -> Array:
-            return _experts(kernels.experts, w, x, ids, logits)
+        def own(leaf: Leaf) -> Array:
+            scale = leaf.stored[-2] ** -0.5 if len(leaf.stored) > 1 else 1.0
+            return draw(*leaf.stored, scale=scale).astype(leaf.dtype or models.dtype)
 
-        yield op("experts", experts, weights, draw(MOST, D), chosen, draw(MOST, E))
+        leaves = declared(layer)
+        weights = jax.tree.map(own, leaves, is_leaf=lambda leaf: isinstance(leaf, Leaf))
+
+        def experts(w: Any, x: Array, residual: Array) -> Array:
+            return layer.apply({"params": w}, x[None], residual[None], kernels)[0]
+
+        yield op("experts", experts, weights, draw(MOST, D), draw(MOST, D))
     else:
         F = mlp.intermediate_size
 
@@ -120,22 +127,6 @@ def _attention(q: Array, kv: Array, backend: str) -> Iterator[Op]:
 
     yield Op("attention of a block", block, block, kv, (q,), ROWS)
     yield Op("attention of sequences of one row", alone, block, kv, (q,), SEQUENCES)
-
-
-def _experts(
-    backend: str, weights: tuple[Array, Array], x: Array, ids: Int[Array, "M k"], logits: Array
-) -> Array:
-    """Every token through its experts, whose rows lie together, and the weighted sum."""
-    (M, k), flat = ids.shape, ids.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=len(weights[0])).astype(jnp.int32)
-    inner = grouped_matmul.grouped_gate_up(x[order // k], weights[0], sizes, backend=backend)
-    out = grouped_matmul.grouped_matmul(inner, weights[1], sizes, backend=backend)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(M * k))
-    shares = jnp.take_along_axis(
-        grouped_matmul.probabilities(logits.astype(jnp.float32), backend=backend), ids, axis=1
-    )
-    return grouped_matmul.weighted_sum(out[back].reshape(M, k, -1), shares, backend=backend)
 
 
 def check_ops(models: Models, note: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:

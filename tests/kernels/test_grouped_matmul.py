@@ -107,12 +107,13 @@ def test_tiles_hold_every_row_once_and_one_expert_each(block):
     rng = np.random.default_rng(0)
     for sizes in [*SIZES, *(rng.multinomial(40, p) for p in rng.dirichlet([0.3] * 6, 20))]:
         tiles = triton.tiles_of(jnp.array(sizes), 40, block)
-        assert len(tiles.begin) == 40 // block + 6
+        assert len(tiles.expert) == 40 // block + 6
         owner = np.repeat(np.arange(6), sizes)
         held = []
-        for expert, begin, end in zip(*map(np.asarray, tiles), strict=True):
-            assert end - begin <= block and (owner[begin:end] == expert).all()
-            held += range(begin, end)
+        for expert, members in zip(tiles.expert, np.asarray(tiles.members), strict=True):
+            own = members[members >= 0]
+            assert (np.diff(own) == 1).all() and (owner[own] == expert).all()
+            held += own.tolist()
         assert sorted(held) == list(range(40))
 
 

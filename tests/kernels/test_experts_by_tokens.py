@@ -1,0 +1,134 @@
+"""A layer of experts in few kernels: lists of rows, routes, sums, and the layer itself.
+
+Without a GPU the kernels run through Pallas' interpreter.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.experts import Experts, route
+from jflash.kernels import Kernels
+from jflash.leaves import declared
+from jflash.specs import MoeSpec
+from pallas_kernels.grouped_matmul import canonical, tokens_of
+from tests.support.attention_checks import ON_GPU
+
+HOW = {"interpret": not ON_GPU}
+WIDTH = 128
+PLAIN = MoeSpec(num_experts=32, experts_per_token=3, intermediate_size=128, renormalise=True)
+LAYERS = {
+    "plain": PLAIN,
+    "shared expert": replace(PLAIN, shared_size=128),
+    "clamped, with biases": replace(PLAIN, clamped=True, bias=True, scores="softmax of the chosen"),
+    "gelu": replace(PLAIN, activation="gelu_tanh", renormalise=False),
+    "sigmoids": replace(PLAIN, scores="sigmoid", groups=4, kept_groups=2, scale=1.5),
+}
+
+
+def held_rows(tiles: tokens_of.Tiles, rows: int, experts: int) -> dict[int, int]:
+    """The expert of each row that a tile holds, by the rule in `Tiles`."""
+    members, block, found = np.asarray(tiles.members), tiles.members.shape[1], {}
+    for tile, expert in enumerate(np.asarray(tiles.expert)):
+        for i, row in enumerate(members[tile]):
+            if not (0 <= row < rows and 0 <= expert < experts):
+                continue
+            if tiles.places is None or tiles.places[row] == tile * block + i:
+                assert i == 0 or int(members[tile, 0]) in found, "a tile's first row says it is real"
+                assert int(row) not in found
+                found[int(row)] = int(expert)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("M", "k", "E"), [(1, 4, 8), (5, 3, 6), (16, 8, 128), (40, 4, 4), (70, 2, 40)]
+)
+def test_every_row_is_in_one_tile_of_its_expert(M, k, E, monkeypatch):
+    """Also if some experts are on other devices, and with the sort for many rows."""
+    rng = np.random.default_rng(M)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(M)])
+    ids[: M // 2] = ids[0]  # so that some experts have several tiles
+    for held, most in ((E, 8192), (E // 2, 8192), (E, 0), (E // 2, 0)):
+        monkeypatch.setattr(tokens_of, "MOST_COUNTED", most)
+        tiles = tokens_of.tiles_of_tokens(jnp.array(ids), held, **HOW)
+        want = {row: int(e) for row, e in enumerate(ids.flat) if e < held}
+        assert held_rows(tiles, M * k, held) == want
+
+
+@pytest.mark.parametrize("scores", ["softmax", "softmax of the chosen"])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routes_are_the_references(scores, renormalise):
+    """With many ties, a product in pieces and a bias, and the same bits alone."""
+    spec = MoeSpec(
+        num_experts=60, experts_per_token=5, intermediate_size=8, renormalise=renormalise,
+        scores=scores,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    pieces = jnp.asarray(np.round(rng.standard_normal((2, 9, 60)) * 2), jnp.float32)
+    bias = jnp.asarray(np.round(rng.standard_normal(60)), jnp.bfloat16)
+    choose = functools.partial(
+        canonical.route, k=5, chosen=scores != "softmax", renormalise=renormalise, **HOW
+    )
+    weights, ids = choose(pieces, bias)
+    want, right = route((pieces[0] + pieces[1] + bias) + 0.0, spec)  # no -0, which is less than 0
+    np.testing.assert_array_equal(ids, right)
+    np.testing.assert_allclose(weights, want, rtol=2e-6)
+    alone = choose(pieces[:, 3:4], bias)
+    np.testing.assert_array_equal(alone[0], weights[3:4])
+    np.testing.assert_array_equal(alone[1], ids[3:4])
+
+
+def layer(name: str, experts: str):
+    """The layer as a function of rows, and its rows; its weights lie in bfloat16."""
+    module = Experts(WIDTH, LAYERS[name])
+    count = iter(range(100))
+
+    def draw(leaf):
+        drawn = 0.3 * jax.random.normal(jax.random.key(next(count)), leaf.stored)
+        return drawn.astype(leaf.dtype or jnp.bfloat16)
+
+    params = jax.tree.map(draw, declared(module), is_leaf=lambda x: hasattr(x, "stored"))
+    kernels = Kernels(*["cpu"] * 6)._replace(experts=experts)
+    if ON_GPU:
+        kernels = Kernels(*["canonical"] * 2, "triton", experts, "canonical", "triton")
+    x, residual = (jax.random.normal(jax.random.key(i), (1, 40, WIDTH), "bfloat16") for i in (7, 8))
+    return lambda *rows: module.apply({"params": params}, *rows, kernels), x, residual
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    for name in ("tiles_of_tokens", "of_tokens", "expert_sum", "route", "sigmoids"):
+        call = functools.partial(getattr(canonical, name), **HOW)
+        monkeypatch.setattr(canonical, name, call)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layer_is_the_references_and_a_tokens_bits_are_its_own(interpreted, name):
+    run, x, residual = layer(name, "canonical")
+    whole = np.asarray(run(x, residual), np.float32)
+    for M in (1, 5, 16):
+        got = np.asarray(run(x[:, -M:], residual[:, -M:]), np.float32)
+        np.testing.assert_array_equal(got, whole[:, -M:])
+    run, *rows = layer(name, "reference")
+    want = np.asarray(run(*rows), np.float32)
+    apart = np.abs(whole - want).max(axis=-1) / np.abs(want).max(axis=-1)
+    # A logit's last bit may choose another expert of a token or two.
+    assert np.median(apart) < 0.01 and (apart < 0.03).mean() > 0.9
+
+
+def test_a_kernel_that_mixes_rows_would_be_seen(interpreted, monkeypatch):
+    """Tiles whose rows are another token's."""
+    right = canonical.tiles_of_tokens
+
+    def wrong(ids, experts):
+        tiles = right(ids, experts)
+        return tiles._replace(expert=jnp.roll(tiles.expert, 1))
+
+    run, x, residual = layer("plain", "canonical")
+    whole = np.asarray(run(x, residual), np.float32)
+    monkeypatch.setattr(canonical, "tiles_of_tokens", wrong)
+    assert (np.asarray(run(x, residual), np.float32) != whole).mean() > 0.5
