@@ -10,12 +10,12 @@ import functools
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.gather import gather, of_owners, own_first, share
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
+from jflash.routes import route, route_by_sigmoid
 from jflash.specs import MoeSpec
 from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
@@ -24,8 +24,6 @@ from pallas_kernels.grouped_matmul import (
     clamped_gate,
     grouped_gate_up,
     grouped_matmul,
-    probabilities,
-    sigmoids,
     weighted_sum,
 )
 from pallas_kernels.grouped_matmul.sums import Shared
@@ -241,49 +239,3 @@ class Experts(nn.Module):
         column = self.shared_gate.kernel[:, 0].astype(jnp.float32)
         gate = row_sum(rounded(x.astype(jnp.float32) * column)).astype(x.dtype)
         return sigmoid_times(gate, out, backend=backend)
-
-
-def route(
-    logits: Float[Array, "M E"], spec: MoeSpec, backend: str = "xla"
-) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
-    """The k most probable experts of each token, the best first, and their float32 weights.
-
-    Equal probabilities go to the lowest expert id. Without `renormalise` weights are the
-    probabilities over all experts, with it they add up to 1.
-    """
-    k = spec.experts_per_token
-    if spec.scores == "softmax of the chosen":
-        chosen, ids = lax.top_k(logits, k)
-        return probabilities(chosen, backend=backend), ids
-    weights, ids = lax.top_k(probabilities(logits, backend=backend), k)
-    return (_renormalised(weights) if spec.renormalise else weights), ids
-
-
-def route_by_sigmoid(
-    logits: Float[Array, "M E"],
-    correction: Float[Array, " E"],
-    spec: MoeSpec,
-    backend: str = "xla",
-) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
-    """`route` by sigmoids: the correction changes the choice and no weight."""
-    scores = sigmoids(logits, backend=backend)
-    _, ids = lax.top_k(_of_kept_groups(scores + correction, spec), spec.experts_per_token)
-    weights = jnp.take_along_axis(scores, ids, axis=1)
-    return (_renormalised(weights) if spec.renormalise else weights) * spec.scale, ids
-
-
-def _of_kept_groups(scores: Float[Array, "M E"], spec: MoeSpec) -> Float[Array, "M E"]:
-    """The scores, -inf outside the groups whose two best add up to most."""
-    if spec.groups == 1:
-        return scores
-    groups = scores.reshape(len(scores), spec.groups, -1)
-    best = lax.top_k(groups, 2)[0]
-    _, kept = lax.top_k(best[..., 0] + best[..., 1], spec.kept_groups)
-    inside = jnp.any(jnp.arange(spec.groups) == kept[..., None], axis=1)
-    return jnp.where(inside[..., None], groups, -jnp.inf).reshape(scores.shape)
-
-
-def _renormalised(weights: Float[Array, "M k"]) -> Float[Array, "M k"]:
-    """Weights that add up to 1."""
-    k = weights.shape[1]
-    return weights / functools.reduce(jnp.add, (weights[:, i] for i in range(k)))[:, None]

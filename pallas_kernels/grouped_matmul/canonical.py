@@ -8,6 +8,7 @@ whatever lies beside it: XLA would choose the order of a sum by shape. A layer n
 
 import functools
 from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl

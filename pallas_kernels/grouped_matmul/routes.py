@@ -27,7 +27,7 @@ def route(
     interpret: bool = False,
 ) -> tuple[Float[Array, "M k"], Int[Array, "M k"]]:
     """Float32 weights and ids, the best first; see the folder's contract."""
-    _, M, E = pieces.shape
+    M = pieces.shape[1]
     return pl.pallas_call(
         functools.partial(_kernel, k=k, chosen=chosen, renormalise=renormalise),
         name="route",
@@ -72,13 +72,13 @@ def _kernel(pieces_ref, bias_ref, weights_ref, ids_ref, *, k, chosen, renormalis
     scores = logits if chosen else jnp.where(inside, softmax(logits), -jnp.inf)
     ranks = jnp.arange(pl.next_power_of_2(k))
     best, ids = jnp.full(ranks.shape, -jnp.inf), jnp.zeros(ranks.shape, jnp.int32)
-    total = None
+    total = jnp.float32(0)
     for i in range(k):
         most = jnp.max(scores, axis=0)
         id = jnp.min(jnp.where(scores == most, columns, E - 1), axis=0)
         scores = jnp.where(columns == id, -jnp.inf, scores)
         best, ids = jnp.where(ranks == i, most, best), jnp.where(ranks == i, id, ids)
-        total = most if total is None else total + most
+        total += most
     weights = softmax(best) if chosen else best / total if renormalise else best
     at = jnp.full(ranks.shape, row), ranks
     plt.store(weights_ref.at[at], weights, mask=ranks < k)

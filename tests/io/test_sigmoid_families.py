@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.experts import route_by_sigmoid
 from jflash.io.hf_config import target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.load import load_target
 from jflash.models.params import abstract_params
+from jflash.routes import route_by_sigmoid
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
 MINIMAX, GLM = (CASES / pair / "target" for pair in ("pair11", "pair10"))

@@ -13,7 +13,7 @@ from jflash import experts
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import Window, busy_state, experts_read
-from jflash.experts import Experts, route
+from jflash.experts import Experts
 from jflash.generate import Pair, generate
 from jflash.io import load_target, open_checkpoint, save_checkpoint
 from jflash.io.convert import convert_checkpoint
@@ -25,6 +25,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape
+from jflash.routes import route
 from jflash.specs import MoeSpec
 from pallas_kernels.grouped_matmul import weighted_sum
 from tests.support.pairs import (

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.experts import Experts, route
+from jflash.experts import Experts
 from jflash.kernels import Kernels
 from jflash.leaves import declared
+from jflash.routes import route
 from jflash.specs import MoeSpec
 from pallas_kernels.grouped_matmul import canonical, tokens_of
 from tests.support.attention_checks import ON_GPU
@@ -38,7 +39,7 @@ def held_rows(tiles: tokens_of.Tiles, rows: int, experts: int) -> dict[int, int]
             if not (0 <= row < rows and 0 <= expert < experts):
                 continue
             if tiles.places is None or tiles.places[row] == tile * block + i:
-                assert i == 0 or int(members[tile, 0]) in found, "a tile's first row says it is real"
+                assert i == 0 or int(members[tile, 0]) in found  # else the kernel skips the tile
                 assert int(row) not in found
                 found[int(row)] = int(expert)
     return found
@@ -92,9 +93,8 @@ def layer(name: str, experts: str):
         return drawn.astype(leaf.dtype or jnp.bfloat16)
 
     params = jax.tree.map(draw, declared(module), is_leaf=lambda x: hasattr(x, "stored"))
-    kernels = Kernels(*["cpu"] * 6)._replace(experts=experts)
-    if ON_GPU:
-        kernels = Kernels(*["canonical"] * 2, "triton", experts, "canonical", "triton")
+    other = "canonical" if ON_GPU else "cpu"
+    kernels = Kernels(matmul=other, norm=other, experts=experts)
     x, residual = (jax.random.normal(jax.random.key(i), (1, 40, WIDTH), "bfloat16") for i in (7, 8))
     return lambda *rows: module.apply({"params": params}, *rows, kernels), x, residual
 
@@ -116,7 +116,7 @@ def test_the_layer_is_the_references_and_a_tokens_bits_are_its_own(interpreted, 
     run, *rows = layer(name, "reference")
     want = np.asarray(run(*rows), np.float32)
     apart = np.abs(whole - want).max(axis=-1) / np.abs(want).max(axis=-1)
-    # A logit's last bit may choose another expert of a token or two.
+    # The last bit of a logit may choose another expert for a token or two.
     assert np.median(apart) < 0.01 and (apart < 0.03).mean() > 0.9
 
 
