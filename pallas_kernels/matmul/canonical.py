@@ -86,7 +86,8 @@ def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpr
     K, N = w.shape[::-1] if op in HEADS else w.shape
     P = _pieces("matmul" if op in SUMS else op, x, w, columns or N)
     product = Product.of(op, len(x), K, N, P)
-    tile = few_rows_tile(product) if isinstance(w, Quantised) else tile_for(product)
+    kept = isinstance(w, Quantised)
+    tile = few_rows_tile(product, whole=True) if kept else tile_for(product)
     return by_tile(tile, product, x, w, residual, firsts=firsts, interpret=interpret)
 
 

@@ -54,12 +54,13 @@ def product(
 ) -> Float[Array, "..."]:
     """The sums of all pieces [P, M, N] in float32; of one piece the result in x's dtype.
 
-    The result is [M, N], or [M, N / 2] of two `halves`: one gates the other. ValueError if the tile
-    does not divide it.
+    The result is [M, N], or [M, N / 2] of two `halves`: one gates the other. The last tile of an
+    array without halves may have fewer columns. ValueError if the tile does not divide others.
     """
     (M, K), N = x.shape, w.shape[1]
     columns = N // 2 if halves else N
-    if columns % tile.columns or K % (pieces * tile.depth):
+    ragged = columns % tile.columns and (halves or isinstance(w, Quantised))
+    if ragged or K % (pieces * tile.depth):
         raise ValueError(f"{tile} divides neither {columns} columns nor {pieces} pieces of {K}")
     out = (
         jax.ShapeDtypeStruct((M, columns), x.dtype)
@@ -71,7 +72,7 @@ def product(
     return pl.pallas_call(
         functools.partial(_kernel, tile=tile, length=K // pieces, halves=halves),
         name="few_rows_gate_up" if halves else "few_rows",
-        grid=(columns // tile.columns, pieces, pl.cdiv(M, tile.rows)),
+        grid=(pl.cdiv(columns, tile.columns), pieces, pl.cdiv(M, tile.rows)),
         out_shape=out,
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
@@ -80,7 +81,8 @@ def product(
 
 def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None):
     *residual, out_ref = rest
-    M, many = x_ref.shape[0], len(out_ref.shape) == 3
+    M, N, many = x_ref.shape[0], w_ref.shape[1], len(out_ref.shape) == 3
+    past = N % tile.columns and not halves
     column, piece = pl.program_id(0) * tile.columns, pl.program_id(1)
     rows = pl.program_id(2) * tile.rows + jnp.arange(tile.rows)
     columns = column + jnp.arange(tile.columns)
@@ -96,17 +98,24 @@ def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None)
         totals, groups = carry
         after = groups_of(jnp.minimum(i + 1, steps - 1))
         first = piece * length + i * depth
-        x = _load(x_ref, rows, first + jnp.arange(depth), M)
-        tiles = (
-            load_tile(w_ref, first, depth, c, own, x.dtype)
-            for c, own in zip(parts, groups, strict=True)
-        )
+        k = first + jnp.arange(depth)
+        x = _load(x_ref, rows, k, M)
+        if past:
+            inside = jnp.broadcast_to((columns < N)[None, :], (depth, tile.columns))
+            tiles = (plt.load(grid(w_ref, k, columns), mask=inside, other=0.0),)
+        else:
+            tiles = (
+                load_tile(w_ref, first, depth, c, own, x.dtype)
+                for c, own in zip(parts, groups, strict=True)
+            )
         return tuple(total + plt.dot(x, w) for total, w in zip(totals, tiles, strict=True)), after
 
     zeros = jnp.zeros((tile.rows, tile.columns), jnp.float32)
     start = tuple(zeros for _ in firsts), groups_of(0)
     totals, _ = lax.fori_loop(0, steps, add, start)
     inside = jnp.broadcast_to((rows < M)[:, None], zeros.shape)
+    if past:
+        inside &= (columns < N)[None, :]
     if many:
         plt.store(grid(out_ref, rows, columns, piece), totals[0], mask=inside)
         return
@@ -114,7 +123,8 @@ def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None)
     if halves:
         out = silu_times(*(t.astype(out_ref.dtype).astype(jnp.float32) for t in totals))
     elif residual:
-        added = _load(residual[0], rows, columns, M).astype(jnp.float32)
+        added = plt.load(grid(residual[0], rows, columns), mask=inside, other=0.0)
+        added = added.astype(jnp.float32)
         out = added + out.astype(jnp.float32)
     plt.store(grid(out_ref, rows, columns), out.astype(out_ref.dtype), mask=inside)
 

@@ -4,6 +4,7 @@
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ def scratch(plan: Plan) -> dict[str, Any]:
     if plan.op in ARGMAX:
         return shared
     item = plan.out_bytes
-    out_tile = _tiled(plgpu.find_swizzle(plan.half_n * item * 8), item)
+    columns = plan.half_n if plan.is_head else math.gcd(plan.half_n, plan.N)
+    out_tile = _tiled(plgpu.find_swizzle(columns * item * 8), item)
     out = plgpu.SMEM(
         (plan.consumers, WARPGROUP_ROWS, plan.half_n), out_dtype(plan), transforms=out_tile
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tuning import (
     HEADS,
+    WASTE,
     Tuning,
     canonical_tuning,
     make_plan,
@@ -91,13 +92,14 @@ def by_rule(product: Product) -> AnyTile:
     return canonical_tuning(op, product.M, product.K, product.N, product.pieces)
 
 
-def few_rows_tile(product: Product) -> Tile:
-    """ValueError: no tile divides the shape."""
+def few_rows_tile(product: Product, whole: bool = False) -> Tile:
+    """`whole`: the last tile has all columns too. ValueError: no tile divides the shape."""
     op, M, K, _, pieces = product
     rows = min(FEW_ROWS, M)
     if op.startswith("head_"):
         return Tile(rows=rows, columns=64, depth=128 if K % 128 == 0 else 64)
-    width = next((c for c in (64, 32, 16) if product.columns % c == 0), None)
+    waste = 0 if whole or op == "gate_up" else product.columns // WASTE
+    width = next((c for c in (64, 32, 16) if -product.columns % c <= waste), None)
     if width is None or K % (64 * pieces):
         what = f"[{M}, {K}] by {product.columns} columns"
         raise ValueError(f"canonical {op}: no tile divides {what}")

@@ -12,6 +12,8 @@ from typing import NamedTuple
 WARPGROUP_ROWS = 64  # M of a wgmma: one consumer warpgroup for each
 SHARED_MEMORY = 232_448 - 2_048  # bytes a CTA may have, less barriers and reduction scratch
 SMS = 132
+LEAST_SWIZZLE = 16  # columns of bfloat16; those of a matrix are whole swizzles
+WASTE = 16  # columns, for each that a last tile may compute past the end
 ARGMAX = ("head_argmax", "head_confidence")  # heads whose logits are not written
 HEADS = (*ARGMAX, "head_logits")  # whose weights lie as [N, K], and any number of columns do
 
@@ -95,8 +97,10 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     swizzle_n = t.block_k if is_head else half_n  # the head lies with K minor
     if K % (t.block_k * t.split_k * t.walk):
         raise ValueError(f"{what}: K must divide by block_k * split_k * walk")
-    if not is_head and N % (t.block_n * t.cluster_n):
-        raise ValueError(f"{what}: N must divide by block_n * cluster_n")
+    # TMA fills columns past N with zeros and clips them on the way out; halves have neighbours.
+    past = 0 if is_head else -N % (t.block_n * t.cluster_n)
+    if past and (halves > 1 or t.cluster_n > 1 or N % LEAST_SWIZZLE or past * WASTE > N):
+        raise ValueError(f"{what}: N must divide by block_n * cluster_n, or nearly")
     if is_head and t.split_k * t.walk > 1:
         raise ValueError(f"{what}: a head cannot be split over K")
     if half_n % 8 or half_n > 256 or swizzle_n % 16:
@@ -106,9 +110,10 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
     columns = math.ceil(N / (t.block_n * t.cluster_n)) * t.split_k
     row_groups = row_tiles // t.cluster_m
     room = t.sms // (t.cluster_m * t.cluster_n) // row_groups
+    swizzle = 2 * math.gcd(swizzle_n, 64, 0 if is_head else N)
     plan = Plan(
         op=op, tuning=t, M=M, N=N, halves=halves, half_n=half_n,
-        swizzle=2 * math.gcd(swizzle_n, 64), row_groups=row_groups, columns=columns,
+        swizzle=swizzle, row_groups=row_groups, columns=columns,
         clusters=min(columns, max(1, room)), k_steps=K // t.block_k // t.split_k // t.walk,
     )  # fmt: skip
     if plan.shared_memory > SHARED_MEMORY:
