@@ -20,6 +20,7 @@ from pallas_kernels.block_attention.pieces import PIECE
 
 BLOCK = 64
 WALKERS = 64  # CTAs: batch 8 of Qwen3-8B's heads took 27.2 µs by a second kernel
+ALONE = 132  # CTAs up to which each has a multiprocessor, and room for two strands
 
 
 def block_attention(
@@ -50,6 +51,8 @@ def block_attention(
 def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
     """The CTAs of the pieces, which change no bit. A wide head's two sums do not fit registers."""
     row_tiles = -(-T // (ROWS // (N // K)))
-    walks = H <= 128 and B * K * row_tiles >= WALKERS
-    stages = STAGES[H]
-    return Tiles(chunk=PIECE, block=BLOCK, stages=stages, walk=walks, ordered=True)
+    ctas = B * K * row_tiles
+    walks = H <= 128 and ctas >= WALKERS
+    strands = 2 if walks and ctas <= ALONE else 1
+    how = {"stages": STAGES[H], "walk": walks, "strands": strands, "ordered": True}
+    return Tiles(chunk=PIECE, block=BLOCK, **how)

@@ -30,6 +30,7 @@ from pallas_kernels.block_attention.mosaic_walk import (
     SWIZZLED_ROWS,
     Memory,
     across,
+    memory_of,
     scratch,
     walk,
 )
@@ -109,7 +110,9 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: Task, interpret, tabl
     tables = () if table is None else (table.astype(jnp.int32),)
     extra = () if sinks is None else (sinks.astype(jnp.float32),)
     if task.chunks == 1:
-        return _one_chunk(task, interpret)(rows, k, v, lengths, widths, *tables, *extra)
+        return _one_chunk(task, interpret, bool(extra))(
+            rows, k, v, lengths, widths, *tables, *extra
+        )
     accs, tops, totals = _each_chunk(task, interpret)(rows, k, v, lengths, widths, *tables)
     add = combine_in_order if task.tiles.ordered else combine
     return add(
@@ -119,33 +122,50 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: Task, interpret, tabl
     )  # fmt: skip
 
 
-def _one_chunk(task: Task, interpret):
+def _one_chunk(task: Task, interpret, sinks: bool):
     """The kernel for a cache of one chunk: writes the result itself."""
+
+    strands = task.tiles.strands
 
     def block_attention(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
         table_ref, rest = _split(task, rest)
-        sinks_ref, out_ref, out_s, memory = rest[:-9], rest[-9], rest[-8], Memory(*rest[-7:])
-        at = _place()
+        sinks_ref, rest = (rest[:1], rest[1:]) if sinks else ((), rest)
+        out_ref, out_s, *refs = rest
+        memory, at = memory_of(refs), _place()
         b, _, head, tile, part = at
         length, width = lengths_ref[b], widths_ref[b]
-        acc, top, total = walk(task, q_ref, k_ref, v_ref, table_ref, length, width, at, memory)
-        sink = _sink_rows(task, sinks_ref[0], head) if sinks_ref else None
-        out_s[...] = finish((acc, top, total), sink, across).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        heads, columns = pl.ds(head * task.G, task.G), pl.ds(part * task.columns, task.columns)
-        for i in range(task.queries):
-            query = tile * task.queries + i
-            written = out_s.at[pl.ds(i * task.G, task.G)]
-            copy = partial(plgpu.copy_smem_to_gmem, written, out_ref.at[b, query, heads, columns])
-            # The last tile may have fewer queries.
-            copy() if task.T % task.queries == 0 else pl.when(query < task.T)(copy)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def go(strand: int):
+            all_refs = q_ref, k_ref, v_ref, table_ref
+            acc, top, total = walk(task, *all_refs, length, width, at, memory, strand)
+            if strand:
+                return
+            sink = _sink_rows(task, sinks_ref[0], head) if sinks_ref else None
+            out_s[...] = finish((acc, top, total), sink, across).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            heads = pl.ds(head * task.G, task.G)
+            columns = pl.ds(part * task.columns, task.columns)
+            for i in range(task.queries):
+                query = tile * task.queries + i
+                written = out_s.at[pl.ds(i * task.G, task.G)]
+                target = out_ref.at[b, query, heads, columns]
+                copy = partial(plgpu.copy_smem_to_gmem, written, target)
+                # The last tile may have fewer queries.
+                copy() if task.T % task.queries == 0 else pl.when(query < task.T)(copy)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        if strands == 1:
+            go(0)
+            return
+        for strand in range(strands):
+            pl.when(lax.axis_index("strand") == strand)(partial(go, strand))
 
     return plgpu.kernel(
         block_attention,
         out_type=_out_type(task),
         scratch_types=[plgpu.SMEM((ROWS, task.columns), jnp.bfloat16), *scratch(task)],
         **task.grid,
+        **({"num_threads": strands, "thread_name": "strand"} if strands > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )

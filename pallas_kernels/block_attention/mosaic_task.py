@@ -24,6 +24,7 @@ class Tiles:
     stages: int  # blocks of K and of V on their way or in use
     walk: bool = False  # a CTA takes all chunks in turn, and merges each with those before
     ordered: bool = False  # chunks of several CTAs are merged one after the other, as by a walk
+    strands: int = 1  # warpgroups of a walk, which take its chunks in turn; the first merges all
 
     def __post_init__(self):
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -32,12 +33,16 @@ class Tiles:
             raise ValueError(f"chunk is {self.chunk}: it must be a multiple of {self.block=}")
         if not 1 <= self.stages <= self.chunk // self.block:
             raise ValueError(f"stages is {self.stages}: it must be 1 to {self.chunk // self.block}")
+        if self.strands < 1 or (self.strands > 1 and not self.walk):
+            raise ValueError(f"strands is {self.strands}: a walk has 1 or more, others 1")
 
     def shared_bytes(self, head_dim: int) -> int:
         """Upper bound of the first kernel's shared memory."""
         columns = min(head_dim, 128)
-        once = ROWS * (head_dim + self.block + columns)  # queries, weights, the result
-        return 2 * (once + self.stages * self.block * (head_dim + columns)) + 2048
+        each = ROWS * self.block + self.stages * self.block * (head_dim + columns)
+        handed = 4 * (self.strands - 1) * ROWS * columns  # in float32
+        once = 2 * ROWS * (head_dim + columns)  # queries and the result
+        return once + 2 * self.strands * each + handed + 2048
 
 
 def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:

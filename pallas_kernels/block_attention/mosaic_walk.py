@@ -1,6 +1,10 @@
 """The walk of a CTA: the online softmax over the blocks of slots that its rows see.
 
 Keys and values pass through a ring of shared memory; see `mosaic_gpu` for the whole.
+
+A walk may have several strands, a warpgroup each: strand s takes every n-th of its chunks from the
+s-th on, with a ring of its own, and hands their sums to strand 0, which merges all in ascending
+order. So a few CTAs keep more multiplications on their way, and no bit is another.
 """
 
 from functools import partial
@@ -23,35 +27,62 @@ SWIZZLED = (plgpu.TilingTransform((SWIZZLED_ROWS, 64)), plgpu.SwizzleTransform(1
 
 
 class Memory(NamedTuple):
-    """A CTA's shared memory and barriers."""
+    """A CTA's shared memory and barriers. Strands have their parts side by side."""
 
     q: Any  # [ROWS, H]
-    k: Any  # [stages, block, H]
-    v: Any  # [stages, block, columns]
-    p: Any  # [ROWS, block]
+    k: Any  # [strands · stages, block, H]
+    v: Any  # [strands · stages, block, columns]
+    p: Any  # [strands, ROWS, block]
     q_bar: Any
     k_bar: Any
     v_bar: Any
+    handed: Any = None  # Handed, of several strands
+
+
+class Handed(NamedTuple):
+    """What strands but the first hand over, each in a place of its own: a chunk's sums."""
+
+    sums: Any  # [strands - 1, ROWS, columns]
+    rows: Any  # [strands - 1, 2, ROWS]: the scales, and the sums of weights
+    full: Any
+    empty: Any
 
 
 def scratch(task: Task) -> list[Any]:
-    """The types of Memory's fields."""
+    """The types of Memory's fields, those of `Handed` in their place."""
     tiles = task.tiles
 
     def operand(*shape):
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
-    return [
+    memory = [
         operand(ROWS, task.H),
-        operand(tiles.stages, tiles.block, task.H),
-        operand(tiles.stages, tiles.block, task.columns),
+        operand(tiles.strands * tiles.stages, tiles.block, task.H),
+        operand(tiles.strands * tiles.stages, tiles.block, task.columns),
         # The weights pass through shared memory: ptxas before 13.3 is reported to miscompile a
         # pipelined wgmma whose left operand is in registers.
-        operand(ROWS, tiles.block),
+        operand(tiles.strands, ROWS, tiles.block),
         plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=tiles.stages),
-        plgpu.Barrier(num_barriers=tiles.stages),
+        plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
+        plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
     ]
+    others = tiles.strands - 1
+    if not others:
+        return memory
+    wide = (plgpu.TilingTransform((SWIZZLED_ROWS, 32)), plgpu.SwizzleTransform(128))
+    return [
+        *memory,
+        plgpu.SMEM((others, ROWS, task.columns), jnp.float32, transforms=wide),
+        plgpu.SMEM((others, 2, ROWS), jnp.float32),
+        plgpu.Barrier(num_barriers=others),
+        plgpu.Barrier(num_barriers=others),
+    ]
+
+
+def memory_of(refs) -> Memory:
+    """The record of `scratch`'s references."""
+    q, k, v, p, q_bar, k_bar, v_bar, *handed = refs
+    return Memory(q, k, v, p, q_bar, k_bar, v_bar, Handed(*handed) if handed else None)
 
 
 def walk(
@@ -64,38 +95,57 @@ def walk(
     width,
     at,  # batch, chunk, head, tile, part
     memory: Memory,
+    strand: int = 0,
 ):
     """The online softmax over a chunk's visible blocks, or over all of them: sums of values
     [ROWS, columns], the scale of each row and the sum of its weights [ROWS], see `pieces`.
+
+    A strand but the first returns sums that mean nothing.
     """
     b, chunk, head, tile, part = at
+    strands = task.tiles.strands
     block, stages, steps = task.tiles.block, task.tiles.stages, task.tiles.chunk // task.tiles.block
     first_read, last_read = task.read_by_tile(length, width, tile)
     begin, end = lax.div(first_read, block), lax.div(last_read + block - 1, block)
     if not task.tiles.walk:
         begin, end = jnp.maximum(chunk * steps, begin), jnp.minimum((chunk + 1) * steps, end)
+    # This strand's blocks are numbered from its first chunk's first on: those from n to m are seen.
+    first_chunk = lax.div(begin, steps)
+    chunks = lax.div(end + steps - 1, steps) - first_chunk
+    own = lax.div(chunks - strand + strands - 1, strands)
+    n = jnp.where(strand == 0, begin - first_chunk * steps, 0)
+    cut = (first_chunk + chunks) * steps - end  # of the last chunk
+    m = own * steps - jnp.where(lax.rem(chunks - 1, strands) == strand, cut, 0)
+
+    def block_of(i):
+        if strands == 1:
+            return first_chunk * steps + i
+        return (first_chunk + strand + lax.div(i, steps) * strands) * steps + lax.rem(i, steps)
+
+    def slot_of(i):
+        return strand * stages + lax.rem(i - n, stages)
 
     def fetch(i):
-        slot = lax.rem(i - begin, stages)
+        slot, place = slot_of(i), block_of(i)
         if task.paged:
-            here = (table_ref[b, i], pl.ds(0, block), head)
+            here = (table_ref[b, place], pl.ds(0, block), head)
         else:
-            here = (b, pl.ds(i * block, block), head)
+            here = (b, pl.ds(place * block, block), head)
         values = v_ref.at[(*here, pl.ds(part * task.columns, task.columns))]
         plgpu.copy_gmem_to_smem(k_ref.at[here], memory.k.at[slot], memory.k_bar.at[slot])
         plgpu.copy_gmem_to_smem(values, memory.v.at[slot], memory.v_bar.at[slot])
 
-    # Rows past the last are zeros by TMA.
-    plgpu.copy_gmem_to_smem(q_ref.at[b, head, tile, pl.ds(0, ROWS)], memory.q, memory.q_bar)
+    if strand == 0:  # rows past the last are zeros by TMA
+        plgpu.copy_gmem_to_smem(q_ref.at[b, head, tile, pl.ds(0, ROWS)], memory.q, memory.q_bar)
     for i in range(stages):
-        pl.when(begin + i < end)(partial(fetch, begin + i))
+        pl.when(n + i < m)(partial(fetch, n + i))
     sight = _sight(task, length, width, tile)
     plgpu.barrier_wait(memory.q_bar)
 
     def step(i, carry):
-        carry = _add_block(task, sight, memory, i, lax.rem(i - begin, stages), carry)
+        carry = _add_block(task, sight, memory, block_of(i), slot_of(i), strand, carry)
         if task.tiles.walk or steps > stages:
-            pl.when(i + stages < end)(partial(fetch, i + stages))
+            pl.when(i + stages < m)(partial(fetch, i + stages))
         return carry
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, task.columns), jnp.float32), LAYOUT)
@@ -103,13 +153,40 @@ def walk(
     lowest = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW_LAYOUT)
     nothing = (zeros, lowest, zero)
     if not task.tiles.walk:
-        return lax.fori_loop(begin, end, step, nothing)
+        return lax.fori_loop(n, m, step, nothing)
+
+    def sums_of(j):
+        first, last = jnp.maximum(n, j * steps), jnp.minimum(m, (j + 1) * steps)
+        return lax.fori_loop(first, last, step, nothing)
+
+    if strand:
+        pl.loop(0, own)(lambda j: _hand_over(memory.handed, strand - 1, sums_of(j)))
+        return nothing
 
     def piece(j, before):
-        first, last = jnp.maximum(begin, j * steps), jnp.minimum(end, (j + 1) * steps)
-        return merge(before, lax.fori_loop(first, last, step, nothing), across)
+        before = merge(before, sums_of(j), across)
+        for other in range(1, strands):
+            there = (j * strands + other < chunks).astype(jnp.int32)
+            take = partial(_merge_handed, memory.handed, other - 1)
+            before = lax.fori_loop(0, there, take, before)
+        return before
 
-    return lax.fori_loop(lax.div(begin, steps), lax.div(end + steps - 1, steps), piece, nothing)
+    return lax.fori_loop(0, own, piece, nothing)
+
+
+def _hand_over(to: Handed, place: int, piece):
+    """Leaves a chunk's sums, and waits until they have been merged."""
+    to.sums[place], to.rows[place, 0], to.rows[place, 1] = piece
+    plgpu.barrier_arrive(to.full.at[place])
+    plgpu.barrier_wait(to.empty.at[place])
+
+
+def _merge_handed(of: Handed, place: int, _, before):
+    plgpu.barrier_wait(of.full.at[place])
+    sums = plgpu.load(of.sums.at[place], layout=LAYOUT)
+    scale, weight = (plgpu.load(of.rows.at[place, i], layout=ROW_LAYOUT) for i in range(2))
+    plgpu.barrier_arrive(of.empty.at[place])
+    return merge(before, (sums, scale, weight), across)
 
 
 class _Sight(NamedTuple):
@@ -129,8 +206,8 @@ def _sight(task: Task, length, width, tile) -> _Sight:
     return _Sight(first, last, row_first, row_last, lax.rem(row_first, task.S))
 
 
-def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, carry):
-    """The sums with block i, which lies or arrives at `slot` of the ring."""
+def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, strand: int, carry):
+    """The sums with block i, which lies or arrives at `slot` of the strands' rings."""
     acc, top, total = carry
     plgpu.barrier_wait(memory.k_bar.at[slot])
 
@@ -146,13 +223,13 @@ def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, carry):
     shrink = jnp.exp2(top - new_top)
     total = total * shrink + weights.sum(axis=1)
 
-    memory.p[...] = weights.astype(jnp.bfloat16)
+    memory.p[strand] = weights.astype(jnp.bfloat16)
     plgpu.barrier_wait(memory.v_bar.at[slot])
     _clear_unseen(task, sight, memory.v.at[slot], i)
     plgpu.commit_smem()
 
     def pv(acc_ref):
-        plgpu.wgmma(acc_ref, memory.p, memory.v.at[slot])
+        plgpu.wgmma(acc_ref, memory.p.at[strand], memory.v.at[slot])
         return acc_ref[...]
 
     added = pl.run_scoped(pv, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 WARPGROUP_ROWS = 64  # M of a wgmma: one consumer warpgroup for each
 SHARED_MEMORY = 232_448 - 2_048  # bytes a CTA may have, less barriers and reduction scratch
 SMS = 132
+COLUMNS = 64  # if these divide a matrix's columns, so do its tiles
 LEAST_SWIZZLE = 16  # columns of bfloat16; those of a matrix are whole swizzles
 WASTE = 16  # columns, for each that a last tile may compute past the end
 ARGMAX = ("head_argmax", "head_confidence")  # heads whose logits are not written
@@ -99,7 +100,8 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
         raise ValueError(f"{what}: K must divide by block_k * split_k * walk")
     # TMA fills columns past N with zeros and clips them on the way out; halves have neighbours.
     past = 0 if is_head else -N % (t.block_n * t.cluster_n)
-    if past and (halves > 1 or t.cluster_n > 1 or N % LEAST_SWIZZLE or past * WASTE > N):
+    ragged = N % COLUMNS and N % LEAST_SWIZZLE == 0 and past * WASTE <= N
+    if past and (not ragged or halves > 1 or t.cluster_n > 1):
         raise ValueError(f"{what}: N must divide by block_n * cluster_n, or nearly")
     if is_head and t.split_k * t.walk > 1:
         raise ValueError(f"{what}: a head cannot be split over K")
@@ -149,40 +151,43 @@ SHORT_K, _WALKING = 8192, ((128, 64), (64, 128))
 def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     """The largest tile whose CTAs fill the GPU, of those that sum K in so many pieces.
 
+    If its CTAs would take turns, a larger one that fills half of it is as fast, in one turn.
     Up to WALKED rows pieces go to separate CTAs, whose sums are written and read again, but for
     _WALKING; from there on a CTA walks them. ValueError: the kernel cannot serve the shape.
     """
     by_rows = _CANONICAL["matmul" if op == "residual" else op]
     tiles = next(tiles for most, tiles in by_rows.items() if most >= M)
     walk = pieces if M > WALKED else 1
-    found = None
+    found = at_once = None
     if pieces > 1 and M <= 128 and K <= SHORT_K:
         for block_n, block_k in _WALKING:
             tuning = with_ring(op, 64, block_n, pieces, 1, block_k)
-            if tuning is not None and _fills(op, M, K, N, tuning):
-                return tuning
+            plan = None if tuning is None else _plan(op, M, K, N, tuning)
+            if plan is not None and plan.columns * plan.row_groups >= _FULL:
+                return plan.tuning
     for block_m, block_n in tiles:
         tuning = with_ring(op, block_m, block_n, walk, pieces // walk)
         if tuning is None:
             continue
-        fills = _fills(op if pieces == walk else "matmul", M, K, N, tuning)
-        if fills is None:
+        plan = _plan(op if pieces == walk else "matmul", M, K, N, tuning)
+        if plan is None:
             continue
         found = tuning
-        if fills:
-            return tuning
+        if plan.columns * plan.row_groups >= _FULL:
+            return at_once if at_once and plan.columns > plan.clusters else tuning
+        if plan.columns * plan.row_groups >= SMS // 2:
+            at_once = tuning
     if found is None:
         raise ValueError(f"canonical {op}: no tile divides [{M}, {K}] by {N} columns")
     return found
 
 
-def _fills(op: str, M: int, K: int, N: int, tuning: Tuning) -> bool | None:
-    """Whether its CTAs fill the GPU; None if it does not divide the shape."""
+def _plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan | None:
+    """None if it does not divide the shape."""
     try:
-        plan = make_plan(op, M, K, N, tuning)
+        return make_plan(op, M, K, N, tuning)
     except ValueError:
         return None
-    return plan.columns * plan.row_groups >= _FULL
 
 
 _RESULT_BYTES = {"head_argmax": 0, "head_logits": 4}

@@ -71,6 +71,24 @@ def test_a_walk_and_ctas_of_their_own_give_the_same_bits(name):
 
 
 @interpreted
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_strands_of_a_walk_give_the_same_bits(name):
+    """Chunks of two blocks, so that a strand's blocks are no run; a strand has none to three."""
+    q, k, v = operands(4, 4, 640)
+    tiles = dataclasses.replace(WALK, chunk=128)
+    lengths = [600, 400, 60, 0]
+    one, want = attend(q, k, v, lengths, tiles, **HOW[name])
+    two, _ = attend(q, k, v, lengths, dataclasses.replace(tiles, strands=2), **HOW[name])
+    np.testing.assert_array_equal(one, two)
+    np.testing.assert_allclose(one.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
+
+
+def test_strands_without_a_walk_are_refused():
+    with pytest.raises(ValueError, match="strands is 2: a walk has 1 or more, others 1"):
+        dataclasses.replace(WALK, walk=False, strands=2)
+
+
+@interpreted
 def test_more_chunks_than_are_loaded_at_once():
     q, k, v = operands(1, 2, 640)  # ten pieces
     walked, want = attend(q, k, v, [630], WALK)
@@ -131,7 +149,9 @@ def test_the_cut_is_one_constant():
     for B, T, N, K, H in [(1, 1, 32, 8, 128), (8, 16, 32, 8, 128), (1, 512, 64, 8, 64)]:
         tiles = canonical.tiles_for(B, T, N, K, H)
         assert tiles.chunk == pieces.PIECE and tiles.block == 64 and tiles.ordered
-        assert tiles.shared_bytes(H) <= mosaic_gpu.SHARED_BYTES // 2
+        assert tiles.shared_bytes(H) <= mosaic_gpu.SHARED_BYTES // (1 if tiles.strands > 1 else 2)
     assert not canonical.tiles_for(1, 16, 32, 8, 128).walk
     assert canonical.tiles_for(8, 16, 32, 8, 128).walk
+    strands = {b: canonical.tiles_for(b, 16, 32, 8, 128).strands for b in (1, 8, 16, 32)}
+    assert strands == {1: 1, 8: 2, 16: 2, 32: 1}
     assert canonical.tiles_for(1, 512, 32, 8, 128).walk  # a prompt's chunk
