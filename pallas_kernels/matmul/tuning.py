@@ -141,6 +141,7 @@ _CANONICAL = {
     },
 }
 _FULL = 96  # CTAs
+WIDE = (128, 128)  # of 128 rows and many columns: [5120, 16480] 64.9 µs, by 64 rows 77.8
 WALKED = 256  # rows; with more a CTA takes the pieces of K in turn
 # And with 65 to 128 rows, if K is not long and these fill the GPU, (block_n, block_k): µs of 128
 # rows so and by a CTA for each piece, on an H200 (jax 0.11.2, 2026-11-23): [4096, 6144] 23.1 and
@@ -158,6 +159,8 @@ def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     by_rows = _CANONICAL["matmul" if op == "residual" else op]
     tiles = next(tiles for most, tiles in by_rows.items() if most >= M)
     walk = pieces if M > WALKED else 1
+    if op == "matmul" and pieces == 1 and M <= 128:
+        tiles = (WIDE, *tiles) if N // WIDE[1] >= _FULL else tiles
     found = at_once = None
     if pieces > 1 and M <= 128 and K <= SHORT_K:
         for block_n, block_k in _WALKING:
