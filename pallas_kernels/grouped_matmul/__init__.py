@@ -12,7 +12,8 @@ Products are summed in float32; results have x's dtype.
   gate of at most LIMIT and an up within ± LIMIT, in float32 and rounded once. Products with biases
   come before it, so gate and up are two arrays.
 - probabilities or sigmoids, and weighted_sum: what comes before and after, by token. These and
-  clamped_gate are the reference's, which XLA compiles, with all others but "canonical" and "cpu".
+  clamped_gate are the reference's, which XLA compiles, with all others but "cpu"; "canonical" has
+  sigmoids alone, and the rest in the next four.
 - route, tiles_of_tokens, of_tokens, expert_sum: the same layer in fewer kernels, with "canonical"
   alone (`BY_TOKENS`). Row t·k + i is token t's for its i-th expert and stays where it is: tiles
   name their rows. Biases and activations are in the products, rounded as above.
@@ -95,7 +96,7 @@ def probabilities(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, 
 
 def sigmoids(logits: Float[Array, "M E"], *, backend: str) -> Float[Array, "M E"]:
     """Each logit's sigmoid, in float32; ValueError: no such backend."""
-    return _by_token(backend).sigmoids(logits)
+    return (canonical if backend == "canonical" else _by_token(backend)).sigmoids(logits)
 
 
 def weighted_sum(
@@ -134,5 +135,6 @@ def _backend(name: str):
 
 
 def _by_token(name: str):
-    module = _backend(name)
-    return module if module in (canonical, cpu) else reference
+    if name == "canonical":
+        raise ValueError("canonical experts have this in route, of_tokens or expert_sum")
+    return cpu if _backend(name) is cpu else reference

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import canonical as experts
-from pallas_kernels.grouped_matmul import reference as experts_reference
 from pallas_kernels.in_pairs import sum_in_pairs
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.rms_norm import canonical, reference
@@ -33,13 +31,6 @@ def test_norm(D):
         lambda x: reference.rms_norm(x, scale, 1e-6),
         draw(0, 5, D),
     )
-
-
-def test_router_and_the_sum_of_experts():
-    probabilities, both = experts_reference.probabilities, experts_reference.weighted_sum
-    check(lambda x: experts.probabilities(x, **HOW), probabilities, draw(0, 5, 60))
-    weights = jnp.exp2(jnp.round(draw(2, 5, 8, dtype=jnp.float32)))  # a product rounds nothing
-    check(lambda x, w: experts.weighted_sum(x, w, **HOW), both, draw(1, 5, 8, 96), weights)
 
 
 def test_pieces_are_rounded_before_the_residual():

@@ -132,3 +132,15 @@ def test_a_kernel_that_mixes_rows_would_be_seen(interpreted, monkeypatch):
     whole = np.asarray(run(x, residual), np.float32)
     monkeypatch.setattr(canonical, "tiles_of_tokens", wrong)
     assert (np.asarray(run(x, residual), np.float32) != whole).mean() > 0.5
+
+
+def test_experts_are_added_in_the_tokens_own_ranking():
+    """Numbers whose sum in float32 depends on the order; the residual comes last."""
+    outputs = jnp.array([[[1e8], [-1e8], [1.0]], [[1.0], [1e8], [-1e8]]], jnp.bfloat16)
+    big = jnp.tile(outputs, (1, 1, 64))
+    for residual, want in (
+        (None, [[1.0], [0.0]]),
+        (jnp.full((2, 64), 2.0, "bfloat16"), [[3], [2]]),
+    ):
+        got = canonical.expert_sum(big, jnp.ones((2, 3)), None, residual, **HOW)
+        np.testing.assert_array_equal(got, np.tile(want, (1, 64)))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul, triton
+from pallas_kernels.grouped_matmul import grouped_gate_up, grouped_matmul, probabilities, triton
 from pallas_kernels.shapes import GROUPED_MATMUL as REAL
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import cancelling, halves, result_of
@@ -123,5 +123,7 @@ def test_refusals():
         grouped_matmul(x, w, sizes, backend="triton")
     with pytest.raises(ValueError, match="float32"):
         grouped_gate_up(x.astype(jnp.float32), w.astype(jnp.float32), sizes, backend="triton")
+    with pytest.raises(ValueError, match="have this in route"):  # no other form beside it
+        probabilities(x, backend="canonical")
     with pytest.raises(ValueError, match="no backend 'cuda'"):
         grouped_matmul(x, w, sizes, backend="cuda")
