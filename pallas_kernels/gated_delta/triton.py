@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows
 from pallas_kernels.in_pairs import sum_in_pairs
 
-COLUMNS = 64  # of a state in one program, at most
+COLUMNS = 16  # of a state in one program, at most
+WARPS = 1
+TILE = 8  # rows of a state whose sums are added in halves
 ROWS = 16  # of a program that makes inputs or norms, whatever the call's length is
 ONCE = plt.CompilerParams(num_warps=4, num_stages=1)
 
@@ -74,7 +76,7 @@ def gated_delta(
             jax.typeof(memory.state),
         ),
         input_output_aliases={13: 1},
-        compiler_params=ONCE,
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
     )(*places, q, *rows, *memory.rows, memory.state)
     kept = pl.pallas_call(
@@ -96,67 +98,82 @@ def _walk(
 ):  # fmt: skip
     h, b = pl.program_id(1), pl.program_id(2)
     T, (Hk, dk), Hv = q_ref.shape[1], q_ref.shape[2:], v_ref.shape[2]
-    key, key_head = jnp.arange(dk), lax.div(h, jnp.int32(Hv // Hk))
+    key_head = lax.div(h, jnp.int32(Hv // Hk))
     column = pl.program_id(0) * columns + jnp.arange(columns)
+    keys = [first + jnp.arange(TILE) for first in range(0, dk, TILE)]
     base, start, real = base_ref[b], start_ref[b], real_ref[b]
-    kept = lax.div(border_ref[b] - base, jnp.int32(CHUNK))
-    row = jnp.arange(CHUNK)
+    ahead, border = start - base, border_ref[b] - base
 
-    def chunk(i, state):
-        place = i * CHUNK + row
-        ahead = base + place - start
-        old, new = ahead < 0, (ahead >= 0) & (ahead < real)
-        ring = lax.rem(base + place, jnp.int32(2 * CHUNK))
+    def earlier(i):
+        """Keys, value, decay and weight of the row i positions after the base, in the memory."""
+        place = lax.rem(base + i, jnp.int32(2 * CHUNK))
+        k = [plt.load(at(old_k_ref, b, place, key_head, key)) for key in keys]
+        v = plt.load(at(old_v_ref, b, place, h, column))
+        return k, v, old_g_ref[b, place, h], old_beta_ref[b, place, h]
 
-        def laid(before, given, *rest):
-            earlier = read(before, old, b, ring, *rest)
-            return earlier + read(given, new, b, jnp.maximum(ahead, 0), *rest)
+    def given(i):
+        """The same and the queries of the call's row i."""
+        k, q = ([plt.load(at(x, b, i, key_head, key)) for key in keys] for x in (k_ref, q_ref))
+        v = plt.load(at(v_ref, b, i, h, column))
+        return (k, v, g_ref[b, i, h], beta_ref[b, i, h]), q
 
-        k = laid(old_k_ref, k_ref, key_head, key)
-        v = laid(old_v_ref, v_ref, h, column)
-        g, beta = laid(old_g_ref, g_ref, h), laid(old_beta_ref, beta_ref, h)
-        q = read(q_ref, new, b, jnp.maximum(ahead, 0), key_head, key)
-        here = jnp.broadcast_to(i == kept, key.shape)
-        write(kept_ref, state, here, b, h, key, column)
-        out, state = _chunk(state, q, k, v, g, beta, exact)
-        asked = (ahead >= 0) & (ahead < T)
-        write(out_ref, out, asked, b, jnp.maximum(ahead, 0), h, column)
-        return state
+    def keep(tiles):
+        for key, tile in zip(keys, tiles, strict=True):
+            plt.store(at(kept_ref, b, h, key, column), tile)
 
-    state = plt.load(at(state_ref, b, h, key, column))
-    count = lax.div(start - base + T + CHUNK - 1, jnp.int32(CHUNK))
-    state = lax.fori_loop(0, count, chunk, state)
-    write(kept_ref, state, jnp.broadcast_to(kept == count, key.shape), b, h, key, column)
+    def replayed(i, carry):
+        tiles, row = carry
+        following = earlier(jnp.minimum(i + 1, ahead - 1))
+        pl.when((i == border) & (i > 0))(lambda: keep(tiles))
+        return _step(tiles, *row, exact), following
+
+    def answered(i, carry):
+        tiles, (row, q) = carry
+        following = given(jnp.minimum(i + 1, real - 1))
+        pl.when((ahead + i == border) & (border > 0))(lambda: keep(tiles))
+        tiles = _step(tiles, *row, exact)
+        plt.store(at(out_ref, b, i, h, column), _seen(q, tiles, exact))
+        return tiles, following
+
+    tiles = [plt.load(at(state_ref, b, h, key, column)) for key in keys]
+    tiles, _ = lax.fori_loop(0, ahead, replayed, (tiles, earlier(0)))
+    tiles, _ = lax.fori_loop(0, real, answered, (tiles, given(0)))
+    pl.when((ahead + real == border) & (border > 0))(lambda: keep(tiles))
+
+    def padding(i, _):
+        plt.store(at(out_ref, b, i, h, column), jnp.zeros(columns))
+        return _
+
+    lax.fori_loop(real, T, padding, 0)
 
 
-def _chunk(state, q, k, v, g, beta, exact: bool):
-    """Outputs of one chunk, and the state after it; the formulas are those of `xla`."""
+def _step(tiles, k, v, g, beta, exact: bool):
+    """The state after one token."""
+    tiles = [jnp.exp(g) * tile for tile in tiles]
+    change = (beta * (v - _seen(k, tiles, exact)))[None, :]
+    return [_fma(key[:, None], change, tile, exact) for key, tile in zip(k, tiles, strict=True)]
 
-    def dot(x, y, axis: int = 1):
-        """Σ over x's `axis` and y's first."""
-        how = lax.Precision.HIGHEST if exact else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        return lax.dot_general(
-            x, y, (((axis,), (0,)), ((), ())),
-            precision=how, preferred_element_type=jnp.float32,
-        )  # fmt: skip
 
-    row = jnp.arange(CHUNK)
-    lower, before = row[:, None] >= row[None, :], row[:, None] > row[None, :]
-    sums = sum_in_pairs(jnp.where(lower, g[None, :], 0.0))
-    total = sum_in_pairs(g)
-    decays = jnp.exp(jnp.where(lower, sums[:, None] - sums[None, :], -jnp.inf))
-    past = jnp.exp(sums)[:, None]
+def _seen(vector, tiles, exact: bool):
+    """vector · state: the tiles' products one after another, then rows of the sum in halves."""
+    total = vector[0][:, None] * tiles[0]
+    for x, tile in zip(vector[1:], tiles[1:], strict=True):
+        total = _fma(x[:, None], tile, total, exact)
+    while total.shape[0] > 1:
+        total = total.reshape(2, -1, total.shape[1]).sum(axis=0)
+    return total.reshape(-1)
 
-    one = jnp.where(row[:, None] == row[None, :], 1.0, 0.0)
-    A = jnp.where(before, beta[:, None] * dot(k, k.T) * decays, 0.0)
-    power, inverse = A, one - A
-    for _ in range(3):
-        power = dot(power, power)
-        inverse = dot(inverse, one + power)
-    change = dot(inverse, beta[:, None] * (v - past * dot(k, state)))
-    out = past * dot(q, state) + dot(dot(q, k.T) * decays, change)
-    left = k * jnp.exp(total - sums)[:, None]
-    return out, jnp.exp(total) * state + dot(left, change, axis=0)
+
+def _fma(x, y, z, exact: bool):
+    """x · y + z, rounded once; an interpreter has no such operation, and rounds twice."""
+    if exact:
+        return x * y + z
+    x, y = (jnp.broadcast_to(each, z.shape) for each in (x, y))
+    (total,) = plt.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;", args=[x, y, z], constraints="=f,f,f,f", pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, z.dtype)],
+    )  # fmt: skip
+    return total
 
 
 def _keep(start_ref, real_ref, border_ref, *refs):
