@@ -43,71 +43,63 @@ class DeltaNet(nn.Module):
         self.out = output(s, s.out_width, width, "value")
 
     def __call__(self, x, positions, cache: DeltaCache | None, over: Pass, residual):
-        s, kernels = self.spec, over.kernels
+        kernels = over.kernels
         fused = self.inputs(x, kernels.matmul)
-        heads = s.num_value_heads
-        raw, z, b, a = self.inputs.leaf.parts(fused)
-        out, cache = self._over(over, cache, raw, b, a)
-        z = z.reshape(*z.shape[:2], heads, -1)
-        out = op.gated_norm(out, z, self.norm.scale, self.eps, backend=kernels.delta)
+        z = self.inputs.leaf.firsts[1]
+        out, cache = self._over(over, cache, fused)
+        out = op.gated_norm(out, fused, self.norm.scale, self.eps, first=z, backend=kernels.delta)
         return self.out(out.reshape(*x.shape[:2], -1), kernels.matmul, residual), cache
 
-    def _over(self, over: Pass, cache: DeltaCache | None, raw, b, a):
+    def _over(self, over: Pass, cache: DeltaCache | None, fused):
         match over:
             case Block():
                 assert cache is not None
                 # Any row of a block may be rolled back: the next block's start tells.
-                real = jnp.full_like(over.lengths, raw.shape[1])
+                real = jnp.full_like(over.lengths, fused.shape[1])
                 nothing = jnp.zeros_like(over.lengths)
-                return self._step(cache, raw, b, a, over.lengths, real, nothing, over)
+                return self._step(cache, fused, over.lengths, real, nothing, over)
             case Chunk():
                 assert cache is not None
                 one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, over.slot, 1), cache)
-                real = jnp.clip(over.length - over.offset, 0, raw.shape[1])[None]
-                out, one = self._step(one, raw, b, a, over.offset[None], real, real, over)
+                real = jnp.clip(over.length - over.offset, 0, fused.shape[1])[None]
+                out, one = self._step(one, fused, over.offset[None], real, real, over)
                 put = jax.lax.dynamic_update_slice_in_dim
                 return out, jax.tree.map(lambda all, x: put(all, x, over.slot, 0), cache, one)
             case Rows():
-                return self._whole(raw, b, a, over.mask), cache
+                return self._whole(fused, over.mask), cache
             case _:
                 raise AssertionError(f"{type(over).__name__} has no recurrent layers")
 
-    def _rows(self, raw, b, a, backend: str):
-        leaves = (self.conv[:, 0], self.a_log, self.dt_bias)
-        heads = op.Heads(self.spec.num_key_heads, self.spec.key_dim)
-        return op.inputs(raw, b, a, *leaves, heads=heads, backend=backend)
+    def _leaves(self):
+        return self.conv[:, 0], self.a_log, self.dt_bias
+
+    @property
+    def _heads(self) -> op.Heads:
+        return op.Heads(self.spec.num_key_heads, self.spec.key_dim)
 
     def _step(
         self,
         cache: DeltaCache,
-        raw: Float[Array, "B T C"],
-        b: Float[Array, "B T Hv"],
-        a: Float[Array, "B T Hv"],
+        fused: Float[Array, "B T F"],
         start: Int[Array, " B"],
         real: Int[Array, " B"],
         kept: Int[Array, " B"],
         over: Pass,
     ) -> tuple[Float[Array, "B T Hv dv"], DeltaCache]:
         """Outputs of the rows from `start` on, and the new cache; see the op's contract."""
-        sequence, row = jnp.arange(len(start))[:, None], jnp.arange(raw.shape[1])
-        places = cache.raw.shape[1]
-        before = start[:, None] + jnp.arange(1 - self.spec.taps, 0)
-        tail = jnp.where((before >= 0)[:, :, None], cache.raw[sequence, before % places], 0)
-        padding = (row >= real[:, None])[:, :, None]
-        raw = jnp.where(padding, 0, raw)  # padding must be finite
-        q, rows = self._rows(jnp.concatenate([tail, raw], axis=1), b, a, over.kernels.delta)
+        raw, _, b, a = self.inputs.leaf.firsts
+        how = {"heads": self._heads, "firsts": (raw, b, a), "backend": over.kernels.delta}
+        q, rows, ring = op.next_inputs(fused, cache.raw, *self._leaves(), start, real, **how)
         out, memory = self.rule(q, rows, cache.memory, start, real, kept, over.kernels.delta)
-        stays = (row < real[:, None]) & (row >= real[:, None] - places)
-        at = jnp.where(stays, (start[:, None] + row) % places, places + row)
-        kept_raw = cache.raw.at[sequence, at].set(raw, mode="drop", unique_indices=True)
-        return out, DeltaCache(memory, kept_raw)
+        return out, DeltaCache(memory, ring)
 
     def rule(self, q, rows: op.Rows, memory: op.Memory, start, real, kept, backend: str):
         """The op's outputs and memory."""
         return op.gated_delta(q, rows, memory, start, real, kept, backend=backend)
 
-    def _whole(self, raw, b, a, mask: Bool[Array, "B 1 T S"]) -> Float[Array, "B T Hv dv"]:
+    def _whole(self, fused, mask: Bool[Array, "B 1 T S"]) -> Float[Array, "B T Hv dv"]:
         """Whole sequences, several in a row, token by token; each begins at its first key."""
+        raw, _, b, a = self.inputs.leaf.parts(fused)
         T, taps = raw.shape[1], self.spec.taps
         age = jnp.arange(T) - jnp.argmax(mask[:, 0], axis=-1)  # [B, T]
         age = jnp.broadcast_to(age, raw.shape[:2])
@@ -117,7 +109,7 @@ class DeltaNet(nn.Module):
         same = jnp.where((age[:, :, None] >= back)[..., None], windows[:, index], 0)
         flat = same.reshape(-1, taps, raw.shape[-1])
         b, a = (x.reshape(-1, 1, x.shape[-1]) for x in (b, a))
-        each = self._rows(flat, b, a, "reference")
+        each = op.inputs(flat, b, a, *self._leaves(), heads=self._heads, backend="reference")
         q, rows = jax.tree.map(lambda x: x.reshape(*raw.shape[:2], *x.shape[2:]), each)
         return op.recurrent(q, rows, age == 0)
 

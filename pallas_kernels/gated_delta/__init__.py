@@ -16,11 +16,14 @@ back. Rollback is a smaller `start` at the next call.
   less than `real`, `real` is at most CHUNK. base ≤ start < base + 2 · CHUNK.
 - inputs: its inputs from the projection: a causal convolution with SiLU, queries and keys of length
   1 (queries also times dk^-½), g = -exp(A_log) · softplus(a + dt_bias), beta = σ(b).
+- next_inputs: the same of rows from `start` on, out of the whole projection; the convolution's
+  earlier rows lie in a ring, position p at place p % R, where R ≥ CHUNK + U - 1.
 - recurrent: the rule over whole sequences from a state of 0, several in a row, for training.
 - gated_norm: rms(out) · scale · silu(z) over dv.
 
 One body computes every chunk: a row's place in its chunk is absolute, and rows after it add exact
-zeros. With "cpu" and "triton" a row's outputs, and the state kept, depend only on the tokens up to
+zeros. With "triton" one body computes every row, and borders are only where a state is kept. With
+"cpu" and "triton" a row's outputs, and the state kept, depend only on the tokens up to
 it: not on T, B, rollbacks, or whether a prompt or a step brought it. With "xla" this holds inside
 one program. "triton" is for NVIDIA GPUs from sm80. "reference" is the rule, token by token.
 """
@@ -36,6 +39,7 @@ from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
 from pallas_kernels.gated_delta.grid import Memory as Memory
 from pallas_kernels.gated_delta.grid import Rows as Rows
 from pallas_kernels.gated_delta.grid import commit, lay_out, outputs
+from pallas_kernels.gated_delta.in_ring import put, with_earlier
 
 BACKENDS = {"triton": triton, "cpu": cpu, "xla": xla, "reference": reference}
 
@@ -90,7 +94,7 @@ def inputs(
     """Queries and the state's inputs; `raw` begins U - 1 rows before the first row."""
     arithmetic = _backend(backend)
     if arithmetic is triton:
-        return triton.inputs(raw, b, a, weights, a_log, dt_bias, heads)
+        raise ValueError("the triton backend makes inputs from a ring: next_inputs")
     mixed = arithmetic.convolve(raw, weights).astype(jnp.float32)
     width = heads.key_heads * heads.key_dim
     q, k, v = jnp.split(mixed, [width, 2 * width], axis=-1)
@@ -98,6 +102,29 @@ def inputs(
     g, beta = arithmetic.gates(*(x.astype(jnp.float32) for x in (a, b, a_log, dt_bias)))
     rows = Rows(arithmetic.unit(k), v.reshape(*b.shape, -1), g, beta)
     return arithmetic.unit(q) * heads.key_dim**-0.5, rows
+
+
+def next_inputs(
+    fused: Float[Array, "B T F"],
+    ring: Float[Array, "B R D"],
+    weights: Float[Array, "D U"],
+    a_log: Float[Array, " Hv"],
+    dt_bias: Float[Array, " Hv"],
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+    *,
+    heads: Heads,
+    firsts: tuple[int, int, int],
+    backend: str,
+) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "B R D"]]:
+    """The inputs, and the ring with the call's rows; `firsts` are raw's, b's and a's columns."""
+    if _backend(backend) is triton:
+        return triton.next_inputs(fused, ring, weights, a_log, dt_bias, start, real, heads, firsts)
+    widths = len(weights), len(a_log), len(a_log)
+    raw, b, a = (fused[..., x : x + n] for x, n in zip(firsts, widths, strict=True))
+    rows = with_earlier(ring, raw, start, real, weights.shape[1])
+    q, rows = inputs(rows, b, a, weights, a_log, dt_bias, heads=heads, backend=backend)
+    return q, rows, put(ring, raw, start, real)
 
 
 def recurrent(
@@ -109,13 +136,20 @@ def recurrent(
 
 def gated_norm(
     out: Float[Array, "B T Hv dv"],
-    z: Float[Array, "B T Hv dv"],
+    fused: Float[Array, "B T F"],
     scale: Float[Array, " dv"],
     eps: float,
     *,
+    first: int,
     backend: str,
 ) -> Float[Array, "B T Hv dv"]:
-    """rms(out) · scale · silu(z) in z's dtype; `out` is rounded to it before."""
+    """rms(out) · scale · silu(z) in z's dtype; `out` is rounded to it before.
+
+    z are the Hv · dv columns of `fused` from `first` on.
+    """
+    if _backend(backend) is triton:
+        return triton.gated_norm(out, fused, scale, eps, first)
+    z = fused[..., first : first + out.shape[2] * out.shape[3]].reshape(out.shape)
     return _backend(backend).gated_norm(out, z, scale, eps)
 
 

@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.cache import empty_delta
+from jflash.specs import DeltaSpec
 from pallas_kernels import gated_delta as op
 from pallas_kernels.gated_delta import CHUNK, Memory, Rows
+from pallas_kernels.shapes import GATED_DELTA
 from tests.support.attention_checks import FULLY, ON_GPU
+from tests.support.described_gpu import H200, compile_for
 
 HK, DK, HV, DV = 2, 16, 4, 32
 TOKENS = 75  # four borders, and part of a chunk
@@ -145,24 +149,30 @@ def test_chunks_are_the_rule_token_by_token(backend, width):
     np.testing.assert_allclose(memory.state[2], last.state[0], atol=1e-5)
 
 
-def test_the_kernels_of_inputs_and_norm_are_the_reference():
-    """A convolution of rows that fill no tile, and roundings where the reference has them."""
-    keys = jax.random.split(jax.random.key(5), 6)
-    T, D = 19, 2 * HK * DK + HV * DV
-    shapes = (2, T + 3, D), (2, T, HV), (2, T, HV), (D, 4), (HV,), (HV,)
-    dtypes = [jnp.bfloat16] * 4 + [jnp.float32] * 2
-    given = [jax.random.normal(*x).astype(t) for *x, t in zip(keys, shapes, dtypes, strict=True)]
-    heads = op.Heads(HK, DK)
-    want = op.inputs(*given, heads=heads, backend="reference")
-    got = op.triton.inputs(*given, heads, interpret=True)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # An entry may lie on either side of a rounding to bfloat16.
-        assert np.mean(np.abs(one - other) > 1e-5) < 1e-3
-        np.testing.assert_allclose(one, other, atol=0.02)
-    out, z = want[1].v, want[1].v.astype(jnp.bfloat16)
-    scale = jnp.linspace(0.5, 2, DV).astype(jnp.bfloat16)
-    one = op.triton.gated_norm(out, z, scale, 1e-6, interpret=True)
-    other = op.gated_norm(out, z, scale, 1e-6, backend="reference")
+@pytest.mark.parametrize("tokens", [5, 19])
+def test_the_kernels_of_inputs_and_norm_are_the_reference(tokens):
+    """A call that fits beside a ring's earlier rows, and one that does not and ends in padding."""
+    keys = jax.random.split(jax.random.key(5), 5)
+    D, first = 2 * HK * DK + HV * DV, 8
+    firsts = first, first + D, first + D + HV
+    shapes = (2, tokens, firsts[2] + HV), (2, CHUNK + 3, D), (D, 4), (HV,), (HV,)
+    dtypes = [jnp.bfloat16] * 3 + [jnp.float32] * 2
+    drawn = zip(keys, shapes, dtypes, strict=True)
+    given = [jax.random.normal(key, shape).astype(dtype) for key, shape, dtype in drawn]
+    start, real = jnp.array([1, 37]), jnp.array([tokens, tokens - 2])
+    given, how = [*given, start, real], {"heads": op.Heads(HK, DK), "firsts": firsts}
+    want = op.next_inputs(*given, **how, backend="reference")
+    got = op.triton.next_inputs(*given, **how, interpret=True)
+    np.testing.assert_array_equal(got[2], want[2])
+    for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
+        for sequence, count in enumerate(real):
+            x, y = one[sequence, :count], other[sequence, :count]
+            # An entry may lie on either side of a rounding to bfloat16.
+            assert np.mean(np.abs(x - y) > 1e-5) < 1e-3
+            np.testing.assert_allclose(x, y, atol=0.02)
+    out, scale = want[1].v, jnp.linspace(0.5, 2, DV).astype(jnp.bfloat16)
+    one = op.triton.gated_norm(out, given[0], scale, 1e-6, first, interpret=True)
+    other = op.gated_norm(out, given[0], scale, 1e-6, first=first, backend="reference")
     assert one.dtype == other.dtype  # a CPU's compiler may leave a rounding out
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (one, other)), rtol=0.02)
 
@@ -208,3 +218,31 @@ def test_short_prompts(length, backend):
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert int(memory.base[0]) == int(last.base[0]) == length // CHUNK * CHUNK
     np.testing.assert_allclose(memory.state, last.state, atol=1e-5)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the kernels are compiled for the GPU that it has")
+@pytest.mark.parametrize("shape", ["qwen3.5-27b-b8", "qwen3.5-27b-b1-plain"])
+def test_a_layers_four_kernels_keep_their_values_in_registers(shape):
+    """Operands that spill made the rule ten times slower, and nothing told."""
+    B, T, Hk, Hv, dk, dv, _ = GATED_DELTA[shape]
+    D, Z = 2 * Hk * dk + Hv * dv, Hv * dv
+    firsts, wide = (0, D + Z, D + Z + Hv), D + Z + 2 * Hv
+
+    def layer(fused, weights, a_log, dt_bias, scale, ring, memory, start):
+        real, heads = jnp.full_like(start, T), op.Heads(Hk, dk)
+        how = {"heads": heads, "firsts": firsts, "backend": "triton"}
+        q, rows, ring = op.next_inputs(fused, ring, weights, a_log, dt_bias, start, real, **how)
+        out, memory = op.gated_delta(q, rows, memory, start, real, 0 * real, backend="triton")
+        return op.gated_norm(out, fused, scale, 1e-6, first=D, backend="triton"), ring, memory
+
+    spec = DeltaSpec(num_key_heads=Hk, num_value_heads=Hv, key_dim=dk, value_dim=dv, taps=4)
+    cache = jax.eval_shape(lambda: empty_delta(spec, B, jnp.bfloat16))
+    fused, *given = (
+        jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((B, T, wide), (D, 4), (Hv,), (Hv,), (dv,))
+    )
+    options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    caches = cache.raw, cache.memory, cache.memory.base
+    compiled = compile_for(H200, layer, fused, *given, *caches, donate=(5, 6), options=options)
+    text = compiled.as_text() or ""
+    assert text.count(" custom-call(") == 4
+    assert " copy(" not in text  # states and rings lie where they lay

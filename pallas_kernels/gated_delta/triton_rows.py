@@ -1,0 +1,177 @@
+"""What is made of rows before and after the rule, in Pallas-Triton: its inputs, and their norm.
+
+Both read their columns out of the whole projection, where the product has left them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gated_delta.grid import Rows
+from pallas_kernels.gated_delta.in_ring import put
+from pallas_kernels.in_pairs import sum_in_pairs
+
+ROWS = 16  # of a program, whatever the call's length is
+ONCE = plt.CompilerParams(num_warps=4, num_stages=1)
+
+
+def at(ref, *index):
+    """The entries of an array's axes, each an integer or a vector: two vectors at most."""
+    vectors = [i for i in index if jnp.ndim(i)]
+    shape = tuple(v.size for v in vectors)
+    made, axis = [], 0
+    for i in index:
+        if jnp.ndim(i):
+            i = jnp.expand_dims(i, [a for a in range(len(shape)) if a != axis])
+            axis += 1
+        made.append(jnp.broadcast_to(i, shape))
+    return ref.at[tuple(made)]
+
+
+def read(ref, mask, *index):
+    """`at`, where `mask` holds along the first vector, and zeros elsewhere."""
+    where = at(ref, *index)
+    shape = tuple(i.size for i in index if jnp.ndim(i))
+    mask = jnp.broadcast_to(mask.reshape(-1, *[1] * (len(shape) - 1)), shape)
+    return plt.load(where, mask=mask, other=0.0)
+
+
+def write(ref, value, mask, *index):
+    mask = jnp.broadcast_to(mask.reshape(-1, *[1] * (value.ndim - 1)), value.shape)
+    plt.store(at(ref, *index), value.astype(ref.dtype), mask=mask)
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "firsts", "interpret"))
+def next_inputs(
+    fused: Float[Array, "B T F"],
+    ring: Float[Array, "B R D"],
+    weights: Float[Array, "D U"],
+    a_log: Float[Array, " Hv"],
+    dt_bias: Float[Array, " Hv"],
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+    heads: tuple[int, int],
+    firsts: tuple[int, int, int],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T Hk dk"], Rows, Float[Array, "B R D"]]:
+    """The contract's; `heads` are Hk and dk."""
+    (B, T), (R, D), Hv = fused.shape[:2], ring.shape[1:], len(a_log)
+    Hk, dk = heads
+    keys, gates = (B, T, Hk, dk), (B, T, Hv)
+    shapes = keys, keys, (*gates, (D - 2 * Hk * dk) // Hv), gates, gates
+    made = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    # More rows would overwrite those that other programs read.
+    in_place = T <= ROWS and T + weights.shape[1] - 1 <= R
+    q, *rows = pl.pallas_call(
+        functools.partial(_make_inputs, heads=heads, firsts=firsts),
+        name="gated_delta_inputs",
+        grid=(2 * Hk + Hv, pl.cdiv(T, ROWS), B),
+        out_shape=made + [jax.typeof(ring)] * in_place,
+        input_output_aliases={3: 5} if in_place else {},
+        compiler_params=ONCE,
+        interpret=interpret,
+    )(start, real, fused, ring, weights, a_log, dt_bias)
+    if in_place:
+        *rows, ring = rows
+    else:
+        ring = put(ring, fused[..., firsts[0] : firsts[0] + D], start, real)
+    return q, Rows(*rows), ring
+
+
+def _make_inputs(
+    start_ref, real_ref, fused_ref, ring_ref, weights_ref, a_log_ref, dt_bias_ref,
+    q_ref, k_ref, v_ref, g_ref, beta_ref, *kept_refs, heads, firsts,
+):  # fmt: skip
+    (Hk, dk), dv, (R, _), taps = heads, v_ref.shape[3], ring_ref.shape[1:], weights_ref.shape[1]
+    first, first_b, first_a = firsts
+    head, b = pl.program_id(0), pl.program_id(2)
+    row = pl.program_id(1) * ROWS + jnp.arange(ROWS)
+    start, inside = start_ref[b], row < q_ref.shape[1]
+    real = row < real_ref[b]
+
+    def mixed(left, width: int):
+        column = left + jnp.arange(width)
+        total = jnp.zeros((ROWS, width), jnp.float32)
+        for tap in range(taps):
+            weight = plt.load(at(weights_ref, column, tap)).astype(jnp.float32)
+            ahead = row + (tap - taps + 1)  # of the call's first row
+            seen = real & (ahead >= 0)
+            x = read(fused_ref, seen, b, jnp.maximum(ahead, 0), first + column)
+            place = lax.rem(jnp.maximum(start + ahead, 0), jnp.int32(R))
+            earlier = real & (ahead < 0) & (start + ahead >= 0)
+            x = x.astype(jnp.float32) + read(ring_ref, earlier, b, place, column)
+            total += weight[None, :] * x
+        for kept_ref in kept_refs:
+            x = read(fused_ref, real, b, row, first + column)
+            write(kept_ref, x, real, b, lax.rem(start + row, jnp.int32(R)), column)
+        total = total / (1 + jnp.exp(-total))
+        return total.astype(fused_ref.dtype).astype(jnp.float32)
+
+    def unit(x):
+        return x * lax.rsqrt(sum_in_pairs(x * x) + 1e-6)[:, None]
+
+    @pl.when(head < Hk)
+    def _():
+        q = unit(mixed(head * dk, dk)) * dk**-0.5
+        write(q_ref, q, inside, b, row, head, jnp.arange(dk))
+
+    @pl.when((head >= Hk) & (head < 2 * Hk))
+    def _():
+        k = unit(mixed(head * dk, dk))
+        write(k_ref, k, inside, b, row, head - Hk, jnp.arange(dk))
+
+    @pl.when(head >= 2 * Hk)
+    def _():
+        h = head - 2 * Hk
+        v = mixed(2 * Hk * dk + h * dv, dv)
+        write(v_ref, v, inside, b, row, h, jnp.arange(dv))
+        x = read(fused_ref, real, b, row, first_a + h).astype(jnp.float32)
+        x += dt_bias_ref[h].astype(jnp.float32)
+        softplus = jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+        write(g_ref, -jnp.exp(a_log_ref[h].astype(jnp.float32)) * softplus, inside, b, row, h)
+        x = read(fused_ref, real, b, row, first_b + h).astype(jnp.float32)
+        write(beta_ref, 1 / (1 + jnp.exp(-x)), inside, b, row, h)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "first", "interpret"))
+def gated_norm(
+    out: Float[Array, "B T Hv dv"],
+    fused: Float[Array, "B T F"],
+    scale: Float[Array, " dv"],
+    eps: float,
+    first: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T Hv dv"]:
+    """The contract's."""
+    heads, width = out.shape[2:]
+    rows, gates = out.reshape(-1, width), fused.reshape(-1, fused.shape[-1])
+    return pl.pallas_call(
+        functools.partial(_norm, eps=eps, first=first, heads=heads),
+        name="gated_norm",
+        grid=(pl.cdiv(len(rows), ROWS),),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, fused.dtype),
+        compiler_params=ONCE,
+        interpret=interpret,
+    )(rows, gates, scale).reshape(out.shape)
+
+
+def _norm(out_ref, fused_ref, scale_ref, normed_ref, *, eps: float, first: int, heads: int):
+    (count, width), dtype = out_ref.shape, fused_ref.dtype
+    row, column = pl.program_id(0) * ROWS + jnp.arange(ROWS), jnp.arange(width)
+    inside = row < count
+    x = read(out_ref, inside, row, column).astype(dtype).astype(jnp.float32)
+    token, head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
+    left = (first + head * width)[:, None] + column[None, :]
+    mask = jnp.broadcast_to(inside[:, None], left.shape)
+    where = fused_ref.at[jnp.broadcast_to(token[:, None], left.shape), left]
+    z = plt.load(where, mask=mask, other=0.0).astype(jnp.float32)
+    normed = x * lax.rsqrt(sum_in_pairs(x * x) / width + eps)[:, None]
+    scaled = (plt.load(scale_ref.at[column])[None, :] * normed.astype(dtype)).astype(jnp.float32)
+    write(normed_ref, scaled * (z / (1 + jnp.exp(-z))), inside, row, column)
