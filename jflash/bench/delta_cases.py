@@ -56,11 +56,13 @@ def delta_case(where: Where, shape: DeltaShape) -> Case:
 
 
 def bytes_of(shape: DeltaShape) -> int:
-    """The state read and written, the call's rows read, kept and answered, earlier ones read."""
+    """The state read, and written if a border has been passed; the call's rows read, kept and
+    answered, earlier ones read."""
     B, T, Hk, Hv, dk, dv, ahead = shape
+    states = 1 + (ahead >= op.CHUNK)
     row = Hk * dk + Hv * dv + 2 * Hv  # key, value, decay and weight
     return FLOAT32 * B * (
-        2 * Hv * dk * dv + T * (Hk * dk + Hv * dv) + (2 * T + ahead) * row
+        states * Hv * dk * dv + T * (Hk * dk + Hv * dv) + (2 * T + ahead) * row
     )  # fmt: skip
 
 
