@@ -22,8 +22,9 @@ themselves differ by backend.
 
 A weight may also be `Quantised`: products with it are those with the array that it stands for, in
 x's dtype. "canonical" converts its tiles inside the kernel; elsewhere the array is made before the
-product. Products with a `Rounded` weight, a drafter's, are `float8`'s at every backend, and promise
-nothing about bits.
+product. Or it may be `Fragments`, the same codes in another order, for "canonical" alone.
+Products with a `Rounded` weight, a drafter's, are `float8`'s at every backend, and promise nothing
+about bits.
 
 The canonical form. K is cut in P contiguous pieces of equal length, multiples of 64, P a function
 only of the whole weight's shape (`pieces.pieces`). Each piece is summed in ascending steps of 16
@@ -46,13 +47,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
+from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised_for
 from pallas_kernels.matmul.rounded import Rounded
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": xla, "reference": reference}
 
 
-Exact = Float[Array, "K N"] | Quantised  # of gate_up: N is 2 F
+Exact = Float[Array, "K N"] | Quantised | Fragments  # of gate_up: N is 2 F
 Weight = Exact | Rounded
 Head = Float[Array, "V K"] | Rounded
 
@@ -172,7 +174,9 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
 
 
 def _taken(x: Float[Array, "M K"], w: Exact, backend: str) -> Exact:
-    """The weight as the backend takes it."""
+    """The weight as the backend takes it. ValueError for a form that it does not read."""
+    if isinstance(w, Fragments) and _backend(backend) is not canonical:
+        raise ValueError(f"fragments are for the backend 'canonical', not {backend!r}")
     if isinstance(w, Quantised) and _backend(backend) is not canonical:
         return dequantised_for(w, x)
     return w

@@ -16,9 +16,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import few_rows, mosaic_gpu
+from pallas_kernels.matmul import few_rows, kept_mosaic, mosaic_gpu
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
+from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.tiles import AnyTile, Product, by_rule, few_rows_tile, tile_for
@@ -29,7 +30,7 @@ SUMS = ("matmul", "residual", "pieces")  # whose K may be cut
 
 def matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "K N"] | Quantised,
+    w: Float[Array, "K N"] | Quantised | Fragments,
     residual: Float[Array, "M N"] | None = None,
     *,
     columns: int | None = None,
@@ -41,7 +42,7 @@ def matmul(
 
 def partial_products(
     x: Float[Array, "M K"],
-    w: Float[Array, "K N"] | Quantised,
+    w: Float[Array, "K N"] | Quantised | Fragments,
     *,
     columns: int | None = None,
     interpret: bool = False,
@@ -51,7 +52,7 @@ def partial_products(
 
 def gate_up(
     x: Float[Array, "M K"],
-    w: Float[Array, "K FF"] | Quantised,
+    w: Float[Array, "K FF"] | Quantised | Fragments,
     firsts: Firsts | None = None,
     *,
     interpret: bool = False,
@@ -85,10 +86,21 @@ def head_logits(
 def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpret=False):
     K, N = w.shape[::-1] if op in HEADS else w.shape
     P = _pieces("matmul" if op in SUMS else op, x, w, columns or N)
+    if isinstance(w, Fragments):
+        return _in_fragments(op, x, w, residual, P, firsts or (0, N // 2))
     product = Product.of(op, len(x), K, N, P)
     kept = isinstance(w, Quantised)
     tile = few_rows_tile(product, whole=True) if kept else tile_for(product)
     return by_tile(tile, product, x, w, residual, firsts=firsts, interpret=interpret)
+
+
+def _in_fragments(op: str, x, w: Fragments, residual, P: int, firsts: Firsts):
+    out = _kept(x, w, P, firsts if op == "gate_up" else None)
+    if P == 1 and op != "pieces":
+        return out if residual is None else plus(residual, out)
+    if op == "pieces":
+        return out[None] if P == 1 else out
+    return add_pieces(out, residual, dtype=x.dtype)
 
 
 def by_tile(
@@ -166,7 +178,7 @@ def refusal(K: int, columns: int) -> str | None:
 
 
 def _pieces(op: str, x, w, columns: int) -> int:
-    stored = x.dtype if isinstance(w, Quantised) else w.dtype
+    stored = x.dtype if isinstance(w, Quantised | Fragments) else w.dtype
     if not x.dtype == stored == jnp.bfloat16:
         raise ValueError(
             f"the canonical {op} takes bfloat16, got {x.dtype} and {stored}: use the backend 'xla'"
@@ -182,6 +194,12 @@ def _pieces(op: str, x, w, columns: int) -> int:
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _few_rows(x, w, residual, P: int, tile: Tile, interpret: bool):
     return few_rows.product(x, w, residual, pieces=P, tile=tile, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _kept(x, w: Fragments, P: int, firsts: Firsts | None):
+    tile = kept_mosaic.by_rule(len(x), w, P, 2 if firsts else 1)
+    return kept_mosaic.product(x, w, pieces=P, tile=tile, halves=firsts)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

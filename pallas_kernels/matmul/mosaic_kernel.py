@@ -16,7 +16,7 @@ from pallas_kernels.matmul.tuning import ARGMAX, WARPGROUP_ROWS, Plan
 
 PRODUCER_REGISTERS = 40
 WGMMA = plgpu.Layout.WGMMA
-SWIZZLED_ROWS = 8  # of a tile of shared memory's layout, see `_tiled`
+SWIZZLED_ROWS = 8  # of a tile of shared memory's layout, see `tiled`
 
 
 def add_residual(out, residual):
@@ -31,7 +31,7 @@ def silu_times(gate, up, dtype):
 
 def scratch(plan: Plan) -> dict[str, Any]:
     t = plan.tuning
-    tile = _tiled(plan.swizzle, 2)
+    tile = tiled(plan.swizzle, 2)
     w_tile = (t.block_n, t.block_k) if plan.is_head else (t.block_k, plan.half_n)
     shared: dict[str, Any] = {
         "x_smem": plgpu.SMEM((t.stages, t.block_m, t.block_k), jnp.bfloat16, transforms=tile),
@@ -43,7 +43,7 @@ def scratch(plan: Plan) -> dict[str, Any]:
         return shared
     item = plan.out_bytes
     columns = plan.half_n if plan.is_head else math.gcd(plan.half_n, plan.N)
-    out_tile = _tiled(plgpu.find_swizzle(columns * item * 8), item)
+    out_tile = tiled(plgpu.find_swizzle(columns * item * 8), item)
     out = plgpu.SMEM(
         (plan.consumers, WARPGROUP_ROWS, plan.half_n), out_dtype(plan), transforms=out_tile
     )
@@ -52,7 +52,7 @@ def scratch(plan: Plan) -> dict[str, Any]:
         shared["sum_smem"] = plgpu.SMEM(
             (plan.consumers, plan.halves, WARPGROUP_ROWS, plan.half_n),
             jnp.float32,
-            transforms=_tiled(plgpu.find_swizzle(plan.half_n * 32), 4),
+            transforms=tiled(plgpu.find_swizzle(plan.half_n * 32), 4),
         )
     if plan.op == "residual":
         shared["r_full"] = plgpu.Barrier(num_barriers=plan.consumers)
@@ -63,7 +63,7 @@ def out_dtype(plan: Plan):
     return jnp.float32 if plan.out_bytes == 4 else jnp.bfloat16
 
 
-def _tiled(swizzle: int, item: int):
+def tiled(swizzle: int, item: int):
     tiling = plgpu.TilingTransform((SWIZZLED_ROWS, swizzle // item))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 

@@ -1,0 +1,98 @@
+"""Codes in the order in which a tensor core takes them: the form of `kept_mosaic`'s weights.
+
+A tile is 128 rows of K by 64 columns, and each thread of a warpgroup finds its codes of a tile as
+whole words of 32 bits, in the order of wgmma's registers (columns are wgmma's rows). Behind the
+codes lie the tile's scales and, of four bits, what is taken off each code, for every group in it.
+So one copy brings all that a tile needs, and no thread asks another one for a code.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, UInt32
+
+from pallas_kernels.matmul.quantised import MIDDLE, Quantised
+
+DEPTH, COLUMNS = 128, 64  # of a tile
+ROW = 64  # words; what a copy takes has at most 256 along an axis
+MAGIC = 128  # of bfloat16, whose last bit then counts ones
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words"],
+    meta_fields=["shape", "bits", "groups", "narrow"],
+)
+@dataclass(frozen=True)
+class Fragments:
+    """Tiles [N / 64, K / 128, rows, 64] of words; of an abstract weight their shape and dtype."""
+
+    words: Any
+    shape: tuple[int, int]  # of the weight, [K, N]
+    bits: int  # of a code: 8 of float8_e4m3fn, or 4
+    groups: int  # along K in a tile
+    narrow: bool  # four bits whose scales are numbers of bfloat16
+
+    @property
+    def code_rows(self) -> int:
+        return DEPTH * COLUMNS * self.bits // 32 // ROW
+
+
+def refusal(w: Quantised, pieces: int = 1) -> str | None:
+    """Why a weight has no such form."""
+    (K, N), group = w.shape, w.group
+    if K % (DEPTH * pieces) or N % COLUMNS:
+        return f"takes pieces of K in {DEPTH}s and columns in {COLUMNS}s, not {K} and {N}"
+    if group < K and group % DEPTH and (DEPTH % group or group < 16):
+        return f"takes groups of 16 or more that divide {DEPTH} or that it divides, not {group}"
+    return None
+
+
+def abstract(w: Quantised) -> Fragments:
+    """The shapes of `fragments`. ValueError as there."""
+    if why := refusal(w):
+        raise ValueError(f"the form of fragments {why}")
+    (K, N), bits, groups = w.shape, 4 if w.packed else 8, max(1, DEPTH // w.group)
+    rows = DEPTH * COLUMNS * bits // 32 // ROW + groups * (1 + w.packed)
+    words = jax.ShapeDtypeStruct((N // COLUMNS, K // DEPTH, rows, ROW), jnp.uint32)
+    return Fragments(words, (K, N), bits, groups, w.packed and w.scales.dtype == jnp.bfloat16)
+
+
+@jax.jit
+def fragments(w: Quantised) -> Fragments:
+    """The same weight in this order. ValueError: it has none."""
+    form = abstract(w)
+    (K, N), packed, groups = w.shape, w.packed, form.groups
+    codes = lax.bitcast_convert_type(w.codes, jnp.uint8)
+    if packed:
+        codes = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(K, N)
+    # k = 128·tile + 8·block + 2·lane + pair, n = 64·tile + 16·warp + 8·half + row.
+    codes = codes.reshape(K // DEPTH, 16, 4, 2, N // COLUMNS, 4, 2, 8).astype(jnp.uint32)
+    codes = codes.transpose(4, 0, 5, 7, 2, 1, 6, 3)  # tiles, warp, row, lane, block, half, pair
+    tiles = (N // COLUMNS, K // DEPTH)
+    if packed:  # four pairs a word, the second of each 16 bits on
+        codes = codes.reshape(*tiles, 128, 8, 4, 2)
+        shifts = 4 * jnp.arange(4)[:, None] + 16 * jnp.arange(2)
+    else:  # two pairs a word
+        codes = codes.reshape(*tiles, 128, 16, 2, 2)
+        shifts = 16 * jnp.arange(2)[:, None] + 8 * jnp.arange(2)
+    words = jnp.sum(codes << shifts.astype(jnp.uint32), axis=(-2, -1), dtype=jnp.uint32)
+    # A thread takes four words at once, beside its neighbours' four.
+    words = words.reshape(*tiles, 128, -1, 4).swapaxes(2, 3).reshape(*tiles, -1, ROW)
+    parts = [words, _by_tile(w.scales.astype(jnp.float32), w.group, K, groups)]
+    if packed:
+        zeros = jnp.full(w.scales.shape, MIDDLE) if w.zeros is None else w.zeros
+        parts.append(_by_tile(MAGIC + zeros.astype(jnp.float32), w.group, K, groups))
+    return replace(form, words=jnp.concatenate(parts, axis=2))
+
+
+def _by_tile(numbers: Array, group: int, K: int, groups: int) -> UInt32[Array, "N k g 64"]:
+    """Each tile's numbers [G, N] as words, a group that spans tiles in each of them."""
+    steps = K // DEPTH * groups
+    first = jnp.minimum(jnp.arange(steps) * (DEPTH // groups) // group, len(numbers) - 1)
+    taken = numbers[first].reshape(K // DEPTH, groups, -1, COLUMNS).transpose(2, 0, 1, 3)
+    return lax.bitcast_convert_type(taken, jnp.uint32)
