@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig
+from jflash.kept import in_fragments
 from jflash.kernels import AUTO, BACKENDS, Kernels
 from jflash.mesh import local
 from jflash.pair import Models
@@ -44,7 +45,7 @@ def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Mode
         else:
             check(op, module, name, sizes, device)
             chosen[op] = name
-    return replace(models, kernels=Kernels(**chosen))
+    return in_fragments(replace(models, kernels=Kernels(**chosen)))
 
 
 def named(kernels: Kernels) -> dict[str, str]:

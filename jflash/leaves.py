@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jflash.specs import Kept
+from pallas_kernels.matmul import fragments
+from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import Rounded
 
@@ -75,6 +77,8 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
+        if self.kept and self.kept.fragments:
+            return self.struct.words.size * 4
         if self.kept:
             return sum(part.nbytes for part in self.arrays.values())
         return self.size * jnp.dtype(self.dtype).itemsize
@@ -122,15 +126,19 @@ class Leaf:
             for name, (count, dtype) in arrays.items()
         }
 
-    def of_arrays(self, arrays: Mapping[str, Any]) -> Quantised | Rounded:
-        """The kept kernel of these arrays."""
+    def of_arrays(self, arrays: Mapping[str, Any]) -> Quantised | Fragments | Rounded:
+        """The kept kernel of these arrays, which may be abstract."""
         assert self.kept
         if self.kept.form == "float8":
             return Rounded(**arrays)
-        return Quantised(**{"zeros": None, **arrays}, group=self.kept.group)
+        kernel = Quantised(**{"zeros": None, **arrays}, group=self.kept.group)
+        if not self.kept.fragments:
+            return kernel
+        whole = isinstance(kernel.codes, jax.Array)
+        return fragments.fragments(kernel) if whole else fragments.abstract(kernel)
 
     @property
-    def struct(self) -> jax.ShapeDtypeStruct | Quantised | Rounded:
+    def struct(self) -> jax.ShapeDtypeStruct | Quantised | Fragments | Rounded:
         """The array's shape and dtype."""
         if self.kept:
             return self.of_arrays({name: part.struct for name, part in self.arrays.items()})

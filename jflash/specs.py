@@ -214,6 +214,7 @@ class Kept(NamedTuple):
     group: int  # rows of the kernel that share a column's scale; 0: all
     scales: str  # their dtype
     zeros: bool  # each group has a zero
+    fragments: bool = False  # in the order of pallas_kernels.matmul.fragments
 
 
 FLOAT8 = Kept("float8", 0, "float32", False)

@@ -77,7 +77,7 @@ def fill_leaves(
             if leaf in arranged:
                 made[leaf] = arranged[leaf].of(made[leaf])
             made[leaf] = place(leaf, made[leaf])
-    params = {leaf: made[leaf] for leaf in plan}
+    params = {leaf: made.pop(leaf) for leaf in plan}
     for path, leaf in kept.items():
         params[path] = leaf.of_arrays({name: params.pop(f"{path}/{name}") for name in leaf.arrays})
     return nest(params)

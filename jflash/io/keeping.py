@@ -6,6 +6,7 @@ import jax
 
 from jflash.device import device_memory
 from jflash.io.checkpoint import Checkpoint
+from jflash.kept import in_fragments
 from jflash.kernels import AUTO
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params, leaf_paths
@@ -41,7 +42,7 @@ def keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
         kept = {path: form for path, form in kept.items() if not leaves[path].experts}
     if not kept:
         return models
-    return replace(models, target=Target(config.keeping(kept)))
+    return in_fragments(replace(models, target=Target(config.keeping(kept))))
 
 
 def _roomy(models: Models) -> bool:

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape, quantised
 from jflash.gather import AXIS
+from jflash.kept import in_fragments
 from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.pair import Models
@@ -150,7 +151,8 @@ def test_the_step_with_experts_passes():
     assert " sort(" not in program.hlo and "TopK" not in program.hlo
 
 
-def test_the_step_with_kept_weights_and_a_float8_drafter_passes():
+@pytest.mark.parametrize("order", ["by column", "in fragments"])
+def test_the_step_with_kept_weights_and_a_float8_drafter_passes(order: str):
     """FP8 in blocks and INT4 in groups, at more rows than a tile has: codes go into the kernels.
 
     The drafter multiplies codes by codes: none of its weights is converted or turned round.
@@ -159,12 +161,14 @@ def test_the_step_with_kept_weights_and_a_float8_drafter_passes():
     fp8, int4 = Kept("fp8", 128, "float32", False), Kept("int4", 128, "float16", True)
     leaves = {"attention/qkv": fp8, "attention/out": int4, "mlp/gate_up": fp8, "mlp/down": int4}
     kept = {f"layers_0/{leaf}/kernel": form for leaf, form in leaves.items()}
-    target = Target(models.target.config.keeping(kept))
-    step = step_program(replace(models, target=target), 5, CAPACITY)
+    models = replace(models, target=Target(models.target.config.keeping(kept)))
+    step = step_program(in_fragments(models) if order == "in fragments" else models, 5, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
-    arrays = re.findall(r"= (f8e4m3fn\[\d+|u8)\S+ parameter", program.hlo)
-    assert {"f8e4m3fn[151936", "f8e4m3fn[24576", "f8e4m3fn[4096", "u8"} <= set(arrays)
+    arrays = re.findall(r"= (f8e4m3fn\[\d+|u8|u32\[\d+,\d+,\d+,64)\S+ parameter", program.hlo)
+    assert {"f8e4m3fn[151936", "f8e4m3fn[24576", "f8e4m3fn[4096"} <= set(arrays)
+    tiles = {"u32[96,32,33,64", "u32[64,32,18,64", "u32[384,32,33,64", "u32[64,96,18,64"}
+    assert (tiles if order == "in fragments" else {"u8"}) <= set(arrays)
 
 
 def test_the_step_with_experts_kept_in_mxfp4_passes():
