@@ -14,8 +14,9 @@ from jflash.pair import Models
 
 KEPT = "kept"
 QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
-# The share of a device's memory that arrays may take before weights stay codes by themselves, since
-# a step of Qwen3-8B's pair on an H200 takes 5.5 ms with arrays, 7.9 with FP8 and 8.8 with INT4.
+# The share of a device's memory that arrays may take before weights stay codes by themselves. At
+# batch 1 a step of Qwen3-8B's pair on an H200 takes 5.7 ms with arrays, 4.6 with FP8 and 4.2 with
+# INT4; larger batches and prompts were not timed, and experts' codes are slower at few rows.
 ROOMY = 2 / 3
 
 
