@@ -20,9 +20,9 @@ from pallas_kernels.block_attention.pieces import PIECE
 
 BLOCK = 64
 WALKERS = 64  # CTAs: batch 8 of Qwen3-8B's heads took 27.2 µs by a second kernel
-# CTAs up to which a walk has two strands. In whole steps on an H200 (jax 0.11.2, 2026-11-23) 64 of
-# 128 dims took 20.4 µs in place of 22.2, and 96 of 64 dims 14.7 in place of 17.9; 128 of 128 dims,
-# by themselves in a loop, 45.3 in place of 41.7.
+# CTAs up to which a walk of narrow heads has two strands: in whole steps on an H200 (jax 0.11.2,
+# 2026-11-23) 96 of 64 dims took 14.7 µs in place of 17.9. Of 128 dims 64 took 20.4 in place of
+# 22.2, but two strands spill registers there.
 ALONE = 96
 
 
@@ -56,6 +56,6 @@ def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
     row_tiles = -(-T // (ROWS // (N // K)))
     ctas = B * K * row_tiles
     walks = H <= 128 and ctas >= WALKERS
-    strands = 2 if walks and ctas <= ALONE else 1
+    strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
     how = {"stages": STAGES[H], "walk": walks, "strands": strands, "ordered": True}
     return Tiles(chunk=PIECE, block=BLOCK, **how)

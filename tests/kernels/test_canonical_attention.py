@@ -152,6 +152,7 @@ def test_the_cut_is_one_constant():
         assert tiles.shared_bytes(H) <= mosaic_gpu.SHARED_BYTES // (1 if tiles.strands > 1 else 2)
     assert not canonical.tiles_for(1, 16, 32, 8, 128).walk
     assert canonical.tiles_for(8, 16, 32, 8, 128).walk
-    strands = {b: canonical.tiles_for(b, 16, 32, 8, 128).strands for b in (1, 8, 16, 32)}
-    assert strands == {1: 1, 8: 2, 16: 1, 32: 1}
+    strands = {b: canonical.tiles_for(b, 16, 9, 3, 64).strands for b in (1, 22, 32, 33)}
+    assert strands == {1: 1, 22: 2, 32: 2, 33: 1}
+    assert canonical.tiles_for(8, 16, 32, 8, 128).strands == 1
     assert canonical.tiles_for(1, 512, 32, 8, 128).walk  # a prompt's chunk
