@@ -75,7 +75,7 @@ class Estimate:
     offered: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
     verified: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
     accepted: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
-    drafted_steps: float = 0.0
+    drafted: float = 0.0  # sequences, summed over the steps that drafted
     live: float = 0.0  # sequences, by the last call
 
     def add(self, seen: Survey) -> None:
@@ -87,13 +87,17 @@ class Estimate:
             return
         for name in ("offered", "verified", "accepted"):
             setattr(self, name, KEPT * getattr(self, name) + getattr(seen, name))
-        self.drafted_steps = KEPT * self.drafted_steps + float(seen.steps)
+        self.drafted = KEPT * self.drafted + float(seen.live)
 
     def tokens(self, rows: int) -> float:
-        """The expected tokens of a step that verifies the best `rows` rows."""
+        """The expected tokens of a step that verifies the best `rows` rows of today's sequences.
+
+        They offer as many drafts each as those did that drafted: at a burst's beginning these are
+        few.
+        """
         middle = (np.arange(BINS) + 0.5) / BINS
         rate = (self.accepted + PRIOR * middle) / (self.verified + PRIOR)
-        offered = self.offered[::-1] / max(self.drafted_steps, 1e-9)
+        offered = self.offered[::-1] / max(self.drafted, 1e-9) * self.live
         taken = np.diff(np.minimum(np.cumsum(offered), rows - self.live), prepend=0.0)
         return self.live + float(taken @ rate[::-1])
 
@@ -140,7 +144,7 @@ class ChosenRows:
     def choice(self) -> tuple[int, int]:
         """The rows and the steps of the next call."""
         widest = max(self._runs)
-        if not self.estimate.drafted_steps:
+        if not self.estimate.drafted:
             return widest, FIRST
         speed = {rows: self.estimate.tokens(rows) / self.ms[rows] for rows in self._runs}
         drafting = [rows for rows in self._runs if rows != self._plain]

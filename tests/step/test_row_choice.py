@@ -14,7 +14,7 @@ from jflash.kernels import AUTO, XLA
 from jflash.models.decoder import Target
 from jflash.pair import Params
 from jflash.programs import Programs, Shape
-from jflash.row_choice import ChosenRows, kept_times, programs_for, row_counts, with_rows
+from jflash.row_choice import ChosenRows, Estimate, kept_times, programs_for, row_counts, with_rows
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from jflash.specs import MoeSpec
 from tests.step.test_rows import pair_of
@@ -124,6 +124,21 @@ def test_expected_tokens_count_the_best_rows():
         for _ in range(60):
             probe.step(rows)
         assert chosen.estimate.tokens(rows) == pytest.approx(probe.tokens / 60, rel=0.07), rows
+
+
+def test_drafts_of_few_sequences_predict_those_of_many():
+    """A burst begins with few sequences; while nothing is drafted the others come."""
+    text = Text(right=0.9, sure=0.9)
+    for _ in range(20):
+        text.step(64)
+    one, every = Estimate(), Estimate()
+    every.add(text.survey)
+    one.add(jax.tree.map(lambda count: count / BATCH, text.survey)._replace(steps=20))
+    assert one.tokens(64) == pytest.approx(every.tokens(64) / BATCH, rel=0.05)
+    nothing = jax.tree.map(jnp.zeros_like, text.survey)
+    one.add(nothing._replace(live=BATCH, steps=1))
+    for rows in (8, 16, 32, 64):
+        assert one.tokens(rows) == pytest.approx(every.tokens(rows), rel=0.05), rows
 
 
 def test_auto_gives_plain_decodings_text(monkeypatch):
