@@ -1,6 +1,7 @@
 """Programs are dispatched by a thread beside the engine's: it is waited for where it must be."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -35,7 +36,10 @@ def test_events_go_out_while_the_next_call_is_dispatched(pair):
 
         def slow(program: Any) -> Any:
             def dispatched(*given: Any) -> Any:
-                if next(calls) == 2:  # the first call's tokens are still to be read
+                number = next(calls)
+                if number == 1:  # the next call waits here before this one's end is seen
+                    time.sleep(0.5)
+                if number == 2:
                     begun.set()
                     assert let_go.wait(PATIENCE)
                 return program(*given)
