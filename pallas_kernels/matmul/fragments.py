@@ -1,7 +1,7 @@
 """Codes in the order in which a tensor core takes them: the form of `kept_mosaic`'s weights.
 
 A tile is 128 rows of K by 64 columns, and each thread of a warpgroup finds its codes of a tile as
-whole words of 32 bits, in the order of wgmma's registers (columns are wgmma's rows). Behind the
+whole words of 32 bits, in the order of wgmma's registers (columns are wgmma's rows). After the
 codes lie the tile's scales and, of four bits, what is taken off each code, for every group in it.
 So one copy brings all that a tile needs, and no thread asks another one for a code.
 """
