@@ -24,16 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention.combine import LOG2E, combine, combine_in_order
+from pallas_kernels.block_attention.mosaic_layouts import ROW_LAYOUT, SWIZZLED_ROWS, across
 from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Task, Tiles, choose_tiles
-from pallas_kernels.block_attention.mosaic_walk import (
-    ROW_LAYOUT,
-    SWIZZLED_ROWS,
-    Memory,
-    across,
-    memory_of,
-    scratch,
-    walk,
-)
+from pallas_kernels.block_attention.mosaic_walk import Memory, memory_of, scratch, walk
 from pallas_kernels.block_attention.pieces import LOWEST, finish
 
 SHARED_BYTES = 227 * 1024  # what one CTA may have on sm90

@@ -1,10 +1,7 @@
 """The walk of a CTA: the online softmax over the blocks of slots that its rows see.
 
 Keys and values pass through a ring of shared memory; see `mosaic_gpu` for the whole.
-
-A walk may have several strands, a warpgroup each: strand s takes every n-th of its chunks from the
-s-th on, with a ring of its own, and hands their sums to strand 0, which merges all in ascending
-order. So a few CTAs keep more multiplications on their way, and no bit is another.
+A walk may have several strands (`mosaic_strands`).
 """
 
 from functools import partial
@@ -15,15 +12,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.block_attention import mosaic_strands
 from pallas_kernels.block_attention.combine import LOG2E
+from pallas_kernels.block_attention.mosaic_layouts import LAYOUT, ROW_LAYOUT, SWIZZLED, across
+from pallas_kernels.block_attention.mosaic_strands import (
+    Handed,
+    hand_over,
+    merge_handed,
+    strand_of,
+)
 from pallas_kernels.block_attention.mosaic_task import ROWS, Task
 from pallas_kernels.block_attention.pieces import LOWEST, merge
-
-LAYOUT = plgpu.Layout.WGMMA
-ROW_LAYOUT = LAYOUT.reduce(1)
-# pyright: reportAbstractUsage=false
-SWIZZLED_ROWS = 8
-SWIZZLED = (plgpu.TilingTransform((SWIZZLED_ROWS, 64)), plgpu.SwizzleTransform(128))
 
 
 class Memory(NamedTuple):
@@ -37,15 +36,6 @@ class Memory(NamedTuple):
     k_bar: Any
     v_bar: Any
     handed: Any = None  # Handed, of several strands
-
-
-class Handed(NamedTuple):
-    """What strands but the first hand over, each in a place of its own: a chunk's sums."""
-
-    sums: Any  # [strands - 1, ROWS, columns]
-    rows: Any  # [strands - 1, 2, ROWS]: the scales, and the sums of weights
-    full: Any
-    empty: Any
 
 
 def scratch(task: Task) -> list[Any]:
@@ -66,17 +56,7 @@ def scratch(task: Task) -> list[Any]:
         plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
         plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
     ]
-    others = tiles.strands - 1
-    if not others:
-        return memory
-    wide = (plgpu.TilingTransform((SWIZZLED_ROWS, 32)), plgpu.SwizzleTransform(128))
-    return [
-        *memory,
-        plgpu.SMEM((others, ROWS, task.columns), jnp.float32, transforms=wide),
-        plgpu.SMEM((others, 2, ROWS), jnp.float32),
-        plgpu.Barrier(num_barriers=others),
-        plgpu.Barrier(num_barriers=others),
-    ]
+    return [*memory, *mosaic_strands.scratch(task)]
 
 
 def memory_of(refs) -> Memory:
@@ -103,30 +83,19 @@ def walk(
     A strand but the first returns sums that mean nothing.
     """
     b, chunk, head, tile, part = at
-    strands = task.tiles.strands
     block, stages, steps = task.tiles.block, task.tiles.stages, task.tiles.chunk // task.tiles.block
     first_read, last_read = task.read_by_tile(length, width, tile)
     begin, end = lax.div(first_read, block), lax.div(last_read + block - 1, block)
     if not task.tiles.walk:
         begin, end = jnp.maximum(chunk * steps, begin), jnp.minimum((chunk + 1) * steps, end)
-    # This strand's blocks are numbered from its first chunk's first on: those from n to m are seen.
-    first_chunk = lax.div(begin, steps)
-    chunks = lax.div(end + steps - 1, steps) - first_chunk
-    own = lax.div(chunks - strand + strands - 1, strands)
-    n = jnp.where(strand == 0, begin - first_chunk * steps, 0)
-    cut = (first_chunk + chunks) * steps - end  # of the last chunk
-    m = own * steps - jnp.where(lax.rem(chunks - 1, strands) == strand, cut, 0)
-
-    def block_of(i):
-        if strands == 1:
-            return first_chunk * steps + i
-        return (first_chunk + strand + lax.div(i, steps) * strands) * steps + lax.rem(i, steps)
+    mine = strand_of(task, strand, begin, end)
+    n, m = mine.first, mine.last
 
     def slot_of(i):
         return strand * stages + lax.rem(i - n, stages)
 
     def fetch(i):
-        slot, place = slot_of(i), block_of(i)
+        slot, place = slot_of(i), mine.block(i)
         if task.paged:
             here = (table_ref[b, place], pl.ds(0, block), head)
         else:
@@ -143,7 +112,7 @@ def walk(
     plgpu.barrier_wait(memory.q_bar)
 
     def step(i, carry):
-        carry = _add_block(task, sight, memory, block_of(i), slot_of(i), strand, carry)
+        carry = _add_block(task, sight, memory, mine.block(i), slot_of(i), strand, carry)
         if task.tiles.walk or steps > stages:
             pl.when(i + stages < m)(partial(fetch, i + stages))
         return carry
@@ -160,33 +129,18 @@ def walk(
         return lax.fori_loop(first, last, step, nothing)
 
     if strand:
-        pl.loop(0, own)(lambda j: _hand_over(memory.handed, strand - 1, sums_of(j)))
+        pl.loop(0, mine.own)(lambda j: hand_over(memory.handed, strand - 1, sums_of(j)))
         return nothing
 
     def piece(j, before):
         before = merge(before, sums_of(j), across)
-        for other in range(1, strands):
-            there = (j * strands + other < chunks).astype(jnp.int32)
-            take = partial(_merge_handed, memory.handed, other - 1)
+        for other in range(1, task.tiles.strands):
+            there = mine.has(j, other).astype(jnp.int32)
+            take = partial(merge_handed, memory.handed, other - 1)
             before = lax.fori_loop(0, there, take, before)
         return before
 
-    return lax.fori_loop(0, own, piece, nothing)
-
-
-def _hand_over(to: Handed, place: int, piece):
-    """Leaves a chunk's sums, and waits until they have been merged."""
-    to.sums[place], to.rows[place, 0], to.rows[place, 1] = piece
-    plgpu.barrier_arrive(to.full.at[place])
-    plgpu.barrier_wait(to.empty.at[place])
-
-
-def _merge_handed(of: Handed, place: int, _, before):
-    plgpu.barrier_wait(of.full.at[place])
-    sums = plgpu.load(of.sums.at[place], layout=LAYOUT)
-    scale, weight = (plgpu.load(of.rows.at[place, i], layout=ROW_LAYOUT) for i in range(2))
-    plgpu.barrier_arrive(of.empty.at[place])
-    return merge(before, (sums, scale, weight), across)
+    return lax.fori_loop(0, mine.own, piece, nothing)
 
 
 class _Sight(NamedTuple):
@@ -263,11 +217,6 @@ def _clear_unseen(task: Task, sight: _Sight, v_s, i):
     if task.window is not None:
         outside |= i * block < first
     pl.when(outside)(lambda: _clear(v_s, first - i * block, last - i * block))
-
-
-def across(per_row, like):
-    """[ROWS] to the shape of `like` [ROWS, …]."""
-    return lax.broadcast_in_dim(per_row, like.shape, [0])
 
 
 def _logits(task: Task, products):
