@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     )
     from jflash.io.text import encode_prompt
 
-_HOMES = {
-    "checkpoint": (
-        "Checkpoint", "load_tokenizer", "open_checkpoint", "resolve", "stop_token_ids"
-    ),
-    "convert": ("convert_checkpoint",),
-    "load": (
-        "PairFiles", "configure_pair", "configure_target", "default_dtype", "load_drafter",
-        "load_pair", "load_target", "load_weights", "pair_models", "random_drafter",
-        "save_checkpoint",
-    ),
-    "text": ("encode_prompt",),
-}  # fmt: skip
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
 __all__ = [
     "Checkpoint",
     "PairFiles",
@@ -65,14 +51,17 @@ __all__ = [
     "save_checkpoint",
     "stop_token_ids",
 ]
+_HOMES = "text", "checkpoint", "load", "convert"  # the one without JAX first
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'jflash.io' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"jflash.io.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for home in _HOMES:
+            module = importlib.import_module(f"jflash.io.{home}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module 'jflash.io' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
