@@ -86,11 +86,12 @@ def _kernel(ids_ref, expert_ref, members_ref, places_ref, *, experts: int, block
         others = plt.load(ids_ref.at[rows], mask=rows < R, other=experts)[None, :]
         lower = others < ids[:, None]
         before = (others == ids[:, None]) & (rows[None, :] < own[:, None])
-        parts = zip(counts, (lower, before), strict=True)
-        return tuple(n + jnp.sum(x.astype(jnp.int32), axis=1) for n, x in parts)
+        return tuple(n + x.astype(jnp.int32) for n, x in zip(counts, (lower, before), strict=True))
 
-    none = jnp.zeros((OWN,), jnp.int32)
-    first, rank = lax.fori_loop(0, pl.cdiv(R, OTHERS), count, (none, none))
+    # Every thread counts for itself: a sum over threads costs more than a turn of the loop.
+    none = jnp.zeros((OWN, OTHERS), jnp.int32)
+    counts = lax.fori_loop(0, pl.cdiv(R, OTHERS), count, (none, none))
+    first, rank = (jnp.sum(n, axis=1) for n in counts)
     tile, place = _first_tile(first, ids, R, experts, block) + rank // block, rank % block
     # The last tile is for what belongs nowhere, and for no row's place.
     real = ids < experts
