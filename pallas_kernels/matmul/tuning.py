@@ -12,7 +12,7 @@ from typing import NamedTuple
 WARPGROUP_ROWS = 64  # M of a wgmma: one consumer warpgroup for each
 SHARED_MEMORY = 232_448 - 2_048  # bytes a CTA may have, less barriers and reduction scratch
 SMS = 132
-COLUMNS = 64  # if these divide a matrix's columns, so do its tiles
+COLUMNS = 64  # if these divide a matrix's columns, so do the rule's tiles
 LEAST_SWIZZLE = 16  # columns of bfloat16; those of a matrix are whole swizzles
 WASTE = 16  # columns, for each that a last tile may compute past the end
 ARGMAX = ("head_argmax", "head_confidence")  # heads whose logits are not written
@@ -100,7 +100,7 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
         raise ValueError(f"{what}: K must divide by block_k * split_k * walk")
     # TMA fills columns past N with zeros and clips them on the way out; halves have neighbours.
     past = 0 if is_head else -N % (t.block_n * t.cluster_n)
-    ragged = N % COLUMNS and N % LEAST_SWIZZLE == 0 and past * WASTE <= N
+    ragged = N % LEAST_SWIZZLE == 0 and past * WASTE <= N
     if past and (not ragged or halves > 1 or t.cluster_n > 1):
         raise ValueError(f"{what}: N must divide by block_n * cluster_n, or nearly")
     if is_head and t.split_k * t.walk > 1:
@@ -185,8 +185,10 @@ def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     return found
 
 
-def _plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan | None:
-    """None if it does not divide the shape."""
+def _plan(op: str, M: int, K: int, N: int, tuning: Tuning, ragged: bool = False) -> Plan | None:
+    """None if it does not divide the shape; only `ragged` ones leave a part tile of whole 64s."""
+    if not ragged and op not in HEADS and N % COLUMNS == 0 and N % tuning.block_n:
+        return None
     try:
         return make_plan(op, M, K, N, tuning)
     except ValueError:
