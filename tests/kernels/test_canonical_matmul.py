@@ -143,6 +143,17 @@ def test_kernels_and_tiles_agree_with_the_form(P):
 
 
 @interpreted
+def test_a_part_of_a_wide_tile_agrees_with_the_form():
+    x, w = in_steps(2, 70, 256, 1088)  # 5 tiles of 192 columns, and 128 of a sixth
+    tuning = Tuning(block_m=64, block_n=192, block_k=64, stages=2, split_k=2, sms=3)
+    out = mosaic_gpu.partial_products(x, w, tuning=tuning, interpret=True)
+    want = [
+        reference.canonical(x[:, cut], w[cut], 1, STEP) for cut in (slice(128), slice(128, 256))
+    ]
+    np.testing.assert_array_equal(bits(out), bits(jnp.stack(want)))
+
+
+@interpreted
 @pytest.mark.parametrize("M", [1, 20, 100])
 def test_the_canonical_backend_equals_the_reference(M):
     x, w, r = draw(0, (M, 320)), draw(1, (320, 192)), draw(2, (M, 192))
