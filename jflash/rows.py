@@ -19,6 +19,7 @@ from jflash.kernels import Kernels
 from jflash.passes import Block, Projected
 
 BINS = 32  # of survivals within 0 … 1, in a survey
+SURVEYED = 3 * BINS + 2  # numbers of a survey
 
 
 class Whole(NamedTuple):
@@ -151,13 +152,36 @@ def packed(counts: Int[Array, " B"], width: int, rows: int) -> Packed:
 
 
 class Survey(NamedTuple):
-    """Counts of drafts by their survival, in N equal bins: the host picks R by them."""
+    """Counts of drafts by their survival, in N equal bins: the host picks R by them.
 
-    offered: Int[Array, " N"]  # drafts that had room
-    verified: Int[Array, " N"]
-    accepted: Int[Array, " N"]
-    live: Int[Array, ""]  # sequences that were not done, summed over steps
-    steps: Int[Array, ""]
+    They are one array, because each array of a call takes the host's time.
+    """
+
+    counts: Any  # [3N + 2], of numpy once they are read, and so are the properties
+
+    @property
+    def offered(self) -> Any:
+        """Drafts that had room, [N]."""
+        return self.counts[:BINS]
+
+    @property
+    def verified(self) -> Any:
+        """[N]."""
+        return self.counts[BINS : 2 * BINS]
+
+    @property
+    def accepted(self) -> Any:
+        """[N]."""
+        return self.counts[2 * BINS : 3 * BINS]
+
+    @property
+    def live(self) -> Any:
+        """Sequences that were not done, summed over steps."""
+        return self.counts[-2]
+
+    @property
+    def steps(self) -> Any:
+        return self.counts[-1]
 
     def seen(
         self,
@@ -172,20 +196,12 @@ class Survey(NamedTuple):
         bins = jnp.minimum((survival * BINS).astype(jnp.int32), BINS - 1)
         hot = (bins[..., None] == jnp.arange(BINS)) & ~done[:, None, None]
 
-        def count(drafts: Int[Array, " B"]) -> Int[Array, " N"]:
-            return jnp.sum(hot & (place < drafts[:, None])[..., None], axis=(0, 1))
-
-        return Survey(
-            self.offered + count(room - 1),
-            self.verified + count(widths - 1),
-            self.accepted + count(accepted),
-            self.live + jnp.sum(~done),
-            self.steps + 1,
-        )
+        drafts = jnp.stack([room - 1, widths - 1, accepted])
+        within = place < drafts[..., None]
+        more = jnp.sum(hot & within[..., None], axis=(1, 2)).reshape(-1)
+        ends = jnp.stack([jnp.sum(~done), jnp.ones((), more.dtype)])
+        return Survey(self.counts + jnp.concatenate([more, ends]).astype(jnp.int32))
 
 
 def empty_survey() -> Survey:
-    def bins() -> Int[Array, " N"]:  # distinct arrays, so that they can be donated
-        return jnp.zeros(BINS, jnp.int32)
-
-    return Survey(bins(), bins(), bins(), jnp.int32(0), jnp.int32(0))
+    return Survey(jnp.zeros(SURVEYED, jnp.int32))

@@ -21,7 +21,7 @@ from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
 from jflash.serving.grammar import fill
 from jflash.serving.in_order import InOrder
 from jflash.serving.job import Given, Job, Read
-from jflash.serving.packing import Report, Row, mask_words, packed
+from jflash.serving.packing import Report, Row, mask_words, packed, surveyed
 from jflash.serving.prefill import First
 from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.schedule import Pass
@@ -206,12 +206,14 @@ class Device:
         """Notes a call that is or will be dispatched."""
         for job in jobs:
             job.unread += 1
-        if self.rows is not None and given.exception() is None:  # its choice needs each survey
-            report = given.result().report
-            assert report is not None, "a call's"
-            self.rows.ran(rows, report.survey)
         self.time.follows(UnderWay("decode_seconds", rows, given))
-        return Read(given, jobs=tuple(jobs), steps=steps)
+        return Read(given, jobs=tuple(jobs), steps=steps, rows=rows)
+
+    def learn(self, read: Read, report: Report) -> None:
+        """Tells the choice of rows what a call came to; the calls come in order."""
+        if self.rows is not None:
+            numbers, width = np.asarray(report.numbers), self.models.block_size
+            self.rows.seen(read.rows, surveyed(numbers, width, read.steps))
 
 
 def _reported(report: Report, tops: bool, began: float) -> Given:

@@ -89,6 +89,7 @@ class Read(NamedTuple):
     count: int = 0  # prompt tokens whose logprobs the chunk brings
     jobs: tuple[Job, ...] = ()  # of a report
     steps: int = 0  # of a report
+    rows: int = 0  # that each of these verified
 
 
 class Counts(NamedTuple):

@@ -229,6 +229,7 @@ class Loop:
         self._count(**self.device.time.wait_for(read.given))
         given = read.given.result()
         if given.report is not None:
+            self.device.learn(read, given.report)
             taken = list(tokens_of_calls(read, given.report, self.device.models.block_size))
             for job, _ in taken:
                 job.unread -= 1

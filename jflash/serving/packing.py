@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jflash.logprobs import read
 from jflash.pair import Models
 from jflash.programs import Shape
-from jflash.rows import Survey
+from jflash.rows import SURVEYED, Survey
 from jflash.serving.request import Request, Top
 from jflash.serving.slots import BIASED, Layout
 from jflash.state import Sequences, State
@@ -67,14 +67,13 @@ def mask_words(models: Models) -> int:
 
 
 class Report(NamedTuple):
-    """The host's view of a call; see `taken`. The survey covers all calls so far.
+    """The host's view of a call; see `taken` and `surveyed`.
 
     `tops` has the ids and the bits of the most probable tokens, where a program knows them.
     """
 
     numbers: Int[Array, "B _"]
     tops: Int[Array, "B _ _"] | None
-    survey: Survey | None
 
 
 def report_of(before: Sequences, state: State, width: int, steps: int) -> Report:
@@ -93,7 +92,22 @@ def report_of(before: Sequences, state: State, width: int, steps: int) -> Report
     else:
         numbers.append(jnp.zeros_like(numbers[0]))
     numbers += [cut(s.acceptance_lengths, before.steps, steps), ends]
-    return Report(jnp.concatenate(numbers, axis=1), tops, state.survey)
+    if state.survey is not None:
+        counts, batch = state.survey.counts, len(s.length)
+        numbers.append(jnp.pad(counts, (0, -len(counts) % batch)).reshape(batch, -1))
+    return Report(jnp.concatenate(numbers, axis=1), tops)
+
+
+def surveyed(numbers: Int[np.ndarray, "B _"], width: int, steps: int) -> Survey:
+    """The survey of all calls so far, from the report of one of models with rows."""
+    counts = numbers[:, _own(width, steps) :].reshape(-1)[:SURVEYED]
+    assert len(counts) == SURVEYED, "models with rows keep a survey"
+    return Survey(counts)
+
+
+def _own(width: int, steps: int) -> int:
+    """The numbers of a slot's row that are about this slot."""
+    return 2 * width * steps + steps + 2
 
 
 class Taken(NamedTuple):
@@ -109,7 +123,7 @@ def taken(
     report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
 ) -> Taken:
     """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
-    *lengths, count, done = report[2 * width * steps :].tolist()
+    *lengths, count, done = report[2 * width * steps : _own(width, steps)].tolist()
     ends = list(itertools.accumulate(lengths[:count]))
     cuts = list(zip([0, *ends], ends, strict=False))
     halves = report[: width * steps], floats(report[width * steps : 2 * width * steps])

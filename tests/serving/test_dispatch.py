@@ -2,10 +2,12 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from jflash.kernels import AUTO
 from jflash.serving.engine import Engine
 from jflash.serving.in_order import InOrder
 from jflash.serving.request import Event, Failed, Request
@@ -19,8 +21,11 @@ def pair():
     return one_arithmetic(random_pair())
 
 
-def test_events_go_out_while_the_next_call_is_dispatched(pair):
-    """The engine's thread does not wait for a dispatch to hand on what it has."""
+@pytest.mark.parametrize("rows", [None, AUTO])
+def test_events_go_out_while_the_next_call_is_dispatched(pair, rows):
+    """The engine's thread does not wait for a dispatch to hand on what it has, nor to choose rows:
+    then a call would begin only after the one before it was dispatched *and* read."""
+    pair = replace(pair, models=replace(pair.models, rows=rows))
     begun, let_go, came = threading.Event(), threading.Event(), threading.Event()
     lengths = list[int]()
 
@@ -55,6 +60,23 @@ def test_events_go_out_while_the_next_call_is_dispatched(pair):
         finally:
             let_go.set()
         assert sum(lengths) <= len(handle.result().token_ids) == 100
+
+
+def test_chosen_rows_cost_a_call_one_small_array(pair):
+    """Each array that goes in or out takes the host's time; whole blocks are chosen here."""
+    leaves = {}
+    for rows in (None, AUTO):
+        models = replace(pair.models, rows=rows)
+        with Engine(replace(pair, models=models), max_batch=2, max_context=160) as engine:
+            widest, program = max(engine._loop.device.programs.greedy.items())
+            leaves[rows] = program.in_tree.num_leaves, program.out_tree.num_leaves
+            chosen = engine._loop.device.rows
+            if chosen is not None:
+                chosen.ms = dict.fromkeys(chosen.ms, 99.0) | {widest: 1.0}
+            engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100)).result()
+            steps = engine.stats().steps_by_rows
+    assert leaves[AUTO] == tuple(count + 1 for count in leaves[None])
+    assert steps.pop(widest) > 0 == sum(steps.values())
 
 
 @pytest.mark.parametrize("name", ["admit", "chunk", "first", "greedy"])

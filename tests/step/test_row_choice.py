@@ -110,7 +110,7 @@ def test_a_probe_costs_at_most_a_hundredth_of_the_time_whatever_a_call_has_of_st
         for _ in range(4):
             text.step(rows)
         spent[rows] += 4 * MS[rows] * (call >= 8)
-        chosen.ran(rows, text.survey)
+        chosen.seen(rows, jax.device_get(text.survey))
     probing = sum(ms for rows, ms in spent.items() if rows > BATCH)
     assert 0 < probing < 0.01 * spent[BATCH]
 
@@ -132,12 +132,12 @@ def test_drafts_of_few_sequences_predict_those_of_many():
     for _ in range(20):
         text.step(64)
     one, every = Estimate(), Estimate()
-    every.add(text.survey)
-    one.add(jax.tree.map(lambda count: count / BATCH, text.survey)._replace(steps=20))
-    assert one.tokens(64) == pytest.approx(every.tokens(64) / BATCH, rel=0.05)
+    one.add(text.survey)
+    every.add(Survey(text.survey.counts.at[:-1].multiply(BATCH)))
+    assert one.tokens(BATCH * WIDTH) == pytest.approx(every.tokens(512) / BATCH, rel=0.05)
     nothing = jax.tree.map(jnp.zeros_like, text.survey)
-    one.add(nothing._replace(live=BATCH, steps=1))
-    for rows in (8, 16, 32, 64):
+    one.add(Survey(nothing.counts.at[-2:].set([BATCH * BATCH, 1])))
+    for rows in (64, 128, 256, 512):
         assert one.tokens(rows) == pytest.approx(every.tokens(rows), rel=0.05), rows
 
 
