@@ -46,24 +46,32 @@ ROUNDS, ROUND_SECONDS = 5, 0.004
 GAIN = 0.02  # below it a difference may be noise
 SCALE = 0.02  # of the weights: a GPU is faster on zeros
 
-_lock = threading.Lock()
+_lock, _tracing = threading.Lock(), threading.Lock()
 
 
 def settled[T](lower: Callable[[], T]) -> T:
-    """What `lower` gives, which traces anew at each call, once all products in it have tiles."""
+    """What `lower` gives, which traces anew at each call, once all products in it have tiles.
+
+    Several threads take turns: as tracing is Python, at the same time each would take longer.
+    """
     if jax.default_backend() != "gpu" or not autotunes():
-        return lower()
+        return _traced(lower)
     folder = jax.config.jax_compilation_cache_dir
     file = Path(folder) / f"tiles-{_here()}.json" if folder else None
     with _lock:
         _prefer_kept(file)
     with wanted() as products:
-        lowered = lower()
+        lowered = _traced(lower)
     if not products:
         return lowered
     with _lock:  # one thing at a time is timed
         settle(unsettled(products), file)
-    return lower()
+    return _traced(lower)
+
+
+def _traced[T](lower: Callable[[], T]) -> T:
+    with _tracing:
+        return lower()
 
 
 def settle(products: Sequence[Product], file: Path | None) -> None:

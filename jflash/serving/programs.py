@@ -6,7 +6,8 @@ reads one array a call. Nothing here knows a queue.
 
 import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +109,7 @@ def forget() -> None:
     jax.clear_caches()
 
 
+# Tracing is Python, one program after the other: a program compiles while the next is traced.
 @functools.lru_cache(maxsize=64)
 def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Programs:
     params, shape = jax.tree.unflatten(tree, leaves), layout.shape
@@ -120,36 +122,36 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     of_kind = {"drawn": draws, "greedy": replace(models, sampled=False, rows=None)}
     hidden = lambda rows: jax.ShapeDtypeStruct((1, rows, width), models.dtype)  # noqa: E731
 
-    def compiled(function: Any, takes: Any, gives: Any, donate: tuple[int, ...], *given: Any):
+    def compiling(function: Any, takes: Any, gives: Any, donate: tuple[int, ...], *given: Any):
         takes = (*takes, *[EVERYWHERE] * (len(given) - len(takes)))
 
         def lower():
             return spread(models.mesh, function, takes, gives, donate).lower(*given)
 
-        return settled(lower).compile()
+        return pool.submit(settled(lower).compile)
 
     def steps(models: Models):
         bound = functools.partial(run, local(models), layout.steps)
         table = ints(shape.batch, columns)
-        return compiled(bound, (weights, where), gives, (1,), params, state, table, live)
+        return compiling(bound, (weights, where), gives, (1,), params, state, table, live)
 
     def admit():
         bound = functools.partial(prefill.admit, shape)
-        return compiled(bound, (where,), where, (0,), state, ints(row_size(shape)))
+        return compiling(bound, (where,), where, (0,), state, ints(row_size(shape)))
 
     def chunk(size: int):
         bound = functools.partial(prefill.chunk, local(draws), size)
         given = (params, state, ints(1, columns), ints(4))
-        return compiled(bound, (weights, where), gives, (1,), *given)
+        return compiling(bound, (weights, where), gives, (1,), *given)
 
     def first(kind: Kind):
         bound = functools.partial(prefill.first, local(of_kind[kind]))
         given = (params, state.sequences, hidden(1), ints(2), ints(mask_words(models)))
-        return compiled(bound, (weights,), EVERYWHERE, (1,), *given)
+        return compiling(bound, (weights,), EVERYWHERE, (1,), *given)
 
     def score(size: int):
         bound = functools.partial(prefill.score, local(draws))
-        return compiled(bound, (weights,), EVERYWHERE, (), params, hidden(size), ints(size))
+        return compiling(bound, (weights,), EVERYWHERE, (), params, hidden(size), ints(size))
 
     counts = [models.rows or shape.batch * models.block_size]
     if models.rows == AUTO:
@@ -159,17 +161,20 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     stepping += [draws] if "drawn" in layout.kinds else []
     sizes = pass_sizes(models, shape)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        stepped, chunks = pool.map(steps, stepping), pool.map(chunk, sizes)
-        firsts, scores = pool.map(first, KINDS), pool.map(score, sizes)
-        admitted, greedy = pool.submit(admit).result(), list(stepped)
-    drawn = greedy.pop() if "drawn" in layout.kinds else None
-    by = lambda keys, programs: dict(zip(keys, programs, strict=True))  # noqa: E731
+        stepped, chunks = [steps(m) for m in stepping], [chunk(size) for size in sizes]
+        firsts, scores = [first(kind) for kind in KINDS], [score(size) for size in sizes]
+        admitted = admit()
+    drawn = stepped.pop().result() if "drawn" in layout.kinds else None
+
+    def by(keys: Iterable[Any], programs: Iterable[Future]) -> dict[Any, Any]:
+        return dict(zip(keys, [program.result() for program in programs], strict=True))
+
     return Programs(
-        admit=admitted,
+        admit=admitted.result(),
         chunk=by(sizes, chunks),
         first=by(KINDS, firsts),
         score=by(sizes, scores),
-        greedy=by(budgets, greedy),
+        greedy=by(budgets, stepped),
         drawn=drawn,
     )
 
