@@ -1,9 +1,9 @@
-"""A step whose tokens a grammar constrains, in three programs, with the host between them.
+"""A step in which some texts have a grammar, in two programs; texts without one take part.
 
-The masks of a block depend on its drafts, which the device makes. `propose` gives the drafts early,
-`look` verifies them while the host computes the masks, and `decide` chooses among what the masks
-allow. Sequences without a grammar take part with masks of ones, and keep their tokens. This file
-knows masks as bits, and no grammar.
+The masks of a block depend on its drafts, which the device makes. So such a text is drafted for at
+the end of one step, and the drafts wait on the device for the next: `look` verifies them while the
+host computes the masks, and `decide` chooses among what these allow. Between two such steps the
+device is at work for the other texts. This file knows masks as bits, and no grammar.
 """
 
 import functools
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jflash.drafts import Proposal
-from jflash.memory import FLOAT32
-from jflash.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.memory import FLOAT32, tree_bytes
+from jflash.mesh import EVERYWHERE, local, param_specs, shared, spread
 from jflash.pair import Models, Params
 from jflash.serving.packing import Report, mask_words, report_of
 from jflash.serving.programs import of_all_kinds
@@ -27,42 +27,42 @@ from jflash.tiles import settled
 
 
 class Constrained(NamedTuple):
-    """Executables of one layout; `state` is donated, as in `Programs`.
+    """Executables of one layout; `state` and `drafted` are donated, and `who` is a
+    `Who` of slots as one array.
 
-    propose(params, state, table, live) -> (state, Begun)
-    look(params, state, table, begun) -> (state, seen)
-    decide(params, state, table, begun, seen, allowed) -> (state, report)
+    empty() -> drafted
+    look(params, state, table, who, drafted) -> (state, drafted, seen)
+    decide(params, state, table, who, drafted, seen, allowed) -> (state, drafted, drafts, report)
     """
 
-    propose: Any
+    empty: Any
     look: Any
     decide: Any
 
 
-class Begun(NamedTuple):
-    """A step after its drafts; the state's sequences are done but for the live ones."""
+class Who[T](NamedTuple):
+    """What a step does for whom; the state of others does not change."""
 
-    proposal: Proposal
-    done: Bool[Array, " B"]  # before the step
-    live: Bool[Array, " B"]
-
-
-def propose(
-    models: Models, params: Params, state: State, table: Int[Array, "B _"], live: Bool[Array, " B"]
-) -> tuple[State, Begun]:
-    """Drafts of the live slots."""
-    done = state.sequences.done
-    state = with_table(state.with_sequences(done=done | ~live), table)
-    proposal, state = draft(models, params, state)
-    return with_table(state, None), Begun(proposal, done, live)
+    steps: T
+    drafted: T  # of those, who has drafts that were made before
+    drafts: T  # gets drafts for its next such step
 
 
 def look(
-    models: Models, params: Params, state: State, table: Int[Array, "B _"], begun: Begun
-) -> tuple[State, Seen]:
-    """The target's pass over anchors and drafts."""
-    seen, state = verify_rows(models, params, with_table(state, table), begun.proposal)
-    return with_table(state, None), seen
+    models: Models,
+    params: Params,
+    state: State,
+    table: Int[Array, "B _"],
+    who: Bool[Array, "3 B"],
+    drafted: Proposal,
+) -> tuple[State, Proposal, Seen]:
+    """Drafts for those that have none, and the target's pass over all."""
+    (steps, given, _), done = Who(*who), state.sequences.done
+    state = with_table(state.with_sequences(done=done | ~steps), table)
+    fresh, state = draft(models, params, state)
+    drafted = jax.tree.map(functools.partial(_where, given), drafted, fresh)
+    seen, state = verify_rows(models, params, state, drafted)
+    return with_table(state.with_sequences(done=done), None), drafted, seen
 
 
 def decide(
@@ -70,35 +70,53 @@ def decide(
     params: Params,
     state: State,
     table: Int[Array, "B _"],
-    begun: Begun,
+    who: Bool[Array, "3 B"],
+    drafted: Proposal,
     seen: Seen,
     allowed: Int[Array, "B W _"],
-) -> tuple[State, Report]:
-    """Chooses, accepts and commits; the report is that of a call of one step."""
-    before = state.sequences
-    state = with_table(state, table)
-    verdict, state = judge(models, params, state, begun.proposal, seen, allowed)
+) -> tuple[State, Proposal, Int[Array, "B T"], Report]:
+    """Chooses, accepts, commits and drafts; the drafts come as an array too that is not donated.
+
+    `allowed` has ones for texts without a grammar. The report is that of a call of one step.
+    """
+    (steps, _, drafts), before = Who(*who), state.sequences
+    state = with_table(state.with_sequences(done=before.done | ~steps), table)
+    verdict, state = judge(models, params, state, drafted, seen, allowed)
     state = commit(models, params, state, verdict)
     report = report_of(before, state, models.block_size, 1)
-    done = jnp.where(begun.live, state.sequences.done, begun.done)
+    done = jnp.where(steps, state.sequences.done, before.done)
+    following, state = draft(models, params, state.with_sequences(done=done | ~drafts))
     state = with_table(state.with_sequences(done=done), None)
-    return state, report
+    return state, following, following.tokens, report
+
+
+def _where(chosen: Bool[Array, " B"], a: Array, b: Array) -> Array:
+    return jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+
+def undrafted(models: Models, batch: int) -> Proposal:
+    """Drafts of nobody, in the shapes of all that wait for a step."""
+    models = of_all_kinds(models, batch)
+    drafts, vocabulary = models.block_size - 1, models.target.config.vocab_size
+    none = models.drafter is None or not drafts
+    return Proposal(
+        jnp.zeros((batch, drafts), jnp.int32),
+        jnp.zeros((batch, drafts, vocabulary)) if models.draws_drafts and not none else None,
+        jnp.zeros((batch, drafts)) if models.rows is not None or none else None,
+    )
 
 
 def kept_bytes(models: Models, batch: int) -> int:
-    """The bytes that lie on the device between the programs: `Begun`, `Seen` and the masks."""
-    models = of_all_kinds(models, batch)
+    """The bytes that lie on the device between the programs: the drafts, `Seen` and the masks."""
+    drafted = tree_bytes(jax.eval_shape(lambda: undrafted(models, batch)))
     c, rows = models.target.config, batch * models.block_size
-    drafts, size = batch * (models.block_size - 1), jnp.dtype(models.dtype).itemsize
-    proposal = drafts * FLOAT32 * (1 + (models.rows is not None))
-    proposal += drafts * c.vocab_size * FLOAT32 * models.draws_drafts  # what they were drawn from
-    hidden = rows * c.hidden_size * size * (1 + len(models.taps))
+    hidden = rows * c.hidden_size * jnp.dtype(models.dtype).itemsize * (1 + len(models.taps))
     logits = rows * (c.vocab_size + mask_words(models)) * FLOAT32
-    return proposal + hidden + logits + batch * (2 + FLOAT32)  # done, live and the rows' widths
+    return drafted + hidden + logits + batch * FLOAT32  # the rows' widths
 
 
 def compile_constrained(models: Models, params: Params, layout: Layout) -> Constrained:
-    """The three executables; a second call returns the same ones without compiling."""
+    """The executables; a second call returns the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
     return _compile(models, tuple(leaves), tree, layout)
 
@@ -108,25 +126,26 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constr
     params, batch = jax.tree.unflatten(tree, leaves), layout.shape.batch
     state = jax.eval_shape(lambda: empty_state(models, layout))
     draws = of_all_kinds(models, batch)
-    table = jax.ShapeDtypeStruct((batch, table_columns(models, layout)), jnp.int32)
-    live = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-    words = (batch, models.block_size, mask_words(models))
-    allowed = jax.ShapeDtypeStruct(words, jnp.int32)
-
+    ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
+    table, who = ints(batch, table_columns(models, layout)), jax.ShapeDtypeStruct((3, batch), bool)
+    allowed = ints(batch, models.block_size, mask_words(models))
+    make = functools.partial(undrafted, models, batch)
+    drafted = jax.eval_shape(make)
     weights, where = param_specs(models, params), state_specs(models, layout)
 
-    def compiled(function: Any, *given: Any) -> tuple[Any, Any]:
-        takes = (weights, where, EVERYWHERE, *[EVERYWHERE] * len(given))
+    def compiled(function: Any, results: int, *given: Any) -> tuple[Any, Any]:
+        takes = (weights, where, *[EVERYWHERE] * (2 + len(given)))
+        gives = (where, *[EVERYWHERE] * results)
 
         def lower():
             bound = functools.partial(function, local(draws))
-            jitted = spread(models.mesh, bound, takes, (where, EVERYWHERE), donate=(1,))
-            return jitted.lower(params, state, table, *given)
+            jitted = spread(models.mesh, bound, takes, gives, (1, 4))
+            return jitted.lower(params, state, table, who, *given)
 
         lowered = settled(lower)
         bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-        return lowered.compile(), jax.tree.map(bare, lowered.out_info[1])
+        return lowered.compile(), jax.tree.map(bare, lowered.out_info[-1])
 
-    proposes, begun = compiled(propose, live)
-    looks, seen = compiled(look, begun)
-    return Constrained(proposes, looks, compiled(decide, begun, seen, allowed)[0])
+    empty = jax.jit(shared(models.mesh, make, (), EVERYWHERE)).lower().compile()
+    looks, seen = compiled(look, 2, drafted)
+    return Constrained(empty, looks, compiled(decide, 3, drafted, seen, allowed)[0])

@@ -15,9 +15,9 @@ import numpy as np
 
 from jflash.kernels import AUTO
 from jflash.pair import Models, Params
-from jflash.serving.constrained import Constrained, compile_constrained
 from jflash.serving.copies import Copies
 from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
+from jflash.serving.forms import Forms
 from jflash.serving.grammar import fill
 from jflash.serving.in_order import InOrder
 from jflash.serving.job import Given, Job, Read
@@ -43,14 +43,13 @@ class Device:
         self.copies = Copies(models, layout)
         self.time = DeviceTime()
         self._work = InOrder("jflash-device")
-        self._constrained: Constrained | None = None
+        self.forms = Forms(models, layout)
         self._most = models.max_accept
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
 
     def prepare_grammars(self) -> None:
         """Compiles what requests with a grammar need, before the first of them comes."""
-        if self._constrained is None:
-            self._constrained = compile_constrained(self.models, self.params, self.layout)
+        self.forms.prepare(self.params)
 
     def new_weights(self, params: Params) -> None:
         """Takes other parameters, for all that is dispatched from now on."""
@@ -62,6 +61,7 @@ class Device:
         self._work.finish()
         for leaf in jax.tree.leaves((self.state, self.copies.arrays)):
             leaf.delete()
+        self.forms.sleep()
 
     def wake(self) -> None:
         """Allocates an empty state after `sleep`."""
@@ -164,32 +164,36 @@ class Device:
 
         return self._called(jobs, rows, self._dispatch(work), self.layout.steps)
 
-    def constrained_call(self, jobs: Sequence[Job], live: np.ndarray, table: np.ndarray) -> Read:
-        """One step; the host computes the masks while the device verifies the drafts."""
-        programs = self._constrained
-        assert programs is not None, "the engine prepares it before the first such request"
+    def step_with_forms(self, jobs: Sequence[Job], _: np.ndarray, table: np.ndarray) -> Read:
+        """One step of these requests, of which some have a grammar. Such a one waits for masks: it
+        only gets drafts if the newest such step made none for it."""
+        forms = self.forms
+        assert forms.programs is not None, "the engine prepares it before the first such request"
+        programs, (ready, who) = forms.programs, forms.who(jobs)
         rows = max(self.programs.greedy, default=0)
         tops = any(job.request.top_logprobs for job in jobs)
-        shape = (self.layout.shape.batch, self.models.block_size, mask_words(self.models))
-        of_grammar = [
-            (job.slot, job.matcher)
-            for job in jobs
-            if job.matcher is not None and job.slot is not None
-        ]
+
+        def look() -> tuple[float, Any]:
+            began, drafted = time.perf_counter(), forms.drafted
+            self.state, forms.drafted, seen = programs.look(
+                self.params, self.state, table, who, drafted or programs.empty()
+            )
+            return began, seen
+
+        looked = self._dispatch(look)
+        masks = forms.masks(ready)
 
         def work() -> Given:
-            began = time.perf_counter()
-            self.state, begun = programs.propose(self.params, self.state, table, live)
-            begun.proposal.tokens.copy_to_host_async()
-            self.state, seen = programs.look(self.params, self.state, table, begun)
-            drafts, masks = np.asarray(begun.proposal.tokens), np.full(shape, -1, np.int32)
-            fill(masks, [(slot, matcher, drafts[slot].tolist()) for slot, matcher in of_grammar])
-            self.state, report = programs.decide(self.params, self.state, table, begun, seen, masks)
-            return _reported(report, tops, began)
+            began, seen = looked.result()
+            self.state, forms.drafted, drafts, report = programs.decide(
+                self.params, self.state, table, who, forms.drafted, seen, masks
+            )
+            drafts.copy_to_host_async()
+            return _reported(report, tops, began)._replace(drafts=drafts)
 
-        given = self._dispatch(work)
-        given.exception()  # until then the matchers are not the caller's
-        return self._called(jobs, rows, given, 1)
+        read = self._called(ready, rows, self._dispatch(work), 1)
+        forms.follows(jobs, read.given)
+        return read
 
     def _dispatch[T](self, work: Callable[[], T]) -> Future[T]:
         """Has the work done in order, and counts its time."""
@@ -205,8 +209,8 @@ class Device:
     def _called(self, jobs: Sequence[Job], rows: int, given: Future[Given], steps: int) -> Read:
         """Notes a call that is or will be dispatched."""
         for job in jobs:
-            job.unread += 1
-        self.time.follows(UnderWay("decode_seconds", rows, given))
+            job.unread += steps
+        self.time.follows(UnderWay("decode_seconds", rows, given, steps))
         return Read(given, jobs=tuple(jobs), steps=steps, rows=rows)
 
     def learn(self, read: Read, report: Report) -> None:

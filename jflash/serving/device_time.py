@@ -29,6 +29,7 @@ class UnderWay(NamedTuple):
     part: str
     rows: int  # that it computes of a prompt, or verifies in a step
     given: Future[Any]
+    steps: int = 1
 
 
 class DeviceTime:
@@ -38,7 +39,9 @@ class DeviceTime:
         self._under_way = deque[UnderWay]()  # in order
         self._since = self._busy_until = self._seen_until = time.perf_counter()
         self._unseen = 0.0  # busy seconds since the last end that was seen
-        self._lasted = dict[tuple[str, int], float]()  # seconds of each program, when last seen
+        self._lasted = dict[
+            tuple[str, int, int], float
+        ]()  # seconds of each program, when last seen
         self.dispatching = self.waiting = 0.0  # seconds of the host, in all
 
     @property
@@ -47,8 +50,8 @@ class DeviceTime:
         return len(self._under_way)
 
     def lasted(self, part: str, rows: int) -> float:
-        """The seconds of such a program, as they were last seen; 0 before the first."""
-        return self._lasted.get((part, rows), 0.0)
+        """The seconds of such a program of one step, as they were last seen; 0 before the first."""
+        return self._lasted.get((part, rows, 1), 0.0)
 
     def begin(self) -> None:
         """Dispatching begins; the clock starts anew unless the device is at work."""
@@ -72,7 +75,7 @@ class DeviceTime:
             jax.block_until_ready(dispatched.array)
             now = time.perf_counter()
             self.waiting += now - looked
-            lasted, certain = self._computed((one.part, one.rows), dispatched, now, late)
+            lasted, certain = self._computed((one.part, one.rows, one.steps), dispatched, now, late)
             spent[one.part] += now - self._since
             spent["busy_seconds"] += lasted
             spent["seen_seconds"] += certain
@@ -80,7 +83,7 @@ class DeviceTime:
         return spent
 
     def _computed(
-        self, kind: tuple[str, int], dispatched: Dispatched, now: float, late: bool
+        self, kind: tuple[str, int, int], dispatched: Dispatched, now: float, late: bool
     ) -> tuple[float, float]:
         """The seconds for which the device computed a program, at most and for certain.
 

@@ -29,7 +29,8 @@ class Holdings:
         self.states = States(layout.states if recurrent else None)
         self._sizes = pass_sizes(models, layout.shape)
         self._salt, self._columns = salt, layout.columns
-        self._ahead = layout.steps * models.block_size  # tokens that a call may add
+        self.steps = layout.steps  # of the next round, at most
+        self._width = models.block_size  # tokens that a step may add
         self._none = np.full(layout.columns, layout.pages, np.int32)
         self._none = np.append(self._none, self.sliding.row(Held(), layout.columns))
         self._tables = np.tile(self._none, (layout.shape.batch, 1))
@@ -40,26 +41,26 @@ class Holdings:
         self.sliding.pages.forget_all()
         self.states.forget_all()
 
-    def needs(self, job: Job, calls: int) -> int:
-        """The pages for `calls` more calls than the host has read."""
-        ahead = calls * self._ahead + (not job.begun)
+    def needs(self, job: Job) -> int:
+        """The pages for the next round, whose steps follow those that the host has not read."""
+        ahead = (job.unread + self.steps) * self._width + (not job.begun)
         return -(-min(job.limit, len(job.tokens) + ahead) // PAGE)
 
     def short(self, job: Job) -> int:
-        """The pages that it lacks for the next call."""
-        return max(0, self.needs(job, job.unread + 1) - len(job.pages))
+        """The pages that it lacks for the next round."""
+        return max(0, self.needs(job) - len(job.pages))
 
     def fresh(self, job: Job) -> tuple[int, int]:
         """The available pages that its admission would take, and the cached tokens."""
         cached = self._cached(job)
-        return self.needs(job, 1) - self.pages.held(cached), len(cached) * PAGE
+        return self.needs(job) - self.pages.held(cached), len(cached) * PAGE
 
     def admit(self, job: Job) -> bool:
         """Gives it pages, the cached ones first; False if there are too few by now."""
         found = self._found(job)
         cached = self._usable(job, found)
         self.pages.hold(cached)
-        fresh = self.pages.take(self.needs(job, 1) - len(cached))
+        fresh = self.pages.take(self.needs(job) - len(cached))
         if fresh is None:
             self.pages.release(cached)
             return False
@@ -81,8 +82,8 @@ class Holdings:
         return self.states.keep(name, lambda one: bool(self.pages.find_each([one])))
 
     def grow(self, job: Job) -> None:
-        """Gives it the pages that it lacks for the next call."""
-        more = self.pages.take(self.needs(job, job.unread + 1) - len(job.pages))
+        """Gives it the pages that it lacks for the next round."""
+        more = self.pages.take(self.needs(job) - len(job.pages))
         assert more is not None, "the plan counted the pages"
         job.pages += more
 

@@ -34,10 +34,11 @@ class Job:
     origin: int | None = None  # the place of the copied states that it begins with
     borders: tuple[int, ...] = ()  # positions at which its states are copied
     end: int = 0  # tokens that chunks compute; 0 once they have
-    unread: int = 0  # calls with it that the host has not read
+    unread: int = 0  # its steps that were dispatched and that the host has not read
     gained: bool = False
     cached: int | None = None  # tokens of the prompt that were cached when it first ran
     matcher: Matcher | None = None  # at the place of `tokens` in the grammar
+    drafted: "Future[Given] | None" = None  # with a grammar: what the step gives that drafts for it
     cancelled: bool = False
     reason: FinishReason | Literal["failed"] | None = None  # its handle has the failure
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -59,11 +60,12 @@ class Job:
         """The number of tokens that chunks compute: all, without the newest once it has begun."""
         return len(self.tokens) - self.begun
 
-    def certain(self, steps: int) -> int:
-        """The tokens that the text has at least, unless it ends before, once the dispatched calls
-        of so many steps have run."""
+    @property
+    def certain(self) -> int:
+        """The tokens that the text has at least, unless it ends before, once all that was
+        dispatched has run."""
         coming = not self.begun and self.slot is not None and not self.end
-        return len(self.tokens) + coming + self.unread * steps
+        return len(self.tokens) + coming + self.unread
 
     @property
     def begun(self) -> bool:
@@ -78,6 +80,7 @@ class Given(NamedTuple):
     first: First | None = None  # of a text, if the chunk is its last
     scored: tuple[Any, Any] | None = None  # logprobs of the prompt's tokens after the chunk's
     report: Report | None = None  # of a call
+    drafts: Any = None  # for the texts with a grammar, in the slots' order
 
 
 class Read(NamedTuple):

@@ -124,8 +124,8 @@ class Loop:
         """
         for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
             self._end(job, "cancelled", on_event)
-        if any(job.matcher for job in self.running):
-            self.drain(on_event)  # masks are of the whole text
+        of_grammar = any(job.matcher for job in (*self.waiting, *self.running))
+        self.holdings.steps = self.device.layout.steps + of_grammar
         what = self._plan()
         if what.preempted and self._unread:
             self.drain(on_event)  # tokens that are on their way are not computed twice
@@ -151,14 +151,14 @@ class Loop:
         self._unread += reads
         left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.last), default=0)
         ready = {id(job): job for job in chunked if not job.end}.values()
-        steps = self.device.layout.steps
-        stepping = [job for job in (*jobs(what.steps), *ready) if job.certain(steps) < job.limit]
+        stepping = [job for job in (*jobs(what.steps), *ready) if job.slot is not None]
+        stepping = [job for job in stepping if job.certain < job.limit]
         if any(job.matcher for job in stepping):
-            self.drain(on_event)  # the masks of the first step are of the first token
-            left = 0
-        stepping = [job for job in stepping if job.slot is not None]
+            self._unread.append(self._step_with_forms(stepping))
+            left = 0  # the next masks need its drafts, and whole texts
+            stepping = [job for job in stepping if not job.matcher and job.certain < job.limit]
         if stepping:
-            self._unread.append(self._call(stepping))
+            self._unread.append(self._call(self.device.call, stepping))
             left += 1
         while len(self._unread) > left:
             self._read(self._unread.popleft(), on_event)
@@ -209,12 +209,17 @@ class Loop:
         self._drop_failed([job])
         return read
 
-    def _call(self, jobs: Sequence[Job]) -> Read:
-        """The next steps of these requests; a single one while some of them has a grammar."""
+    def _step_with_forms(self, jobs: Sequence[Job]) -> Read:
+        """A step of these requests, some of which have a grammar. The others take part before the
+        steps of a call, which keeps the device at work while the host makes masks; who got its
+        pages before the first grammar came may lack those for one step more."""
+        taking = [job for job in jobs if job.matcher or not self.holdings.short(job)]
+        return self._call(self.device.step_with_forms, taking)
+
+    def _call(self, program: Callable[..., Read], jobs: Sequence[Job]) -> Read:
+        """The next steps of these requests."""
         live, table = self.holdings.tables(jobs)
-        of_grammar = any(job.matcher for job in jobs)
-        call = self.device.constrained_call if of_grammar else self.device.call
-        read = call(jobs, live, table)
+        read = program(jobs, live, table)
         self._count(calls=1, live=len(jobs))
         self._drop_failed(jobs)
         return read
@@ -232,7 +237,7 @@ class Loop:
             self.device.learn(read, given.report)
             taken = list(tokens_of_calls(read, given.report, self.device.models.block_size))
             for job, _ in taken:
-                job.unread -= 1
+                job.unread -= read.steps
             self._gain(taken, on_event)
         elif read.job is not None and read.job.reason is None:
             if given.scored is not None:
@@ -286,4 +291,4 @@ class Loop:
         if job.slot is not None:
             self.slots[job.slot] = None
             self.holdings.leave(job)
-            job.slot = None
+            job.slot = job.drafted = None

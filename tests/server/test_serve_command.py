@@ -14,7 +14,7 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
-from jflash.serving.constrained import kept_bytes, look, propose
+from jflash.serving.constrained import decide, kept_bytes, look, undrafted
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.packing import mask_words
 from jflash.serving.programs import of_all_kinds
@@ -74,12 +74,16 @@ def test_what_the_programs_of_a_grammar_hand_on(rule, rows):
     models = replace(pair.models, draft_rule=rule, rows=rows)
     layout, draws = Layout(Shape.of(4, 256, chunk=64), 16, 1), of_all_kinds(models, 4)
     state = empty_state(models, layout)
-    table, live = np.zeros((4, 4), np.int32), np.ones(4, bool)
-    of = functools.partial
-    _, begun = jax.eval_shape(of(propose, draws), pair.params, state, table, live)
-    _, seen = jax.eval_shape(of(look, draws), pair.params, state, table, begun)
+    table, who = np.zeros((4, 4), np.int32), np.ones((3, 4), bool)
+    drafted, of = jax.eval_shape(lambda: undrafted(models, 4)), functools.partial
+    _, waiting, seen = jax.eval_shape(of(look, draws), pair.params, state, table, who, drafted)
     masks = np.zeros((4, models.block_size, mask_words(models)), np.int32)
-    assert kept_bytes(models, 4) == tree_bytes((begun, seen, masks))
+    given = (pair.params, state, table, who, waiting, seen, masks)
+    _, following, drafts, _ = jax.eval_shape(of(decide, draws), *given)
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert shapes(drafted) == shapes(waiting) == shapes(following)
+    assert drafts.shape == (4, models.block_size - 1)
+    assert kept_bytes(models, 4) == tree_bytes((drafted, seen, masks))
 
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):
