@@ -37,7 +37,7 @@ from tests.support.attention_checks import (
 # In float32 only: groups that are no power of two, the widest block, the narrowest.
 CUT_32 = {
     "qwen2.5-7b": BlockShape(B=2, T=5, S=100, N=14, K=2, H=64, context=60),
-    "widest": BlockShape(B=1, T=32, S=96, N=16, K=1, H=64, context=50),
+    "widest": BlockShape(B=1, T=32, S=96, N=8, K=1, H=64, context=50),
     "narrowest": BlockShape(B=3, T=1, S=70, N=2, K=2, H=64, context=40, causal=False, window=9),
 }
 
