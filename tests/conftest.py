@@ -40,7 +40,7 @@ if not ON_GPU:
     os.environ.setdefault("XLA_FLAGS", HASTE)
 
 
-pytest_plugins = ["tests.support.durations", "tests.support.compilations"]
+pytest_plugins = [f"tests.support.{x}" for x in ("durations", "compilations", "long_tests")]
 pytest.register_assert_rewrite(
     *(f"tests.support.{x}" for x in ("attention_checks", "logits", "reference", "refusals"))
 )
@@ -67,7 +67,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests are left out of runs that choose by no mark."""
+    """Long tests are left out of runs that choose by no mark, as .ci/run's first one."""
     if config.option.markexpr:
         return
     long = [item for item in items if item.get_closest_marker("long")]

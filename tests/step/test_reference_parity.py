@@ -29,6 +29,9 @@ SETS = case_sets(COMMITTED, "JFLASH_FRESH_CASES")
 WINDOW_FOLDERS = case_folders(pytest.param(WINDOWS, id=WINDOWS.name))
 FOLDERS = [*case_folders(*SETS), *WINDOW_FOLDERS]
 PLAIN = ("cases-pair00", "cases-pair01", "window_cases-pair00")  # Qwen2, Llama, Qwen3
+# Full attention, a delta net, and windows with sinks: these pairs decode at each of their widths.
+EVERY_WIDTH = ("cases-pair00", "cases-pair05", "cases-pair08")
+NARROWEST_WINDOW = "window_cases-pair01"
 ALL_TAPPED = tuple(
     f"cases-pair{i}" for i in ("04", "08", "10", "11", "12", "15")
 )  # features of every layer are recorded
@@ -107,13 +110,16 @@ def test_hidden_states_of_chunks_and_blocks(folder: Path):
         close(jnp.concatenate(got), want[name])
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_whole_generations(folder: Path):
-    """Tokens and acceptance lengths, one by one, streamed and in one loop.
+def check_generations(folder: Path, own_width: bool) -> None:
+    """Tokens and acceptance lengths, one by one, of one width or of the others.
 
-    Streamed are some of the first one's width: another width's program is compiled for one loop.
+    Of the first case's width some are streamed, the rest are in one loop.
     """
-    for number, case in enumerate(record(folder)["cases"]):
+    cases = record(folder)["cases"]
+    width = cases[0]["block_size"]
+    for number, case in enumerate(cases):
+        if (case["block_size"] == width) != own_width:
+            continue
         both = pair(folder, case["block_size"])
         how = {
             "max_new_tokens": case["max_new_tokens"],
@@ -121,13 +127,39 @@ def test_whole_generations(folder: Path):
             "prefill_chunk": 32,
             "capacity": CAPACITY,
         }
-        if number % 4 or case["block_size"] != record(folder)["cases"][0]["block_size"]:
+        if number % 4 or not own_width:
             got = generate(both, [case["prompt_ids"]], **how)[0]
         else:
             got = list(stream(both, case["prompt_ids"], **how))[-1].generation
         assert got.token_ids == case["output_ids"], case["name"]
         assert got.acceptance_lengths == case["acceptance_lengths"], case["name"]
         assert got.finish_reason == {"stop": "stop", "limit": "length"}[case["ended_by"]]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_whole_generations(folder: Path):
+    check_generations(folder, own_width=True)
+
+
+def widths(folder: Path) -> set[int]:
+    return {case["block_size"] for case in record(folder)["cases"]}
+
+
+def long_but_for(folders: list, *names: str) -> list:
+    """The folders, each a long test unless it is named."""
+    return [
+        x if x.id in names else pytest.param(*x.values, id=x.id, marks=(*x.marks, pytest.mark.long))
+        for x in folders
+    ]
+
+
+SEVERAL = [case for case in FOLDERS if len(widths(case.values[0])) > 1]
+
+
+@pytest.mark.parametrize("folder", long_but_for(SEVERAL, *EVERY_WIDTH))
+def test_whole_generations_at_other_widths(folder: Path):
+    """Programs of one to three more widths a pair, which take as long as its own."""
+    check_generations(folder, own_width=False)
 
 
 @pytest.mark.parametrize("folder", [case for case in FOLDERS if case.id in PLAIN])
@@ -147,7 +179,7 @@ def drafter_json(folder: Path) -> dict:
     return json.loads((folder / "drafter" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("folder", WINDOW_FOLDERS)
+@pytest.mark.parametrize("folder", long_but_for(WINDOW_FOLDERS, NARROWEST_WINDOW))
 def test_rings_as_small_as_can_be_give_the_same(folder: Path, monkeypatch):
     """window + W - 1 slots and no more, and prompts in chunks longer than that."""
     monkeypatch.setattr(cache, "RING_BLOCK", 1)
