@@ -74,15 +74,15 @@ def full_recipe() -> Recipe:
 
 
 def smoke_recipe() -> Recipe:
-    """The same stages at sizes that two CPU cores finish in a minute; the pair knows nothing."""
+    """The same stages at sizes that two CPU cores finish in half a minute; it knows nothing."""
     full = full_recipe()
     small: dict[str, Any] = dict(
         vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=3, head_dim=16
     )
     target = TargetConfig.alike(**(TARGET | small))
     training = TrainConfig(
-        steps=30, batch_size=6, learning_rate=3e-3, compute_dtype="float32", steps_per_call=10,
-        checkpoint_every=20,
+        steps=12, batch_size=6, learning_rate=3e-3, compute_dtype="float32", steps_per_call=4,
+        checkpoint_every=8,
     )  # fmt: skip
     return replace(
         full,
