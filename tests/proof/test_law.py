@@ -14,11 +14,12 @@ from jflash.models.decoder import Target
 from jflash.models.params import abstract_params
 from jflash.pair import Models
 from jflash.passes import Block
-from jflash.proof import faults, law_forms, law_prompts
+from jflash.proof import faults, law_bench, law_forms, law_prompts
 from jflash.proof.digest import Digest, apart
 from jflash.proof.faults import planted
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures
+from jflash.proof.lossless import Executable, compile_executable
 from jflash.specs import MoeSpec
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
@@ -40,6 +41,24 @@ SMALL = Form(
     new_tokens=20,
     ways=(Way(1, 2, PLAIN, True, 64), Way(8, 2, OWN + REPLAY)),
 )
+
+
+SOUND: dict[object, Executable] = {}
+
+
+def shared(asked) -> list[Executable]:
+    """The programs of sound targets are compiled once for all tests here."""
+
+    def made(models, params, shape) -> Executable:
+        if type(models.target) is not Target:
+            return compile_executable(models, params, shape)
+        leaves, tree = jax.tree.flatten(jax.tree.map(jax.typeof, params))
+        key = models, shape, tuple(leaves), tree
+        if key not in SOUND:
+            SOUND[key] = compile_executable(models, params, shape)
+        return SOUND[key]
+
+    return [made(*one) for one in asked]
 
 
 def digest(tokens, prompt=2, logits=0, kv=0) -> Digest:
@@ -73,6 +92,7 @@ def test_what_two_digests_differ_in():
 def run(capsys, monkeypatch, case, form, faults) -> tuple[int, str, dict]:
     monkeypatch.setattr(check_lossless, "CPU", form)
     monkeypatch.setattr(law_forms, "FAULTS", faults)
+    monkeypatch.setattr(law_bench, "compile_executables", shared)
     monkeypatch.setattr(check_lossless, "load_case", lambda *_: case)
     code = main.run("check-lossless", ["--pairs", "tiny-math", "--dtype", "float32"])
     out = capsys.readouterr().out
