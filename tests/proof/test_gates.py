@@ -151,7 +151,9 @@ def test_the_step_with_experts_passes():
     assert " sort(" not in program.hlo and "TopK" not in program.hlo
 
 
-@pytest.mark.parametrize("order", ["by column", "in fragments"])
+@pytest.mark.parametrize(
+    "order", [pytest.param("by column", marks=pytest.mark.long), "in fragments"]
+)
 def test_the_step_with_kept_weights_and_a_float8_drafter_passes(order: str):
     """FP8 in blocks and INT4 in groups, at more rows than a tile has: codes go into the kernels.
 
