@@ -199,7 +199,7 @@ def test_ctrl_c_keeps_every_answer(run, data, unbroken, tmp_path, monkeypatch, c
 
 
 def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
-    limit, count = ("--limit", "3"), 3
+    limit, count = ("--limit", "2"), 2
     summary, out, err = run(data, tmp_path / "pair", "--baseline", *limit)
     tau = summary["acceptance"]["all"]["tau_pooled"]
     assert re.search(rf"right 100\.0%, τ {tau:.2f}, [1-9]\d* tokens/s", err)
