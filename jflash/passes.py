@@ -135,6 +135,10 @@ class Chunk(NamedTuple):
     kernels: Kernels
 
     def attend(self, spec, projected, cache, sinks=None):
+        if isinstance(cache, PagedCache):
+            one = one_sequence(cache, self.slot)
+            out, one = self._pages.attend(spec, projected, one, sinks)
+            return out, one._replace(table=cache.table)
         q, k, v = projected.split(self.kernels.heads, cache.k.dtype)
         cache = write_chunk(cache, k, v, self.slot, self.offset)
         one = one_sequence(cache, self.slot)
@@ -149,8 +153,37 @@ class Chunk(NamedTuple):
 
     def write[C: Cache](self, projected: Projected, cache: C) -> C:
         """The cache with keys and values that this pass does not attend to: a drafter's context."""
+        if isinstance(cache, PagedCache):
+            one = self._pages.write(projected, one_sequence(cache, self.slot))
+            return one._replace(table=cache.table)
         _, k, v = projected.split(self.kernels.heads)
         return write_context(cache, k, v, self.slot, self.offset, self.length)
+
+    @property
+    def _pages(self) -> "Chunks":
+        """This pass where layers have pages, of which it is one row."""
+        return Chunks(self.offset[None], self.kernels)
+
+
+class Chunks(NamedTuple):
+    """A chunk of each of P prompts [P, C], from their positions `offsets` on.
+
+    All layers have pages: padding past a prompt's pages is dropped, and later rows overwrite the
+    rest.
+    """
+
+    offsets: Int[Array, " P"]
+    kernels: Kernels
+
+    def attend(self, spec, projected, cache, sinks=None):
+        # Each is a causal block that fills its width.
+        widths = jnp.full_like(self.offsets, projected.cos.shape[1])
+        return Block(self.offsets, widths, self.kernels).attend(spec, projected, cache, sinks)
+
+    def write[C: Cache](self, projected: Projected, cache: C) -> C:
+        """As `Chunk.write`."""
+        slots = cache.slots(self.offsets[:, None] + jnp.arange(projected.cos.shape[1]))
+        return projected.write(cache, slots, self.kernels.heads)[1]
 
 
 class Rows(NamedTuple):
