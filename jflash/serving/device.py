@@ -5,6 +5,7 @@ compute it, and almost none of that is Python. So a thread beside the engine's d
 knows requests with their slots and tables, and no queue.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,17 @@ from jflash.serving.forms import Forms
 from jflash.serving.grammar import fill
 from jflash.serving.in_order import InOrder
 from jflash.serving.job import Given, Job, Read
-from jflash.serving.packing import Report, Row, mask_words, packed, surveyed
+from jflash.serving.packing import (
+    FRESH,
+    STEPS,
+    Report,
+    Row,
+    mask_words,
+    no_pass,
+    pass_of,
+    row_of,
+    surveyed,
+)
 from jflash.serving.prefill import First
 from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.schedule import Pass
@@ -44,6 +55,8 @@ class Device:
         self.time = DeviceTime()
         self._work = InOrder("jflash-device")
         self.forms = Forms(models, layout)
+        self._rows = dict[int, np.ndarray]()  # what each slot begins with
+        self._fresh = set[int]()  # slots whose first pass comes
         self._most = models.max_accept
         self._free = jax.device_put(np.full(mask_words(models), -1, np.int32))
 
@@ -73,17 +86,72 @@ class Device:
         self._work.close()
 
     def admit(self, job: Job) -> None:
-        """Puts the request into its slot, with the states that its prefix has."""
+        """Puts the states that its prefix has into its slot, and notes what the slot begins with:
+        the first pass over its text brings that."""
         slot, origin, computed = job.slot, job.origin, job.computed
         assert slot is not None
-        row = packed(Row(slot, job.request, job.seed, job.tokens), self.layout, self._most)
+        row = row_of(Row(slot, job.request, job.seed, job.tokens), self.layout, self._most)
+        self._rows[slot] = row
+        self._fresh.discard(slot)
+        if origin is None:
+            self._fresh.add(slot)
+            return
 
         def work() -> None:
-            self.state = self.programs.admit(self.state, row)
-            if origin is not None:
-                self.state = self.copies.put(self.state, slot, origin, computed)
+            self.state = self.copies.put(self.state, slot, origin, computed)
 
         self._dispatch(work)
+
+    def _pass(self, job: Job, end: int, table: np.ndarray, steps: bool) -> np.ndarray:
+        """The pass up to `end` as one array."""
+        slot = job.slot
+        assert slot is not None
+        flags = STEPS * steps + FRESH * (slot in self._fresh)
+        self._fresh.discard(slot)
+        return pass_of([slot, job.computed, end, flags], table, self._rows[slot])
+
+    def together(self, job: Job, over: Pass) -> int:
+        """With how many prompts one program computes this pass and chooses the first token; 0: a
+        program of its own chooses the token, if one is to be chosen."""
+        asks = job.request.needs_logits or job.request.prompt_logprobs is not None
+        if asks or job.matcher is not None or job.begun or over.end < job.end:
+            return 0
+        fitting = [prompts for prompts, size in self.programs.whole if over.size <= size]
+        return max(fitting, default=0)
+
+    def whole_sizes(self, some: Sequence[Pass]) -> tuple[int, int]:
+        """The prompts and the tokens of the program for the last passes of so many prompts."""
+        if len(some) == 1:
+            return 1, some[0].size
+        return max(self.programs.whole)
+
+    def whole(
+        self, some: Sequence[tuple[Job, Pass]], tables: Sequence[np.ndarray], none: np.ndarray
+    ) -> list[Read]:
+        """Computes the ends of greedy texts' prompts and their first tokens; then the slots step.
+
+        `none` is a table without a page.
+        """
+        sizes = self.whole_sizes([over for _, over in some])
+        given = [
+            self._pass(job, over.end, table, False)
+            for (job, over), table in zip(some, tables, strict=True)
+        ]
+        shape = self.layout.shape
+        given += [no_pass(i, none, shape) for i in range(sizes[0] - len(given))]
+        packed = np.concatenate(given)
+
+        def work() -> Given:
+            began = time.perf_counter()
+            self.state, first = self.programs.whole[sizes](self.params, self.state, packed)
+            first.token.copy_to_host_async()
+            return Given(Dispatched(first.token, began, time.perf_counter()), first)
+
+        future = self._dispatch(work)
+        self.time.follows(UnderWay("prefill_seconds", math.prod(sizes), future))
+        for job, over in some:
+            job.computed, job.end = over.end, 0
+        return [Read(future, job, last=True, index=i) for i, (job, _) in enumerate(some)]
 
     def keep(self, job: Job, place: int) -> None:
         """Copies its states, after a pass that ended at a border of pages."""
@@ -93,10 +161,10 @@ class Device:
 
     def chunk(self, job: Job, over: Pass, table: np.ndarray) -> Read:
         """Computes the tokens of its text up to `over.end`; after the last, the slot steps."""
-        offset, request, slot = job.computed, job.request, job.slot
+        offset, request = job.computed, job.request
         size, end = over
         ends, begun = end == job.end, job.begun
-        control = np.array([slot, offset, end, ends and begun], np.int32)
+        given = self._pass(job, end, table, ends and begun)
         count, following = 0, None
         if request.prompt_logprobs is not None and not begun:
             tokens = request.prompt_ids[offset + 1 : end + 1]
@@ -107,9 +175,7 @@ class Device:
 
         def work() -> Given:
             began = time.perf_counter()
-            self.state, computed = self.programs.chunk[size](
-                self.params, self.state, table, control
-            )
+            self.state, computed = self.programs.chunk[size](self.params, self.state, given)
             filled, scored, first = computed.newest, None, None
             if following is not None:
                 scored = self.programs.score[size](self.params, computed.hidden, following)
@@ -119,11 +185,11 @@ class Device:
                 filled = first.token
             return Given(Dispatched(filled, began, time.perf_counter()), first, scored)
 
-        given = self._dispatch(work)
-        self.time.follows(UnderWay("prefill_seconds", size, given))
+        future = self._dispatch(work)
+        self.time.follows(UnderWay("prefill_seconds", size, future))
         job.computed = end
         job.end = 0 if ends else job.end
-        return Read(given, job, last=last, count=count)
+        return Read(future, job, last=last, count=count)
 
     def _first_of(self, job: Job) -> Callable[[Any], First]:
         """Dispatches the choice of the token that follows the prompt, of those that its grammar

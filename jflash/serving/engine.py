@@ -23,7 +23,7 @@ from jflash.serving.job import Job
 from jflash.serving.limits import check
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
-from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes
+from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
 from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
 from pallas_kernels.block_attention import PAGE
@@ -45,9 +45,10 @@ class Engine:
     a slot are kept, where layers have such: one for each slot unless given, 4 at least. At most
     `max_queue` requests wait; more are refused. Between two calls of steps at most
     `prefill_between` tokens of prompts are computed, in whole chunks, and none that would pass
-    STALL, so that a long prompt keeps no text waiting. The constructor compiles the programs, only
-    those of `kinds` of requests: 'greedy' ones need no more than the argmax of the unchanged
-    logits. The engine is a context manager.
+    STALL, so that a long prompt keeps no text waiting. A pass computes the ends of at most
+    `prompts_at_once` prompts: of several where that pays, unless given. The constructor compiles
+    the programs, only those of `kinds` of requests: 'greedy' ones need no more than the argmax of
+    the unchanged logits. The engine is a context manager.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         steps_per_call: int = STEPS_PER_CALL,
         prefill_chunk: int | None = None,
         prefill_between: int = PREFILL_BETWEEN,
+        prompts_at_once: int | None = None,
         kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
         positions = min(c.max_position_embeddings for c in pair.models.configs)
@@ -79,18 +81,22 @@ class Engine:
             ("steps_per_call", steps_per_call),
             ("prefill_chunk", prefill_chunk),
             ("prefill_between", prefill_between),
+            ("prompts_at_once", 1 if prompts_at_once is None else prompts_at_once),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
+        refusal = refusal_of_prompts(pair.models)
+        if refusal and (prompts_at_once or 1) > 1:
+            raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
         states = states_kept(pair.models, max_batch, states)
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
         self.pair = pair
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
-        self._layout = Layout(shape, pages, steps_per_call, kinds, states)
+        self._layout = Layout(shape, pages, steps_per_call, kinds, states, prompts_at_once)
         self._max_queue = max_queue
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()

@@ -19,10 +19,10 @@ def keep_prompt_scores(job: Job, given: Given, count: int) -> None:
         job.prompt_tops += tops_of(tops)
 
 
-def first_token(job: Job, first: First) -> Taken:
+def first_token(job: Job, first: First, index: int) -> Taken:
     """The token that follows a prompt, as a step of one token."""
-    array = np.asarray(first.token)
-    tops = [tops_of(np.asarray(first.top))] if job.request.top_logprobs else None
+    array = np.asarray(first.token)[index]
+    tops = [tops_of(np.asarray(first.top)[index])] if job.request.top_logprobs else None
     return Taken([[int(array[0])]], [floats(array[2:]).tolist()], bool(array[1]), tops)
 
 

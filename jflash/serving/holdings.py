@@ -107,6 +107,11 @@ class Holdings:
         self.sliding.leave(job.seen)
         job.pages = []
 
+    @property
+    def no_pages(self) -> Int[np.ndarray, "1 _"]:
+        """A table that names no page."""
+        return self._none[None]
+
     def table(self, job: Job, position: int, end: int) -> Int[np.ndarray, "1 _"]:
         """The table for a chunk of the rows from `position` to `end`."""
         assert job.slot is not None

@@ -89,6 +89,7 @@ class Read(NamedTuple):
     given: Future[Given]
     job: Job | None = None  # of a chunk
     last: bool = False  # the chunk brings a first token
+    index: int = 0  # of the job among those whose first tokens it brings
     count: int = 0  # prompt tokens whose logprobs the chunk brings
     jobs: tuple[Job, ...] = ()  # of a report
     steps: int = 0  # of a report

@@ -142,12 +142,13 @@ class Loop:
             self._admit(job)
         self.device.time.begin()
         chunked = jobs(what.chunks)
-        reads = [
-            self._chunk(job, over)
+        passes = [
+            (job, over)
             for job, run in itertools.groupby(chunked)
             if job.slot is not None
             for over in self._passes(job, len(list(run)))
         ]
+        reads = [read for some in self._together(passes) for read in some]
         self._unread += reads
         left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.last), default=0)
         ready = {id(job): job for job in chunked if not job.end}.values()
@@ -198,16 +199,30 @@ class Loop:
         ends = (*job.borders, job.end)
         return passes(job.computed, ends, list(self.device.programs.chunk), chunks)
 
-    def _chunk(self, job: Job, over: Pass) -> Read:
-        table = self.holdings.table(job, job.computed, job.computed + over.size)
-        read = self.device.chunk(job, over, table)
+    def _together(self, passes: Sequence[tuple[Job, Pass]]) -> Iterable[list[Read]]:
+        """Dispatches passes in their order, some of them in one program."""
+        together = lambda each: self.device.together(*each)  # noqa: E731
+        for count, run in itertools.groupby(passes, together):
+            some = list(run)
+            for first in range(0, len(some), max(1, count)):
+                yield self._compute(some[first : first + max(1, count)], count > 0)
+
+    def _compute(self, some: Sequence[tuple[Job, Pass]], whole: bool) -> list[Read]:
+        """Dispatches these passes as one program, which chooses first tokens too if `whole`."""
+        _, size = self.device.whole_sizes([over for _, over in some])
+        tables = [self.holdings.table(job, job.computed, job.computed + size) for job, _ in some]
+        if whole:
+            reads = self.device.whole(some, tables, self.holdings.no_pages)
+        else:
+            reads = [self.device.chunk(*some[0], tables[0])]
         self._count(chunks=1)
-        self.holdings.name(job, job.computed)
-        place = self.holdings.place(job)
-        if place is not None:
-            self.device.keep(job, place)
-        self._drop_failed([job])
-        return read
+        for job, _ in some:
+            self.holdings.name(job, job.computed)
+            place = self.holdings.place(job)
+            if place is not None:
+                self.device.keep(job, place)
+        self._drop_failed([job for job, _ in some])
+        return reads
 
     def _step_with_forms(self, jobs: Sequence[Job]) -> Read:
         """A step of these requests, some of which have a grammar. The others take part before the
@@ -243,7 +258,7 @@ class Loop:
             if given.scored is not None:
                 keep_prompt_scores(read.job, given, read.count)
             if given.first is not None:
-                self._gain([(read.job, first_token(read.job, given.first))], on_event)
+                self._gain([(read.job, first_token(read.job, given.first, read.index))], on_event)
 
     def _gain(self, given: Sequence[tuple[Job, Taken]], on_event: OnEvent) -> None:
         """Adds the tokens of some steps to each text; the last one may end it."""

@@ -19,6 +19,8 @@ from jflash.serving.slots import BIASED, Layout
 from jflash.state import Sequences, State
 
 HEAD = 17  # numbers of a row before its stop ids and tokens
+CONTROL = 4  # numbers of a pass over a prompt before its table: slot, offset, end and flags
+STEPS, FRESH = 1, 2  # flags: the slot steps after the pass; its states begin empty
 
 
 class Row(NamedTuple):
@@ -30,8 +32,8 @@ class Row(NamedTuple):
     tokens: list[int]
 
 
-def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
-    """A row as one array of numbers, which `admit` takes apart."""
+def row_of(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
+    """A row as one array of numbers, which a pass takes apart."""
     request, sampling = row.request, row.request.sampling
     limit = len(request.prompt_ids) + request.max_tokens
     accept = max_accept if request.speculate else 0
@@ -59,6 +61,19 @@ def packed(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
 def row_size(shape: Shape) -> int:
     """Numbers of a packed row."""
     return HEAD + shape.stop_slots + shape.capacity + 2 * BIASED
+
+
+def pass_of(
+    control: list[int], table: Int[np.ndarray, "1 _"], row: Int[np.ndarray, " _"]
+) -> Int[np.ndarray, "1 _"]:
+    """A pass over a prompt as one array: its control, its table of pages and the slot's row."""
+    return np.concatenate([np.asarray(control, np.int32), table[0], row])[None]
+
+
+def no_pass(index: int, table: Int[np.ndarray, "1 _"], shape: Shape) -> Int[np.ndarray, "1 _"]:
+    """A pass over nothing beside others, which changes nothing: it has a slot past all slots, and
+    `table` names no page."""
+    return pass_of([shape.batch + index, 0, 1, 0], table, np.zeros(row_size(shape), np.int32))
 
 
 def mask_words(models: Models) -> int:

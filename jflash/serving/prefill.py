@@ -1,24 +1,27 @@
-"""A prompt's way into a slot of the engine: admit it, compute its chunks, choose its first token.
+"""A prompt's way into a slot of the engine: its chunks and its first token.
 
-Each part is a program without a branch around its large operations: on a GPU the host would wait
-for the device to take a branch, and could not dispatch the next program meanwhile.
+To dispatch a program takes the host a millisecond, however little it computes. So a pass brings
+all that the slot begins with, and the last pass over greedy texts' prompts chooses their first
+tokens too. Each part is a program without a branch around its large operations: on a GPU the host
+would wait for the device to take a branch, and could not dispatch the next program meanwhile.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jflash.logprobs import bits, judged, noted, read, scored
 from jflash.pair import Models, Params
-from jflash.passes import Chunk
+from jflash.passes import Chunk, Chunks
 from jflash.prefill import put
 from jflash.programs import Shape, empty_sequences
 from jflash.sampling import Filters, choose, cut_at_stop, greedy
-from jflash.serving.packing import HEAD
+from jflash.serving.packing import CONTROL, FRESH, HEAD, STEPS, row_size
 from jflash.serving.slots import BIASED, CACHES, most_of, with_table
 from jflash.shaping import Shaping, constrained, shaped
 from jflash.speculative import apply
@@ -35,66 +38,128 @@ class Computed(NamedTuple):
 
 
 class First(NamedTuple):
-    """A first token: [token, done, bits of its logprob], and the bits of the most probable ones.
+    """First tokens: [token, done, bits of its logprob], and the bits of the most probable ones.
 
     Programs that draw nothing give no logprobs.
     """
 
-    token: Int[Array, "3"]
-    top: Int[Array, "1 _"] | None
+    token: Int[Array, "P 3"]
+    top: Int[Array, "P _"] | None
 
 
-def admit(shape: Shape, state: State, row: Int[Array, " _"]) -> State:
-    """Puts the row into its slot, which idles until its last chunk has run."""
-    slot, _, limit, accept, top_k = row[:5]
-    asked = state.sequences.logprobs
-    assert asked is not None, "the engine's slots have them"
+class Over(NamedTuple):
+    """Passes over prompts: tokens offset … end - 1 of each slot's text, the pages, and its row.
+
+    With `steps` the slot steps after this pass, from its newest token, which it had before; without
+    it idles. `fresh`: its states begin empty.
+    """
+
+    slot: Int[Array, " P"]
+    offset: Int[Array, " P"]
+    end: Int[Array, " P"]
+    steps: Bool[Array, " P"]
+    fresh: Bool[Array, " P"]
+    table: Int[Array, "P _"]
+    rows: Sequences
+    asked: tuple[Int[Array, " P"], Bool[Array, " P"]]  # logprobs: how many, and processed ones
+
+
+def unpacked(shape: Shape, given: Int[Array, "P _"]) -> Over:
+    """The passes that the host has packed."""
+    control, table, rows = jnp.split(given, (CONTROL, given.shape[1] - row_size(shape)), axis=1)
+    slot, offset, end, flags = control.T
+    asked = rows[:, 15], rows[:, 16] % 2 > 0
+    rows = jax.vmap(functools.partial(_sequence, shape))(rows)
+    return Over(slot, offset, end, flags & STEPS > 0, flags & FRESH > 0, table, rows, asked)
+
+
+def _sequence(shape: Shape, row: Int[Array, " _"]) -> Sequences:
+    """One request as its slot begins, without logprobs."""
+    _, _, limit, accept, top_k = row[:5]
     seed, index = lax.bitcast_convert_type(row[5:7], jnp.uint32)
     floats = lax.bitcast_convert_type(row[7:13], jnp.float32)
     temperature, top_p, min_p, repetition, frequency, presence = floats
     ids, bias = jnp.split(row[-2 * BIASED :], 2)
     bias = lax.bitcast_convert_type(bias, jnp.float32)
     new = jax.tree.map(lambda x: x[0], empty_sequences(shape._replace(batch=1)))
-    new = new._replace(
+    return new._replace(
         tokens=row[HEAD + shape.stop_slots : -2 * BIASED],
-        length=jnp.int32(1),
         limit=limit,
         stops=row[HEAD : HEAD + shape.stop_slots],
         max_accept=accept,
         key=jax.random.fold_in(jax.random.key(seed), index),
         filters=Filters(temperature, top_k, top_p, min_p),
         shaping=Shaping(ids, bias, repetition, frequency, presence, row[13], row[14]),
-        logprobs=jax.tree.map(lambda x: x[slot], asked)._replace(
-            count=row[15], processed=row[16] % 2 > 0
-        ),
         best_drafts=row[16] >= 2,
     )
-    caches = {name: tuple(x.cleared(slot) for x in getattr(state, name)) for name in CACHES}
-    return state._replace(sequences=put(state.sequences, slot, new), **caches)
 
 
 def chunk(
-    models: Models,
-    size: int,
-    params: Params,
-    state: State,
-    table: Int[Array, "1 _"],
-    control: Int[Array, "4"],
+    shape: Shape, models: Models, size: int, params: Params, state: State, given: Int[Array, "1 _"]
 ) -> tuple[State, Computed]:
-    """Computes keys, values and context of the slot's tokens offset … end - 1, at most `size`.
+    """Computes keys, values and context of at most `size` tokens of one slot's text.
 
-    `control` is slot, offset, end, steps. With `steps` the slot steps after this chunk, from its
-    newest token, which it had before; without, it idles.
+    The slot gets its row with every chunk: nothing but chunks has changed it since.
     """
-    slot, offset, end, steps = control
-    s = state.sequences
+    over = unpacked(shape, given)
+    hidden, state = _computed(models, size, params, state, over)
+    # Steps of other slots work on this one too, at its length: a recurrent state keeps what it has.
+    length = jnp.minimum(over.offset + size, over.end) + 1
+    rows = over.rows._replace(length=length, done=~over.steps)
+    state = state._replace(sequences=_entered(state.sequences, over, rows))
+    return state, Computed(hidden, _newest(hidden, over))
+
+
+def whole(
+    shape: Shape, models: Models, size: int, params: Params, state: State, given: Int[Array, "P _"]
+) -> tuple[State, First]:
+    """The last chunks of P greedy texts' prompts and the tokens that follow: the slots step then.
+
+    Passes over nothing (`packing.no_pass`) may be among them.
+    """
+    over = unpacked(shape, given)
+    hidden, state = _computed(models, size, params, state, over)
+    matmul, rows, end = models.kernels.chunk.matmul, over.rows, over.end
+    logits = apply(models.target, params.target, _newest(hidden, over), matmul, method="logits")
+    token = greedy(logits)
+    done = _ended(rows, token, end)
+    tokens = rows.tokens.at[jnp.arange(len(end)), end].set(token[:, 0])
+    rows = rows._replace(tokens=tokens, length=end + 1, done=done)
+    state = state._replace(sequences=_entered(state.sequences, over, rows))
+    numbers = [token[:, 0], done.astype(jnp.int32), jnp.zeros_like(end)]
+    return state, First(jnp.stack(numbers, axis=1), None)
+
+
+def _entered(sequences: Sequences, over: Over, rows: Sequences) -> Sequences:
+    """The sequences with P rows in their slots, by masks: a scatter of each leaf is a kernel."""
+    here = over.slot == jnp.arange(len(sequences.length))[:, None]
+    which, hit = jnp.argmax(here, axis=1), jnp.any(here, axis=1)
+
+    def one(all: Array, new: Array) -> Array:
+        return jnp.where(jnp.expand_dims(hit, range(1, all.ndim)), new[which], all)
+
+    asked = sequences.logprobs
+    assert asked is not None, "the engine's slots have them"
+    count, processed = map(one, (asked.count, asked.processed), over.asked)
+    put = jax.tree.map(one, sequences._replace(logprobs=None), rows)
+    return put._replace(logprobs=asked._replace(count=count, processed=processed))
+
+
+def _computed(
+    models: Models, size: int, params: Params, state: State, to: Over
+) -> tuple[Float[Array, "P C D"], State]:
+    """The hidden rows, and the state with their keys, values and context."""
     kernels = models.kernels.chunk
-    positions = (offset + jnp.arange(size))[None]
-    tokens = jnp.take(s.tokens[slot], positions[0], mode="clip")[None]
-    # One sequence with its table: a layer with pages sees only the pools of the others. (A slice
-    # from `slot` on of the table's one row is that row.)
-    over = Chunk(slot, offset, end, kernels)
-    state = with_table(state, table)
+    positions = to.offset[:, None] + jnp.arange(size)
+    tokens = jnp.take_along_axis(to.rows.tokens, positions, axis=1, mode="clip")
+    # A layer with pages sees only the pools of the other sequences. Where P is 1, a slice of the
+    # table's one row from the slot on is that row.
+    over = Chunks(to.offset, kernels)
+    if len(to.slot) == 1:
+        over = Chunk(to.slot[0], to.offset[0], to.end[0], kernels)
+        past = len(state.sequences.length)  # a slot that nothing clears
+        state = cleared(state, jnp.where(to.fresh[0], to.slot[0], past))
+    state = with_table(state, to.table)
     hidden, features, target_cache = apply(
         models.target, params.target, tokens, positions, state.target_cache, over, models.taps
     )
@@ -105,14 +170,26 @@ def chunk(
         )
         pairs = zip(drafter_cache, context, strict=True)
         drafter_cache = tuple(over.write(projected, cache) for cache, projected in pairs)
-    # Steps of other slots work on this one too, at its length: a recurrent state keeps what it has.
-    s = s._replace(
-        length=s.length.at[slot].set(jnp.minimum(offset + size, end) + 1),
-        done=s.done.at[slot].set(steps == 0),
-    )
-    state = State(s, target_cache, drafter_cache, state.survey)
-    newest = lax.dynamic_slice_in_dim(hidden, end - 1 - offset, 1, 1)
-    return with_table(state, None), Computed(hidden, newest)
+    state = state._replace(target_cache=target_cache, drafter_cache=drafter_cache)
+    return hidden, with_table(state, None)
+
+
+def cleared(state: State, slot: Int[Array, ""]) -> State:
+    """The state before a new text begins in the slot."""
+    caches = {name: tuple(x.cleared(slot) for x in getattr(state, name)) for name in CACHES}
+    return state._replace(**caches)
+
+
+def _newest(hidden: Float[Array, "P C D"], over: Over) -> Float[Array, "P 1 D"]:
+    """The rows of the prompts' newest tokens, if they are among these."""
+    last = jnp.clip(over.end - 1 - over.offset, 0, hidden.shape[1] - 1)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+
+
+def _ended(rows: Sequences, token: Int[Array, "P 1"], end: Int[Array, " P"]) -> Bool[Array, " P"]:
+    """Whether texts end with their first token."""
+    _, stopped = cut_at_stop(token, jnp.ones_like(end), rows.stops)
+    return stopped | (end + 1 >= rows.limit)
 
 
 def first(
@@ -129,7 +206,7 @@ def first(
     the unchanged logits.
     """
     slot, end = control
-    row = jax.tree.map(lambda x: x[slot], sequences)
+    row: Any = jax.tree.map(lambda x: x[slot], sequences)
     matmul = models.kernels.chunk.matmul
     logits = apply(models.target, params.target, newest, matmul, method="logits")
     if models.sampled:
@@ -144,11 +221,10 @@ def first(
         [[chosen]], [top] = read(numbers.scores, end[None], 1)
     else:
         token, chosen, top = greedy(logits), jnp.int32(0), None
-    _, stopped = cut_at_stop(token, jnp.ones(1, jnp.int32), row.stops[None])
-    done = stopped[0] | (end + 1 >= row.limit)
+    [done] = _ended(jax.tree.map(lambda x: x[None], row), token, end[None])
     row = row._replace(tokens=row.tokens.at[end].set(token[0, 0]), done=done)
     given = jnp.stack([token[0, 0], done.astype(jnp.int32), chosen])
-    return put(sequences, slot, row), First(given, top)
+    return put(sequences, slot, row), First(given[None], None if top is None else top[None])
 
 
 def score(

@@ -21,15 +21,17 @@ from jaxtyping import Array, Bool, Int
 from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
+from jflash.programs import chunk_sizes
 from jflash.row_choice import ChosenRows, kept_times, row_counts, timed, with_texts
 from jflash.serving import prefill
-from jflash.serving.packing import Report, mask_words, report_of, row_size
+from jflash.serving.packing import CONTROL, Report, mask_words, report_of, row_size
 from jflash.serving.slots import (
     KINDS,
     Kind,
     Layout,
     empty_state,
     pass_sizes,
+    prompts_at_once,
     sliding,
     state_specs,
     table_columns,
@@ -45,19 +47,20 @@ DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs 
 class Programs(NamedTuple):
     """Executables of one layout. `state` is donated, and its paged layers have no table.
 
-    admit(state, row) -> state
-    chunk[size](params, state, table, control) -> (state, computed)
+    chunk[size](params, state, given) -> (state, computed)
+    whole[prompts, size](params, state, given) -> (state, first)
     first[kind](params, sequences, newest, control, allowed) -> (sequences, first); donates too
     score[size](params, hidden, following) -> (chosen, tops)
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
-    `chunk` has a program for each number of tokens that a pass computes, and `greedy` for each
-    number of rows that a step may verify. `drawn` verifies all, and serves requests of every kind.
+    `chunk` has a program for each number of tokens that a pass computes, `whole` too for one
+    prompt, and one for several; `greedy` for each number of rows that a step may verify. `drawn`
+    verifies all, and serves requests of every kind. `whole` is there with `greedy`.
     Of `greedy` and `drawn` only the layout's kinds are there.
     """
 
-    admit: Any
     chunk: dict[int, Any]
+    whole: dict[tuple[int, int], Any]
     first: dict[Kind, Any]
     score: dict[int, Any]
     greedy: dict[int, Any]
@@ -135,14 +138,16 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         table = ints(shape.batch, columns)
         return compiling(bound, (weights, where), gives, (1,), params, state, table, live)
 
-    def admit():
-        bound = functools.partial(prefill.admit, shape)
-        return compiling(bound, (where,), where, (0,), state, ints(row_size(shape)))
+    def over(function: Any, models: Models, prompts: int, size: int):
+        bound = functools.partial(function, shape, local(models), size)
+        given = ints(prompts, CONTROL + columns + row_size(shape))
+        return compiling(bound, (weights, where), gives, (1,), params, state, given)
 
     def chunk(size: int):
-        bound = functools.partial(prefill.chunk, local(draws), size)
-        given = (params, state, ints(1, columns), ints(4))
-        return compiling(bound, (weights, where), gives, (1,), *given)
+        return over(prefill.chunk, draws, 1, size)
+
+    def whole(sizes: tuple[int, int]):
+        return over(prefill.whole, of_kind["greedy"], *sizes)
 
     def first(kind: Kind):
         bound = functools.partial(prefill.first, local(of_kind[kind]))
@@ -160,18 +165,21 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     stepping = [replace(models, sampled=False, rows=models.rows and count) for count in budgets]
     stepping += [draws] if "drawn" in layout.kinds else []
     sizes = pass_sizes(models, shape)
+    several = [(1, size) for size in sizes] if "greedy" in layout.kinds else []
+    if several and prompts_at_once(models, layout) > 1:
+        several.append((prompts_at_once(models, layout), chunk_sizes(models, shape)[0]))
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         stepped, chunks = [steps(m) for m in stepping], [chunk(size) for size in sizes]
         firsts, scores = [first(kind) for kind in KINDS], [score(size) for size in sizes]
-        admitted = admit()
+        wholes = [whole(each) for each in several]
     drawn = stepped.pop().result() if "drawn" in layout.kinds else None
 
     def by(keys: Iterable[Any], programs: Iterable[Future]) -> dict[Any, Any]:
         return dict(zip(keys, [program.result() for program in programs], strict=True))
 
     return Programs(
-        admit=admitted.result(),
         chunk=by(sizes, chunks),
+        whole=by(several, wholes),
         first=by(KINDS, firsts),
         score=by(sizes, scores),
         greedy=by(budgets, stepped),

@@ -79,7 +79,7 @@ def test_chosen_rows_cost_a_call_one_small_array(pair):
     assert steps.pop(widest) > 0 == sum(steps.values())
 
 
-@pytest.mark.parametrize("name", ["admit", "chunk", "first", "greedy"])
+@pytest.mark.parametrize("name", ["whole", "greedy"])
 def test_a_dispatch_that_fails_ends_the_engine(pair, name):
     """Also if nobody waits for what it gives."""
 

@@ -129,6 +129,7 @@ def counted(loop: Loop) -> list[str]:
 
     device: Any = loop.device
     device.chunk, device.call = named("chunk", device.chunk), named("call", device.call)
+    device.whole = named("chunk", device.whole)
     return calls
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jflash.programs import Shape
 from jflash.serving import prefill
-from jflash.serving.packing import mask_words, row_size
+from jflash.serving.packing import CONTROL, mask_words, row_size
 from jflash.serving.programs import of_all_kinds
 from jflash.serving.slots import Layout, empty_state, table_columns
 from tests.support.pairs import random_pair
@@ -27,11 +27,13 @@ def lowered():
     drawn, greedy = of_all_kinds(models, 2), replace(models, sampled=False)
     newest = jax.ShapeDtypeStruct((1, 1, models.target.config.hidden_size), models.dtype)
     first = (pair.params, state.sequences, newest, ints(2), ints(mask_words(models)))
-    row = ints(row_size(layout.shape))
-    table, control = ints(1, table_columns(models, layout)), ints(4)
+    numbers = CONTROL + table_columns(models, layout) + row_size(layout.shape)
+    chunk = functools.partial(prefill.chunk, layout.shape, drawn, 32)
+    whole = functools.partial(prefill.whole, layout.shape, greedy, 32)
     programs = {
-        "admit": (functools.partial(prefill.admit, layout.shape), state, row),
-        "chunk": (functools.partial(prefill.chunk, drawn, 32), pair.params, state, table, control),
+        "chunk": (chunk, pair.params, state, ints(1, numbers)),
+        "whole": (whole, pair.params, state, ints(1, numbers)),
+        "whole of several": (whole, pair.params, state, ints(3, numbers)),
         "first of greedy texts": (functools.partial(prefill.first, greedy), *first),
         "first of all texts": (functools.partial(prefill.first, drawn), *first),
     }  # fmt: skip

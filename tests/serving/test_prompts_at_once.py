@@ -1,0 +1,110 @@
+"""One program brings a greedy prompt into its slot, and one the prompts of several requests."""
+
+from typing import Any
+
+import pytest
+
+from jflash.programs import Shape
+from jflash.proof.under_load import DRAWN
+from jflash.serving.engine import Engine
+from jflash.serving.handle import Handle, result_of
+from jflash.serving.job import Job
+from jflash.serving.loop import Loop
+from jflash.serving.request import Event, Request, Result
+from jflash.serving.slots import Layout, prompts_at_once
+from tests.support.attention_checks import ON_GPU
+from tests.support.pairs import one_arithmetic, prompts, random_pair
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
+BATCH = 4
+
+
+@pytest.fixture(scope="module", params=["full", "windows"])
+def pair(request):
+    windows = request.param == "windows"
+    return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
+
+
+def engine_of(pair, **options: Any) -> Engine:
+    return Engine(pair, max_batch=BATCH, max_context=256, prefill_chunk=32, **options)
+
+
+def counted(engine: Engine) -> list[str]:
+    """The names of the programs that are dispatched from now on, but for steps."""
+    names, device = list[str](), engine._loop.device
+
+    def each(name: str, program: Any) -> Any:
+        return lambda *given: (names.append(name), program(*given))[1]
+
+    def of(name: str) -> dict[Any, Any]:
+        return {key: each(name, one) for key, one in getattr(device.programs, name).items()}
+
+    kinds = ("chunk", "whole", "first", "score")
+    device.programs = device.programs._replace(**{name: of(name) for name in kinds})
+    return names
+
+
+def asked(lengths: tuple[int, ...], **options: Any) -> list[Request]:
+    ids = [prompts(1, seed=n, low=n, high=n + 1)[0] for n in lengths]
+    return [Request(prompt_ids=one, max_tokens=12, **options) for one in ids]
+
+
+def test_one_dispatch_brings_a_prompt(pair):
+    with engine_of(pair, prompts_at_once=1) as engine:
+        names = counted(engine)
+        engine.generate(asked((20,)))
+        assert names == ["whole"]
+        engine.generate(asked((70,)))  # two whole chunks before its end
+        assert names == ["whole", "chunk", "chunk", "whole"]
+        engine.generate(asked((20,), sampling=DRAWN, seed=1, cache_salt="new"))
+        assert names[4:] == ["chunk", "first"]
+
+
+def test_no_bit_changes_where_several_are_brought_at_once(pair):
+    """Short and long prompts, drawn ones among them, prefixes that are found: texts alone."""
+    lengths = (20, 31, 7, 70, 32, 33, 3, 90, 12, 64)
+    requests = asked(lengths) + asked(lengths[:3], sampling=DRAWN, seed=3, logprobs=True)
+    shared = list(requests[7].prompt_ids[:64])
+    requests += [Request(prompt_ids=[*shared, i], max_tokens=12) for i in range(1, 4)]
+    with engine_of(pair, prompts_at_once=1) as engine:
+        want = [engine.generate([one])[0] for one in requests]
+    got, sizes = at_once(pair, requests)
+    assert max(sizes) == 3 and len(sizes) < len(requests) - 3  # the drawn ones go alone
+    assert got[-1].cached_tokens == 64
+    for mine, alone in zip(got, want, strict=True):
+        assert mine.token_ids == alone.token_ids and mine.logprobs == alone.logprobs
+
+
+def test_what_waits_is_computed_at_once(pair):
+    """Four prompts that wait when a round begins take two dispatches, of three and of one."""
+    assert at_once(pair, asked((9, 10, 11, 12)))[1] == [3, 1]
+
+
+def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
+    """The results of requests that come at once, by passes over three prompts at most; and of how
+    many prompts each pass was that chose first tokens."""
+    layout = Layout(Shape.of(BATCH, 256, 16, 32), 16, 2, prompts=3)
+    loop, sizes = Loop(pair.models, pair.params, layout, b""), list[int]()
+    device: Any = loop.device
+    whole = device.whole
+    device.whole = lambda some, *rest: (sizes.append(len(some)), whole(some, *rest))[1]
+    events = [list[Event]() for _ in requests]
+    loop.waiting += [
+        Job(
+            handle=Handle(one, lambda _: None), order=(0, i), seed=one.seed or 0, deadline=None,
+            tokens=list(one.prompt_ids),
+        )
+        for i, one in enumerate(requests)
+    ]  # fmt: skip
+    while not loop.idle:
+        loop.round(lambda job, event: events[job.order[1]].append(event))
+    loop.close()
+    return [result_of(*each) for each in zip(requests, events, strict=True)], sizes
+
+
+def test_how_many_prompts_a_pass_takes(pair):
+    layout = Layout(Shape.of(BATCH, 256, 16, 32), 8, 2)
+    assert prompts_at_once(pair.models, layout) == 1  # a CPU waits for no dispatch
+    assert prompts_at_once(pair.models, layout._replace(prompts=5)) == 5
+    with pytest.raises(ValueError, match="prompts_at_once must be at least 1, got 0"):
+        engine_of(pair, prompts_at_once=0)
