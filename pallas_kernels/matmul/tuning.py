@@ -147,9 +147,26 @@ WALKED = 256  # rows; with more a CTA takes the pieces of K in turn
 # rows so and by a CTA for each piece, on an H200 (jax 0.11.2, 2026-11-23): [4096, 6144] 23.1 and
 # 26.3, [4096, 4096] 16.5 and 20.2, but [12288, 4096] 39.5 and 37.6.
 SHORT_K, _WALKING = 8192, ((128, 64), (64, 128))
+# Of 64 rows, for pieces whose CTAs would take a second turn that few of them fill. A multiple of 64
+# columns, since tiles in swizzles of 64 bytes take twice the time in shared memory.
+ONE_TURN = 192
 
 
 def canonical_tuning(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
+    """A tile that sums K in so many pieces: the general one, or of pieces one that takes one turn.
+
+    ValueError: the kernel cannot serve the shape.
+    """
+    general = _general(op, M, K, N, pieces)
+    if pieces == 1 or not WARPGROUP_ROWS < M <= 2 * WARPGROUP_ROWS:
+        return general
+    wide = with_ring(op, WARPGROUP_ROWS, ONE_TURN, 1, pieces)
+    plans = (_plan("matmul", M, K, N, t, ragged=True) for t in (general, wide) if t)
+    tiles = [plan.columns * plan.row_groups if plan else 0 for plan in plans]
+    return wide if wide and tiles[0] > SMS >= tiles[-1] >= _FULL else general
+
+
+def _general(op: str, M: int, K: int, N: int, pieces: int) -> Tuning:
     """The largest tile whose CTAs fill the GPU, of those that sum K in so many pieces.
 
     If its CTAs would take turns, a larger one that fills half of it is as fast, in one turn.

@@ -27,7 +27,7 @@ from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import STEP, pieces
 from pallas_kernels.matmul.tiles import Product, by_rule
-from pallas_kernels.matmul.tuning import Tuning, canonical_tuning, make_plan
+from pallas_kernels.matmul.tuning import ONE_TURN, SMS, Tuning, canonical_tuning, make_plan
 from pallas_kernels.shapes import MATMUL
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import draw
@@ -228,6 +228,14 @@ def test_every_shape_of_the_step_has_a_tile(op, K, N):
         assert isinstance(tuning, Tuning)
         assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
         make_plan(op, M, K, N, tuning)
+
+
+def test_pieces_take_one_turn_of_128_rows_where_a_wider_tile_makes_that_possible():
+    for K, N, wide in [(17408, 5120, True), (6144, 5120, True), (4096, 6144, False)]:
+        tuning = canonical_tuning("residual", 128, K, N, 2)
+        plan = make_plan("matmul", 128, K, N, tuning)
+        assert plan.columns * plan.row_groups <= SMS
+        assert (tuning.block_n == ONE_TURN) == wide
 
 
 def test_what_the_canonical_form_cannot_do_is_refused():
