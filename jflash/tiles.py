@@ -40,6 +40,7 @@ from pallas_kernels.matmul.tiles import (
     wanted,
 )
 from pallas_kernels.matmul.tuning import HEADS, Tuning
+from pallas_kernels.matmul.wide_mosaic import Wide
 
 READ_BYTES, MOST_COPIES = 250_000_000, 6  # a turn reads other weights than the caches hold
 ROUNDS, ROUND_SECONDS = 5, 0.004
@@ -190,7 +191,8 @@ def _prefer_kept(file: Path | None) -> None:
         with contextlib.suppress(ValueError, TypeError):  # of another version
             op, *sizes = name.split()
             product = Product(op, *map(int, sizes))
-            tile = Tile(**fields) if "rows" in fields else Tuning(**fields)
+            kind = Tile if "rows" in fields else Wide if "width" in fields else Tuning
+            tile = kind(**fields)
             if unsettled([product]) and tile in candidates(product):
                 prefer(product, tile)
 

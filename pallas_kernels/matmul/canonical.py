@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import few_rows, kept_mosaic, mosaic_gpu
+from pallas_kernels.matmul import few_rows, kept_mosaic, mosaic_gpu, wide_mosaic
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.fragments import Fragments
@@ -24,6 +24,7 @@ from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.tiles import AnyTile, Product, by_rule, few_rows_tile, tile_for
 from pallas_kernels.matmul.tuning import HEADS, Tuning
+from pallas_kernels.matmul.wide_mosaic import Wide
 
 SUMS = ("matmul", "residual", "pieces")  # whose K may be cut
 
@@ -114,7 +115,10 @@ def by_tile(
     interpret: bool = False,
 ) -> Any:
     """The product by this tile; x has the product's rows, or others that it stands for."""
-    if isinstance(tile, Tile):
+    if isinstance(tile, Wide):
+        halves = (firsts or (0, product.columns)) if product.op == "gate_up" else None
+        out = wide_mosaic.product(x, w, tile=tile, halves=halves)
+    elif isinstance(tile, Tile):
         out = _by_few_rows(tile, product, x, w, residual, firsts, interpret)
     else:
         out = _by_many_rows(tile, product, x, w, residual, firsts, interpret)

@@ -14,15 +14,17 @@ from typing import NamedTuple
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tuning import (
     HEADS,
+    SMS,
     WASTE,
     Tuning,
     canonical_tuning,
     make_plan,
     with_ring,
 )
+from pallas_kernels.matmul.wide_mosaic import ROWS, Wide, one_turn
 
 FEW_ROWS = 64
-AnyTile = Tile | Tuning  # by Pallas-Triton, or by the Mosaic GPU kernel
+AnyTile = Tile | Tuning | Wide  # by Pallas-Triton, or by one of the Mosaic GPU kernels
 
 
 class Product(NamedTuple):
@@ -89,7 +91,15 @@ def by_rule(product: Product) -> AnyTile:
     if product.M <= FEW_ROWS:
         return few_rows_tile(product)
     op = "matmul" if product.op == "pieces" else product.op
-    return canonical_tuning(op, product.M, product.K, product.N, product.pieces)
+    return wide_tile(product) or canonical_tuning(op, *product[1:])
+
+
+def wide_tile(product: Product) -> Wide | None:
+    """Of gate and up of 65 to 128 rows, if it takes one turn and fills it; else None."""
+    if product.op != "gate_up" or not FEW_ROWS < product.M <= ROWS:
+        return None
+    tile = one_turn(product.K, product.columns, halves=2)
+    return tile if tile and _FULL <= -(-product.columns // tile.width) <= SMS else None
 
 
 def few_rows_tile(product: Product, whole: bool = False) -> Tile:
@@ -133,14 +143,15 @@ def candidates(product: Product) -> list[AnyTile]:
     if product.M <= 2 * FEW_ROWS:
         found += _few_rows_candidates(product)
     if product.M > FEW_ROWS:
-        found += _many_rows_candidates(product)
+        general = "matmul" if product.op == "pieces" else product.op
+        found += [canonical_tuning(general, *product[1:]), *_many_rows_candidates(product)]
     if product.op == "pieces":  # what a consumer pays for several is not seen in their product
         found = [tile for tile in found if _several(tile) == _several(rule)]
     return list(dict.fromkeys(found))
 
 
 def _several(tile: AnyTile) -> bool:
-    return isinstance(tile, Tile) or tile.split_k > 1
+    return isinstance(tile, Tile) or (isinstance(tile, Tuning) and tile.split_k > 1)
 
 
 def _few_rows_candidates(product: Product) -> Iterator[Tile]:

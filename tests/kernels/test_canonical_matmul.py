@@ -28,6 +28,7 @@ from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import STEP, pieces
 from pallas_kernels.matmul.tiles import Product, by_rule
 from pallas_kernels.matmul.tuning import ONE_TURN, SMS, Tuning, canonical_tuning, make_plan
+from pallas_kernels.matmul.wide_mosaic import Wide
 from pallas_kernels.shapes import MATMUL
 from tests.support.attention_checks import ON_GPU
 from tests.support.row_checks import draw
@@ -225,7 +226,9 @@ def test_every_shape_of_the_step_has_a_tile(op, K, N):
         assert K % (tile.depth * P) == 0 and (op == "head_argmax" or half % tile.columns == 0)
     for M in (65, 128, 192, 320, 512, 1024):
         tuning = by_rule(Product.of(op, M, K, N, P))
-        assert isinstance(tuning, Tuning)
+        if isinstance(tuning, Wide):
+            assert op == "gate_up" and M <= 128 and tuning.ring >= 4
+            continue
         assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
         make_plan(op, M, K, N, tuning)
 

@@ -13,6 +13,7 @@ from pallas_kernels.matmul import tiles as chosen
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tiles import Product, by_rule, candidates
 from pallas_kernels.matmul.tuning import HEADS, Tuning, make_plan
+from pallas_kernels.matmul.wide_mosaic import Wide, one_turn
 from pallas_kernels.shapes import LAYER, MATMUL
 
 OUT = Product.of("matmul", 9, 4096, 4096, 2)
@@ -118,7 +119,9 @@ def test_every_candidate_fits_its_product():
             several = candidates(product)
             assert several[0] == by_rule(product) and len(several) <= 13, (product, several)
             for tile in several:
-                if isinstance(tile, Tuning):
+                if isinstance(tile, Wide):
+                    assert op == "gate_up" and tile == one_turn(K, N // 2, 2)
+                elif isinstance(tile, Tuning):
                     assert tile.walk * tile.split_k == product.pieces
                     make_plan("matmul" if op == "pieces" else op, M, K, N, tile)
                 else:
