@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tuning import (
+    COLUMNS,
     HEADS,
     SMS,
     WASTE,
@@ -95,10 +96,13 @@ def by_rule(product: Product) -> AnyTile:
 
 
 def wide_tile(product: Product) -> Wide | None:
-    """Of gate and up of 65 to 128 rows, if it takes one turn and fills it; else None."""
-    if product.op != "gate_up" or not FEW_ROWS < product.M <= ROWS:
+    """Of 65 to 128 rows if it takes one turn and fills it: of gate and up, and of products whose
+    columns are not whole swizzles of 128 bytes. Else None."""
+    op, M, K, N, pieces = product
+    narrow = op == "matmul" and pieces == 1 and N % COLUMNS
+    if not (op == "gate_up" or narrow) or not FEW_ROWS < M <= ROWS:
         return None
-    tile = one_turn(product.K, product.columns, halves=2)
+    tile = one_turn(K, product.columns, halves=1 if narrow else 2)
     return tile if tile and _FULL <= -(-product.columns // tile.width) <= SMS else None
 
 

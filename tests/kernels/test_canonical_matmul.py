@@ -241,6 +241,11 @@ def test_pieces_take_one_turn_of_128_rows_where_a_wider_tile_makes_that_possible
         assert (tuning.block_n == ONE_TURN) == wide
 
 
+def test_columns_that_are_no_whole_swizzles_have_a_tile_that_needs_none():
+    assert by_rule(Product.of("matmul", 128, 5120, 16480, 1)) == Wide(width=128, ring=6)
+    assert isinstance(by_rule(Product.of("matmul", 128, 5120, 14336, 1)), Tuning)
+
+
 def test_what_the_canonical_form_cannot_do_is_refused():
     x, w = draw(0, (4, 128)), draw(1, (128, 64))
     with pytest.raises(ValueError, match="takes bfloat16, got float32"):
