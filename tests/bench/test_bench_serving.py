@@ -16,12 +16,12 @@ from jflash.bench.recording import of_mean, read_recording
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
 from jflash.bench.stalls import gaps
 from jflash.cli import bench_serving, main
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.files import in_turn
 from jflash.programs import Shape, new_state
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.request import Request
 from jflash.speculative import draft
+from tests.support.small_checkpoints import edit_config, make_pair
 
 STEPS = [[0, 0.5, *[0.3] * 6], [7, *[0.9] * 7], [3, 0.9, 0.8, 0.7, *[0.2] * 4], [1, *[0.6] * 7]]
 
@@ -53,18 +53,21 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch):
 
 @pytest.fixture
 def beside_form(tmp_path):
-    """The arguments that time one text of the embedded pair beside one in a form."""
+    """The arguments that time one text of a small pair beside one in a form."""
+    pair = make_pair(tmp_path)
+    for folder in pair:
+        edit_config(folder, max_position_embeddings=1000)
     questions = tmp_path / "questions.jsonl"
     texts = ("Ana has 3 shells. How many?", "Theo has 9 stamps and 2 more. How many?")
     lines = [json.dumps({"question": text, "answer": "#### 3"}) for text in texts]
     questions.write_text("\n".join(lines))
-    pair = ["--target", f"{EMBEDDED_PAIR / 'target'}", "--drafter", f"{EMBEDDED_PAIR / 'drafter'}"]
-    argv = [*pair, "--gsm8k", str(questions), "--questions", "2", "--beside-form", "2"]
+    argv = ["--target", f"{pair.target}", "--drafter", f"{pair.drafter}"]
+    argv += ["--gsm8k", str(questions), "--questions", "2", "--beside-form", "2"]
     return [*argv, "--max-new-tokens", "24", "--repeats", "1"]
 
 
 def test_texts_beside_one_in_a_form(beside_form, tmp_path):
-    """The embedded pair: neighbours keep their texts, and what they lose is told."""
+    """Neighbours keep their texts, and what they lose is told."""
     kept = tmp_path / "result.json"
     assert main.run("bench-serving", [*beside_form, "--json", str(kept)]) == 0
     [row] = json.loads(kept.read_text())["serving"]
