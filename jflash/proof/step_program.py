@@ -18,6 +18,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, run, run_limits
+from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS
 
 FLOAT32 = 4  # bytes
 # Bytes that do not grow with the batch: partial sums of attention and of matrix products, which are
@@ -67,16 +68,17 @@ def step_program(models: Models, batch: int, capacity: int) -> StepProgram:
     shape = Shape.of(batch, capacity)
     state = jax.eval_shape(lambda: new_state(models, shape))
     arguments = (Params(params(models.target.config), drafter), state, *run_limits(state))
-    bound = temporary_bound(local(models), batch)
+    bound = temporary_bound(local(models), batch, capacity)
     return StepProgram(models, functools.partial(run, models), arguments, bound)
 
 
-def temporary_bound(models: Models, batch: int) -> int:
+def temporary_bound(models: Models, batch: int, capacity: int) -> int:
     """Bytes that a step may take beside weights and state.
 
     These are one array of float32 logits [B, W, V] if logits are written (draft and verify take
     turns), ROOM, and twice the widest activation (one is read, one is written): a layer's gate and
-    up [B, W, 2 F], or the rows of all its experts, gathered from all devices that have some.
+    up [B, W, 2 F], or the rows of all its experts, gathered from all devices that have some. Beside
+    them lie the pieces of attention with wide heads, which no CTA walks however large the batch.
     """
     rows, size = batch * models.block_size, jnp.dtype(models.dtype).itemsize
     widths = [2 * c.intermediate_size for c in models.configs]
@@ -86,7 +88,21 @@ def temporary_bound(models: Models, batch: int) -> int:
         widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, gathered))
     widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models) else 0
-    return rows * (logits + 2 * widest) + ROOM
+    return rows * (logits + 2 * widest) + _wide_pieces(models, batch, capacity) + ROOM
+
+
+def _wide_pieces(models: Models, batch: int, capacity: int) -> int:
+    """Sums, maxima and weights in float32 of a layer's pieces of the KV axis."""
+    if models.kernels.attention != "canonical":
+        return 0
+    sizes = [0]
+    for mixer in {mixer for config in models.configs for mixer in config.mixers}:
+        heads, dims = mixer.num_kv_heads, mixer.head_dim
+        if dims > WALKED_DIMS:
+            row_tiles = -(-models.block_size // (ROWS // (mixer.num_heads // heads)))
+            tiles = batch * heads * row_tiles * -(-capacity // PIECE)
+            sizes.append(tiles * ROWS * (dims + 2) * FLOAT32)
+    return max(sizes)
 
 
 def writes_logits(models: Models) -> bool:

@@ -24,6 +24,7 @@ WALKERS = 64  # CTAs: batch 8 of Qwen3-8B's heads took 27.2 µs by a second kern
 # 2026-11-23) 96 of 64 dims took 14.7 µs in place of 17.9. Of 128 dims 64 took 20.4 in place of
 # 22.2, but two strands spill registers there.
 ALONE = 96
+WALKED_DIMS = 128  # of a head at most: a wider one's two sums do not fit registers
 
 
 def block_attention(
@@ -52,10 +53,10 @@ def block_attention(
 
 
 def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
-    """The CTAs of the pieces, which change no bit. A wide head's two sums do not fit registers."""
+    """The CTAs of the pieces, which change no bit."""
     row_tiles = -(-T // (ROWS // (N // K)))
     ctas = B * K * row_tiles
-    walks = H <= 128 and ctas >= WALKERS
+    walks = H <= WALKED_DIMS and ctas >= WALKERS
     strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
     how = {"stages": STAGES[H], "walk": walks, "strands": strands, "ordered": True}
     return Tiles(chunk=PIECE, block=BLOCK, **how)

@@ -105,6 +105,16 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
     assert launches.count(("kWhile/body", "kCommandBuffer")) > 10 * layers
 
 
+def test_the_step_with_delta_nets_and_wide_heads_passes():
+    """A head of 256 dims has pieces of attention in memory at every batch, and they are counted."""
+    shape = cut(model_shape("qwen3.5-27b"), target_layers=4, drafter_layers=1)
+    step = step_program(on_h200(pair_models(shape)), 8, CAPACITY)
+    program = compiled(step)
+    assert not failed(program, step.temporary_bound)
+    pieces = 8 * 4 * 2 * CAPACITY // 256 * 64 * 256 * 4
+    assert program.temporary_bytes > pieces > step.temporary_bound // 2
+
+
 @pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (9, 9), (31, 11)])
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
