@@ -21,16 +21,16 @@ def in_fragments(models: Models) -> Models:
     config = models.target.config
     leaves = leaf_paths(config)
     kept = {
-        path: leaf.kept._replace(fragments=_has_fragments(leaf))
+        path: leaf.kept._replace(fragments=has_fragments(leaf))
         for path, leaf in leaves.items()
         if leaf.kept
     }
     return replace(models, target=Target(config.keeping(kept))) if kept else models
 
 
-def _has_fragments(leaf: Leaf) -> bool:
-    assert leaf.kept
-    if leaf.experts or leaf.kept.form not in ("fp8", "int4"):
+def has_fragments(leaf: Leaf) -> bool:
+    """Whether a kept leaf may lie in fragments: it is dense, and its sizes fit."""
+    if not leaf.kept or leaf.experts or leaf.kept.form not in ("fp8", "int4"):
         return False
     plain = replace(leaf, kept=leaf.kept._replace(fragments=False)).struct
     assert isinstance(plain, Quantised)

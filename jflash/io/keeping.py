@@ -6,17 +6,20 @@ import jax
 
 from jflash.device import device_memory
 from jflash.io.checkpoint import Checkpoint
-from jflash.kept import in_fragments
+from jflash.kept import has_fragments, in_fragments
 from jflash.kernels import AUTO
+from jflash.leaves import Leaf
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params, leaf_paths
 from jflash.pair import Models
+from jflash.specs import Kept
 
 KEPT = "kept"
 QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
-# The share of a device's memory that arrays may take before weights stay codes by themselves. At
-# batch 1 a step of Qwen3-8B's pair on an H200 takes 5.7 ms with arrays, 4.6 with FP8 and 4.2 with
-# INT4; larger batches and prompts were not timed, and experts' codes are slower at few rows.
+# The share of a device's memory that arrays may take before all weights stay codes by themselves:
+# experts' codes are slower at few rows, and FP8 at many. A step of Qwen3-8B's pair on an H200 takes
+# 5.7 ms with arrays, 4.6 with FP8 and 4.1 with INT4 at batch 1, 7.3, 7.4 and 6.8 at 8, and 18.3,
+# 20.8 and 18.3 at 32 (benchmarks/README.md). So INT4 stays in codes wherever they lie in fragments.
 ROOMY = 2 / 3
 
 
@@ -27,11 +30,11 @@ def keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     asked, alone, kernels = quantised == KEPT, models.mesh is None, models.kernels
     if not (asked or (quantised == AUTO and alone and kernels.matmul == "canonical")):
         return models
-    if not asked and _roomy(models):
-        return models
     config = models.target.config
     forms, leaves = target.kept(config), leaf_paths(config)
     kept = {path: form for path, form in forms.items() if form}
+    if not asked and _roomy(models):
+        kept = {path: form for path, form in kept.items() if _wins(leaves[path], form)}
     if asked and not kept:
         raise ValueError(f"{target.path} has no quantised weights that may be kept in memory")
     if asked and (whole := [p for p in forms if leaves[p].experts and not forms[p]]):
@@ -44,6 +47,11 @@ def keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     if not kept:
         return models
     return in_fragments(replace(models, target=Target(config.keeping(kept))))
+
+
+def _wins(leaf: Leaf, form: Kept) -> bool:
+    """Whether no step is slower with codes than with the array, in so far as it was measured."""
+    return form.form == "int4" and has_fragments(replace(leaf, kept=form))
 
 
 def _roomy(models: Models) -> bool:

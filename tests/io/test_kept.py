@@ -10,12 +10,14 @@ import pytest
 
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
+from jflash.bench.shapes import model_shape
 from jflash.io import configure_pair, keeping, load, load_weights
 from jflash.io.keeping import QUANTISED
 from jflash.kernels import XLA
 from jflash.memory import memory_budget
-from jflash.models.params import abstract_params
+from jflash.models.params import abstract_params, leaf_paths
 from jflash.programs import Shape
+from jflash.specs import Kept
 from pallas_kernels.matmul.quantised import Quantised, dequantised
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair
@@ -146,7 +148,7 @@ def test_experts_are_kept_by_themselves_where_their_kernel_reads_codes(
 
 
 def test_codes_are_kept_by_themselves_where_arrays_would_crowd_the_device(tmp_path, monkeypatch):
-    """Arrays are faster, so they are made while two thirds of the memory hold both models."""
+    """FP8 in codes is slower at many rows, so it gets arrays where memory has room for both."""
     pair = make_pair(tmp_path)
     quantise(pair.target, CASES["fp8-block"])
     whole = load_pair(pair.target, pair.drafter)
@@ -157,6 +159,28 @@ def test_codes_are_kept_by_themselves_where_arrays_would_crowd_the_device(tmp_pa
         assert bool(models.target.config.layers[0].kept) == kept
         asked = configure_pair(pair.target, pair.drafter, quantised="kept").models
         assert asked.target.config.layers[0].kept
+
+
+def test_int4_is_kept_by_itself_where_it_lies_in_fragments(tmp_path, monkeypatch):
+    """The pair's sizes are too small for fragments; those of Qwen3-8B fit."""
+    pair = make_pair(tmp_path)
+    quantise(pair.target, CASES["ct-int4-group"])
+    as_on_hopper(monkeypatch, 2**40)
+    assert configure_pair(pair.target, pair.drafter).models.target.config.layers[0].kept == ()
+    monkeypatch.setattr(keeping, "has_fragments", lambda leaf: not leaf.experts)
+    assert configure_pair(pair.target, pair.drafter).models.target.config.layers[0].kept
+    asked = configure_pair(pair.target, pair.drafter, quantised="dequantised").models
+    assert asked.target.config.layers[0].kept == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "form", "wins"),
+    [("qwen3-8b", "int4", True), ("qwen3-8b", "fp8", False), ("qwen3-coder-30b", "int4", False)],
+)
+def test_only_dense_int4_is_never_slower_in_codes(shape, form, wins):
+    config = model_shape(shape)[0]
+    leaf = leaf_paths(config)["layers_0/mlp/gate_up/kernel"]
+    assert keeping._wins(leaf, Kept(form, 128, "bfloat16", False)) == wins
 
 
 def test_experts_beside_a_shared_one_are_kept_and_gates_of_one_column_are_not(tmp_path):
