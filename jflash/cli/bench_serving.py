@@ -13,7 +13,7 @@ from jflash.evals.datasets import load_problems
 from jflash.files import in_turn, whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
-from jflash.programs import PREFILL_CHUNK
+from jflash.programs import LARGE_CHUNK, engine_chunk
 from jflash.serving.engine import PREFILL_BETWEEN, STEPS_PER_CALL
 
 AT_ONCE = 8  # answers that are recorded at once
@@ -55,8 +55,9 @@ def of_shape(
             *(Case(TEXTS + 1, count, burst=False, long=n) for n in args.long_prompt),
         )
     ]  # fmt: skip
+    chunk = args.prefill_chunk or engine_chunk(pair.models, LARGE_CHUNK)
     yield from measured(
-        pair, [case._replace(chunk=args.prefill_chunk or PREFILL_CHUNK) for case in cases], wait,
+        pair, [case._replace(chunk=chunk) for case in cases], wait,
         requests=args.requests, repeats=args.repeats, probes=args.probes,
         between=args.prefill_between or PREFILL_BETWEEN,
     )  # fmt: skip

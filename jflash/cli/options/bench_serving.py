@@ -40,7 +40,12 @@ def declare(parser: Parser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--steps-per-call", type=counts, default=None, metavar="1,4", help="of the engine")
     add("--requests", type=int, default=1, help="of a shape, for each slot: default 1, a burst")
-    add("--prefill-chunk", type=int, metavar="N", help="of a shape's engine: tokens of a pass")
+    add(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="of a shape's engine: tokens of a pass, by default as jflash serve has it",
+    )
     add("--prefill-between", type=int, metavar="N", help="the same: tokens between two calls")
     turn = "commands of one FILE compile at once, and are timed one after another"
     add("--in-turn", type=Path, metavar="FILE", help=turn)
