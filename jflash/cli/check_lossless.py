@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
+from jflash.proof.kept_forms import TEXTS_KEPT, check_kept
 from jflash.proof.law import check_law
 from jflash.proof.law_forms import CPU, GPU, WHOLE
 from jflash.proof.law_text import comparison_line, law_failures, law_lines
@@ -52,6 +53,9 @@ def check(args: Options) -> dict[str, Any]:
     if "ops" in args.checks:
         report["ops"] = [_check_ops(name, args, dtype) for name in args.pairs]
         failed += [line for each in report["ops"] for line in failures_of_ops(each)]
+    if "kept" in args.checks:
+        report["kept"] = [each for name in args.pairs for each in _check_kept(name, args, dtype)]
+        failed += [line for each in report["kept"] for line in law_failures(each)]
     return report | {"failures": failed}
 
 
@@ -64,6 +68,14 @@ def _check_ops(name: str, args: Options, dtype: str) -> dict[str, Any]:
         print(f"{name}, {each['op']}: {counts}", flush=True)
 
     return {"pair": name} | check_ops(case.models, note)
+
+
+def _check_kept(name: str, args: Options, dtype: str) -> Iterator[dict[str, Any]]:
+    """One target in each form of codes."""
+    case = load_case(name, dtype, args.seed, chosen_backends(args), TEXTS_KEPT, args.layers)
+    for each in check_kept(case, args.seed, dtype):
+        print("\n".join(law_lines(each)), flush=True)
+        yield each
 
 
 def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ must have the same bits. oracle: trained, random and replaying drafters decode -
 pair and batch size through one executable, and must give what its oracle gives, which accepts no
 draft; the law implies this. devices: as many devices as --tensor-parallel names decode what one
 does, with the same keys and values. ops: each operation of a target's sizes alone, at 1 to 512
-rows. Faults planted on purpose must be caught.
+rows. kept: a target kept in FP8 and in INT4 decodes the text of the arrays that its codes stand
+for. Faults planted on purpose must be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
@@ -16,7 +17,7 @@ from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.parts import OVER
 from jflash.proof.pairs import PAIRS
 
-CHECKS = ("law", "oracle", "devices", "ops")
+CHECKS = ("law", "oracle", "devices", "ops", "kept")
 KEPT = "written there too"
 
 
@@ -62,5 +63,7 @@ def check(args: Options) -> None:
     refuse(alone, f"--experts-over {args.experts_over} is for --checks devices")
     shared = args.drafter_dtype and "devices" in args.checks
     refuse(shared, f"--drafter-dtype {args.drafter_dtype}: not for devices that share the pair")
+    rounded = args.drafter_dtype and "kept" in args.checks
+    refuse(rounded, f"--drafter-dtype {args.drafter_dtype}: not for a target that is kept as codes")
     at_least_1(args, "tokens", "min_count", "min_distinct", "layers")
     check_seed(args.seed)
