@@ -94,7 +94,8 @@ def test_smollm2(tmp_path):
 
 
 @needs(SMOLLM2)
-def test_smollm2_speaks():
+def test_the_text_of_smollm2():
+    """What it answers is read in test_smollm2_pair.py, where it is compiled anyway."""
     smollm2 = path_of(SMOLLM2)
     assert hashlib.sha256(Path(smollm2).read_bytes()).hexdigest() == SHA256
     tokenizer, stops = load_tokenizer(smollm2), stop_token_ids(smollm2)
@@ -108,10 +109,6 @@ def test_smollm2_speaks():
         "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    pair = load_pair(smollm2, dtype="float32")
-    [answer] = generate(pair, [prompt], max_new_tokens=24, stop_token_ids=stops)
-    assert "The capital of France is Paris." in tokenizer.decode(answer.token_ids)
-    assert answer.finish_reason == "stop" and answer.token_ids[-1] == 2
 
 
 @needs(PYTHON, GEMMA3)

@@ -18,12 +18,13 @@ from tests.support.reference import PYTHON, SMOLLM2, needs, path_of, run_referen
 TESTS = Path(__file__).parents[1]
 CHECKPOINTS = TESTS.parent / "checkpoints"
 DRAFTER = CHECKPOINTS / "smollm2-135m-instruct-dflash"
-NEW = 32
+NEW, FIRST = 32, 10  # tokens; those that are decoded one by one too
 QUESTIONS = (
     "A tram carries 48 people. At the first stop 13 get off and 9 get on. How many are on it now?\n"
     "Please reason step by step, and put your final answer within \\boxed{}.",
     "Mira reads 12 pages a day. How many days does she need for a book of 180 pages?\n"
     "Please reason step by step, and put your final answer within \\boxed{}.",
+    "What is the capital of France?",
 )
 
 
@@ -57,10 +58,17 @@ def test_the_files_are_whole_and_small():
 
 
 @needs(SMOLLM2)
+def test_it_knows_the_capital_and_ends(ours):
+    answer = load_tokenizer(path_of(SMOLLM2)).decode(ours[-1].token_ids)
+    assert "The capital of France is Paris." in answer
+    assert ours[-1].finish_reason == "stop" and ours[-1].token_ids[-1] == 2
+
+
+@needs(SMOLLM2)
 def test_it_drafts_several_tokens_and_changes_none(pair, prompts, ours):
     stops = stop_token_ids(path_of(SMOLLM2))
-    oracle = generate(pair, prompts, max_new_tokens=NEW, stop_token_ids=stops, oracle=True)
-    assert [g.token_ids for g in ours] == [g.token_ids for g in oracle]
+    oracle = generate(pair, prompts, max_new_tokens=FIRST, stop_token_ids=stops, oracle=True)
+    assert [g.token_ids[:FIRST] for g in ours] == [g.token_ids for g in oracle]
     steps = sum(len(g.acceptance_lengths) for g in ours)
     assert sum(sum(g.acceptance_lengths) for g in ours) / steps > 4
 
