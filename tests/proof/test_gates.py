@@ -92,7 +92,9 @@ def looped(body):
     return run
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("pair", 1), ("pair", 32), ("plain", 1)])
+@pytest.mark.parametrize(
+    ("kind", "batch"), [("pair", 1), pytest.param("pair", 32, marks=pytest.mark.long), ("plain", 1)]
+)
 def test_the_step_passes_every_gate(kind: str, batch: int):
     models = {"pair": pair_models, "plain": plain_models}[kind](SHAPE)
     step = step_program(on_h200(models), batch, CAPACITY)

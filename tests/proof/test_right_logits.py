@@ -143,7 +143,13 @@ def test_usual_weights_spread_attention_and_logits():
     assert (usual_weights(wide, params)["norm"]["scale"] == 1).all()
 
 
-@pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gemma", "tiny-muse"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["tiny-hybrid", pytest.param("tiny-gemma", marks=LONG), pytest.param("tiny-muse", marks=LONG)],
+)
 def test_other_families_are_judged_by_our_modules_in_float32(shape, monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "tiny-gemma", gemma_like())
     monkeypatch.setitem(SHAPES, "tiny-muse", muse_like())

@@ -19,12 +19,23 @@ from jflash.io.hf_config import TARGETS
 from jflash.passes import Rows
 from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
-from tests.support.reference import case_folders, case_sets, close, pair, record
+from tests.support.reference import (
+    case_folders,
+    case_sets,
+    close,
+    fresh,
+    long_but_for,
+    pair,
+    record,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 COMMITTED = Path(__file__).parents[1] / "reference" / "dflash2_cases"
 SETS = case_sets(COMMITTED, "JFLASH_FRESH_DFLASH2_CASES")
 FOLDERS = case_folders(*SETS)
+# These decode in every run, and fresh ones of all families in .ci/run: full attention, a window of
+# both sides, a delta net with a causal one, and sinks.
+DECODED = tuple(f"dflash2_cases-pair{i}" for i in ("00", "02", "05", "08"))
 TEMPERATURE, SPLIT = 0.7, 9  # of the recorded probabilities; tokens before the recorded block
 CHUNK = 11  # shorter than a prompt; that no other test takes: RING_BLOCK is no part of a shape
 
@@ -87,7 +98,7 @@ def test_states_candidates_and_scores(folder: Path):
         assert candidates[i, best] == want["best"][i]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", long_but_for(FOLDERS, *DECODED, *fresh(FOLDERS)))
 def test_whole_generations(folder: Path, monkeypatch):
     """Tokens and acceptance lengths, step for step; rings as small as can be, so that they wrap."""
     monkeypatch.setattr(cache, "RING_BLOCK", 1)

@@ -52,7 +52,11 @@ def samples(version, calls: int) -> tuple[np.ndarray, np.ndarray]:
     return counts, lengths
 
 
-@pytest.mark.parametrize("version", [version_1, version_2], ids=["DFlash", "DFlash 2"])
+@pytest.mark.parametrize(
+    "version",
+    [version_1, pytest.param(version_2, marks=pytest.mark.long)],
+    ids=["DFlash", "DFlash 2"],
+)
 def test_rows_that_are_fought_over_leave_the_distribution(version):
     counts, lengths = samples(version, 3)  # more than a budget that knows a draw needs to fail
     assert counts.sum() == 3 * GROUPS * BATCH

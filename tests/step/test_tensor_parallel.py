@@ -52,6 +52,7 @@ print(json.dumps([ids, prompt["output_ids"][:12]]))
 """
 
 
+@pytest.mark.long
 def test_generate_over_four_devices_gives_the_tokens_of_one():
     """The embedded pair's two KV heads are each kept on two devices."""
     found, want = result(start(GENERATE)), json.loads(GOLDEN.read_text())

@@ -70,6 +70,19 @@ def case_folders(*sets) -> list:
     ]
 
 
+def long_but_for(folders: list, *names: str) -> list:
+    """The folders, each a long test unless it is named."""
+    return [
+        x if x.id in names else pytest.param(*x.values, id=x.id, marks=(*x.marks, pytest.mark.long))
+        for x in folders
+    ]
+
+
+def fresh(folders: list) -> list[str]:
+    """The names of those that .ci/run makes anew."""
+    return [x.id for x in folders if x.id.startswith("fresh-")]
+
+
 def record(folder: Path) -> dict:
     return json.loads((folder / "record.json").read_text())
 
