@@ -246,7 +246,7 @@ def test_an_end_that_is_certain_takes_no_more_steps(pair):
 @pytest.mark.parametrize(("burst", "seconds"), [(1, 0.0), (2, 0.0), (2, 0.02)])
 def test_a_long_prompt_keeps_no_text_waiting(pair, burst, seconds, monkeypatch):
     """Between two calls of its steps there are `burst` chunks, whatever arrives; fewer if a chunk
-    takes so many seconds that more would pass the engine's 0.05."""
+    takes so many seconds that more would pass the engine's STALL."""
     monkeypatch.setattr(DeviceTime, "lasted", lambda *_: seconds)
     loop, texts = loop_of(pair, burst=8 if seconds else burst), dict[int, list[int]]()
     loop._stall = STALL
