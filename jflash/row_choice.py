@@ -1,9 +1,10 @@
 """The number of rows that a step verifies: the host chooses it between calls, for tokens a second.
 
 Each of a few numbers of rows has an executable over the same state. Their times are measured once
-on this device and kept beside the compiled programs; a running survey of the drafts predicts the
-tokens that a number of rows would commit. With one row a sequence nothing is drafted; from time to
-time a drafted step probes whether that is still best. This file knows neither requests nor texts.
+on this device and kept beside the compiled programs, and an engine's rounds tell what they come to
+there; a running survey of the drafts predicts the tokens that a number of rows would commit. With
+one row a sequence nothing is drafted; from time to time a drafted step probes whether that is still
+best. This file knows neither requests nor texts.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jflash.device import device_name
 from jflash.files import write_json
 from jflash.kernels import AUTO
 from jflash.pair import Models, Params
 from jflash.programs import Programs, Shape, compile_programs, compile_several, new_state
+from jflash.rounds import Round, Rounds, Step
 from jflash.rows import BINS, Survey
 from jflash.state import State
 
@@ -39,9 +41,11 @@ SMALLEST_BATCH = 8
 FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
 KEPT = 0.8  # weight of earlier counts, after each call that drafted
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
+MIDDLE = (np.arange(BINS) + 0.5) / BINS  # of each bin
 TURNS, TIMED_CALLS, TIMED_STEPS = 6, 4, 4
 TIMED_CONTEXT = 1024  # tokens of each sequence at most: few texts fill a large capacity
 PROBE = 100  # milliseconds without drafts before one of a probe
+STAYS = 1.02  # another number of rows must promise more than so many times the tokens a second
 
 
 def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
@@ -89,17 +93,17 @@ class Estimate:
             setattr(self, name, KEPT * getattr(self, name) + getattr(seen, name))
         self.drafted = KEPT * self.drafted + float(seen.live)
 
-    def tokens(self, rows: int) -> float:
-        """The expected tokens of a step that verifies the best `rows` rows of today's sequences.
+    def tokens(self, rows: Sequence[int]) -> Float[np.ndarray, " N"]:
+        """The expected tokens of steps that verify so many rows of today's sequences, the best.
 
         They offer as many drafts each as those did that drafted: at a burst's beginning these are
         few.
         """
-        middle = (np.arange(BINS) + 0.5) / BINS
-        rate = (self.accepted + PRIOR * middle) / (self.verified + PRIOR)
+        rate = (self.accepted + PRIOR * MIDDLE) / (self.verified + PRIOR)
         offered = self.offered[::-1] / max(self.drafted, 1e-9) * self.live
-        taken = np.diff(np.minimum(np.cumsum(offered), rows - self.live), prepend=0.0)
-        return self.live + float(taken @ rate[::-1])
+        spare = np.array(rows) - self.live
+        upto = np.minimum(np.cumsum(offered), spare[:, None])
+        return self.live + np.diff(upto, prepend=0.0) @ rate[::-1]
 
 
 class ChosenRows:
@@ -109,13 +113,14 @@ class ChosenRows:
         self,
         prefill: Any,
         runs: Mapping[int, Any],
-        ms: Mapping[int, float],
+        times: Mapping[int, Step],
         seconds: float,
         fewest: int = 1,  # steps of a call, and so of a probe
     ) -> None:
-        self.prefill, self.seconds, self.ms, self.fewest = prefill, seconds, dict(ms), fewest
-        self.estimate, self.steps = Estimate(), dict.fromkeys(runs, 0)
-        self._runs, self._plain = dict(runs), min(runs)
+        self.prefill, self.seconds, self.times, self.fewest = prefill, seconds, dict(times), fewest
+        self.estimate, self.rounds = Estimate(), Rounds(times)
+        self.steps = dict.fromkeys(runs, 0)
+        self._runs, self._plain, self._now = dict(runs), min(runs), max(runs)
         self._pending = deque[tuple[int, Survey]]()
         self._before: Survey | None = None
         self._undrafted = 0.0  # milliseconds since the last drafted step
@@ -132,9 +137,12 @@ class ChosenRows:
         self._pending.append((rows, report.survey))
         return state, report
 
-    def pick(self) -> tuple[int, int]:
-        """`choice`, after the surveys of all finished calls are read."""
+    def pick(self, live: int | None = None) -> tuple[int, int]:
+        """`choice`, after the surveys of all finished calls are read; `live` sequences will step,
+        as many as in the newest of these unless given."""
         self._look()
+        if live is not None:
+            self.estimate.live = live
         rows, steps = self.choice()
         if rows != self._plain:
             self._undrafted = 0.0
@@ -142,15 +150,16 @@ class ChosenRows:
 
     def choice(self) -> tuple[int, int]:
         """The rows and the steps of the next call."""
-        widest = max(self._runs)
         if not self.estimate.drafted:
-            return widest, FIRST
-        speed = {rows: self.estimate.tokens(rows) / self.ms[rows] for rows in self._runs}
-        drafting = [rows for rows in self._runs if rows != self._plain]
-        best = max(drafting, key=speed.__getitem__)
-        if speed[best] >= speed[self._plain]:
+            return max(self._runs), FIRST
+        tokens = self.estimate.tokens([*self.times])
+        speed = dict(zip(self.times, tokens / self.rounds.ms(tokens), strict=True))
+        speed[self._now] *= STAYS
+        best = max((rows for rows in self._runs if rows != self._plain), key=speed.__getitem__)
+        self._now = best if speed[best] >= speed[self._plain] else self._plain
+        if self._now == best:
             return best, STEPS
-        if self._undrafted >= PROBE * self.fewest * self.ms[best]:
+        if self._undrafted >= PROBE * self.fewest * self.times[best].ms:
             return best, self.fewest
         return self._plain, STEPS
 
@@ -163,8 +172,9 @@ class ChosenRows:
             self._pending.popleft()
             self.seen(rows, jax.device_get(survey))
 
-    def seen(self, rows: int, now: Survey) -> None:
-        """Takes in a call's survey, which counts all calls so far; calls come in order."""
+    def seen(self, rows: int, now: Survey, during: Round | None = None) -> None:
+        """Takes in a call's survey, which counts all calls so far, and the round that ended with
+        it; calls come in order."""
         before = self._before
         self._before = now
         if before is not None and before.steps <= now.steps:  # else another state has begun
@@ -172,8 +182,10 @@ class ChosenRows:
         steps = int(now.steps)
         self.steps[rows] += steps
         if rows == self._plain:
-            self._undrafted += steps * self.ms[rows]
+            self._undrafted += steps * self.times[rows].ms
         self.estimate.add(now)
+        if during is not None and steps:
+            self.rounds.add(rows, during, steps, float(now.live + now.accepted.sum()))
 
 
 def programs_for(models: Models, params: Params, shape: Shape) -> Programs | ChosenRows:
@@ -195,14 +207,14 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     runs = {count: programs.run for count, programs in zip(counts, compiled, strict=True)}
     folder = jax.config.jax_compilation_cache_dir
     measure = functools.partial(step_times, each[-1], params, shape, runs)
-    ms = kept_times(models, shape, measure, Path(folder) if folder else None)
-    return ChosenRows(compiled[-1].prefill, runs, ms, time.perf_counter() - begin)
+    times = kept_times(models, shape, measure, Path(folder) if folder else None)
+    return ChosenRows(compiled[-1].prefill, runs, times, time.perf_counter() - begin)
 
 
 def step_times(
     models: Models, params: Params, shape: Shape, runs: Mapping[int, Any]
-) -> dict[int, float]:
-    """Milliseconds of a step by its rows; see `timed`."""
+) -> dict[int, Step]:
+    """The times of a step by its rows; see `timed`."""
     state, no_cancel = new_state(models, shape), jnp.zeros(shape.batch, bool)
     steps = jnp.int32(TIMED_STEPS)
     return timed(
@@ -224,15 +236,15 @@ def timed(
     steps: int,
     state: State,
     call: Callable[[Any, State], tuple[State, Any]],
-) -> dict[int, float]:
-    """Milliseconds of a step of each run, by its rows; a call has `steps` and takes the state.
+) -> dict[int, Step]:
+    """The times of a step of each run, by its rows; a call has `steps` and takes the state.
 
     All sequences are live, in the middle of a text. The next call is dispatched while one runs, as
     decoding does it: where the host is slower than the device, that is what a step takes. The runs
     take turns, and the fastest turn of each counts: so no pause of the host falls on one of them.
     """
     batch, capacity = shape.batch, shape.capacity
-    ms = dict.fromkeys(runs, math.inf)
+    best = dict.fromkeys(runs, Step(math.inf, math.inf))
     for _ in range(TURNS):
         for rows, run in runs.items():
             # No draft is accepted, so a step is a token.
@@ -243,29 +255,32 @@ def timed(
             )
             jax.block_until_ready(state)
             state, report = call(run, state)
-            ends = []
+            ends, dispatch = [], math.inf
             for _ in range(TIMED_CALLS):
+                begin = time.perf_counter()
                 state, upcoming = call(run, state)
+                dispatch = min(dispatch, time.perf_counter() - begin)
                 jax.block_until_ready(report)
                 ends.append(time.perf_counter())
                 report = upcoming
             jax.block_until_ready(report)
             took = (time.perf_counter() - ends[0]) / TIMED_CALLS
-            ms[rows] = min(ms[rows], 1000 * took / steps)
-    return ms
+            found = Step(1000 * took / steps, 1000 * dispatch / steps)
+            best[rows] = Step(*map(min, best[rows], found))
+    return best
 
 
-_TIMES: dict[str, dict[int, float]] = {}
+_TIMES: dict[str, dict[int, Step]] = {}
 
 
 def kept_times(
-    models: Models, shape: Any, measure: Callable[[], dict[int, float]], folder: Path | None
-) -> dict[int, float]:
+    models: Models, shape: Any, measure: Callable[[], dict[int, Step]], folder: Path | None
+) -> dict[int, Step]:
     """The times for these sizes on this device, from this process or from `folder`.
 
     Without them it measures, and keeps the result in both.
     """
-    named = repr((models, shape, WIDTHS, TIMED_CALLS, device_name(), jax.__version__))
+    named = repr((models, shape, WIDTHS, TIMED_CALLS, Step._fields, device_name(), jax.__version__))
     name = hashlib.sha256(named.encode()).hexdigest()[:24]
     if name not in _TIMES:
         file = folder / f"row-times-{name}.json" if folder else None
@@ -277,8 +292,9 @@ def kept_times(
     return _TIMES[name]
 
 
-def _read(file: Path) -> dict[int, float] | None:
+def _read(file: Path) -> dict[int, Step] | None:
     try:
-        return {int(rows): float(ms) for rows, ms in json.loads(file.read_text()).items()}
-    except (OSError, ValueError, AttributeError):
+        kept = json.loads(file.read_text()).items()
+        return {int(rows): Step(*map(float, times)) for rows, times in kept}
+    except (OSError, ValueError, TypeError, AttributeError):
         return None

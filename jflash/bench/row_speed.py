@@ -73,7 +73,7 @@ def steps_of(pair: Pair, batch: int, capacity: int, alone: Callable[[], None]) -
     begin = time.perf_counter()
     chosen = choosing(models, pair.params, layout, programs)
     took["timing_seconds"] = time.perf_counter() - begin
-    times = {str(rows): ms for rows, ms in chosen.ms.items()}
+    times = {str(rows): step.ms for rows, step in chosen.times.items()}
     return {"batch": batch, **took, "capacity": capacity, "step_ms": times}
 
 
@@ -104,7 +104,7 @@ def measured(
     if models.rows == AUTO:
         programs = compile_programs(models, pair.params, layout)
         chosen = choosing(models, pair.params, layout, programs)
-        times = {str(rows): ms for rows, ms in chosen.ms.items()}
+        times = {str(rows): step.ms for rows, step in chosen.times.items()}
     capacity = layout.shape.capacity
     yield {"batch": batch, "compile_seconds": compiled, "capacity": capacity, "step_ms": times}
     for name, several in prompts.items():

@@ -219,7 +219,7 @@ class Device:
         greedy, program = self.programs.greedy, self.programs.drawn
         rows = max(greedy, default=0)
         if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
-            rows = rows if self.rows is None else self.rows.pick()[0]
+            rows = rows if self.rows is None else self.rows.pick(len(jobs))[0]
             program = greedy[rows]
         tops = any(job.request.top_logprobs for job in jobs)
 
@@ -283,7 +283,9 @@ class Device:
         """Tells the choice of rows what a call came to; the calls come in order."""
         if self.rows is not None:
             numbers, width = np.asarray(report.numbers), self.models.block_size
-            self.rows.seen(read.rows, surveyed(numbers, width, read.steps))
+            during = self.time.round()
+            usual = during if read.steps == self.layout.steps else None
+            self.rows.seen(read.rows, surveyed(numbers, width, read.steps), usual)
 
 
 def _reported(report: Report, tops: bool, began: float) -> Given:

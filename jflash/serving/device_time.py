@@ -13,6 +13,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+
+from jflash.rounds import Round
+
+PROMPTS = "prefill_seconds"
 
 
 class Dispatched(NamedTuple):
@@ -43,6 +48,9 @@ class DeviceTime:
             tuple[str, int, int], float
         ]()  # seconds of each program, when last seen
         self.dispatching = self.waiting = 0.0  # seconds of the host, in all
+        self._blocked = 0.0  # of those that it waited, once all was dispatched that it waited for
+        self._spent, self._on_prompts = 0.0, 0.0  # seconds with work, and on prompts for certain
+        self._rounds = np.zeros(4)  # the sums of all rounds before
 
     @property
     def under_way(self) -> int:
@@ -62,6 +70,13 @@ class DeviceTime:
         """Notes that the device will compute it after all others."""
         self._under_way.append(program)
 
+    def round(self) -> Round:
+        """What was seen since the last call of this."""
+        sums = np.array([self._spent, self._blocked, self.dispatching, self._on_prompts])
+        spent, blocked, dispatching, prompts = 1000 * (sums - self._rounds)
+        self._rounds = sums
+        return Round(spent, max(spent - blocked, dispatching), prompts)
+
     def wait_for(self, given: Future[Any]) -> dict[str, float]:
         """Waits for the program that gives this; the seconds of what the device computed up to its
         end, for Counts."""
@@ -71,12 +86,15 @@ class DeviceTime:
             one = self._under_way.popleft()
             looked = time.perf_counter()
             dispatched = one.given.result().dispatched
-            late = dispatched.array.is_ready()
+            late, ready = dispatched.array.is_ready(), time.perf_counter()
             jax.block_until_ready(dispatched.array)
             now = time.perf_counter()
+            self._blocked += now - ready
             self.waiting += now - looked
             lasted, certain = self._computed((one.part, one.rows, one.steps), dispatched, now, late)
             spent[one.part] += now - self._since
+            self._spent += now - self._since
+            self._on_prompts += certain * (one.part == PROMPTS)
             spent["busy_seconds"] += lasted
             spent["seen_seconds"] += certain
             self._since = now

@@ -192,12 +192,12 @@ def choosing(models: Models, params: Params, layout: Layout, programs: Programs)
     measure = functools.partial(_times, models, params, layout, programs.greedy)
     folder = jax.config.jax_compilation_cache_dir
     where = Path(folder) if folder else None
-    ms = kept_times(models, layout, measure, where)
-    return ChosenRows(None, programs.greedy, ms, 0.0, layout.steps)
+    times = kept_times(models, layout, measure, where)
+    return ChosenRows(None, programs.greedy, times, 0.0, layout.steps)
 
 
 def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
-    """Milliseconds of a step by its rows; see jflash.row_choice.timed."""
+    """The times of a step by its rows; see jflash.row_choice.timed."""
     batch = layout.shape.batch
     columns, window = table_columns(models, layout), sliding(models, layout)
     fewest = min(layout.pages, window.pages if window else layout.pages)

@@ -14,6 +14,7 @@ from jflash.kernels import AUTO, XLA
 from jflash.models.decoder import Target
 from jflash.pair import Params
 from jflash.programs import Programs, Shape
+from jflash.rounds import Step
 from jflash.row_choice import ChosenRows, Estimate, kept_times, programs_for, row_counts, with_rows
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from jflash.specs import MoeSpec
@@ -24,6 +25,7 @@ from tests.support.pairs import prompts
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
 BATCH, WIDTH = 8, 8
 MS = {8: 2.0, 16: 2.6, 32: 2.9, 48: 3.4, 64: 6.0}
+TIMES = {rows: Step(ms) for rows, ms in MS.items()}
 picked = jax.jit(pick_rows, static_argnums=3)
 seen = jax.jit(Survey.seen)
 
@@ -80,15 +82,15 @@ def test_rows_follow_what_drafts_come_to():
     """A drafter that is right all along, one that is right at first, one that only believes it is;
     and a text that becomes hard and then easy again."""
     good = Text(right=0.98, sure=0.95)
-    steps = decoded(ChosenRows(None, good.runs(), MS, 0.0), 12)
+    steps = decoded(ChosenRows(None, good.runs(), TIMES, 0.0), 12)
     assert max(steps, key=steps.__getitem__) == 48, steps  # the last 16 rows cost 2.6 ms
 
     half = Text(right=0.5, sure=0.5)
-    steps = decoded(ChosenRows(None, half.runs(), MS, 0.0), 12)
+    steps = decoded(ChosenRows(None, half.runs(), TIMES, 0.0), 12)
     assert max(steps, key=steps.__getitem__) in (16, 32), steps
 
     text = Text(right=0.02, sure=0.9)
-    chosen = ChosenRows(None, text.runs(), MS, 0.0)
+    chosen = ChosenRows(None, text.runs(), TIMES, 0.0)
     decoded(chosen, 6)
     begin, tokens = text.ms, text.tokens
     steps = decoded(chosen, 60)
@@ -103,7 +105,7 @@ def test_rows_follow_what_drafts_come_to():
 def test_a_probe_costs_at_most_a_hundredth_of_the_time_whatever_a_call_has_of_steps():
     """A drafter that is never right, in an engine's calls of four steps."""
     text = Text(right=0.0, sure=0.9)
-    chosen = ChosenRows(None, dict.fromkeys(MS), MS, 0.0, fewest=4)
+    chosen = ChosenRows(None, dict.fromkeys(MS), TIMES, 0.0, fewest=4)
     spent = dict.fromkeys(MS, 0.0)
     for call in range(450):
         rows, _ = chosen.pick()
@@ -117,13 +119,13 @@ def test_a_probe_costs_at_most_a_hundredth_of_the_time_whatever_a_call_has_of_st
 
 def test_expected_tokens_count_the_best_rows():
     text = Text(right=0.9, sure=0.9)
-    chosen = ChosenRows(None, text.runs(), MS, 0.0)
+    chosen = ChosenRows(None, text.runs(), TIMES, 0.0)
     decoded(chosen, 10)
-    for rows in (16, 32, 64):
+    for rows, tokens in zip(MS, chosen.estimate.tokens([*MS]), strict=True):
         probe = Text(right=0.9, sure=0.9)
         for _ in range(60):
             probe.step(rows)
-        assert chosen.estimate.tokens(rows) == pytest.approx(probe.tokens / 60, rel=0.07), rows
+        assert tokens == pytest.approx(probe.tokens / 60, rel=0.07), rows
 
 
 def test_drafts_of_few_sequences_predict_those_of_many():
@@ -132,13 +134,14 @@ def test_drafts_of_few_sequences_predict_those_of_many():
     for _ in range(20):
         text.step(64)
     one, every = Estimate(), Estimate()
-    one.add(text.survey)
-    every.add(Survey(text.survey.counts.at[:-1].multiply(BATCH)))
-    assert one.tokens(BATCH * WIDTH) == pytest.approx(every.tokens(512) / BATCH, rel=0.05)
-    nothing = jax.tree.map(jnp.zeros_like, text.survey)
-    one.add(Survey(nothing.counts.at[-2:].set([BATCH * BATCH, 1])))
-    for rows in (64, 128, 256, 512):
-        assert one.tokens(rows) == pytest.approx(every.tokens(rows), rel=0.05), rows
+    counts = np.array(text.survey.counts)
+    one.add(Survey(counts))
+    every.add(Survey(np.append(BATCH * counts[:-1], counts[-1])))
+    most = BATCH * WIDTH
+    assert one.tokens([8, most])[1] == pytest.approx(every.tokens([8, 512])[1] / BATCH, rel=0.05)
+    one.add(Survey(np.append(np.zeros(len(counts) - 2), [BATCH * BATCH, 1])))
+    several = (8, 64, 128, 256, 512)
+    assert one.tokens(several) == pytest.approx(every.tokens(several), rel=0.05)
 
 
 def test_auto_gives_plain_decodings_text(monkeypatch):
@@ -151,8 +154,9 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
     assert [g.token_ids for g in found] == [g.token_ids for g in want]
     shape = Shape.of(2, 256)
     chosen = programs_for(auto.models, pair.params, shape)
-    assert isinstance(chosen, ChosenRows) and set(chosen.ms) == {2, 4, 16}
-    assert all(0 < ms < 1000 for ms in chosen.ms.values()), chosen.ms
+    assert isinstance(chosen, ChosenRows) and set(chosen.times) == {2, 4, 16}
+    for step in chosen.times.values():
+        assert 0 < step.dispatch < 1000 and 0 < step.ms < 1000, chosen.times
     assert row_counts(2, 8) == (2, 4, 16)
     assert with_rows(pair.models, AUTO, 8).rows == AUTO
     for other in (pair.models.plain(), replace(pair.models, kernels=XLA)):  # nothing to choose
@@ -177,16 +181,17 @@ def test_auto_follows_experts_at_batch_1_and_keeps_a_seeds_text(monkeypatch):
 
 def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
     models, shape, counts = pair_of().models, Shape.of(2, 256), []
+    times = {2: Step(1.25, 0.5), 16: Step(3.0, 0.75)}
 
-    def measure() -> dict[int, float]:
+    def measure() -> dict[int, Step]:
         counts.append(1)
-        return {2: 1.25, 16: 3.0}
+        return times
 
     for _ in range(2):
         monkeypatch.setattr(row_choice, "_TIMES", {})
-        assert kept_times(models, shape, measure, tmp_path) == {2: 1.25, 16: 3.0}
+        assert kept_times(models, shape, measure, tmp_path) == times
     assert len(counts) == 1
     (file,) = tmp_path.iterdir()
     file.write_text("half a fi")
     monkeypatch.setattr(row_choice, "_TIMES", {})
-    assert kept_times(models, shape, measure, tmp_path) == {2: 1.25, 16: 3.0} and len(counts) == 2
+    assert kept_times(models, shape, measure, tmp_path) == times and len(counts) == 2
