@@ -97,11 +97,12 @@ class Estimate:
         """The expected tokens of steps that verify so many rows of today's sequences, the best.
 
         They offer as many drafts each as those did that drafted: at a burst's beginning these are
-        few.
+        few. The fewest rows are those without drafts, whoever is done.
         """
         rate = (self.accepted + PRIOR * MIDDLE) / (self.verified + PRIOR)
         offered = self.offered[::-1] / max(self.drafted, 1e-9) * self.live
         spare = np.array(rows) - self.live
+        spare[np.argmin(rows)] = 0
         upto = np.minimum(np.cumsum(offered), spare[:, None])
         return self.live + np.diff(upto, prepend=0.0) @ rate[::-1]
 

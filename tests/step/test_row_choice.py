@@ -128,6 +128,17 @@ def test_expected_tokens_count_the_best_rows():
         assert tokens == pytest.approx(probe.tokens / 60, rel=0.07), rows
 
 
+def test_without_drafts_a_step_gains_none_whoever_is_done():
+    """Rows of sequences that are done are spare, but the fewest rows have no drafts."""
+    text = Text(right=0.9, sure=0.9)
+    chosen = ChosenRows(None, text.runs(), TIMES, 0.0)
+    decoded(chosen, 10)
+    chosen.pick(live=2)
+    fewest, *others = chosen.estimate.tokens([*MS])
+    assert fewest == 2 and others == pytest.approx([others[-1]] * 4)
+    assert others[0] > 5  # sixteen rows are all that two blocks have
+
+
 def test_drafts_of_few_sequences_predict_those_of_many():
     """A burst begins with few sequences; while nothing is drafted the others come."""
     text = Text(right=0.9, sure=0.9)
