@@ -7,14 +7,10 @@ one row a sequence nothing is drafted; from time to time a drafted step probes w
 best. This file knows neither requests nor texts.
 """
 
-import contextlib
 import functools
-import hashlib
-import json
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.device import device_name
-from jflash.files import write_json
 from jflash.kernels import AUTO
 from jflash.pair import Models, Params
-from jflash.programs import Programs, Shape, compile_programs, compile_several, new_state
+from jflash.programs import Programs, Shape, compile_programs, compile_several
 from jflash.rounds import Round, Rounds, Step
+from jflash.row_times import kept_times, step_times
 from jflash.rows import BINS, Survey
-from jflash.state import State
 
 # Rows a sequence, and the whole block: each is a program to compile. Not 2: at Qwen3-8B's sizes and
 # batch 32 a step of 1, 2, 4, 8 and 16 took 6.5, 10.2, 10.9, 13.1 and 17.8 ms on a shared H200.
@@ -42,8 +36,6 @@ FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
 KEPT = 0.8  # weight of earlier counts, after each call that drafted
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
 MIDDLE = (np.arange(BINS) + 0.5) / BINS  # of each bin
-TURNS, TIMED_CALLS, TIMED_STEPS = 6, 4, 4
-TIMED_CONTEXT = 1024  # tokens of each sequence at most: few texts fill a large capacity
 PROBE = 100  # milliseconds without drafts before one of a probe
 STAYS = 1.02  # another number of rows must promise more than so many times the tokens a second
 
@@ -208,94 +200,5 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     runs = {count: programs.run for count, programs in zip(counts, compiled, strict=True)}
     folder = jax.config.jax_compilation_cache_dir
     measure = functools.partial(step_times, each[-1], params, shape, runs)
-    times = kept_times(models, shape, measure, Path(folder) if folder else None)
+    times = kept_times(models, shape, counts, measure, Path(folder) if folder else None)
     return ChosenRows(compiled[-1].prefill, runs, times, time.perf_counter() - begin)
-
-
-def step_times(
-    models: Models, params: Params, shape: Shape, runs: Mapping[int, Any]
-) -> dict[int, Step]:
-    """The times of a step by its rows; see `timed`."""
-    state, no_cancel = new_state(models, shape), jnp.zeros(shape.batch, bool)
-    steps = jnp.int32(TIMED_STEPS)
-    return timed(
-        runs, shape, TIMED_STEPS, with_texts(models, state),
-        lambda run, state: run(params, state, steps, no_cancel),
-    )  # fmt: skip
-
-
-def with_texts(models: Models, state: State) -> State:
-    """The state with random tokens in all sequences: equal rows would read the same experts."""
-    sizes, vocabulary = state.sequences.tokens.shape, models.target.config.vocab_size
-    tokens = jax.random.randint(jax.random.key(0), sizes, 0, vocabulary, jnp.int32)
-    return state.with_sequences(tokens=tokens)
-
-
-def timed(
-    runs: Mapping[int, Any],
-    shape: Shape,
-    steps: int,
-    state: State,
-    call: Callable[[Any, State], tuple[State, Any]],
-) -> dict[int, Step]:
-    """The times of a step of each run, by its rows; a call has `steps` and takes the state.
-
-    All sequences are live, in the middle of a text. The next call is dispatched while one runs, as
-    decoding does it: where the host is slower than the device, that is what a step takes. The runs
-    take turns, and the fastest turn of each counts: so no pause of the host falls on one of them.
-    """
-    batch, capacity = shape.batch, shape.capacity
-    best = dict.fromkeys(runs, Step(math.inf, math.inf))
-    for _ in range(TURNS):
-        for rows, run in runs.items():
-            # No draft is accepted, so a step is a token.
-            state = state.with_sequences(
-                length=jnp.full(batch, min(capacity // 2, TIMED_CONTEXT), jnp.int32),
-                limit=jnp.full(batch, capacity, jnp.int32),
-                done=jnp.zeros(batch, bool),
-            )
-            jax.block_until_ready(state)
-            state, report = call(run, state)
-            ends, dispatch = [], math.inf
-            for _ in range(TIMED_CALLS):
-                begin = time.perf_counter()
-                state, upcoming = call(run, state)
-                dispatch = min(dispatch, time.perf_counter() - begin)
-                jax.block_until_ready(report)
-                ends.append(time.perf_counter())
-                report = upcoming
-            jax.block_until_ready(report)
-            took = (time.perf_counter() - ends[0]) / TIMED_CALLS
-            found = Step(1000 * took / steps, 1000 * dispatch / steps)
-            best[rows] = Step(*map(min, best[rows], found))
-    return best
-
-
-_TIMES: dict[str, dict[int, Step]] = {}
-
-
-def kept_times(
-    models: Models, shape: Any, measure: Callable[[], dict[int, Step]], folder: Path | None
-) -> dict[int, Step]:
-    """The times for these sizes on this device, from this process or from `folder`.
-
-    Without them it measures, and keeps the result in both.
-    """
-    named = repr((models, shape, WIDTHS, TIMED_CALLS, Step._fields, device_name(), jax.__version__))
-    name = hashlib.sha256(named.encode()).hexdigest()[:24]
-    if name not in _TIMES:
-        file = folder / f"row-times-{name}.json" if folder else None
-        kept = _read(file) if file else None
-        _TIMES[name] = kept or measure()
-        if file and not kept:
-            with contextlib.suppress(OSError):  # then the next process measures again
-                write_json(file, _TIMES[name])
-    return _TIMES[name]
-
-
-def _read(file: Path) -> dict[int, Step] | None:
-    try:
-        kept = json.loads(file.read_text()).items()
-        return {int(rows): Step(*map(float, times)) for rows, times in kept}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None

@@ -22,7 +22,8 @@ from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.programs import chunk_sizes
-from jflash.row_choice import ChosenRows, kept_times, row_counts, timed, with_texts
+from jflash.row_choice import ChosenRows, row_counts
+from jflash.row_times import kept_times, timed, with_texts
 from jflash.serving import prefill
 from jflash.serving.packing import CONTROL, Report, mask_words, report_of, row_size
 from jflash.serving.slots import (
@@ -192,12 +193,12 @@ def choosing(models: Models, params: Params, layout: Layout, programs: Programs)
     measure = functools.partial(_times, models, params, layout, programs.greedy)
     folder = jax.config.jax_compilation_cache_dir
     where = Path(folder) if folder else None
-    times = kept_times(models, layout, measure, where)
+    times = kept_times(models, layout, [*programs.greedy], measure, where)
     return ChosenRows(None, programs.greedy, times, 0.0, layout.steps)
 
 
 def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
-    """The times of a step by its rows; see jflash.row_choice.timed."""
+    """The times of a step by its rows; see jflash.row_times.timed."""
     batch = layout.shape.batch
     columns, window = table_columns(models, layout), sliding(models, layout)
     fewest = min(layout.pages, window.pages if window else layout.pages)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import row_choice
+from jflash import row_choice, row_times
 from jflash.generate import generate
 from jflash.kernels import AUTO, XLA
 from jflash.models.decoder import Target
 from jflash.pair import Params
 from jflash.programs import Programs, Shape
 from jflash.rounds import Step
-from jflash.row_choice import ChosenRows, Estimate, kept_times, programs_for, row_counts, with_rows
+from jflash.row_choice import ChosenRows, Estimate, programs_for, row_counts, with_rows
+from jflash.row_times import kept_times
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from jflash.specs import MoeSpec
 from tests.step.test_rows import pair_of
@@ -199,10 +200,10 @@ def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
         return times
 
     for _ in range(2):
-        monkeypatch.setattr(row_choice, "_TIMES", {})
-        assert kept_times(models, shape, measure, tmp_path) == times
+        monkeypatch.setattr(row_times, "_TIMES", {})
+        assert kept_times(models, shape, (2, 16), measure, tmp_path) == times
     assert len(counts) == 1
     (file,) = tmp_path.iterdir()
     file.write_text("half a fi")
-    monkeypatch.setattr(row_choice, "_TIMES", {})
-    assert kept_times(models, shape, measure, tmp_path) == times and len(counts) == 2
+    monkeypatch.setattr(row_times, "_TIMES", {})
+    assert kept_times(models, shape, (2, 16), measure, tmp_path) == times and len(counts) == 2
