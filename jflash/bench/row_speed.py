@@ -4,16 +4,20 @@ The engine refills its slots from more prompts than it has, so that nearly all s
 Every way is the text of plain decoding; how many answers are, is counted.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from operator import eq
+from typing import Any, NamedTuple
 
 import jax
 
 from jflash.backends import with_backends
+from jflash.bench.serving_cases import engine_for
+from jflash.bench.serving_speed import figures
 from jflash.bench.shapes import model_shape
 from jflash.decoding import Decoding
 from jflash.generate import Pair
@@ -25,10 +29,12 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape
-from jflash.row_choice import with_rows
-from jflash.serving.batch import Job, layout_for, serve
-from jflash.serving.engine import STEPS_PER_CALL
+from jflash.row_choice import ChosenRows, with_rows
+from jflash.serving.batch import Job, layout_for
+from jflash.serving.collection import only_of_new_objects
+from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.programs import choosing, compile_programs, forget
+from jflash.serving.request import Request
 from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 
@@ -73,8 +79,15 @@ def steps_of(pair: Pair, batch: int, capacity: int, alone: Callable[[], None]) -
     begin = time.perf_counter()
     chosen = choosing(models, pair.params, layout, programs)
     took["timing_seconds"] = time.perf_counter() - begin
-    times = {str(rows): step.ms for rows, step in chosen.times.items()}
-    return {"batch": batch, **took, "capacity": capacity, "step_ms": times}
+    return {"batch": batch, **took, "capacity": capacity, **times_of(chosen)}
+
+
+def times_of(chosen: ChosenRows) -> dict[str, dict[str, float]]:
+    """The times that the choice of rows begins with."""
+    return {
+        "step_ms": {str(rows): step.ms for rows, step in chosen.times.items()},
+        "dispatch_ms": {str(rows): step.dispatch for rows, step in chosen.times.items()},
+    }
 
 
 def warm(named: Mapping[str, Pair], layout: Layout) -> float:
@@ -95,43 +108,83 @@ def measured(
     rounds: int,
     alone: Callable[[], None],
 ) -> Iterator[dict[str, Any]]:
-    """A row of results for each set of prompts and each way; `alone` is called before the first."""
+    """A row of results for each set of prompts and each way; `alone` is called before the first.
+
+    Each way has an engine, and they decode in turn: once untimed, then `rounds` times. The fastest
+    turn counts.
+    """
     everything = [Job(0, list(prompt), decoding) for each in prompts.values() for prompt in each]
-    context = max(job.tokens for job in everything)
     layout, named = layout_for(pair.models, everything, batch), ways(pair, batch, widths)
-    compiled, models, times = warm(named, layout), named["auto"].models, {}
+    compiled, models, times = warm(named, layout), named["auto"].models, {"step_ms": {}}
     alone()
     if models.rows == AUTO:
         programs = compile_programs(models, pair.params, layout)
         chosen = choosing(models, pair.params, layout, programs)
-        times = {str(rows): step.ms for rows, step in chosen.times.items()}
+        times = times_of(chosen)
     capacity = layout.shape.capacity
-    yield {"batch": batch, "compile_seconds": compiled, "capacity": capacity, "step_ms": times}
-    for name, several in prompts.items():
-        jobs = [Job(i, list(prompt), decoding) for i, prompt in enumerate(several)]
-        texts = {}
-        for way, own in reversed(named.items()):
-            best = None
-            for _ in range(rounds):
-                begin = time.perf_counter()
-                answers = list(serve(own, jobs, batch_size=batch, context=context))
-                wall = time.perf_counter() - begin
-                decode = sum(answer.seconds.decode for _, answer in answers)
-                if best is None or decode < best[0]:
-                    best = decode, wall
-            assert best is not None, "at least one round"
-            texts[way] = {job.index: answer.token_ids for job, answer in answers}
-            steps = sum(answer.steps for _, answer in answers)
-            tokens = sum(sum(answer.acceptance_lengths) for _, answer in answers)
-            yield {
-                "batch": batch,
-                "prompts": name,
-                "way": way,
-                "answers": len(answers),
-                "tokens": tokens,
-                "decode_seconds": best[0],
-                "tokens_per_second": tokens / best[0],
-                "with_prefill": tokens / best[1],
-                "tau": tokens / max(1, steps),
-                "same_as_plain": sum(texts["plain"][i] == text for i, text in texts[way].items()),
-            }
+    yield {"batch": batch, "compile_seconds": compiled, "capacity": capacity, **times}
+    queue = max(len(several) for several in prompts.values())
+    with contextlib.ExitStack() as stack:
+        engines = {
+            way: stack.enter_context(engine_for(own, layout, queue)) for way, own in named.items()
+        }
+        stack.enter_context(only_of_new_objects())
+        for name, several in prompts.items():
+            turns = [
+                {
+                    way: once(engine, several, decoding, salt=f"{name} {turn}")
+                    for way, engine in reversed(engines.items())
+                }
+                for turn in range(rounds + 1)
+            ]
+            texts = turns[0]["plain"].texts
+            for way in reversed(engines):
+                own = [turn[way] for turn in turns]
+                same = min(sum(map(eq, each.texts, texts)) for each in own)
+                best = min(own[1:], key=lambda each: each.row["seconds"])
+                seconds = [each.row["seconds"] for each in own[1:]]
+                yield {
+                    "batch": batch,
+                    "prompts": name,
+                    "way": way,
+                    "answers": len(several),
+                    **best.row,
+                    "same_as_plain": same,
+                    "seconds_of_turns": seconds,
+                }
+
+
+class Turn(NamedTuple):
+    """One way's answers to all prompts of a set."""
+
+    texts: list[list[int]]
+    row: dict[str, Any]
+
+
+def once(engine: Engine, prompts: Sequence[list[int]], decoding: Decoding, salt: str) -> Turn:
+    """All prompts come at once; no prefix of another turn is found."""
+    stops, most = decoding.stop_token_ids, decoding.max_new_tokens
+    requests = [
+        Request(prompt_ids=ids, max_tokens=most, stop_ids=stops, cache_salt=salt) for ids in prompts
+    ]
+    before, begin = engine.stats(), time.perf_counter()
+    results = engine.generate(requests)
+    seconds, after = time.perf_counter() - begin, engine.stats()
+    found = figures(before, after, seconds)
+    decode = after.decode_seconds - before.decode_seconds
+    steps = sum(len(result.acceptance_lengths) for result in results)
+    tokens = sum(sum(result.acceptance_lengths) for result in results)
+    row = {
+        "tokens": tokens,
+        "decode_seconds": decode,
+        "tokens_per_second": tokens / decode,
+        "seconds": seconds,
+        "with_prefill": tokens / seconds,
+        "tau": tokens / max(1, steps),
+        "steps_by_rows": {
+            str(rows): count - before.steps_by_rows[rows]
+            for rows, count in after.steps_by_rows.items()
+        },
+        "a_round": found["a_round"],
+    }
+    return Turn([result.token_ids for result in results], row)

@@ -67,7 +67,16 @@ def row_text(row: dict[str, Any]) -> str:
             f"batch {row['batch']}: compiled in {row['compile_seconds']:.0f} s{again}; ms by rows: "
             f"{times}"
         )
+    shares = share_text(row["steps_by_rows"])
     return (
-        f"  {row['prompts']:<9} {row['way']:<9} {row['tokens_per_second']:>8.0f} tokens/s, "
-        f"τ {row['tau']:.2f}, {row['same_as_plain']} of {row['answers']} as plain"
+        f"  {row['prompts']:<9} {row['way']:<9} {row['with_prefill']:>8.0f} tokens/s "
+        f"({row['tokens_per_second']:.0f} of decoding), τ {row['tau']:.2f}, "
+        f"{row['same_as_plain']} of {row['answers']} as plain{shares}"
     )
+
+
+def share_text(steps: dict[str, int]) -> str:
+    """The share of the steps that each number of rows has."""
+    all = max(1, sum(steps.values()))
+    parts = [f"{rows}: {count / all:.0%}" for rows, count in steps.items()]
+    return f"; steps by rows: {', '.join(parts)}" if parts else ""
