@@ -28,7 +28,8 @@ class Round(NamedTuple):
 
     wall: float  # by the clock
     host: float  # that it had taken however fast the device were, at least
-    prompts: float = 0.0  # in which the device computed prompts, for certain
+    prompts: float = 0.0  # in which the device computed prompts, for certain, and steps
+    steps: float = 0.0
 
 
 class Rounds:
@@ -37,7 +38,7 @@ class Rounds:
     def __init__(self, steps: Mapping[int, Step]) -> None:
         self._place = {rows: i for i, rows in enumerate(steps)}
         self._times = np.array(list(steps.values()))  # [N, 2]
-        self._sums = np.zeros(7)
+        self._sums = np.zeros(8)
 
     def add(self, rows: int, seen: Round, steps: int, tokens: float) -> None:
         """Takes in a round whose call made `steps` steps of so many rows, and `tokens` tokens."""
@@ -53,8 +54,9 @@ class Rounds:
         ms, dispatch = self._times.T
         if not self._sums[-1]:
             return ms
-        wall, host, prompts, own, dispatched, made = self._sums[:-1] / self._sums[-1]
-        pace = min(1.0, max(wall - prompts, 0.0) / own)  # shorter texts than those of the times
+        wall, host, prompts, certain, own, dispatched, made = self._sums[:-1] / self._sums[-1]
+        # Texts may be longer or shorter than those of the times.
+        pace = max(min(own, wall - prompts), certain) / own
         unknown = max(wall - _longer(host, pace * own + prompts), 0.0)
         of_device = pace * ms + prompts * tokens / max(made, 1e-9)
         of_host = host + dispatch - dispatched

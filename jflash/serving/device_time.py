@@ -49,8 +49,9 @@ class DeviceTime:
         ]()  # seconds of each program, when last seen
         self.dispatching = self.waiting = 0.0  # seconds of the host, in all
         self._blocked = 0.0  # of those that it waited, once all was dispatched that it waited for
-        self._spent, self._on_prompts = 0.0, 0.0  # seconds with work, and on prompts for certain
-        self._rounds = np.zeros(4)  # the sums of all rounds before
+        self._spent = 0.0  # seconds with work
+        self._on_prompts = self._on_steps = 0.0  # seconds of the device, for certain
+        self._rounds = np.zeros(5)  # the sums of all rounds before
 
     @property
     def under_way(self) -> int:
@@ -72,10 +73,11 @@ class DeviceTime:
 
     def round(self) -> Round:
         """What was seen since the last call of this."""
-        sums = np.array([self._spent, self._blocked, self.dispatching, self._on_prompts])
-        spent, blocked, dispatching, prompts = 1000 * (sums - self._rounds)
+        host = self._blocked, self.dispatching
+        sums = np.array([self._spent, *host, self._on_prompts, self._on_steps])
+        spent, blocked, dispatching, prompts, steps = (1000 * (sums - self._rounds)).tolist()
         self._rounds = sums
-        return Round(spent, max(spent - blocked, dispatching), prompts)
+        return Round(spent, max(spent - blocked, dispatching), prompts, steps)
 
     def wait_for(self, given: Future[Any]) -> dict[str, float]:
         """Waits for the program that gives this; the seconds of what the device computed up to its
@@ -94,7 +96,10 @@ class DeviceTime:
             lasted, certain = self._computed((one.part, one.rows, one.steps), dispatched, now, late)
             spent[one.part] += now - self._since
             self._spent += now - self._since
-            self._on_prompts += certain * (one.part == PROMPTS)
+            if one.part == PROMPTS:
+                self._on_prompts += certain
+            else:
+                self._on_steps += certain
             spent["busy_seconds"] += lasted
             spent["seen_seconds"] += certain
             self._since = now
