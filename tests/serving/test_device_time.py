@@ -102,3 +102,21 @@ def test_a_device_that_waits_for_the_dispatch_is_not_known_to_be_busy(clock):
     other = under_way(time, "prefill", clock, clock[0] + 6.0, dispatch=5.0)
     assert time.wait_for(other) == {"prefill": 6.0, "busy_seconds": 6.0, "seen_seconds": 1.0}
     assert time.lasted("decode", 8) == 2.0
+
+
+def test_a_round_says_what_it_took_and_what_the_host_took(clock):
+    """A prompt of 2 s, then a call that computes for 3 s of which 1 is dispatched."""
+    time, begin = DeviceTime(), clock[0]
+    time.begin()
+    prompt = under_way(time, device_time.PROMPTS, clock, begin + 2.0)
+    call = under_way(time, "decode_seconds", clock, begin + 5.0, dispatch=1.0)
+    time.dispatching += 1.0
+    for given in (prompt, call):
+        time.wait_for(given)
+        clock[0] += 0.5  # the host's work
+    assert time.round() == (5000.0, 1500.0, 2000.0, 3000.0)
+    clock[0] += 100.0  # nothing to do
+    time.begin()
+    time.dispatching += 7.0
+    time.wait_for(under_way(time, "decode_seconds", clock, clock[0] + 4.0))
+    assert time.round() == pytest.approx((4000.0, 7000.0, 0.0, 4000.0))
