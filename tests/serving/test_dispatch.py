@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from jflash.kernels import AUTO
+from jflash.rounds import Step
+from jflash.row_choice import ChosenRows
 from jflash.serving.engine import Engine
 from jflash.serving.in_order import InOrder
 from jflash.serving.request import Event, Failed, Request
@@ -70,9 +72,10 @@ def test_chosen_rows_cost_a_call_one_small_array(pair):
         with Engine(replace(pair, models=models), max_batch=2, max_context=160) as engine:
             widest, program = max(engine._loop.device.programs.greedy.items())
             leaves[rows] = program.in_tree.num_leaves, program.out_tree.num_leaves
-            chosen = engine._loop.device.rows
-            if chosen is not None:
-                chosen.ms = dict.fromkeys(chosen.ms, 99.0) | {widest: 1.0}
+            device = engine._loop.device
+            if device.rows is not None:
+                times = dict.fromkeys(device.rows.times, Step(99.0)) | {widest: Step(1.0)}
+                device.rows = ChosenRows(None, times, times, 0.0)
             engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100)).result()
             steps = engine.stats().steps_by_rows
     assert leaves[AUTO] == tuple(count + 1 for count in leaves[None])

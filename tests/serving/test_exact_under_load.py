@@ -365,7 +365,7 @@ def test_rows_are_timed_over_different_texts(pair):
         texts.append(np.asarray(state.sequences.tokens))
         return state, 0
 
-    assert programs._times(pair.models, pair.params, layout, {2: step})[2] > 0
+    assert programs._times(pair.models, pair.params, layout, {2: step})[2].ms > 0
     assert len(np.unique(texts[0])) > 10
 
 
