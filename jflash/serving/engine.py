@@ -166,6 +166,11 @@ class Engine:
                 **self._loop.counts._asdict(),
             )
 
+    def before_waiting(self, do: Callable[[], None]) -> None:
+        """Has the engine's thread call `do` in every round, once the device has its next work, and
+        when nothing is left to do or all has failed: a good time to hand events on."""
+        self._loop.before_waiting = do
+
     def update_weights(self, *, target: Any = None, drafter: Any = None) -> int:
         """Replaces a model's parameters; returns the number of the new version.
 
@@ -245,6 +250,7 @@ class Engine:
                 failure = Failed("the engine has failed")
                 failure.__cause__ = error
                 job.handle.fail(failure)
+            self._loop.before_waiting()
 
     def _turn(self) -> bool:
         """One round, or a wait for work; False once closed and empty."""
@@ -271,6 +277,8 @@ class Engine:
         if loop.idle:
             return not self._closing
         loop.round(self._on_event)
+        if loop.idle:
+            loop.before_waiting()
         return True
 
     def _on_event(self, job: Job, event: Event) -> None:

@@ -45,6 +45,7 @@ class Loop:
         self.holdings = Holdings(models, layout, self.device.state, salt)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
+        self.before_waiting: Callable[[], None] = lambda: None  # the device has its next work
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
         self.counts = Counts()
@@ -161,6 +162,7 @@ class Loop:
         if stepping:
             self._unread.append(self._call(self.device.call, stepping))
             left += 1
+        self.before_waiting()
         while len(self._unread) > left:
             self._read(self._unread.popleft(), on_event)
 
