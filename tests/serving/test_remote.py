@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jflash.serving import answering
 from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
@@ -97,6 +98,42 @@ def test_refusals_come_before_an_event(ends):
 
     of(ends, asked())
     assert ends.remote.stats().running == 0
+
+
+def test_no_event_waits_for_the_clock(ends, monkeypatch):
+    """What a round gives is sent, whether or not another round follows."""
+    monkeypatch.setattr(answering, "IDLE", 3600.0)
+
+    async def asked() -> None:
+        assert await events(ends.remote, Request(prompt_ids=[1], max_tokens=4))
+        assert await events(ends.remote, Request(prompt_ids=[1], max_tokens=1))
+        handle = await ends.remote.submit(Request(prompt_ids=[2], max_tokens=150))
+        handle.cancel()
+        assert [event async for event in handle][-1].finish_reason == "cancelled"
+        waits = await ends.remote.submit(Request(prompt_ids=[2], max_tokens=150, timeout=1e-3))
+        assert [event async for event in waits][-1].finish_reason in ("timeout", "length")
+
+    of(ends, asked())
+
+
+def test_events_of_a_round_come_together(ends, monkeypatch):
+    """The steps of a call are one list, and all texts' lists one message."""
+    came, take = list[Any](), Remote._take
+
+    def noted(remote: Remote, news: News) -> None:
+        came.append(news.came)
+        take(remote, news)
+
+    monkeypatch.setattr(Remote, "_take", noted)
+
+    async def asked() -> None:
+        requests = [Request(prompt_ids=[i], max_tokens=40, speculate=False) for i in (1, 2)]
+        found = await asyncio.gather(*(events(ends.remote, each) for each in requests))
+        assert [len(one) for one in found] == [40, 40], "a step a token"
+
+    of(ends, asked())
+    calls = [news for news in came if any(len(lists) > 1 for _, lists in news)]
+    assert any(len(news) == 2 for news in calls), "both texts were in some call"
 
 
 def test_news_tell_of_compilations(ends):
