@@ -267,6 +267,7 @@ class Engine:
                     job.cancelled = True
             loop.held = bool(self._actions)
         if loop.quiet and self._actions:
+            loop.before_waiting()
             with self._changed:
                 action, done = self._actions.popleft()
             try:
