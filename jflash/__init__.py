@@ -8,6 +8,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from jflash import sources as _sources  # noqa: F401  # looks at all files before one is imported
+
 if TYPE_CHECKING:
     from jflash.decoding import Sampling
     from jflash.generate import Chunk, Generation, Pair, generate, stream
