@@ -41,15 +41,20 @@ def describe_device() -> dict[str, Any]:
     """device, versions, xla_flags and date of a run; None for what this machine does not have."""
     return {
         "device": device_name(),
-        "versions": {
-            "jax": jax.__version__,
-            "jaxlib": _package("jaxlib"),
-            "flax": _package("flax"),
-            "platform": " ".join(jax.devices()[0].client.platform_version.split()),
-            "driver": _driver(),
-        },
+        "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of what compiles and runs a program."""
+    return {
+        "jax": jax.__version__,
+        "jaxlib": _package("jaxlib"),
+        "flax": _package("flax"),
+        "platform": " ".join(jax.devices()[0].client.platform_version.split()),
+        "driver": _driver(),
     }
 
 

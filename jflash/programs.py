@@ -27,6 +27,7 @@ from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of
 from jflash.speculative import speculative_step
 from jflash.state import Sequences, State
+from jflash.stored import compiling
 from jflash.tiles import settled
 
 PREFILL_CHUNK = 128  # tokens of a prompt that one pass computes
@@ -239,14 +240,17 @@ def compile_several(each: Sequence[Models], params: Params, shape: Shape) -> lis
 @functools.lru_cache(maxsize=64)
 def _compiling_prefill(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Future:
     params = jax.tree.unflatten(tree, leaves)
-    return _POOL.submit(settled(lambda: lower_prefill(models, params, shape)).compile)
+    return compiling(_POOL.submit, lower_prefill, models, params, shape)
 
 
 @functools.lru_cache(maxsize=64)
 def _compiling_run(models: Models, leaves: tuple, tree: Any, shape: Shape) -> Future:
     params = jax.tree.unflatten(tree, leaves)
-    state = jax.eval_shape(lambda: new_state(models, shape))
-    return _POOL.submit(settled(lambda: lower_run(models, params, state)).compile)
+    return compiling(_POOL.submit, _lower_run_of, models, params, shape)
+
+
+def _lower_run_of(models: Models, params: Params, shape: Shape) -> Any:
+    return lower_run(models, params, jax.eval_shape(lambda: new_state(models, shape)))
 
 
 def compile_prefill(models: Models, params: Params, shape: Shape) -> tuple[Any, float]:

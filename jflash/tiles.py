@@ -55,12 +55,9 @@ def settled[T](lower: Callable[[], T]) -> T:
 
     Several threads take turns: as tracing is Python, at the same time each would take longer.
     """
-    if jax.default_backend() != "gpu" or not autotunes():
+    if not _tunes():
         return _traced(lower)
-    folder = jax.config.jax_compilation_cache_dir
-    file = Path(folder) / f"tiles-{_here()}.json" if folder else None
-    with _lock:
-        _prefer_kept(file)
+    file = prefer_kept()
     with wanted() as products:
         lowered = _traced(lower)
     if not products:
@@ -68,6 +65,24 @@ def settled[T](lower: Callable[[], T]) -> T:
     with _lock:  # one thing at a time is timed
         settle(unsettled(products), file)
     return _traced(lower)
+
+
+def prefer_kept() -> Path | None:
+    """Prefers the tiles that a process has timed on this device; the file in which they lie.
+
+    Unless this process autotunes, none is preferred, and there is no file.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if not _tunes() or not folder:
+        return None
+    file = Path(folder) / f"tiles-{_here()}.json"
+    with _lock:
+        _prefer_kept(file)
+    return file
+
+
+def _tunes() -> bool:
+    return jax.default_backend() == "gpu" and autotunes()
 
 
 def _traced[T](lower: Callable[[], T]) -> T:

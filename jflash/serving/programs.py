@@ -40,7 +40,7 @@ from jflash.serving.slots import (
 )
 from jflash.speculative import speculative_step
 from jflash.state import State
-from jflash.tiles import settled
+from jflash.stored import compiling
 
 DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs read none
 
@@ -126,23 +126,20 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     of_kind = {"drawn": draws, "greedy": replace(models, sampled=False, rows=None)}
     hidden = lambda rows: jax.ShapeDtypeStruct((1, rows, width), models.dtype)  # noqa: E731
 
-    def compiling(function: Any, takes: Any, gives: Any, donate: tuple[int, ...], *given: Any):
+    def made(function: Any, takes: Any, gives: Any, donate: tuple[int, ...], *given: Any):
         takes = (*takes, *[EVERYWHERE] * (len(given) - len(takes)))
-
-        def lower():
-            return spread(models.mesh, function, takes, gives, donate).lower(*given)
-
-        return pool.submit(settled(lower).compile)
+        where = (models.mesh, takes, gives, donate)
+        return compiling(pool.submit, _lower, function, given, *where)
 
     def steps(models: Models):
         bound = functools.partial(run, local(models), layout.steps)
         table = ints(shape.batch, columns)
-        return compiling(bound, (weights, where), gives, (1,), params, state, table, live)
+        return made(bound, (weights, where), gives, (1,), params, state, table, live)
 
     def over(function: Any, models: Models, prompts: int, size: int):
         bound = functools.partial(function, shape, local(models), size)
         given = ints(prompts, CONTROL + columns + row_size(shape))
-        return compiling(bound, (weights, where), gives, (1,), params, state, given)
+        return made(bound, (weights, where), gives, (1,), params, state, given)
 
     def chunk(size: int):
         return over(prefill.chunk, draws, 1, size)
@@ -153,11 +150,11 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     def first(kind: Kind):
         bound = functools.partial(prefill.first, local(of_kind[kind]))
         given = (params, state.sequences, hidden(1), ints(2), ints(mask_words(models)))
-        return compiling(bound, (weights,), EVERYWHERE, (1,), *given)
+        return made(bound, (weights,), EVERYWHERE, (1,), *given)
 
     def score(size: int):
         bound = functools.partial(prefill.score, local(draws))
-        return compiling(bound, (weights,), EVERYWHERE, (), params, hidden(size), ints(size))
+        return made(bound, (weights,), EVERYWHERE, (), params, hidden(size), ints(size))
 
     counts = [models.rows or shape.batch * models.block_size]
     if models.rows == AUTO:
@@ -186,6 +183,12 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         greedy=by(budgets, stepped),
         drawn=drawn,
     )
+
+
+def _lower(
+    function: Any, given: tuple, mesh: Any, takes: Any, gives: Any, donate: tuple[int, ...]
+) -> jax.stages.Lowered:
+    return spread(mesh, function, takes, gives, donate).lower(*given)
 
 
 def choosing(models: Models, params: Params, layout: Layout, programs: Programs) -> ChosenRows:

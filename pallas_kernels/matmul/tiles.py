@@ -61,6 +61,11 @@ def prefer(product: Product, tile: AnyTile) -> None:
     _preferred[product] = tile
 
 
+def preferred() -> dict[Product, AnyTile]:
+    """All tiles that were preferred so far."""
+    return dict(_preferred)
+
+
 def unsettled(products: Iterable[Product]) -> list[Product]:
     """Those without a preferred tile, in order."""
     return sorted(product for product in products if product not in _preferred)
