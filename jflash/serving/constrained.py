@@ -7,6 +7,7 @@ device is at work for the other texts. This file knows masks as bits, and no gra
 """
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jflash.serving.slots import Layout, empty_state, state_specs, table_columns
 from jflash.speculative import Seen, commit, draft, judge
 from jflash.speculative import look as verify_rows
 from jflash.state import State
-from jflash.tiles import settled
+from jflash.stored import compiling
 
 
 class Constrained(NamedTuple):
@@ -123,29 +124,43 @@ def compile_constrained(models: Models, params: Params, layout: Layout) -> Const
 
 @functools.lru_cache(maxsize=16)
 def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constrained:
-    params, batch = jax.tree.unflatten(tree, leaves), layout.shape.batch
+    params = jax.tree.unflatten(tree, leaves)
+    with ThreadPoolExecutor(2) as pool:
+        both = [compiling(pool.submit, f, models, params, layout) for f in (_lower_look, _lower)]
+        make = functools.partial(undrafted, models, layout.shape.batch)
+        empty = jax.jit(shared(models.mesh, make, (), EVERYWHERE)).lower().compile()
+    return Constrained(empty, *(program.result() for program in both))
+
+
+def _lower_look(models: Models, params: Params, layout: Layout) -> jax.stages.Lowered:
+    return _jitted(look, 2, models, params, layout, 1).lower(*_given(models, params, layout))
+
+
+def _lower(models: Models, params: Params, layout: Layout) -> jax.stages.Lowered:
+    """Of `decide`."""
+    given, batch = _given(models, params, layout), layout.shape.batch
+    _, _, seen = _jitted(look, 2, models, params, layout, 1).eval_shape(*given)
+    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), seen)
+    sizes = (batch, models.block_size, mask_words(models))
+    allowed = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    return _jitted(decide, 3, models, params, layout, 3).lower(*given, seen, allowed)
+
+
+def _given(models: Models, params: Params, layout: Layout) -> tuple:
+    """What both programs take first."""
+    batch = layout.shape.batch
     state = jax.eval_shape(lambda: empty_state(models, layout))
-    draws = of_all_kinds(models, batch)
-    ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
-    table, who = ints(batch, table_columns(models, layout)), jax.ShapeDtypeStruct((3, batch), bool)
-    allowed = ints(batch, models.block_size, mask_words(models))
-    make = functools.partial(undrafted, models, batch)
-    drafted = jax.eval_shape(make)
+    table = jax.ShapeDtypeStruct((batch, table_columns(models, layout)), jnp.int32)
+    drafted = jax.eval_shape(lambda: undrafted(models, batch))
+    return params, state, table, jax.ShapeDtypeStruct((3, batch), bool), drafted
+
+
+def _jitted(
+    function: Any, results: int, models: Models, params: Params, layout: Layout, others: int
+) -> Any:
+    """A program over all devices: it takes `others` arrays after params, state, table and who."""
     weights, where = param_specs(models, params), state_specs(models, layout)
-
-    def compiled(function: Any, results: int, *given: Any) -> tuple[Any, Any]:
-        takes = (weights, where, *[EVERYWHERE] * (2 + len(given)))
-        gives = (where, *[EVERYWHERE] * results)
-
-        def lower():
-            bound = functools.partial(function, local(draws))
-            jitted = spread(models.mesh, bound, takes, gives, (1, 4))
-            return jitted.lower(params, state, table, who, *given)
-
-        lowered = settled(lower)
-        bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-        return lowered.compile(), jax.tree.map(bare, lowered.out_info[-1])
-
-    empty = jax.jit(shared(models.mesh, make, (), EVERYWHERE)).lower().compile()
-    looks, seen = compiled(look, 2, drafted)
-    return Constrained(empty, looks, compiled(decide, 3, drafted, seen, allowed)[0])
+    takes = (weights, where, *[EVERYWHERE] * (2 + others))
+    gives = (where, *[EVERYWHERE] * results)
+    bound = functools.partial(function, local(of_all_kinds(models, layout.shape.batch)))
+    return spread(models.mesh, bound, takes, gives, (1, 4))
