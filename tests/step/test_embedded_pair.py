@@ -57,23 +57,27 @@ def test_readme_example_runs(capsys, monkeypatch):
 
 
 def test_trained_random_and_no_drafts_say_the_same(pair):
-    """On real prompts, in one batch: bits of the drafter's weights never reach the text.
+    """On real prompts: bits of the drafter's weights never reach the text.
 
-    Those that take a step for a token say its first 48, in the same program.
+    Those that take a step for a token say its first 32, in the same program.
     """
     tokenizer = load_tokenizer(TINY / "target")
     stops = stop_token_ids(TINY / "target", tokenizer)
     asked = list(problems("eval", 99, 3)) + list(problems("held_out", 99, 1))
     prompts = [encode_prompt(tokenizer, problem.question) for problem in asked]
     how = {"max_new_tokens": 160, "stop_token_ids": stops, "capacity": CAPACITY}
-    trained = generate(pair, prompts, **how)
+
+    def each(pair, **how):
+        return [generate(pair, [prompt], **how)[0] for prompt in prompts]
+
+    trained = each(pair, **how)
     _, weights = random_drafter(TINY / "drafter", 5, "float32")
     random = replace(pair, params=Params(pair.params.target, weights))
     lengths = [n for g in trained for n in g.acceptance_lengths]
     assert sum(lengths) / len(lengths) > 4
-    soon = how | {"max_new_tokens": 48}
-    for other in (generate(random, prompts, **soon), generate(pair, prompts, oracle=True, **soon)):
-        assert [g.token_ids for g in other] == [g.token_ids[:48] for g in trained]
+    soon = how | {"max_new_tokens": 32}
+    for other in (each(random, **soon), each(pair, oracle=True, **soon)):
+        assert [g.token_ids for g in other] == [g.token_ids[:32] for g in trained]
     streamed = list(stream(pair, prompts[0], **how))[-1].generation
     assert streamed.token_ids == trained[0].token_ids
     right = [extract_result(tokenizer.decode(g.token_ids[:-1])) for g in trained[:3]]
