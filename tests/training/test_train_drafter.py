@@ -115,6 +115,7 @@ def newest(work: Path) -> int:
     return max(map(int, steps), default=0)
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_it_gives_the_same_bits(place, capsys):
     """While it answers, then while it trains; the unbroken run is of this process."""
     assert command(place, "whole") == 0
@@ -188,6 +189,12 @@ def test_another_target_at_the_same_path_answers_and_teaches_anew(place, tmp_pat
     changes: dict[str, object] = {"target": target, "steps": 2, "eval_every": 0}
     changes |= {"max_new_tokens": 20, "answer_batch": 64}
     assert command(tmp_path, "new", data=place / "prompts.jsonl", **changes) == 0
+    said, config = capsys.readouterr().out, json.loads((tmp_path / "new/config.json").read_text())
+    assert "memory of each of" in said and "ms a step" in said
+    assert "mask token: id 259, which the tokenizer lacks" in said
+    assert "answers were made before" not in said
+    assert config["dflash_config"]["mask_token_id"] == 259  # the first that no text has
+    assert config["intermediate_size"] == 24
     shutil.rmtree(tmp_path / "new")
     file = target / "model.safetensors"
     whole = bytearray(file.read_bytes())
