@@ -97,7 +97,8 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
     [
         *(("matmul", M, 496) for M in (1, 20, 100)),
         ("matmul", 300, 1008),
-        *(("residual", M, 496) for M in (1, 20, 100)),
+        ("residual", 1, 496),
+        *(pytest.param("residual", M, 496, marks=pytest.mark.long) for M in (20, 100)),
     ],
 )
 def test_a_last_tile_of_fewer_columns_has_the_bits_of_a_whole_one(op, M, ragged):

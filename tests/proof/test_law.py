@@ -141,6 +141,7 @@ def test_faults_are_planted_in_a_hybrid(capsys, monkeypatch):
     assert caught == {batch[0].name: True, "chunks begin at the anchor": True}
 
 
+@pytest.mark.long
 def test_faults_of_products_are_planted_where_each_has_a_bias(capsys, monkeypatch):
     """gpt-oss: no projection without one, and experts in place of the MLP."""
     biased = {"qkv_bias": True, "out_bias": True, "qk_norm": False, "moe": BIASED}

@@ -119,7 +119,9 @@ def conditional_q(temperature: float) -> np.ndarray:
     return q
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(  # a filter alone is a run-time value of the program that "all" runs
+    "mode", ["temperature", pytest.param("top-p", marks=pytest.mark.long), "all"]
+)
 def test_tokens_over_two_steps_follow_the_target(mode: str):
     sampling = MODES[mode]
     q, p = conditional_q(sampling.temperature), along(target_p(sampling))
