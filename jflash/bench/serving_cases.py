@@ -34,6 +34,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
 from jflash.programs import PREFILL_CHUNK, Shape
+from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import PREFILL_BETWEEN, Engine
 from jflash.serving.programs import compile_programs
 from jflash.serving.request import Request
@@ -119,7 +120,8 @@ def measured(
     for own, case in zip(pairs, cases, strict=True):
         row = {"batch": case.slots, "rows": case.rows, "steps_per_call": case.steps}
         row |= {"prefill_chunk": case.chunk, "prefill_between": between}
-        with engine_for(own, case.layout, (requests + 1) * case.slots, between) as engine:
+        queue = (requests + 1) * case.slots
+        with engine_for(own, case.layout, queue, between) as engine, only_of_new_objects():
             if case.long:
                 yield (
                     {"what": "long prompt"}

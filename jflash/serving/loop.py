@@ -63,13 +63,18 @@ class Loop:
 
     @property
     def burst(self) -> int:
-        """The chunks of the smallest size that may run now between two calls of steps."""
-        sizes = sorted(self.device.programs.chunk)
+        """The chunks of the smallest size that may run now between two calls of steps.
+
+        A chunk that computes a part of the tokens takes more than that part of the time, so what
+        fits is counted in whole chunks of the largest size, or of a smaller one if none fits.
+        """
+        sizes, known = sorted(self.device.programs.chunk), False
         for size in reversed(sizes):
             if seconds := self.device.time.lasted("prefill_seconds", size):
-                most = self._stall / seconds * (size // sizes[0])
-                return max(1, int(min(self._burst, most)))
-        return self._burst
+                known, fit = True, min(self._stall / seconds, self._burst)
+                if fit >= 1:
+                    return min(self._burst, int(fit) * (size // sizes[0]))
+        return 1 if known else self._burst
 
     def new_weights(self, params: Params) -> None:
         """Takes other parameters of the same shapes; the loop must be quiet."""

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -271,6 +272,19 @@ def test_a_long_prompt_keeps_no_text_waiting(pair, burst, seconds, monkeypatch):
     runs = [len(list(run)) for name, run in itertools.groupby(calls) if name == "chunk"]
     assert max(runs) == burst and sum(runs) == 2 * 6 and calls[-1] == "call"
     assert sorted(texts) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "burst"),
+    [({}, 16), ({512: 0.013}, 12), ({512: 0.026}, 4), ({512: 0.044, 128: 0.02}, 4),
+     ({512: 0.05, 128: 0.02}, 2), ({512: 0.1, 128: 0.06}, 1), ({128: 0.001}, 16)],
+)  # fmt: skip
+def test_whole_chunks_fit_into_the_stall(seconds, burst):
+    """Of chunks that take so long: a small one takes more than its part of a large one's time."""
+    time = SimpleNamespace(lasted=lambda part, size: seconds.get(size, 0.0))
+    device = SimpleNamespace(time=time, programs=SimpleNamespace(chunk={512: None, 128: None}))
+    loop: Any = SimpleNamespace(device=device, _stall=0.045, _burst=16)
+    assert Loop.burst.__get__(loop) == burst
 
 
 def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch):
