@@ -45,11 +45,11 @@ class Engine:
     pages back, and is computed again later. For prefixes `states` copies of the recurrent states of
     a slot are kept, where layers have such: one for each slot unless given, 4 at least. At most
     `max_queue` requests wait; more are refused. Between two calls of steps at most
-    `prefill_between` tokens of prompts are computed, in whole chunks, and none that would pass
-    STALL, so that a long prompt keeps no text waiting. A pass computes the ends of at most
-    `prompts_at_once` prompts: of several where that pays, unless given. The constructor compiles
-    the programs, only those of `kinds` of requests: 'greedy' ones need no more than the argmax of
-    the unchanged logits. The engine is a context manager.
+    `prefill_between` tokens of prompts are computed, in whole chunks, of one prompt 512 or a chunk,
+    and none that would pass STALL, so that a long prompt keeps no text waiting. A pass computes the
+    ends of at most `prompts_at_once` prompts: of several where that pays, unless given. The
+    constructor compiles the programs, only those of `kinds` of requests: 'greedy' ones need no more
+    than the argmax of the unchanged logits. The engine is a context manager.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from jflash.pair import Models, Params
+from jflash.programs import LARGE_CHUNK
 from jflash.serving.device import Device
 from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
 from jflash.serving.grammar import GrammarError
@@ -63,11 +64,8 @@ class Loop:
 
     @property
     def burst(self) -> int:
-        """The chunks of the smallest size that may run now between two calls of steps.
-
-        A chunk that computes a part of the tokens takes more than that part of the time, so what
-        fits is counted in whole chunks of the largest size, or of a smaller one if none fits.
-        """
+        """The chunks of the smallest size that may run now between two calls of steps. A small one
+        takes more than its part of a large one's time, so whole large ones count if any fits."""
         sizes, known = sorted(self.device.programs.chunk), False
         for size in reversed(sizes):
             if seconds := self.device.time.lasted("prefill_seconds", size):
@@ -183,9 +181,11 @@ class Loop:
         return [*self.waiting, *self.running]
 
     def _plan(self) -> Plan:
+        sizes = self.device.programs.chunk
         return planned(
-            self.waiting, self.running, self.holdings, chunk=min(self.device.programs.chunk),
-            slots=self.slots.count(None), burst=self.burst, still=self.held or self.asleep,
+            self.waiting, self.running, self.holdings, chunk=min(sizes), burst=self.burst,
+            each=max(LARGE_CHUNK, *sizes) // min(sizes),
+            slots=self.slots.count(None), still=self.held or self.asleep,
         )  # fmt: skip
 
     def _admit(self, job: Job) -> None:

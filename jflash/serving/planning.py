@@ -20,6 +20,7 @@ def planned(
     chunk: int,
     slots: int,
     burst: int,
+    each: int,
     still: bool,
 ) -> Plan:
     """The next round, with `slots` free slots; `still`: no new text begins.
@@ -49,5 +50,6 @@ def planned(
         for job in running
     ]
     return plan(
-        queued, at_work, slots=slots, pages=holdings.pages.available, clock=now, burst=burst
-    )
+        queued, at_work, slots=slots, pages=holdings.pages.available, clock=now, burst=burst,
+        each=each,
+    )  # fmt: skip

@@ -74,13 +74,15 @@ def plan(
     pages: int,
     clock: float,
     burst: int,
+    each: int,
 ) -> Plan:
     """The next round, with `slots` free slots and `pages` available pages.
 
-    At most `burst` chunks run before a call in which requests step; without such a call, 8 times as
-    many. A request that lacks pages takes them from the last one that has gained tokens since it
-    was admitted, itself included; without such a request it skips this call. Requests are admitted
-    in order, and one that does not fit keeps all later ones waiting. A round that preempts admits
+    At most `burst` chunks run before a call in which requests step, and `each` of one request,
+    whose later chunks take ever longer; without such a call, 8 times as many as `burst`. A request
+    that lacks pages takes them from the last one that has gained tokens since it was admitted,
+    itself included; without such a request it skips this call. Requests are admitted in order, and
+    one that does not fit keeps all later ones waiting. A round that preempts admits
     none.
     """
     expired = [r.order for r in (*waiting, *running) if r.deadline and clock >= r.deadline]
@@ -120,7 +122,7 @@ def plan(
     chunks = [
         r.order
         for r in sorted((*staying, *entering), key=lambda r: r.order)
-        for _ in range(r.chunks)
+        for _ in range(min(r.chunks, each) if steps else r.chunks)
     ]
     return Plan(
         tuple(expired),

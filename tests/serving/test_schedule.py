@@ -10,42 +10,49 @@ from jflash.serving.sliding import Held, Sliding
 from jflash.serving.slots import Window
 
 NOTHING = Plan((), (), (), (), (), ())
-HOW = dict(slots=2, pages=10, clock=0.0, burst=2)
+HOW = dict(slots=2, pages=10, clock=0.0, burst=2, each=9)
 
 
 def test_who_waits_comes_in_order():
     waiting = [Waiting((1, 0), 2), Waiting((0, 3), 4), Waiting((0, 1), 3)]
-    got = plan(waiting, [], slots=2, pages=10, clock=0.0, burst=2)
+    got = plan(waiting, [], slots=2, pages=10, clock=0.0, burst=2, each=9)
     assert got == NOTHING._replace(admitted=((0, 1), (0, 3)), chunks=((0, 1), (0, 3)))
-    got = plan(waiting, [], slots=3, pages=6, clock=0.0, burst=2)
+    got = plan(waiting, [], slots=3, pages=6, clock=0.0, burst=2, each=9)
     assert got.admitted == ((0, 1),)  # nobody passes the one that does not fit
 
 
 def test_chunks_do_not_keep_steps_waiting():
     running = [Running((0, 0)), Running((0, 1), chunks=9)]
-    got = plan([], running, slots=0, pages=0, clock=0.0, burst=2)
+    got = plan([], running, slots=0, pages=0, clock=0.0, burst=2, each=9)
     assert got == NOTHING._replace(chunks=((0, 1),) * 2, steps=((0, 0),))
-    got = plan([], running[1:], slots=1, pages=0, clock=0.0, burst=2)
+    got = plan([], running[1:], slots=1, pages=0, clock=0.0, burst=2, each=9)
     assert got.chunks == ((0, 1),) * 9
+    several = [*running, Running((0, 2), chunks=3)]
+    got = plan([], several, slots=0, pages=0, clock=0.0, burst=5, each=4)
+    assert got.chunks == ((0, 1),) * 4 + ((0, 2),)  # a long text leaves time to the next
 
 
 def test_the_last_gives_its_pages():
     old, young = Running((0, 0), short=2, gained=True), Running((0, 1), alone=3, gained=True)
     waiting = [Waiting((0, 2), 1)]
-    got = plan(waiting, [young, old], slots=1, pages=1, clock=0.0, burst=2)
+    got = plan(waiting, [young, old], slots=1, pages=1, clock=0.0, burst=2, each=9)
     assert got == NOTHING._replace(preempted=((0, 1),), grown=((0, 0),), steps=((0, 0),))
     fresh = young._replace(gained=False)  # it came back just now: the old one sits out
-    got = plan(waiting, [fresh, old._replace(gained=False)], slots=1, pages=1, clock=0.0, burst=2)
+    got = plan(
+        waiting, [fresh, old._replace(gained=False)], slots=1, pages=1, clock=0.0, burst=2, each=9
+    )
     assert got == NOTHING._replace(steps=((0, 1),))
     needy = young._replace(short=2)  # never an older one for a younger
-    got = plan([], [old._replace(short=0, alone=9), needy], slots=1, pages=1, clock=0.0, burst=2)
+    got = plan(
+        [], [old._replace(short=0, alone=9), needy], slots=1, pages=1, clock=0.0, burst=2, each=9
+    )
     assert got == NOTHING._replace(preempted=((0, 1),), steps=((0, 0),))
 
 
 def test_time_is_up():
     running = [Running((0, 0), alone=5, deadline=3.0), Running((0, 1), deadline=4.0)]
     waiting = [Waiting((0, 2), 5, 1, 2.0), Waiting((0, 3), 5)]
-    got = plan(waiting, running, slots=0, pages=0, clock=3.0, burst=1)
+    got = plan(waiting, running, slots=0, pages=0, clock=3.0, burst=1, each=9)
     assert got == NOTHING._replace(
         expired=((0, 2), (0, 0)), admitted=((0, 3),), chunks=((0, 3),), steps=((0, 1),)
     )
@@ -67,7 +74,7 @@ def test_everybody_ends(seed):
                 Running(o, 0, max(0, r["done"] + 1 - r["held"]), r["held"], r["gained"])
                 for o, r in running.items()
             ],
-            slots=3 - len(running), pages=free, clock=0.0, burst=1,
+            slots=3 - len(running), pages=free, clock=0.0, burst=1, each=9,
         )  # fmt: skip
         for order in got.preempted:
             assert since[order] > 0, "it had gained nothing since it came"
