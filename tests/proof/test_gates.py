@@ -117,7 +117,10 @@ def test_the_step_with_delta_nets_and_wide_heads_passes():
     assert program.temporary_bytes > pieces > step.temporary_bound // 2
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 5), (3, 7), (9, 9), (31, 11)])
+@pytest.mark.parametrize(
+    ("batch", "width"),
+    [*(pytest.param(*x, marks=pytest.mark.long) for x in ((1, 5), (9, 9))), (3, 7), (31, 11)],
+)
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
     models = on_h200(replace(pair_models(SMALL), block_size=width))
@@ -220,6 +223,7 @@ def test_two_devices_exchange_gathers_and_no_sum():
     assert "the host launches kAllGather kAllGather" in offences["one command buffer"]
 
 
+@pytest.mark.long
 def test_two_devices_with_whole_experts_gather_once_for_them():
     """All columns of half the experts: both products at once, and one gather of their rows.
 

@@ -75,7 +75,9 @@ def accept_draws(models, state, proposal):
     return 1 - uniforms(indices, state.sequences.key)
 
 
-@pytest.mark.parametrize("confidence", [drawn_token, accept_draws])
+@pytest.mark.parametrize(
+    "confidence", [pytest.param(drawn_token, marks=pytest.mark.long), accept_draws]
+)
 def test_a_budget_that_knows_a_draw_fails(confidence, monkeypatch: pytest.MonkeyPatch):
     right = speculative.rows_of
 
