@@ -25,9 +25,9 @@ IDLE = 0.2  # seconds between news when nothing happens: they show that the engi
 COMPILERS = 2  # grammars compiled at once, beside other requests
 # Seconds for which a thread may keep Python from others. The engine's thread runs Python for most
 # of a round, and a request passes through two other threads on its way: at the usual 5 ms it waited
-# 12 ms for them (three threads of Python 3.12 that did nothing else), and 3.4 ms with 0.5 ms. The
-# thread that dispatches waits as long after each program.
-TURN = 1e-4
+# 12 ms for them (three threads of Python 3.12 that did nothing else), and 3.4 ms with this. Shorter
+# turns break up the work of the thread that dispatches.
+TURN = 5e-4
 
 
 class _Outbox:
