@@ -16,6 +16,7 @@ import numpy as np
 
 from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding, StopWhen
+from jflash.kernels import AUTO
 from jflash.pair import Models, Params
 from jflash.programs import (
     PREFILL_CHUNK,
@@ -90,9 +91,14 @@ class Pair:
 
 
 def models_for(models: Models, decodings: Iterable[Decoding]) -> Models:
-    """The models for these requests: with only greedy ones the programs draw nothing."""
+    """The models for these requests: with only greedy ones the programs draw nothing.
+
+    Where drafts are drawn no rows are chosen. The choice hangs on times, and a seed would not
+    repeat its text.
+    """
     draws = any(decoding.sampling.temperature > 0 for decoding in decodings)
-    return replace(models, sampled=models.sampled or draws)
+    models = replace(models, sampled=models.sampled or draws)
+    return replace(models, rows=None) if models.draws_drafts and models.rows == AUTO else models
 
 
 def generate(

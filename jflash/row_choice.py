@@ -59,6 +59,13 @@ def with_rows(models: Models, rows: int | str | None, batch: int) -> Models:
     return replace(models, rows=int(rows))
 
 
+def default_rows(models: Models, batch: int) -> str | None:
+    """AUTO on one GPU, from SMALLEST_BATCH sequences on; elsewhere all rows. A CPU takes longer to
+    compile and to time several programs than most commands run, and several GPUs were not timed."""
+    one_gpu = models.kernels.attention == "canonical" and models.mesh is None
+    return AUTO if one_gpu and batch >= SMALLEST_BATCH else None
+
+
 def row_counts(batch: int, width: int) -> tuple[int, ...]:
     """The numbers of rows that are compiled, ascending."""
     return (*(batch * w for w in WIDTHS if w < width), batch * width)
@@ -189,8 +196,7 @@ def programs_for(models: Models, params: Params, shape: Shape) -> Programs | Cho
     rows = models.rows
     if rows is None or models.drafter is None:
         return compile_programs(models, params, shape)
-    if rows == AUTO and models.draws_drafts:
-        rows = shape.batch * models.block_size  # the choice hangs on times: no seed would repeat
+    assert not (rows == AUTO and models.draws_drafts), "no seed's text would repeat"
     if rows != AUTO:
         return compile_programs(with_rows(models, rows, shape.batch), params, shape)
     begin = time.perf_counter()

@@ -36,7 +36,7 @@ from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
 from jflash.pair import Models, Params
-from jflash.row_choice import with_rows
+from jflash.row_choice import default_rows, with_rows
 
 
 class Job(NamedTuple):
@@ -107,7 +107,9 @@ def configured(options: Options, batch: int) -> PairFiles:
         tensor_parallel=options.tensor_parallel, experts_over=options.experts_over,
         quantised=options.quantised, drafter_dtype=options.drafter_dtype,
     )  # fmt: skip
-    return replace(files, models=with_rows(files.models, options.verify_rows, batch))
+    rows = options.verify_rows
+    rows = default_rows(files.models, batch) if rows is None else rows
+    return replace(files, models=with_rows(files.models, rows, batch))
 
 
 def loaded(files: PairFiles, progress: bool) -> Pair:
@@ -135,8 +137,8 @@ def loaded(files: PairFiles, progress: bool) -> Pair:
 
 def with_sampling(files: PairFiles, decodings: Sequence[Decoding], rule: str | None) -> PairFiles:
     """The pair compiled so that it can serve these requests; None leaves its draft rule."""
-    models = models_for(files.models, decodings)
-    return replace(files, models=models if rule is None else replace(models, draft_rule=rule))
+    models = files.models if rule is None else replace(files.models, draft_rule=rule)
+    return replace(files, models=models_for(models, decodings))
 
 
 def _check_device(options: Options, job: Job, batch: int) -> int:

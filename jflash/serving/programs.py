@@ -97,8 +97,10 @@ def run(
 
 def of_all_kinds(models: Models, batch: int) -> Models:
     """The models that serve requests of every kind. A changed logit depends on the drafts before
-    it, so their steps verify whole blocks."""
-    return replace(models, sampled=True, rows=models.rows and batch * models.block_size)
+    it, so their steps verify whole blocks. Drafts are drawn as if none were ranked, unless the
+    number of rows is a fixed one."""
+    fixed = None if models.rows in (None, AUTO) else batch * models.block_size
+    return replace(models, sampled=True, rows=fixed)
 
 
 def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:

@@ -359,11 +359,12 @@ def test_a_first_token_keeps_the_next_call_under_way(pair):
         loop.round(give)
 
 
-def test_a_fixed_number_of_rows_serves_requests_of_every_kind(pair):
-    """Changed and drawn texts take whole blocks, where greedy ones would share five rows."""
+@pytest.mark.parametrize("rows", [5, AUTO])
+def test_drawn_texts_take_whole_blocks(pair, rows):
+    """Where greedy ones would share five rows, or as many as pay."""
     request = Request(prompt_ids=prompts(1, seed=6)[0], max_tokens=20, sampling=DRAWN, seed=0)
     [want] = alone(pair, [request])
-    few = replace(pair, models=replace(pair.models, rows=5))
+    few = replace(pair, models=replace(pair.models, rows=rows))
     how: dict[str, Any] = dict(max_batch=BATCH, max_context=CONTEXT, prefill_chunk=CHUNK)
     with Engine(few, steps_per_call=STEPS, kinds=("drawn",), **how) as engine:
         [got] = engine.generate([request])

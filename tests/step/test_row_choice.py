@@ -9,15 +9,22 @@ import numpy as np
 import pytest
 
 from jflash import row_choice, row_times
-from jflash.generate import generate
+from jflash.generate import generate, models_for
 from jflash.kernels import AUTO, XLA
 from jflash.models.decoder import Target
-from jflash.pair import Params
-from jflash.programs import Programs, Shape
+from jflash.programs import Shape
 from jflash.rounds import Step
-from jflash.row_choice import ChosenRows, Estimate, programs_for, row_counts, with_rows
+from jflash.row_choice import (
+    ChosenRows,
+    Estimate,
+    default_rows,
+    programs_for,
+    row_counts,
+    with_rows,
+)
 from jflash.row_times import kept_times
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
+from jflash.serving.programs import of_all_kinds
 from jflash.specs import MoeSpec
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
@@ -178,17 +185,27 @@ def test_auto_gives_plain_decodings_text(monkeypatch):
         programs_for(replace(pair.models, rows=3), pair.params, shape._replace(batch=4))
 
 
-def test_auto_follows_experts_at_batch_1_and_keeps_a_seeds_text(monkeypatch):
+def test_rows_are_chosen_by_default_on_a_gpu_from_batch_8_on():
+    of_cpu = pair_of(8).models
+    of_gpu = replace(of_cpu, kernels=of_cpu.kernels._replace(attention="canonical"))
+    assert default_rows(of_gpu, 8) == AUTO and default_rows(of_gpu, 7) is None
+    assert default_rows(of_cpu, 8) is None and of_cpu.kernels.attention == "cpu"
+    plain = of_gpu.plain()
+    assert with_rows(plain, default_rows(plain, 8), 8) == plain
+
+
+def test_auto_follows_experts_at_batch_1_and_keeps_a_seeds_text():
     models = pair_of(8).models
     moe = MoeSpec(num_experts=4, experts_per_token=2, intermediate_size=32, renormalise=True)
     config = models.target.config.with_experts(moe, range(1))
     sparse = replace(models, target=Target(config), kernels=models.kernels._replace(experts="cpu"))
     assert with_rows(sparse, AUTO, 1).rows == AUTO and with_rows(models, AUTO, 1).rows is None
-    rows = lambda models, *_: Programs(None, None, float(models.rows))  # noqa: E731
-    monkeypatch.setattr(row_choice, "compile_programs", rows)
     drawn = replace(models, rows=AUTO, sampled=True, draft_rule="sampled")
-    programs = programs_for(drawn, Params({}), Shape.of(2, 256))
-    assert programs == (None, None, 16.0)  # whole blocks: no times
+    of_each = models_for(drawn, [])
+    assert of_each == replace(drawn, rows=None)  # no times
+    assert models_for(replace(drawn, draft_rule="greedy"), []).rows == AUTO
+    assert of_all_kinds(replace(models, rows=AUTO), 2).rows is None
+    assert of_all_kinds(replace(models, rows=9), 2).rows == 16
 
 
 def test_times_are_measured_once_and_kept(monkeypatch, tmp_path):
