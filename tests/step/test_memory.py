@@ -179,8 +179,10 @@ def for_an_h200(function, *args):
 
 
 COMPILED = [
-    ("qwen3-8b", 1, 8192, "bfloat16", for_an_h200),
-    pytest.param("qwen3-8b", 8, 1024, "bfloat16", for_an_h200, marks=pytest.mark.long),
+    *(
+        pytest.param("qwen3-8b", *sizes, "bfloat16", for_an_h200, marks=pytest.mark.long)
+        for sizes in ((1, 8192), (8, 1024))
+    ),
     ("tiny", 1, 4096, "float32", for_the_cpu),
     ("tiny", 16, 1024, "float32", for_the_cpu),
     ("tiny-moe", 16, 1024, "float32", for_the_cpu),
