@@ -56,11 +56,12 @@ def test_turns_on_a_terminal_with_ctrl_c():
         os.write(terminal, b"/unheard\n")
         assert "no command '/unheard'" in until(terminal, "> ")
         # input() shows its prompt before it waits, and waits on if the keys are pressed between.
-        for _ in range(40):
+        for _ in range(12):
             os.write(terminal, b"\x03")
             if select.select([terminal], [], [], 5)[0]:
                 break
-        assert "/quit or Ctrl-D ends" in until(terminal, re.compile("ends.*> ", re.DOTALL))
+        assert process.poll() is None
+        assert "/quit or Ctrl-D ends" in until(terminal, re.compile("ends.*> ", re.DOTALL), 60)
 
         os.write(terminal, f"{QUESTION}\n".encode())
         until(terminal, "now?")

@@ -160,6 +160,9 @@ def test_every_driver_gives_plain_decodings_text(asked):
     assert min(distinct) > 1 and max(distinct[1::2]) > 5, distinct  # greedy texts may loop
     found = generate(pair, asked, how, prefill_chunk=64, capacity=512)
     assert [g.token_ids for g in found] == [g.token_ids for g in want]
+    few = replace(pair, models=replace(pair.models, rows=2 * len(asked)))  # of 16 a block
+    found = generate(few, asked, how, capacity=512)
+    assert [g.token_ids for g in found] == [g.token_ids for g in want]
     chunks = list(stream(sampled, asked[0], how[0]))
     assert [t for chunk in chunks for t in chunk.token_ids] == want[0].token_ids
     for job, answer in serve(pair, jobs[::-1], batch_size=3):
