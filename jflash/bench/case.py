@@ -18,6 +18,7 @@ import numpy as np
 
 from jflash.backends import named, with_backends
 from jflash.bench.clock import Clock
+from jflash.bench.finite import check_timed
 from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.pair_speed import measured_speed
 from jflash.bench.prefill_time import time_prefill
@@ -224,11 +225,15 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
 def timed(
     clock: Clock, models: Models, params: Params, state: State, compiled: Any
 ) -> tuple[dict[str, Any], State]:
-    """The entry of a program that runs whole steps of `models`, and the state again."""
+    """The entry of a program that runs whole steps of `models`, and the state again.
+
+    ValueError for steps that `check_timed` refuses.
+    """
     seconds, state = time_run(compiled, params, state, clock.window)
     experts = None  # of devices that share the pair; the floor takes the expected number
     if models.mesh is None:
         experts = experts_read(models, params, rewound(state, clock.window))
+    check_timed(f"batch {clock.shape.batch}", models, state, experts)
     return clock.part(seconds, clock.work(models, experts), experts), state
 
 

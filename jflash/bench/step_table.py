@@ -15,6 +15,7 @@ import jax
 
 from jflash.bench.case import Task, prepare, task_models
 from jflash.bench.clock import Clock
+from jflash.bench.finite import check_timed
 from jflash.bench.floors import Rates
 from jflash.bench.in_pages import empty_in_pages, lower_run_in_pages, with_table_of
 from jflash.bench.kernel_trace import kernels_of
@@ -73,7 +74,8 @@ def step_times(
     """A row for each case and context: the median milliseconds of a step, all repeats', its floor.
 
     `compiled` measures the device before the first weights are drawn. ValueError, before anything
-    is compiled, for a kind that a pair cannot run and for a pair that the memory does not hold.
+    is compiled, for a kind that a pair cannot run and for a pair that the memory does not hold; and
+    in place of a row for steps that `check_timed` refuses.
     """
     for case in plan.cases:
         pair = task_models(plan.task(case))
@@ -109,6 +111,7 @@ def step_times(
                 again, experts = rewound(state, window), None
                 if routed:
                     experts = experts_read(models[case], given, again, *routed)
+                check_timed(f"{_name(case)} at {context}", models[case], state, experts)
                 del state, again
                 clock = Clock(models[case], shape, window, rates)
                 part = clock.part(seconds, clock.work(models[case], experts), experts)

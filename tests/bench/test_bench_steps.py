@@ -2,10 +2,16 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from jflash.bench import step_table
+from jflash.bench.finite import check_timed
+from jflash.bench.shapes import model_shape
 from jflash.cli import main
+from jflash.models.decoder import Target
+from jflash.pair import Models
+from jflash.programs import Shape, new_state
 
 SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]
 
@@ -47,6 +53,38 @@ def test_it_times_targets_that_are_kept_quantised_and_counts_the_experts_that_ar
     assert kept["bytes"] < whole["bytes"]
     assert one["experts_read"] == 2 and "experts_read" not in whole  # one row, two experts a token
     assert 2 < several["experts_read"] <= 8
+
+
+def test_the_states_of_a_hybrids_timed_steps_stay_finite(tmp_path):
+    """Rows that no model makes let a delta net's state grow without bound."""
+    file = tmp_path / "steps.json"
+    argv = ["--cases", "tiny-hybrid:8:step", "--contexts", "60", *SMALL, "--json", str(file)]
+    assert main.run("bench-steps", argv) == 0
+    assert len(json.loads(file.read_text())["step_times"]) == 1
+
+
+def test_it_refuses_times_of_numbers_that_are_not_finite(capsys, monkeypatch):
+    prepare = step_table.prepare
+
+    def with_a_nan(*args):
+        state, params = prepare(*args)
+        out = params.target["layers_1"]["attention"]["out"]
+        out["kernel"] = out["kernel"].at[0, 0].set(jnp.nan)
+        return state, params
+
+    monkeypatch.setattr(step_table, "prepare", with_a_nan)
+    argv = ["--cases", "tiny:1:plain", "--contexts", "40", *SMALL]
+    assert main.run("bench-steps", argv) == 2
+    why = "tiny:1:plain at 40: the steps left numbers in layer 2 of the target that are not finite"
+    assert why in capsys.readouterr().err
+
+
+def test_a_block_that_reaches_fewer_experts_than_a_token_is_refused():
+    models = Models(Target(model_shape("tiny-moe").target), None, 1)
+    state = new_state(models, Shape.of(1, 256))
+    check_timed("tiny-moe:8:step", models, state, 2.0)
+    with pytest.raises(ValueError, match=r"^tiny-moe:8:step: a layer's block reached 1 experts"):
+        check_timed("tiny-moe:8:step", models, state, 1.0)
 
 
 def test_it_refuses_what_does_not_fit_before_it_compiles(capsys, monkeypatch):

@@ -14,7 +14,8 @@ from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.bench.report import case_text, collect
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.bench.step_time import busy_state, time_run, window_around
+from jflash.bench.step_time import busy_state, rewound, time_run, window_around
+from jflash.cache import DeltaCache
 from jflash.io import load_pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
@@ -22,6 +23,8 @@ from jflash.models.params import abstract_params, random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape, compile_run
 from jflash.speculative import speculative_step
+from jflash.state import State
+from pallas_kernels.gated_delta import CHUNK
 from tables.cells import Result
 from tables.documents import with_tables
 from tests.support.small_checkpoints import make_pair
@@ -143,6 +146,25 @@ def test_the_timed_steps_run_at_the_context_over_full_caches():
     slots = np.flatnonzero(written.all(0))
     assert slots.tolist() == list(range(window.start - 1, window.start - 1 + 9 + 8 - 1))
     assert window.context == np.mean(range(window.start - 1, window.start - 1 + 9))
+
+
+def test_a_delta_nets_rows_are_a_models_and_begin_where_a_step_leaves_them():
+    models = Models(Target(model_shape("tiny-hybrid").target), None, 8)
+    window = window_around(68, 256, 8, 9, 1)
+    state = busy_state(models, Shape(2, 256, 64, 16), window)
+    assert window.start == 65  # its step begins at position 64, the last one began at 63
+    later = State(state.sequences, tuple(map(_further, state.target_cache)), ())
+    for one in (state, rewound(later, window)):
+        assert one.target_cache[0].memory.base.tolist() == [48, 48]
+    k, _, g, beta = state.target_cache[0].memory.rows
+    np.testing.assert_allclose(jnp.linalg.norm(k, axis=-1), 1, rtol=1e-5)
+    assert (g < 0).all() and (beta > 0).all() and (beta < 1).all()
+
+
+def _further(cache):
+    if not isinstance(cache, DeltaCache):
+        return cache
+    return cache._replace(memory=cache.memory._replace(base=cache.memory.base + 2 * CHUNK))
 
 
 def test_random_weights_are_no_zeros_and_the_same_each_time():
