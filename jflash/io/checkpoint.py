@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.families.variants import MASK_ROW
 from jflash.io.folder import Fill
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import Safetensors
@@ -53,6 +54,7 @@ class Checkpoint(Protocol):
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", f"{PARAMS}/*"]
+HUB_FILES += [MASK_ROW]  # it is not read, so it must be seen to be refused
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
+from jflash.io.families.variants import refuse_own_mask
 from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
 from jflash.io.folder import Fill, Folder
 from jflash.io.foreign import one_line
@@ -50,6 +51,8 @@ class Safetensors(Folder):
     def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config; its numbers of layers and experts must be those of any weights."""
         config, stored = super().config(read), self._stored()
+        if isinstance(config, DrafterConfig):
+            refuse_own_mask(self.path)
         config = with_own_ends(config, self.names, stored)
         check_problems(self.path, _miscounted(config, self.names, stored))
         return config

@@ -129,6 +129,15 @@ def test_drafter_that_does_not_fit(pair, refused, change, named):
     refused(decode(pair), named)
 
 
+def test_a_variant_of_drafters_that_is_not_computed(pair, refused):
+    own = {"mask_token_id": 299, "target_layer_ids": [0, 1], "projector_type": "domino"}
+    edit_config(pair.drafter, dflash_config=own)
+    refused(decode(pair), str(pair.drafter), "projector_type 'domino' in dflash_config")
+    edit_config(pair.drafter, dflash_config=own | {"projector_type": "dflash"})
+    (pair.drafter / "mask_embedding.pt").write_bytes(b"row")
+    refused(decode(pair), "mask_embedding.pt: a drafter's own mask embedding is not supported")
+
+
 def test_all_misfits_are_listed_together(pair, refused):
     edit_config(pair.drafter, hidden_size=64, vocab_size=301, num_target_layers=5)
     refused(decode(pair), "hidden_size is 64", "vocab_size is 301", "num_target_layers is 5")

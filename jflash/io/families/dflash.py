@@ -5,6 +5,7 @@ from typing import Any
 from jflash.config import Drafter2Config, DrafterConfig, default_target_layer_ids
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import ATTENTION, MLP, NORMS, read_trunk
+from jflash.io.families.variants import refuse_variants
 from jflash.io.hf_values import SIZE, checked, shown
 from jflash.io.names import Names
 from jflash.specs import AttentionSpec, DenseSpec
@@ -79,6 +80,7 @@ def drafter(raw: dict[str, Any], name: str, counted: bool = True) -> DrafterConf
         draft_vocab_size=value.get("draft_vocab_size"),
     )
     sight = _sight(raw, nested, trunk["num_layers"])
+    refuse_variants(raw, nested, sight)
     if name == DRAFTER:
         return DrafterConfig.alike(**shared).attending(*sight)
     second = {key: value[key] for key in OF_DRAFTER_2}

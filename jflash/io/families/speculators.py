@@ -8,7 +8,7 @@ comes with `d2t`: a draft's id plus its `d2t` is the target's id.
 from dataclasses import replace
 from typing import Any
 
-from jflash.io.families import dflash
+from jflash.io.families import dflash, variants
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, OF_DRAFTER_2
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
@@ -36,12 +36,6 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     ids = value.get("aux_hidden_state_layer_ids")
     if layer is None or not ids:
         raise ValueError("a speculators config needs transformer_layer_config and tapped layers")
-    other = value.get("projector_type", "dflash")
-    if other != "dflash" or value.get("sample_from_anchor"):
-        raise ValueError(
-            f"projector_type {shown(other)}, sample_from_anchor "
-            f"{value.get('sample_from_anchor', False)}: only plain DFlash drafts are supported"
-        )
     if value.get("target_hidden_size", layer.get("hidden_size")) != layer.get("hidden_size"):
         raise ValueError(f"target_hidden_size {value['target_hidden_size']} is not the drafter's")
     # Only `layer_types` gives windows, and windowed layers are causal unless a key denies it.
@@ -49,9 +43,8 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     sight: dict[str, Any] = {"use_sliding_window": sliding}
     if value.get("sliding_window_non_causal"):
         sight["is_causal"] = False
-    drafting = {
-        key: value[key] for key in ("block_size", "mask_token_id", *OF_DRAFTER_2) if key in value
-    }
+    kept = ("block_size", "mask_token_id", *OF_DRAFTER_2, *variants.KEYS)
+    drafting = {key: value[key] for key in kept if key in value}
     name = KINDS[kind]
     size = value.get("draft_vocab_size", layer.get("vocab_size"))
     if name == DRAFTER_2 and size != layer.get("vocab_size"):
