@@ -74,9 +74,17 @@ def test_a_model_that_sees_has_the_same_text_tower(prefix, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_an_image_in_a_prompt_is_refused(tmp_path):
-    folder = shutil.copytree(GEMMA3 / "target", tmp_path / "target")
-    pair = load_pair(rewritten(folder, {"image_token_index": 7}))
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("pair09", "image_token_index"),
+        ("pair13", "image_token_id"),
+        ("pair14", "video_token_id"),
+    ],
+)
+def test_an_image_in_a_prompt_is_refused(case, key, tmp_path):
+    folder = shutil.copytree(CASES / case / "target", tmp_path / "target")
+    pair = load_pair(rewritten(folder, {key: 7}))
     with pytest.raises(ValueError, match="token id 7 stands for an image or a video"):
         generate(pair, [[3, 7]], max_new_tokens=2)
 
@@ -131,6 +139,9 @@ def test_gemma_4s_defaults_are_those_of_transformers():
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must give the layers"),
         ({"per_layer_config": {"3": [8]}}, "per_layer_config must give the layers"),
         ({"attention_k_eq_v": False}, "missing: model.layers.0.self_attn.v_proj.weight"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "'longrope' is not"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "x"}}}, "rope_type 'x' is not"),
+        ({"rope_parameters": {"rope_type": "default"}}, "an object for each of sliding_attention"),
     ],
 )
 def test_what_gemma_4_cannot_be_is_refused(changes, named, tmp_path):

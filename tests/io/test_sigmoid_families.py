@@ -21,7 +21,8 @@ from jflash.models.params import abstract_params
 from jflash.routes import route_by_sigmoid
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
-MINIMAX, GLM = (CASES / pair / "target" for pair in ("pair11", "pair10"))
+MINIMAX, GLM, DENSE = (CASES / pair / "target" for pair in ("pair11", "pair10", "pair12"))
+LONG = {"rope_type": "longrope", "rope_theta": 1e4}
 GLM_46 = {  # as stated: the file could not be opened
     "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 5120, "intermediate_size": 12288,
     "num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160, "head_dim": 128,
@@ -82,7 +83,10 @@ def test_layers_that_predict_more_tokens_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("source", "changes", "named"),
     [
-        (GLM, {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        *(
+            (source, {"rope_parameters": LONG}, "rope_type 'longrope' is not supported, only")
+            for source in (GLM, MINIMAX, DENSE)
+        ),
         (GLM, {"n_group": 3}, "n_group 3, topk_group 2: 8 experts need equal groups"),
         (GLM, {"topk_group": 5}, "n_group 4, topk_group 5"),
         (GLM, {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts"),
@@ -104,4 +108,24 @@ def test_what_does_not_fit_is_refused(source, changes, named, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(ValueError, match=re.escape(named)):
+        load_target(folder, "float32")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (MINIMAX, "model.layers.1.block_sparse_moe.experts.5.w2.weight"),
+        (MINIMAX, "model.layers.0.block_sparse_moe.e_score_correction_bias"),
+        (MINIMAX, "model.layers.1.self_attn.k_norm.weight"),
+        (DENSE, "model.layers.1.mlp.gate_up_proj.weight"),
+        (DENSE, "model.layers.0.post_mlp_layernorm.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_named(source, name, tmp_path):
+    """Also where another expert of that layer, or another norm, is there."""
+    folder = shutil.copytree(source, tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"missing: {name}")):
         load_target(folder, "float32")
