@@ -23,7 +23,10 @@ CASES = Path(__file__).parents[1] / "reference" / "cases"
 OF_FAMILY = {record(folder)["family"]: folder for folder in sorted(CASES.glob("pair*"))}
 MUSE = OF_FAMILY["muse_glimmer"]
 # Of these the other training tests have no layer.
-OTHERS = ("qwen3_5_moe", "gpt_oss", "gemma3_text", "gemma4_text", "glm4_moe", "muse_glimmer")
+OTHERS = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma3_text", "gemma4_text"),
+    *("minimax_m2", "glm4", "glm4_moe", "muse_glimmer"),
+)
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -47,7 +50,7 @@ def test_a_lesson_fits_a_target_of_other_layers(family):
     assert loss.shape == () and jax.tree.structure(found) == jax.tree.structure(lesson.start)
 
 
-def train(folder: Path, rows: list[dict], **changes) -> int:
+def train(folder: Path, rows: list[dict], *flags: str, **changes) -> int:
     """The command on the target of `folder` and answers that the data brings."""
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = {
@@ -57,7 +60,7 @@ def train(folder: Path, rows: list[dict], **changes) -> int:
         "checkpoint-every": 20, "learning-rate": 5e-3, **changes,
     }  # fmt: skip
     words = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
-    return main.run("train", [*words, "--keep-answers", "--keep-looping"])
+    return main.run("train", [*words, "--keep-answers", "--keep-looping", *flags])
 
 
 def test_an_image_in_the_data_is_refused_before_weights_are_read(tmp_path, capsys):
@@ -69,6 +72,19 @@ def test_an_image_in_the_data_is_refused_before_weights_are_read(tmp_path, capsy
         assert train(tmp_path, [{"prompt_ids": [1]}, row]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "data.jsonl:2: token id 7 stands for an image or a video" in line
+
+
+@pytest.mark.long
+def test_a_dry_run_for_gpt_oss(tmp_path, capsys):
+    """Sinks, windows and clamped experts: the step of the training is compiled, and some answers
+    are decoded, of a target without a tokenizer."""
+    shutil.copytree(OF_FAMILY["gpt_oss"] / "target", tmp_path / "target")
+    asked = [{"prompt_ids": [1, 2, 3]}, {"prompt_ids": [4], "answer_ids": [5, 6]}]
+    assert train(tmp_path, asked, "--dry-run", **{"answer-batch": 1, "max-new-tokens": 8}) == 0
+    out = capsys.readouterr().out
+    assert "activations and gradients" in out and "minutes for 40 steps" in out
+    assert "answers: 1 of at most 8 tokens" in out
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["data.jsonl", "target"]
 
 
 def test_a_drafter_for_muse_is_trained_and_drafts(tmp_path):
