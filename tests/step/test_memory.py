@@ -187,6 +187,7 @@ COMPILED = [
     ("tiny", 16, 1024, "float32", for_the_cpu),
     ("tiny-moe", 16, 1024, "float32", for_the_cpu),
     ("tiny-dflash2", 16, 1024, "float32", for_the_cpu),
+    ("tiny-hybrid", 16, 1024, "float32", for_the_cpu),  # its first layer is a delta net
 ]
 
 
