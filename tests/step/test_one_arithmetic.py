@@ -93,8 +93,9 @@ BY_SIGMOID = replace(
 )
 CLAMPED = replace(MOE, scores="softmax of the chosen", clamped=True, bias=True)
 # Between them: every operation of a target, a layer of plain attention and MLP in both dtypes.
+HYBRIDS = "hybrid, shared expert"
 KINDS = {
-    "hybrid, shared expert": {"moe": replace(MOE, shared_size=20), "sparse": (0,), **HYBRID},
+    HYBRIDS: {"moe": replace(MOE, shared_size=20), "sparse": (0,), **HYBRID},
     "sinks, windows, clamped experts, bfloat16": {
         "dtype": "bfloat16", "moe": CLAMPED, "sparse": (0,), **BIASES, "mlp_bias": False,
         "sinks": True, "norm_dtype": "float32", "sights": ({"window": 20}, {}),
@@ -130,13 +131,17 @@ def test_one_operation_by_xla_is_caught(asked):
     assert total(want, texts(pair, 2, asked[:2], capacity=512, new=4)).differ
 
 
-def test_what_is_generated_is_what_a_prompt_would_be(asked):
+@pytest.mark.parametrize(
+    ("kind", "fully"),
+    [("attention", True), (HYBRIDS, False), pytest.param(HYBRIDS, True, marks=pytest.mark.long)],
+)
+def test_what_is_generated_is_what_a_prompt_would_be(kind, fully, asked):
     """Half of a text by steps or all of it by chunks: the same keys, values and later logits.
 
     As users have their programs, so that the law holds in what the compiler makes of all of them.
     """
-    pair = pair_of()
-    with jax_options(jax_disable_most_optimizations=False):
+    pair = pair_of(**KINDS.get(kind, {}))
+    with jax_options(jax_disable_most_optimizations=not fully):
         want = texts(pair, 4, asked)
         longer = [d.tokens[: d.prompt_tokens + NEW // 2].tolist() for d in want]
         found = texts(pair.plain(), 1, longer, chunk=64, new=NEW - NEW // 2)
