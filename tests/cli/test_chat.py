@@ -18,10 +18,12 @@ ROOT = Path(__file__).parents[2]
 QUESTION = "Tom has 3 apples and buys 4 more apples. How many apples does Tom have now?"
 STATISTICS = re.compile(r"(\d+) tokens · τ [\d.–]+ · [\d.–]+ tokens/s")
 
-# Ctrl-C on a terminal reaches those whose terminal it is.
+# Ctrl-C on a terminal reaches those whose terminal it is, but a shell's job in the background
+# ignores it, and so do all that it starts.
 TAKE_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
