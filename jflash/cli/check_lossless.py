@@ -22,7 +22,7 @@ from jflash.proof.differences import difference_text
 from jflash.proof.kept_forms import TEXTS_KEPT, check_kept
 from jflash.proof.law import check_law
 from jflash.proof.law_forms import CPU, GPU, WHOLE
-from jflash.proof.law_text import comparison_line, law_failures, law_lines
+from jflash.proof.law_text import comparison_line, law_failures, law_lines, shortfalls
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.ops import check_ops, failures_of_ops
 from jflash.proof.pairs import PAIRS
@@ -44,6 +44,7 @@ def check(args: Options) -> dict[str, Any]:
     if "law" in args.checks:
         report["law"] = [check_pair(name, args, dtype) for name in args.pairs]
         failed += [line for law in report["law"] for line in law_failures(law)]
+        failed += [line for law in report["law"] for line in shortfalls(law)]
     if "oracle" in args.checks:
         report |= check_oracle(args, dtype)
         failed += failures(report, args)

@@ -15,13 +15,14 @@ from jflash.programs import Shape, new_state
 from jflash.proof.cases import Case
 from jflash.proof.digest import Digest
 from jflash.proof.faults import Fault, planted
-from jflash.proof.law_bench import Bench, Compared, compared, decoded
+from jflash.proof.law_bench import Bench, Compared, compared, decoded, enough, new_tokens
 from jflash.proof.law_forms import PLAIN, Form, Way
 from jflash.proof.law_prompts import halves, long_prompts
 from jflash.proof.lossless import Executable, compile_all, lower_recorded
 
 REFERENCE = Way(1, 1, PLAIN)
 FAULTY_TEXTS = 2
+BATCHES = 4  # of prompts, at most, until texts that end early have enough tokens
 
 
 def check_law(
@@ -34,15 +35,19 @@ def check_law(
     long = [] if form.long_chunk is None else [Way(1, 1, PLAIN, True, form.long_chunk)]
     alone, *others = bench.executables([REFERENCE, *form.ways, *long])
     others, large = others[: len(form.ways)], others[len(form.ways) :]
-    prompts = case.prompts(form.batch, seed)
-    texts = decoded(bench, alone, "plain", prompts[: _anchors(form, bench)], (), seed)
+    prompts = case.prompts(form.batch * BATCHES, seed)
+    texts = enough(bench, alone, "plain", prompts, form.anchored, seed)
     anchors = len(texts)
     found: list[Compared] = []
     for way, executable in zip(form.ways, others, strict=True):
         for mode in way.modes:
-            # Until all texts are known, those that are: the anchors; at batch 1 no more than them.
-            count = len(prompts) if way.batch > 1 else anchors
-            made = decoded(bench, executable, mode, prompts[:count], texts, seed)
+            if way.batch > 1 and len(texts) == anchors:  # the first way of several texts
+                made = enough(bench, executable, mode, prompts, form.tokens, seed, form.batch)
+                prompts = prompts[: len(made)]
+            else:  # at batch 1 no more than the anchors
+                count = len(prompts) if way.batch > 1 else anchors
+                made = decoded(bench, executable, mode, prompts[:count], texts, seed)
+            count = len(made)
             found.append(compared(way.named(mode), texts[:count], made[: len(texts)]))
             texts += made[len(texts) :]
             progress(found[-1].result)
@@ -57,24 +62,20 @@ def check_law(
     for found_fault in caught(bench, form.planted_in(case.models), alone, blocks, texts, prompts):
         faults.append(found_fault)
         progress(found_fault)
-    tokens = sum(len(text.tokens) - text.prompt_tokens for text in texts)
     return {
         "pair": case.name,
         "backends": case.models.kernels._asdict(),
         "promised": case.models.one_arithmetic,
         "texts": len(texts),
-        "tokens": tokens,
-        "anchored_tokens": sum(len(t.tokens) - t.prompt_tokens for t in texts[:anchors]),
+        "tokens": new_tokens(texts),
+        "tokens_wanted": form.tokens,
+        "anchored_tokens": new_tokens(texts[:anchors]),
+        "anchored_tokens_wanted": form.anchored,
         "compared": [each.result for each in found],
         "differences": sum(sum(each.apart[:3]) for each in found),
         "faults": faults,
         "seconds": time.perf_counter() - begin,
     }
-
-
-def _anchors(form: Form, bench: Bench) -> int:
-    """How many texts the reference decodes."""
-    return min(form.batch, max(1, -(-form.anchored // bench.new_tokens)))
 
 
 class Planted(NamedTuple):

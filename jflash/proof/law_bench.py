@@ -74,6 +74,23 @@ def decoded(
     return made
 
 
+def enough(
+    bench: Bench, executable: Executable, mode: str, prompts: Sequence[list[int]], tokens: int,
+    seed: int, texts: int = 1,
+) -> list[Digest]:  # fmt: skip
+    """The first prompts by one mode, at least `texts` of them, until they have so many tokens."""
+    batch, made = executable.shape.batch, []
+    while len(made) < len(prompts) and (len(made) < texts or new_tokens(made) < tokens):
+        some = prompts[len(made) : len(made) + batch]
+        made += decoded(bench, executable, mode, some, (), seed)
+    return made
+
+
+def new_tokens(texts: Sequence[Digest]) -> int:
+    """Those after the prompts."""
+    return sum(len(text.tokens) - text.prompt_tokens for text in texts)
+
+
 class Compared(NamedTuple):
     """One comparison with plain decoding, summed over texts."""
 

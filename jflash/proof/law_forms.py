@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jflash.pair import Models
 from jflash.proof.faults import FAULTS, HYBRIDS, Fault
+from jflash.row_choice import WIDTHS
 
 MODES = ("plain", "own drafter", "other drafter", "replay")
 CHUNKS = (128, 64)
@@ -81,6 +82,7 @@ WHOLE = Form(
         Way(16, 8, OWN + OTHER + REPLAY, roomy=True),
         Way(16, 32, OWN, chunk=64),
         Way(16, 32, OWN + REPLAY, rows=96),
+        *(Way(16, 32, OWN, rows=32 * each) for each in WIDTHS),
         Way(16, 64, OWN + OTHER + REPLAY),
     ),
 )

@@ -47,3 +47,11 @@ def law_failures(law: dict[str, Any]) -> Iterator[str]:
                 f"a planted fault was not caught ({each['fault']}): this check would not see a "
                 "real one either"
             )
+
+
+def shortfalls(law: dict[str, Any]) -> Iterator[str]:
+    """Texts that are too short to say much."""
+    for kind in ("tokens", "anchored_tokens"):
+        have, wanted = law[kind], law[f"{kind}_wanted"]
+        if have < wanted:
+            yield f"{law['pair']}: only {have} {kind.replace('_', ' ')} were decoded, not {wanted}"

@@ -15,10 +15,11 @@ from jflash.models.params import abstract_params
 from jflash.pair import Models
 from jflash.passes import Block
 from jflash.proof import faults, law_bench, law_forms, law_prompts
+from jflash.proof import law as law_check
 from jflash.proof.digest import Digest, apart
 from jflash.proof.faults import planted
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
-from jflash.proof.law_text import law_failures
+from jflash.proof.law_text import law_failures, shortfalls
 from jflash.proof.lossless import Executable, compile_executable
 from jflash.specs import MoeSpec
 from tests.support.attention_checks import ON_GPU
@@ -238,6 +239,22 @@ def test_forms_decode_what_they_say():
     assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU))
     assert form.long_chunk == usual.long_chunk == 512 < law_prompts.MOST - law_prompts.AFTER
     assert {way.width for way in form.fitting(small_case().models).ways} == {1, 4, 8}
+
+
+def test_texts_that_end_early_are_more(capsys, monkeypatch):
+    """Until they have the tokens that the form wants; and a step of one row a sequence."""
+    case = lawful(*["cpu"] * 5)._replace(stops=[0, 1, 2])
+    form = replace(SMALL, tokens=20, anchored=8, ways=(*SMALL.ways, Way(8, 2, OWN, rows=2)))
+    code, out, found = run(capsys, monkeypatch, case, form, ())
+    assert code == 0, out
+    (law,) = found["law"]
+    assert law["tokens"] >= 20 and law["anchored_tokens"] >= 8
+    assert form.batch < law["texts"] <= form.batch * law_check.BATCHES
+    assert [each["texts"] for each in law["compared"][1:4]] == [law["texts"]] * 3
+    assert law["compared"][3]["way"] == "width 8, batch 2, 2 rows verified: own drafter"
+
+    law["tokens"] = 19
+    assert list(shortfalls(law)) == ["small: only 19 tokens were decoded, not 20"]
 
 
 def test_a_comparison_of_nothing_fails():
