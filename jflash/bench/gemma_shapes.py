@@ -61,6 +61,14 @@ def gemma_4_31b() -> ModelShape:
     return ModelShape(target, _gemma_drafter(target, 64, 10752, (1, 12, 23, 35, 46, 57)))
 
 
+def gemma_4_12b() -> ModelShape:
+    """Gemma 4 12B, one tower for text and images. Its drafter's file could not be opened: Gemma 3
+    12B's here, whose target has the same width and layers."""
+    longer = dict(max_position_embeddings=262144)
+    target = _gemma_4(_gemma(48, 3840, 15360, (16, 8), 256, **_FOUR | longer), 1)
+    return ModelShape(target, _gemma_drafter(target, 32, 7680, (1, 12, 23, 34, 45)))
+
+
 def gemma_4_26b() -> ModelShape:
     """Gemma 4 26B-A4B by its stated sizes: 128 experts of which 8 a token, beside an MLP."""
     target = _gemma_4(_gemma(30, 2816, 2112, (16, 8), 256, **_FOUR), 2)

@@ -8,9 +8,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from jflash.bench.gemma_shapes import gemma_3_12b, gemma_4_26b, gemma_4_31b
+from jflash.bench.gemma_shapes import gemma_3_12b, gemma_4_12b, gemma_4_26b, gemma_4_31b
 from jflash.bench.muse_shapes import muse_glimmer_30b
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
+from jflash.bench.sigmoid_shapes import glm_4_5_air, glm_4_6, minimax_m2
 from jflash.config import TargetConfig, second_version
 from jflash.specs import (
     DeltaSpec,
@@ -102,10 +103,10 @@ def _dflash2(shape: ModelShape) -> ModelShape:
 _LONG: Any = dict(vocab_size=248320, max_position_embeddings=262144)
 
 
-def _hybrid(layers: int, heads: tuple[int, int], values: int, hidden: int, ffn: int):
+def _hybrid(layers: int, heads: tuple[int, int], values: int, hidden: int, ffn: int, **other: Any):
     """A target of Qwen3.5's layers: every fourth attends, the others have a delta net."""
     rope = RopeConfig(theta=1e7, scaling=None, rotary_dim=64)
-    trunk = trunk_sizes(hidden, ffn, *heads, **_LONG, head_dim=256, rope=rope)
+    trunk = trunk_sizes(hidden, ffn, *heads, **_LONG | other, head_dim=256, rope=rope)
     gates = dict(gated=True, norm_shift=1.0, tie_embeddings=False)
     target = TargetConfig.alike(**trunk | gates, num_layers=layers)
     delta = DeltaSpec(num_key_heads=16, num_value_heads=values, key_dim=128, value_dim=128, taps=4)
@@ -136,6 +137,20 @@ def _qwen35_35b() -> ModelShape:
     )  # fmt: skip
     target = target.with_experts(moe, range(40))
     return ModelShape(target, _hybrid_drafter(8, target, (1, 10, 19, 28, 37), 6144))
+
+
+def _qwen3_coder_next() -> ModelShape:
+    """Qwen3-Coder-Next, 80B-A3B: 512 experts of which 10 a token beside a shared one.
+
+    Its drafter's file could not be opened: Qwen3-Coder-30B-A3B's here, which has the same width
+    and as many layers to tap.
+    """
+    target = _hybrid(48, (16, 2), values=32, hidden=2048, ffn=5632, vocab_size=151936)
+    moe = MoeSpec(
+        num_experts=512, experts_per_token=10, intermediate_size=512, renormalise=True,
+        shared_size=512,
+    )  # fmt: skip
+    return ModelShape(target.with_experts(moe, range(48)), _qwen3_coder_30b().drafter)
 
 
 def _tiny_hybrid() -> ModelShape:
@@ -185,12 +200,17 @@ SHAPES: dict[str, ModelShape] = {
     "smollm2-135m": _smollm2_135m(),
     "qwen3.5-27b": _qwen35_27b(),
     "qwen3.5-35b-a3b": _qwen35_35b(),
+    "qwen3-coder-next": _qwen3_coder_next(),
     "gpt-oss-20b": _gpt_oss(24, 32, 8, (1, 6, 11, 16, 21)),
     "gpt-oss-120b": _gpt_oss(36, 128, 10, (1, 9, 17, 25, 33)),
     "gemma-3-12b": gemma_3_12b(),
+    "gemma-4-12b": gemma_4_12b(),
     "gemma-4-31b": gemma_4_31b(),
     "gemma-4-26b-a4b": gemma_4_26b(),
     "muse-glimmer-30b": muse_glimmer_30b(),
+    "minimax-m2": minimax_m2(),
+    "glm-4.5-air": glm_4_5_air(),
+    "glm-4.6": glm_4_6(),
     "tiny": _tiny(),
     "tiny-hybrid": _tiny_hybrid(),
     "tiny-moe": _tiny_moe(),

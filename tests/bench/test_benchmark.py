@@ -65,6 +65,7 @@ def test_shapes_have_the_published_sizes(name, entries):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_matrix_is_counted_as_often_as_it_is_applied(name):
     target, drafter = in_bfloat16(name)
+    target = replace(target, layers=target.layers[:6])  # of every kind that the shape has
     leaves = jax.tree.leaves(abstract_params(target))
     matrices = sum(x.size for x in leaves if len(x.stored) == 2 and x.axes[0] != "experts")
     matrices -= 0 if target.tie_embeddings else target.vocab_size * target.hidden_size

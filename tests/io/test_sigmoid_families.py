@@ -19,26 +19,18 @@ from jflash.io.hf_write import to_hf_config
 from jflash.io.load import load_target
 from jflash.models.params import abstract_params
 from jflash.routes import route_by_sigmoid
+from tests.io.test_published_targets import UNSEEN
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
 MINIMAX, GLM, DENSE = (CASES / pair / "target" for pair in ("pair11", "pair10", "pair12"))
 LONG = {"rope_type": "longrope", "rope_theta": 1e4}
-GLM_46 = {  # as stated: the file could not be opened
-    "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 5120, "intermediate_size": 12288,
-    "num_hidden_layers": 92, "first_k_dense_replace": 3, "n_routed_experts": 160, "head_dim": 128,
-    "moe_intermediate_size": 1536, "use_qk_norm": True, "attention_bias": True,
-    "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-}  # fmt: skip
 
 
 def test_published_sizes():
-    """229 and 355 billion parameters; half of each head turns, and `rotary_dim` says it too."""
-    minimax = target_config({"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 64})
-    glm = target_config(GLM_46)
-    for config, billions in ((minimax, 228.7), (glm, 352.8)):
-        entries = sum(x.size for x in jax.tree.leaves(abstract_params(config)))
-        assert entries / 1e9 == pytest.approx(billions, abs=0.06)
+    """Half of each head turns, and `rotary_dim` says it too. Parameters of those with experts are
+    counted in tests/io/test_published_targets.py."""
+    minimax, glm = (target_config(UNSEEN[name][0]) for name in ("minimax-m2", "glm-4.6"))
+    for config in (minimax, glm):
         rope = config.mixers[0].rope
         assert rope and rope.rotary_dim == 64
     dense = target_config(
@@ -46,11 +38,10 @@ def test_published_sizes():
     )  # 9B, whose sizes are the defaults
     entries = sum(x.size for x in jax.tree.leaves(abstract_params(dense)))
     assert entries / 1e9 == pytest.approx(9.40, abs=0.01)
-    with pytest.raises(ValueError, match="only models of Qwen3's shape"):
-        to_hf_config(dense, "bfloat16")
     assert glm.sparse_layers == tuple(range(3, 92))
-    with pytest.raises(ValueError, match="only models of Qwen3's shape"):
-        to_hf_config(minimax, "bfloat16")
+    for config in (dense, minimax):
+        with pytest.raises(ValueError, match="only models of Qwen3's shape"):
+            to_hf_config(config, "bfloat16")
 
 
 def test_groups_limit_the_choice_and_the_correction_changes_no_weight():
