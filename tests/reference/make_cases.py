@@ -1,7 +1,7 @@
 """Make random checkpoint pairs and record what the DFlash reference does with them.
 
 Needs torch, transformers and dflash, not JAX:
-`python make_cases.py --seed N --out DIR [--small | --windows]`.
+`python make_cases.py --seed N --out DIR [--small | --windows | --turn N]`.
 README.md beside this file describes what is written.
 """
 
@@ -39,6 +39,7 @@ from reference_pairs import (
     Shape,
     Unusable,
     embedding_scale,
+    full_of_turn,
     load,
     random_target,
     round_weights,
@@ -209,13 +210,13 @@ def write_record(record: dict, path: Path) -> None:
     path.write_text(json.dumps(head)[:-1] + ', "cases": [\n' + lines + "\n]}\n")
 
 
-def make_pair_somehow(index: int, seed: str, out: Path, kind: str) -> dict:
-    """A worker's task: draw pairs until one serves."""
+def make_pair_somehow(index: int, place: int, seed: str, out: Path, kind: str) -> dict:
+    """A worker's task: draw pairs until one serves. `place` is the pair's in what is made."""
     torch.set_num_threads(1)
     disable_progress_bar()
     shape, small = SETS[kind][index], kind == "small"
     small &= shape.family not in HYBRIDS  # these are slow
-    longs = [LONG_LENGTHS[(index + 3 * k) % 6] for k in range(2 if small else 1)]
+    longs = [LONG_LENGTHS[(place + 3 * k) % 6] for k in range(2 if small else 1)]
     folder = out / f"pair{index:02d}"
     for attempt in range(ATTEMPTS):
         derived = random.Random(f"{seed}/{index}/{attempt}").randrange(2**31)
@@ -226,25 +227,29 @@ def make_pair_somehow(index: int, seed: str, out: Path, kind: str) -> dict:
     raise SystemExit(f"{folder.name}: {ATTEMPTS} draws, none usable (seed {seed})")
 
 
-def make_set(seed: str, out: Path, kind: str) -> list[dict]:
+def make_set(seed: str, out: Path, kind: str, turn: int | None) -> list[dict]:
     """All pairs, two at a time: one thread each wastes less than two threads on small matrices."""
     shapes = SETS[kind]
-    slowest_first = sorted(range(len(shapes)), key=lambda i: -shapes[i].block)
+    chosen = list(range(len(shapes))) if turn is None else full_of_turn(turn)
+    slowest_first = sorted(enumerate(chosen), key=lambda x: -shapes[x[1]].block)
     # Forked: what is imported takes longer than a pair.
     with ProcessPoolExecutor(2, get_context("fork")) as workers:
-        tasks = {i: workers.submit(make_pair_somehow, i, seed, out, kind) for i in slowest_first}
-        records = [tasks[i].result() for i in range(len(shapes))]
-    for index, shape in enumerate(shapes):
-        cases = [case for record in records for case in record["cases"]]
+        tasks = {
+            index: workers.submit(make_pair_somehow, index, place, seed, out, kind)
+            for place, index in slowest_first
+        }
+        records = {index: tasks[index].result() for index in chosen}
+    for index, record in records.items():
+        cases = [case for other in records.values() for case in other["cases"]]
         missing = set(range(1, WIDEST + 1)) - {n for c in cases for n in c["acceptance_lengths"]}
-        if missing and shape.block == WIDEST and kind != "windows":
-            fill_gaps(shape, out / f"pair{index:02d}", records[index], missing)
-    for index, record in enumerate(records):
+        if missing and shapes[index].block == WIDEST and kind != "windows":
+            fill_gaps(shapes[index], out / f"pair{index:02d}", record, missing)
+    for index, record in records.items():
         write_record(record, out / f"pair{index:02d}" / "record.json")
-    return [case for record in records for case in record["cases"]]
+    return [case for record in records.values() for case in record["cases"]]
 
 
-def check_set(cases: list[dict], kind: str) -> str:
+def check_set(cases: list[dict], kind: str, turn: int | None) -> str:
     """What the tests rely on; raises AssertionError with the reason, else gives a summary."""
     if kind == "windows":
         return f"{len(cases)} generations, mean acceptance {tau(cases):.2f}"
@@ -258,7 +263,7 @@ def check_set(cases: list[dict], kind: str) -> str:
     assert tau(cases) > 2, f"mean acceptance length {tau(cases):.2f}"
     assert set(lengths) == set(range(1, WIDEST + 1)), f"acceptance lengths {sorted(set(lengths))}"
     assert stops >= 10 and limits >= 10, f"{stops} stops and {limits} limits inside a block"
-    assert narrow >= 3, f"{narrow} cases that notice visible padding"
+    assert narrow >= (3 if turn is None else 1), f"{narrow} cases that notice visible padding"
     assert widths - {2**n for n in range(6)}, f"block widths {sorted(widths)}"
     assert prompts >= {*LENGTHS, *LONG_LENGTHS}, f"prompt lengths {sorted(prompts)}"
     assert not all(case["end_inside_block"] for case in cases)
@@ -276,6 +281,9 @@ def main() -> None:
     sets = parser.add_mutually_exclusive_group()
     sets.add_argument("--small", action="store_true", help="the pairs of cases/")
     sets.add_argument("--windows", action="store_true", help="the pairs of window_cases/")
+    sets.add_argument(
+        "--turn", type=int, help="half of the families, by turns; make_dflash2_cases.py: the others"
+    )
     options = parser.parse_args()
     kind = "small" if options.small else "windows" if options.windows else "full"
     torch.set_num_threads(1)
@@ -284,9 +292,9 @@ def main() -> None:
     for attempt in range(SET_ATTEMPTS):
         for old in options.out.glob("pair[0-9][0-9]"):
             shutil.rmtree(old)
-        cases = make_set(f"{options.seed}/{attempt}", options.out, kind)
+        cases = make_set(f"{options.seed}/{attempt}", options.out, kind, options.turn)
         try:
-            summary = check_set(cases, kind)
+            summary = check_set(cases, kind, options.turn)
             break
         except AssertionError as reason:
             print(f"  set {attempt} dropped: {reason}", flush=True)

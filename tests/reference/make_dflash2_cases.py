@@ -1,8 +1,8 @@
 """Make small random pairs with DFlash 2 drafters and record what the DFlash reference does.
 
 Needs torch, transformers and dflash, not JAX:
-`python make_dflash2_cases.py --seed N --out DIR [--count 30]`. README.md beside this file describes
-what is written.
+`python make_dflash2_cases.py --seed N --out DIR [--count 30 | --turn N]`. README.md beside this
+file describes what is written.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from reference_pairs import (
     HYBRIDS,
     WITH_EXPERTS,
     Experts,
+    families_of_turn,
     halved,
     round_weights,
 )
@@ -339,18 +340,22 @@ def make_pair_somehow(index: int, seed: str, out: Path) -> tuple[list[int], bool
     raise SystemExit(f"{folder.name}: {ATTEMPTS} draws, none usable (seed {seed})")
 
 
-def make_set(seed: str, out: Path, count: int) -> str:
+def make_set(seed: str, out: Path, chosen: list[int]) -> str:
     """All pairs, two at a time; raises AssertionError if the tests could not rely on the set."""
     for old in out.glob("pair[0-9][0-9]"):
         shutil.rmtree(old)
     # Forked: what is imported takes longer than several pairs.
     with ProcessPoolExecutor(2, get_context("fork")) as workers:
-        tasks = [workers.submit(make_pair_somehow, i, seed, out) for i in range(count)]
+        tasks = [workers.submit(make_pair_somehow, i, seed, out) for i in chosen]
         made = [task.result() for task in tasks]
-    lengths = [n for pair, _ in made for n in pair]
+    count, lengths = len(chosen), [n for pair, _ in made for n in pair]
     mean, changed = sum(lengths) / len(lengths), sum(by for _, by in made) / count
     assert mean > 1.3 and max(lengths) >= 5, f"mean acceptance {mean:.2f}, at most {max(lengths)}"
     assert changed >= 0.3, f"a selector that changes drafts of {changed:.2f} of the pairs"
+    configs = [json.loads(x.read_text()) for x in out.glob("pair*/drafter/config.json")]
+    windows = [c["sliding_window"] for c in configs if c["use_sliding_window"]]
+    two_sided = sum(c.get("is_causal") is False for c in configs)
+    assert min(windows) < 20 and two_sided, f"windows {windows}, {two_sided} sights to both sides"
     return (
         f"{count} pairs, {len(lengths)} steps, mean acceptance {mean:.2f}, lengths "
         f"{sorted(set(lengths))}, the selector changes drafts of {changed:.2f}"
@@ -361,14 +366,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=30, help="pairs")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--count", type=int, default=30, help="pairs")
+    which.add_argument(
+        "--turn", type=int, help="one of each family that make_cases.py --turn leaves out"
+    )
     options = parser.parse_args()
+    chosen = list(range(options.count))
+    if options.turn is not None:
+        others = families_of_turn(options.turn + 1)
+        chosen = [i for i, family in enumerate(FAMILIES) if family in others]
     torch.set_num_threads(1)
     began = time.perf_counter()
     for attempt in range(SET_ATTEMPTS):
         seed = f"{options.seed}/{attempt}" if attempt else str(options.seed)
         try:
-            summary = make_set(seed, options.out, options.count)
+            summary = make_set(seed, options.out, chosen)
             break
         except AssertionError as reason:
             print(f"  set {attempt} dropped: {reason}", flush=True)

@@ -243,6 +243,22 @@ FULL_SHAPES = [
 ]  # fmt: skip
 
 
+def families_of_turn(turn: int) -> list[str]:
+    """Every other family: these have DFlash drafters at this turn, DFlash 2 ones at the next."""
+    return list(FAMILIES)[turn % 2 :: 2]
+
+
+def full_of_turn(turn: int) -> list[int]:
+    """Places in FULL_SHAPES: of the turn's families each kind of drafter, once."""
+    families = families_of_turn(turn)
+    alike: dict[tuple, list[int]] = {}
+    for place, shape in enumerate(FULL_SHAPES):
+        if shape.family in families:
+            stacked = bool(shape.experts and shape.experts.stacked)
+            alike.setdefault((shape.family, shape.windows, stacked), []).append(place)
+    return sorted(places[turn // 2 % len(places)] for places in alike.values())
+
+
 @dataclass
 class Pair:
     """A target and its drafter, as loaded back from their folders."""

@@ -1,7 +1,7 @@
 """DFlash 2 against dflash 0.1.0's `DFlash2DraftModel`: random configurations, its own record.
 
 tests/reference/make_dflash2_cases.py writes such sets. A small one is committed; .ci/run makes one
-of 17 configurations with a new seed and names it in JFLASH_FRESH_DFLASH2_CASES: 32 together.
+with a new seed, of half of the families by turns, and names it in JFLASH_FRESH_DFLASH2_CASES.
 """
 
 import json
@@ -20,9 +20,11 @@ from jflash.passes import Rows
 from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
 from tests.support.reference import (
+    FRESH,
     case_folders,
     case_sets,
     close,
+    families,
     fresh,
     long_but_for,
     pair,
@@ -31,7 +33,7 @@ from tests.support.reference import (
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 COMMITTED = Path(__file__).parents[1] / "reference" / "dflash2_cases"
-SETS = case_sets(COMMITTED, "JFLASH_FRESH_DFLASH2_CASES")
+SETS = case_sets(COMMITTED, FRESH[1])
 FOLDERS = case_folders(*SETS)
 # These decode in every run, and fresh ones of all families in .ci/run: full attention, a window of
 # both sides, a delta net with a causal one, and sinks.
@@ -129,16 +131,17 @@ def test_plain_decoding_gives_the_same_tokens():
 def test_the_set_is_worth_its_name(cases: Path):
     """Equality means something: drafts are accepted, the selector changes them, windows cut."""
     folders = sorted(cases.glob("pair*"))
-    assert {record(folder)["family"] for folder in folders} == set(TARGETS.values())
+    assert families(cases) == set(TARGETS.values())
     configs = [json.loads((f / "drafter" / "config.json").read_text()) for f in folders]
     windows = [c["sliding_window"] for c in configs if c["use_sliding_window"]]
     assert min(windows) < 20 and any(c.get("is_causal") is False for c in configs)
     assert 2 * len(windows) >= len(configs) > len(windows)
     targets = [json.loads((f / "target" / "config.json").read_text()) for f in folders]
-    renormalised = {c["norm_topk_prob"] for c in targets if c["model_type"] == "qwen3_moe"}
-    assert renormalised == ({True} if cases == COMMITTED else {True, False})
+    if len(folders) > len(TARGETS):
+        renormalised = {c["norm_topk_prob"] for c in targets if c["model_type"] == "qwen3_moe"}
+        assert renormalised == {True, False}
     lengths = [n for f in folders for c in record(f)["cases"] for n in c["acceptance_lengths"]]
-    assert len(folders) >= (15 if cases == COMMITTED else 17)
+    assert len(folders) >= (15 if cases == COMMITTED else 7)
     assert np.mean(lengths) > 1.3 and max(lengths) >= 5
     wanted = [load_file(folder / "tensors.safetensors") for folder in folders]
     unary = [want["draft_logits"].argmax(-1) for want in wanted]

@@ -18,6 +18,7 @@ from jflash.generate import Pair
 
 PYTHON = "JFLASH_REFERENCE_PYTHON"  # an interpreter with torch, transformers and dflash 0.1.0
 SMOLLM2 = "JFLASH_SMOLLM2_GGUF"  # the file SmolLM2-135M-Instruct.Q4_1.gguf
+FRESH = ("JFLASH_FRESH_CASES", "JFLASH_FRESH_DFLASH2_CASES")  # folders of new pairs
 GEMMA3 = "JFLASH_GEMMA3_GGUF"  # the file gemma-3-270m-q4_k_m.gguf
 
 
@@ -81,6 +82,15 @@ def long_but_for(folders: list, *names: str) -> list:
 def fresh(folders: list) -> list[str]:
     """The names of those that .ci/run makes anew."""
     return [x.id for x in folders if x.id.startswith("fresh-")]
+
+
+def families(cases: Path) -> set[str]:
+    """Of a committed set's targets; of a fresh one's and the other fresh one's, which has those
+    that this one leaves out."""
+    folders = [cases]
+    if any(str(cases) == os.environ.get(name) for name in FRESH):
+        folders = [Path(os.environ[name]) for name in FRESH if name in os.environ]
+    return {record(pair)["family"] for folder in folders for pair in folder.glob("pair*")}
 
 
 def record(folder: Path) -> dict:
