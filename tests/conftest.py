@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 
 ON_GPU = Path("/dev/nvidia0").exists()
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,13 @@ HASTE = (
 SOON = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # JAX's variable for compiling soon and badly
 MOST_PROCESSES = 4  # each takes a core and up to 4 GB
 gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
+# Arrays have the shapes and dtypes that signatures name, unless JFLASH_SHAPES is 0. Other modules
+# have nothing that pyright does not see, and to wrap them takes seconds of every process.
+if os.environ.get("JFLASH_SHAPES") != "0":
+    _SOURCES = [x for name in ("jflash", "pallas_kernels") for x in (ROOT / name).rglob("*.py")]
+    _TYPED = [x for x in _SOURCES if "\nfrom jaxtyping import " in x.read_text("utf-8")]
+    _NAMES = [".".join(x.relative_to(ROOT).with_suffix("").parts) for x in _TYPED]
+    install_import_hook([x.removesuffix(".__init__") for x in _NAMES], "beartype.beartype")
 # Processes of a run share a folder, with locks, for their caches and for those of processes that
 # tests start.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -160,7 +168,7 @@ def compiled_once():
 def pytest_sessionstart() -> None:
     """Sets XLA's flags as a command would, before any test touches a device.
 
-    Not sooner: jaxtyping's checks reach only what is imported after pytest has started.
+    Not sooner: what is imported before the hook above is not checked.
     """
     from jflash.platform import configure
 

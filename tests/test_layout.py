@@ -3,12 +3,16 @@ level is fixed."""
 
 import ast
 import dataclasses
+import os
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from jaxtyping import TypeCheckError
 
 from jflash import config, specs
+from pallas_kernels.rms_norm import rms_norm
 
 ROOT = Path(__file__).parents[1]
 TREE = re.compile(r"^## The tree\n+```\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -118,3 +122,11 @@ def test_top_level_is_the_users():
     assert {n for n in top if not n.startswith(".")} <= fixed | {
         "benchmarks", "checkpoints", "LICENSE", "CONTRIBUTING.md",
     }  # fmt: skip
+
+
+@pytest.mark.skipif(os.environ.get("JFLASH_SHAPES") == "0", reason="nothing is checked")
+def test_arrays_are_what_signatures_say():
+    """While tests run; the modules that name no shapes are left as they are."""
+    with pytest.raises(TypeCheckError, match="scale"):
+        rms_norm(jnp.ones((2, 4)), jnp.ones(3), 1e-6, backend="xla")
+    assert hasattr(rms_norm, "__wrapped__") and not hasattr(specs.at_least_1, "__wrapped__")
