@@ -21,8 +21,10 @@ from tests.support.reference import GEMMA3, PYTHON, SMOLLM2, needs, path_of, run
 
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RECORD = Path(__file__).parents[1] / "reference" / "gguf_record.py"
-SMALL = [(arch, kind) for arch in ("llama", "qwen2") for kind in KINDS]
-SMALL += [("qwen3", Kind.Q8_0), ("qwen3", Kind.Q4_K), ("gemma3", Kind.Q8_0)]
+# Llama's rows are permuted, whatever their type; the other families read what it reads.
+SMALL = [("llama", kind) for kind in KINDS]
+SMALL += [(arch, kind) for arch in ("qwen2", "qwen3") for kind in (Kind.Q8_0, Kind.Q4_K)]
+SMALL += [("gemma3", Kind.Q8_0)]
 IDS = np.random.default_rng(1).integers(0, 260, 20).tolist()
 # Texts without a space before a digit: SPLIT says why.
 TEXTS = [

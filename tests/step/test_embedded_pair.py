@@ -3,6 +3,7 @@
 Its default prompt is decoded in tests/cli/test_wheel.py.
 """
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import jflash
 from jflash import encode_prompt, generate, load_pair, load_tokenizer, stop_token_ids, stream
 from jflash.io import random_drafter
 from jflash.pair import Params
@@ -18,7 +20,7 @@ from tiny_pair.word_problems import extract_result, problems
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "checkpoints" / "tiny-math"
 REFERENCE = Path(__file__).parents[1] / "golden" / "tiny_math_reference.json"
-CAPACITY = 512  # of what is decoded at batch 1, which then is one program
+CAPACITY = 256  # of what is decoded at batch 1, README's prompt too: then it is one program
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +28,13 @@ def pair():
     return load_pair(TINY / "target", TINY / "drafter", dtype="float32")
 
 
-def test_the_reference_decodes_it_alike(pair):
+@pytest.mark.parametrize("part", [0, *(pytest.param(x, marks=pytest.mark.long) for x in (1, 2))])
+def test_the_reference_decodes_it_alike(pair, part):
     """dflash 0.1.0 (record_pair.py) gives these tokens in these steps, in torch and float32."""
     record = json.loads(REFERENCE.read_text())
     stops = stop_token_ids(TINY / "target")
     assert len(record["cases"]) == 24
-    for case in record["cases"]:
+    for case in record["cases"][part::3]:
         got = generate(
             pair, [case["prompt_ids"]], max_new_tokens=record["max_new_tokens"],
             stop_token_ids=stops, capacity=CAPACITY,
@@ -40,8 +43,14 @@ def test_the_reference_decodes_it_alike(pair):
         assert got.acceptance_lengths == case["acceptance_lengths"]
 
 
-def test_readme_example_runs(capsys, monkeypatch):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_readme_example_runs(capsys, monkeypatch, whole):
+    """In float32, whose programs are there, and the engine's for what the example asks; or as it
+    is printed."""
     monkeypatch.chdir(ROOT)
+    if not whole:
+        monkeypatch.setattr(jflash, "load_pair", functools.partial(load_pair, dtype="float32"))
+        monkeypatch.setattr(jflash, "Engine", functools.partial(jflash.Engine, kinds=("drawn",)))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(blocks) == 1
     exec(compile(blocks[0], "README.md", "exec"), {})
@@ -59,11 +68,11 @@ def test_readme_example_runs(capsys, monkeypatch):
 def test_trained_random_and_no_drafts_say_the_same(pair):
     """On real prompts: bits of the drafter's weights never reach the text.
 
-    Those that take a step for a token say its first 32, in the same program.
+    Those that take a step for a token say its first 16, in the same program.
     """
     tokenizer = load_tokenizer(TINY / "target")
     stops = stop_token_ids(TINY / "target", tokenizer)
-    asked = list(problems("eval", 99, 3)) + list(problems("held_out", 99, 1))
+    asked = list(problems("eval", 99, 2)) + list(problems("held_out", 99, 1))
     prompts = [encode_prompt(tokenizer, problem.question) for problem in asked]
     how = {"max_new_tokens": 160, "stop_token_ids": stops, "capacity": CAPACITY}
 
@@ -75,13 +84,13 @@ def test_trained_random_and_no_drafts_say_the_same(pair):
     random = replace(pair, params=Params(pair.params.target, weights))
     lengths = [n for g in trained for n in g.acceptance_lengths]
     assert sum(lengths) / len(lengths) > 4
-    soon = how | {"max_new_tokens": 32}
+    soon = how | {"max_new_tokens": 16}
     for other in (each(random, **soon), each(pair, oracle=True, **soon)):
-        assert [g.token_ids for g in other] == [g.token_ids[:32] for g in trained]
+        assert [g.token_ids for g in other] == [g.token_ids[:16] for g in trained]
     streamed = list(stream(pair, prompts[0], **how))[-1].generation
     assert streamed.token_ids == trained[0].token_ids
-    right = [extract_result(tokenizer.decode(g.token_ids[:-1])) for g in trained[:3]]
-    assert right == [problem.result for problem in asked[:3]]
+    right = [extract_result(tokenizer.decode(g.token_ids[:-1])) for g in trained[:2]]
+    assert right == [problem.result for problem in asked[:2]]
 
 
 def test_checkpoints_stay_small():

@@ -109,17 +109,20 @@ KINDS = {
 # As users have their programs: bits may hang on what is fused with what. So has tests/kernels every
 # operation alone, a test below a dense pair, and a long test of test_check_lossless the embedded
 # pair.
-FULLY = [pytest.param(kind, True, marks=pytest.mark.long) for kind in list(KINDS)[:2]]
+FULLY = [pytest.param(kind, True, (WIDTH, 5), marks=pytest.mark.long) for kind in list(KINDS)[:2]]
+SOON = [(kind, False, ((5,), (WIDTH,))[number % 2]) for number, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize(("kind", "fully"), [*((kind, False) for kind in KINDS), *FULLY])
-def test_width_batch_capacity_and_chunk_change_no_bit(kind, fully, asked):
+@pytest.mark.parametrize(("kind", "fully", "widths"), [*SOON, *FULLY])
+def test_width_batch_capacity_and_chunk_change_no_bit(kind, fully, widths, asked):
+    """Slots change, and drafts are the text with mistakes, so that some of each are accepted."""
     pair = pair_of(**KINDS[kind])
     with jax_options(jax_disable_most_optimizations=not fully):
         want = texts(pair.plain(), 1, asked)
-        assert not total(want, texts(pair, 4, asked, capacity=512, chunk=64)).differ
-        narrower = texts(narrow(pair, 5), 2, asked[::-1], replay=want[::-1])[::-1]
-        assert not total(want, narrower).differ
+        for width in widths:
+            how = {"capacity": 512, "chunk": 64, "replay": want[::-1]}
+            found = texts(narrow(pair, width), 4, asked[::-1], **how)[::-1]
+            assert not total(want, found).differ
 
 
 def test_one_operation_by_xla_is_caught(asked):
@@ -133,12 +136,13 @@ def test_one_operation_by_xla_is_caught(asked):
 
 @pytest.mark.parametrize(
     ("kind", "fully"),
-    [("attention", True), (HYBRIDS, False), pytest.param(HYBRIDS, True, marks=pytest.mark.long)],
+    [("attention", True), pytest.param(HYBRIDS, True, marks=pytest.mark.long)],
 )
 def test_what_is_generated_is_what_a_prompt_would_be(kind, fully, asked):
     """Half of a text by steps or all of it by chunks: the same keys, values and later logits.
 
     As users have their programs, so that the law holds in what the compiler makes of all of them.
+    Of a hybrid, as tests have them: test_hybrid.
     """
     pair = pair_of(**KINDS.get(kind, {}))
     with jax_options(jax_disable_most_optimizations=not fully):
@@ -164,9 +168,6 @@ def test_every_driver_gives_plain_decodings_text(asked):
     distinct = [len(set(text.token_ids)) for text in want]
     assert min(distinct) > 1 and max(distinct[1::2]) > 5, distinct  # greedy texts may loop
     found = generate(pair, asked, how, prefill_chunk=64, capacity=512)
-    assert [g.token_ids for g in found] == [g.token_ids for g in want]
-    few = replace(pair, models=replace(pair.models, rows=2 * len(asked)))  # of 16 a block
-    found = generate(few, asked, how, capacity=512)
     assert [g.token_ids for g in found] == [g.token_ids for g in want]
     chunks = list(stream(sampled, asked[0], how[0]))
     assert [t for chunk in chunks for t in chunk.token_ids] == want[0].token_ids
