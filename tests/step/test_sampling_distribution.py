@@ -112,26 +112,31 @@ def runner(rule: str):
     return jax.jit(functools.partial(run, models), compiler_options=FULLY)
 
 
-def samples(run_once, sampling: Sampling, calls: int = CALLS) -> tuple[np.ndarray, np.ndarray]:
+def samples(
+    run_once, sampling: Sampling, calls: int = CALLS, params: Params | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """How often each continuation comes out, and how many tokens each first step committed."""
+    params = params or pair()[1]
     counts, lengths = np.zeros(V**NEW), []
     state = start().with_sequences(key=jnp.zeros(1), filters=filters_of(sampling))
     wide = jax.tree.map(lambda x: jnp.repeat(x, BATCH, axis=0), state)
     for call in range(calls):
         state = wide.with_sequences(key=jax.random.split(jax.random.key(call), BATCH))
-        report: Report = run_once(pair()[1], state, jnp.int32(99), jnp.zeros(BATCH, bool))[1]
+        report: Report = run_once(params, state, jnp.int32(99), jnp.zeros(BATCH, bool))[1]
         drawn = np.asarray(report.tokens[:, len(PROMPT) : len(PROMPT) + NEW])
         counts += np.bincount(drawn @ V ** np.arange(NEW)[::-1], minlength=V**NEW)
         lengths.append(np.asarray(report.acceptance_lengths[:, 0]))
     return counts, np.concatenate(lengths)
 
 
-def p_value(counts: np.ndarray, sampling: Sampling) -> float:
-    """Chi-square against the target's joint distribution; cells under 5 expected are pooled.
+def p_value(counts: np.ndarray, sampling: Sampling, p: np.ndarray | None = None) -> float:
+    """Chi-square against the joint distribution of `p`, or the target's; cells under 5 expected are
+    pooled.
 
     A continuation that the filters forbid is no chance: 0.
     """
-    expected = np.prod(along(target_p(sampling)), axis=1) * counts.sum()
+    p = target_p(sampling) if p is None else p
+    expected = np.prod(along(p), axis=1) * counts.sum()
     if counts[expected == 0].any():
         return 0.0
     rare = expected < 5
