@@ -1,28 +1,32 @@
 """Errors of libraries that interpret a checkpoint: tokenizers, chat templates, Orbax metadata."""
 
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 
 MOST_SHOWN = 300  # characters of a library's message
 
 
-@contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+class named:
     """Turns any exception of the block into a ValueError of one line that begins with `what`.
 
     A template may divide by zero, and a tokenizer's file may make its Rust code panic: foreign data
-    decides which exception comes. A MemoryError passes through.
+    decides which exception comes. A MemoryError passes through. A server decodes in such a block
+    for each step, and a generator for it would take longer than that.
     """
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{what}: {one_line(error)}") from None
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3's derives from BaseException
-            raise
-        raise ValueError(f"{what}: {one_line(error)}") from None
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, MemoryError):
+            return
+        # pyo3's derives from BaseException.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{self._what}: {one_line(error)}") from None
 
 
 def one_line(error: BaseException) -> str:
