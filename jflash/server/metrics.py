@@ -1,10 +1,17 @@
 """Figures for Prometheus under vLLM's names, so that dashboards and benchmark clients read them."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from jflash.serving.request import Event
@@ -27,6 +34,8 @@ class Tokens:
     drafted: int = 0
     accepted: int = 0
     places: list[int] = field(default_factory=list)  # drafts kept, by their place
+    seconds: float = 0.0  # between steps, in all
+    between: list[int] = field(default_factory=lambda: [0] * (len(SHORT) + 1))  # by SHORT, or above
 
     def families(self) -> Iterator[tuple[str, str, int]]:
         """The names, texts and values for Prometheus."""
@@ -64,7 +73,6 @@ class Metrics:
             registry=self._registry,
         )
         self._first = histogram("time_to_first_token_seconds", "To the first token.", SHORT)
-        self._between = histogram("inter_token_latency_seconds", "Between two steps.", SHORT)
         self._each = histogram(
             "request_time_per_output_token_seconds", "Mean of a request's new tokens.", SHORT
         )
@@ -83,7 +91,8 @@ class Metrics:
             tokens.queries += prompt_tokens
             tokens.hits += event.cached_tokens
         else:
-            self._between.observe(seconds)
+            tokens.seconds += seconds
+            tokens.between[bisect_left(SHORT, seconds)] += 1
         tokens.new += len(event.token_ids)
         if event.drafted:
             tokens.steps += 1
@@ -138,6 +147,12 @@ class _Now(Collector):
         for place, kept in enumerate(self._tokens.places):
             places.add_metric([self._model, str(place)], kept)
         yield places
+        sums = zip((*map(str, SHORT), "+Inf"), accumulate(self._tokens.between), strict=True)
+        between = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two steps.", labels=["model_name"]
+        )
+        between.add_metric([self._model], list(sums), self._tokens.seconds)
+        yield between
 
 
 def _held(stats: Stats) -> float:
