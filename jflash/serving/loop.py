@@ -167,7 +167,10 @@ class Loop:
             left += 1
         self.before_waiting()
         while len(self._unread) > left:
-            self._read(self._unread.popleft(), on_event)
+            read = self._unread.popleft()
+            self._read(read, on_event)
+            if len(self._unread) > left and self._unread[0].given is not read.given:
+                self.before_waiting()  # an end does not wait for the next prompt's token
 
     def preempt(self, job: Job) -> None:
         """Takes slot and pages from a request, which waits again; all calls must be read."""
