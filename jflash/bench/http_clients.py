@@ -1,8 +1,9 @@
 """Clients of a server, in processes of their own: so many at once, each reads streams to their end.
 
 `python -m jflash.bench.http_clients` takes a JSON object on stdin: url, clients, processes, bodies.
-It prints another: the seconds from the first request to the last end, and the counts of all
-streams. A process parses its streams when it has no more to ask.
+It prints another: the seconds from the first request to the last end, the counts of all streams,
+and the share of the time in which the busiest process computed: near 1 the clients bound what is
+measured. A process parses its streams when it has no more to ask.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ class Seen(NamedTuple):
     end: float
     first: list[float]  # seconds to the first piece of an answer
     counts: list[tuple[int, int]]  # an answer's tokens and chunks
+    busy: float  # the share of the time in which it computed
 
 
 def load(url: str, clients: int, processes: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def load(url: str, clients: int, processes: int, bodies: list[dict[str, Any]]) -
         "chunks": sum(chunks for _, chunks in counts),
         "first_chunk_p50_ms": 1e3 * first[len(first) // 2],
         "client_processes": processes,
+        "clients_busy": max(each.busy for each in seen),
     }
 
 
@@ -60,10 +63,11 @@ def _share(begun: Any, ready: Any) -> None:
 
 def _clients(url: str, bodies: list[dict[str, Any]], clients: int) -> Seen:
     _ready.wait(IMPORTS)
-    begin = time.monotonic()
+    begin, before = time.monotonic(), time.process_time()
     answers, first = asyncio.run(_read(url, clients, _next_of(bodies)))
-    end = time.monotonic()
-    return Seen(begin, end, first, [counted(answer) for answer in answers])
+    end, computed = time.monotonic(), time.process_time() - before
+    counts = [counted(answer) for answer in answers]
+    return Seen(begin, end, first, counts, computed / (end - begin))
 
 
 def _next_of(bodies: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -141,7 +141,9 @@ def row_text(row: dict[str, Any]) -> str:
             f"{row['differ']} texts differ"
         )
     more = "" if row["rows"] is None else f", steps by rows {row['steps_by_rows']}"
-    more += f", {row['share']:.1%} of the engine's" if "share" in row else ""
+    if "share" in row:
+        more += f", {row['share']:.1%} of the engine's, clients' processes busy for at most "
+        more += f"{row['clients_busy']:.1%}"
     busy = f"{row['device_busy_seen']:.1%} to {row['device_busy']:.1%}"
     return (
         f"{name}: {row['tokens_per_second']:,.0f} tokens/s, τ {row['tau']:.2f}, "
