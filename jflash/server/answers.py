@@ -15,6 +15,8 @@ from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed
 
 Decode = Callable[[list[int]], str]
+MOST_AT_ONCE = 16  # steps of one write
+EARLY = ("timeout", "cancelled")
 
 
 class Step(NamedTuple):
@@ -64,39 +66,49 @@ class Usage:
         }
 
 
-async def steps(
-    service: Service, handles: Sequence[Handle], stops: Sequence[str], usage: Usage, decode: Decode
-) -> AsyncIterator[Step]:
-    """The steps of all answers, as they come; counts them in `usage`.
+def steps(
+    service: Service, handles: Sequence[Handle], stops: Sequence[str], decode: Decode
+) -> AsyncGenerator[list[Step]]:
+    """The steps of all answers, as they come: lists of those that are there without waiting.
 
-    ApiError for a request that the time limit or the engine ended. The caller releases the handles.
+    A call of the engine brings several, and to wait and to write cost more than a step. ApiError
+    for a request that the time limit or the engine ended. The caller counts the steps when it gives
+    them on, for some may wait for a slow client, and releases the handles.
     """
     if len(handles) == 1:  # nothing to merge
-        async with aclosing(_one(service, 0, handles[0], stops, decode)) as only:
-            async for step in only:
-                usage.add(step)
-                yield step
-        return
-    came = asyncio.Queue[Step | Exception]()
+        return _one(service, 0, handles[0], stops, decode)
+    return _merged(
+        [_one(service, answer, handle, stops, decode) for answer, handle in enumerate(handles)]
+    )
 
-    async def read(answer: int, handle: Handle) -> None:
+
+async def one_by_one(found: AsyncGenerator[list[Step]]) -> AsyncIterator[Step]:
+    """The steps of these lists."""
+    async with aclosing(found):
+        async for several in found:
+            for step in several:
+                yield step
+
+
+async def _merged(answers: Sequence[AsyncGenerator[list[Step]]]) -> AsyncGenerator[list[Step]]:
+    came = asyncio.Queue[list[Step] | Exception]()
+
+    async def read(answer: AsyncGenerator[list[Step]]) -> None:
         try:
-            async for step in _one(service, answer, handle, stops, decode):
-                came.put_nowait(step)
+            async for several in answer:
+                came.put_nowait(several)
         except Exception as error:
             came.put_nowait(error)
 
-    readers = [asyncio.create_task(read(i, handle)) for i, handle in enumerate(handles)]
+    readers = [asyncio.create_task(read(answer)) for answer in answers]
     try:
         left = len(readers)
         while left:
-            step = await came.get()
-            if isinstance(step, Exception):
-                raise step
-            # Usage counts steps as they are sent: several may wait for a slow client.
-            usage.add(step)
-            left -= step.finish is not None
-            yield step
+            several = await came.get()
+            if isinstance(several, Exception):
+                raise several
+            left -= several[-1].finish is not None
+            yield several
     finally:
         for reader in readers:
             reader.cancel()
@@ -104,7 +116,7 @@ async def steps(
 
 async def _one(
     service: Service, answer: int, handle: Handle, stops: Sequence[str], decode: Decode
-) -> AsyncGenerator[Step]:
+) -> AsyncGenerator[list[Step]]:
     request = handle.request
     text = Incremental(decode, stops, request.min_tokens)
     metrics, prompt_tokens = service.metrics, len(request.prompt_ids)
@@ -112,25 +124,29 @@ async def _one(
     first_seconds, tokens, finish = 0.0, 0, None
     metrics.began(prompt_tokens)
     try:
-        async for event in handle:
-            now = time.perf_counter()
-            first, reason = not tokens, event.finish_reason
-            shown = event.token_ids
-            if reason == "stop" and shown:  # by its stop id, of which the answer has no text
-                shown = shown[:-1]
-            piece = text.push(shown, last=reason is not None)
-            if text.stopped:
-                handle.cancel()
-                event, reason = _cut(event, text.taken), "stop"
-            metrics.step(event, prompt_tokens, now - last, first)
-            first_seconds, last = now - begin if first else first_seconds, now
-            tokens += len(event.token_ids)
-            if reason in ("timeout", "cancelled"):
-                finish = reason
-                raise _ended_early(service, reason)
-            finish = reason
-            yield Step(answer, piece, event, first, reason)
-            if reason is not None:
+        async for events in handle.several(MOST_AT_ONCE):
+            now, given = time.perf_counter(), list[Step]()
+            for event in events:
+                first, finish = not tokens, event.finish_reason
+                shown = event.token_ids
+                if finish == "stop" and shown:  # by its stop id, of which the answer has no text
+                    shown = shown[:-1]
+                piece = text.push(shown, last=finish is not None)
+                if text.stopped:
+                    handle.cancel()
+                    event, finish = _cut(event, text.taken), "stop"
+                metrics.step(event, prompt_tokens, now - last, first)
+                first_seconds, last = now - begin if first else first_seconds, now
+                tokens += len(event.token_ids)
+                if finish not in EARLY:
+                    given.append(Step(answer, piece, event, first, finish))
+                if finish is not None:
+                    break
+            if given:
+                yield given
+            if finish in EARLY:
+                raise _ended_early(service, finish)
+            if finish is not None:
                 return
     except GrammarError as error:
         finish = "error"

@@ -2,13 +2,14 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jflash.server.answers import Step, Usage, steps
+from jflash.server.answers import Step, Usage, one_by_one, steps
 from jflash.server.conversation import (
     Reader,
     call_body,
@@ -104,7 +105,8 @@ async def _whole(talk: Talk) -> Response:
     ]
     ends, scores = [""] * len(messages), [list[dict | None]() for _ in messages]
     scored = None
-    async for step in _steps(talk):
+    async for step in one_by_one(_steps(talk)):
+        _count(talk, step)
         if step.first:
             request = talk.handles[0].request
             most = request.prompt_logprobs
@@ -129,12 +131,13 @@ async def _whole(talk: Talk) -> Response:
     return json_response(frame | {"choices": choices, "usage": talk.usage.body()} | more)
 
 
-async def _steps(talk: Talk) -> AsyncIterator[Step]:
-    async for step in steps(
-        talk.service, talk.handles, talk.stops, talk.usage, talk.service.answer_text
-    ):
-        talk.usage.reasoning += talk.thoughts[step.answer].count(step.event.token_ids)
-        yield step
+def _steps(talk: Talk) -> AsyncGenerator[list[Step]]:
+    return steps(talk.service, talk.handles, talk.stops, talk.service.answer_text)
+
+
+def _count(talk: Talk, step: Step) -> None:
+    talk.usage.add(step)
+    talk.usage.reasoning += talk.thoughts[step.answer].count(step.event.token_ids)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -146,8 +149,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return kept | {"content": text}
 
 
-async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[dict[str, Any]]:
-    """The role, then one chunk a step, empty while its text may still become a mark or a stop."""
+async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncGenerator[list[Any]]:
+    """The role, then one chunk a step, empty while its text may still become a mark or a stop; in
+    lists of those that are there without waiting."""
     frame = _frame(talk.service, "chat.completion.chunk")
     options = options or StreamOptions()
     called = [0] * len(talk.handles)
@@ -159,9 +163,8 @@ async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[di
         now = {"usage": talk.usage.body()} if options.continuous_usage_stats else {}
         return frame | {"choices": [choice]} | now
 
-    for index in range(len(talk.handles)):
-        yield chunk(index, {"role": "assistant", "content": ""}, None)
-    async for step in _steps(talk):
+    def of(step: Step) -> dict[str, Any]:
+        _count(talk, step)
         index, reader = step.answer, talk.readers[step.answer]
         parts = reader.push(step.text, last=step.finish is not None)
         delta: dict[str, Any] = {"content": parts.content}
@@ -172,6 +175,12 @@ async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncIterator[di
             delta["tool_calls"] = [{"index": i} | call_body(call) for i, call in calls]
             called[index] += len(parts.calls)
         scores = chat_logprobs(talk.service, step.event)
-        yield chunk(index, delta, step.finish and _reason(reader, step.finish), scores)
+        return chunk(index, delta, step.finish and _reason(reader, step.finish), scores)
+
+    role = {"role": "assistant", "content": ""}
+    yield [chunk(index, role, None) for index in range(len(talk.handles))]
+    async with aclosing(_steps(talk)) as found:
+        async for several in found:
+            yield [of(step) for step in several]
     if options.include_usage:
-        yield frame | {"choices": [], "usage": talk.usage.body()}
+        yield [frame | {"choices": [], "usage": talk.usage.body()}]

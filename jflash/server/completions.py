@@ -2,14 +2,15 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jflash.server.answers import Usage, steps
+from jflash.server.answers import Step, Usage, one_by_one, steps
 from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
@@ -106,7 +107,8 @@ async def _whole(
     scores = [list[dict[str, Any] | None]() for _ in handles]
     writers = [CompletionLogprobs(service) for _ in handles]
     of_prompts = list[Any]([None] * len(handles))
-    async for step in steps(service, handles, stops, usage, service.plain_text):
+    async for step in one_by_one(steps(service, handles, stops, service.plain_text)):
+        usage.add(step)
         i, request = step.answer, handles[step.answer].request
         ends[i] = step.finish or ""
         if step.first:
@@ -134,20 +136,26 @@ async def _chunks(
     usage: Usage,
     echoes: Sequence[str],
     options: StreamOptions | None,
-) -> AsyncIterator[dict[str, Any]]:
-    """The echoed prompts, each as a chunk, then one chunk a step."""
+) -> AsyncGenerator[list[Any]]:
+    """The echoed prompts, each as a chunk, then one chunk a step; in lists of those that are there
+    without waiting."""
     frame, options = _frame(service), options or StreamOptions()
 
     def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
         now = {"usage": usage.body()} if options.continuous_usage_stats else {}
         return frame | {"choices": choices} | now
 
-    for index, echo in enumerate(echoes):
-        if echo:
-            yield chunk([_choice(index, echo, None)])
     writers = [CompletionLogprobs(service) for _ in handles]
-    async for step in steps(service, handles, stops, usage, service.plain_text):
+
+    def of(step: Step) -> dict[str, Any]:
+        usage.add(step)
         scores = writers[step.answer].step(step.event)
-        yield chunk([_choice(step.answer, step.text, step.finish, scores)])
+        return chunk([_choice(step.answer, step.text, step.finish, scores)])
+
+    if echoed := [chunk([_choice(i, echo, None)]) for i, echo in enumerate(echoes) if echo]:
+        yield echoed
+    async with aclosing(steps(service, handles, stops, service.plain_text)) as found:
+        async for several in found:
+            yield [of(step) for step in several]
     if options.include_usage:
-        yield frame | {"choices": [], "usage": usage.body()}
+        yield [frame | {"choices": [], "usage": usage.body()}]

@@ -5,14 +5,15 @@ Input items become messages, and an answer becomes output items: thoughts, a mes
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jflash.server.answers import Usage, steps
+from jflash.server.answers import Step, Usage, steps
 from jflash.server.conversation import Reader, must_call, prompt_text, reader, thought_counter
 from jflash.server.errors import ApiError, invalid, json_response, unsupported
 from jflash.server.forms import answer_form
@@ -67,7 +68,7 @@ async def responses(request: HttpRequest) -> Response:
     return json_response(output.body())
 
 
-async def _drain(events: AsyncIterator[dict[str, Any]]) -> None:
+async def _drain(events: AsyncGenerator[list[Any]]) -> None:
     async for _ in events:
         pass
 
@@ -79,16 +80,17 @@ async def _events(
     thoughts: ThoughtTokens | AnalysisTokens,
     usage: Usage,
     output: Output,
-) -> AsyncIterator[dict[str, Any]]:
-    for event in output.begin():
-        yield event
-    async for step in steps(service, [handle], [], usage, service.answer_text):
+) -> AsyncGenerator[list[Any]]:
+    def of(step: Step) -> list[Any]:
+        usage.add(step)
         usage.reasoning += thoughts.count(step.event.token_ids)
-        for event in output.add(reader.push(step.text, last=step.finish is not None)):
-            yield event
-        if step.finish is not None:
-            for event in output.end(step.finish):
-                yield event
+        new = list(output.add(reader.push(step.text, last=step.finish is not None)))
+        return new if step.finish is None else [*new, *output.end(step.finish)]
+
+    yield list(output.begin())
+    async with aclosing(steps(service, [handle], [], service.answer_text)) as found:
+        async for several in found:
+            yield [event for step in several for event in of(step)]
 
 
 def _check_parts(asked: Responses) -> None:

@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from jflash.serving.request import Event, FinishReason, Request, Result
 
@@ -22,10 +22,13 @@ class Alarm:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._lock = weakref.ref(loop), threading.Lock()
-        self._readers = list[asyncio.Event]()
+        self._readers, self._thread = list[asyncio.Event](), threading.get_ident()
 
     def ring(self, reader: asyncio.Event) -> None:
         """Wakes a reader soon; whoever rings before the loop has come wakes with the same call."""
+        if threading.get_ident() == self._thread:
+            reader.set()
+            return
         with self._lock:
             self._readers.append(reader)
             first = len(self._readers) == 1
@@ -86,21 +89,28 @@ class Handle:
             yield event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
+        async for events in self.several(1):
+            yield events[0]
+
+    async def several(self, most: int) -> AsyncGenerator[list[Event]]:
+        """The events in lists of those that are there without waiting, `most` at most."""
         alarm, arrived = _alarm(), asyncio.Event()
         wake = functools.partial(alarm.ring, arrived)
         while True:
             with self._changed:
                 waits = not (self._events or self._ended)
-                event = None if waits else self._next()
+                events = [self._events.popleft() for _ in range(min(most, len(self._events)))]
                 if waits:
                     arrived.clear()
                     self._wake = wake
             if waits:
                 await arrived.wait()
-            elif event is None:
-                return
+            elif events:
+                yield events
+            elif self._error is not None:
+                raise self._error
             else:
-                yield event
+                return
 
     def result(self) -> Result:
         """Waits for the end of the request; the result of all its events."""

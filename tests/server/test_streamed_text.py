@@ -12,10 +12,10 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.io.incremental import WINDOW, Incremental
 from jflash.io.text import decode
-from jflash.server.errors import ApiError
 from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Call, Tools
-from jflash.server.wire import MOST_AT_ONCE, at_once
+from jflash.serving.handle import Handle
+from jflash.serving.request import Event, Failed, Request
 from tests.support.letters import END, letters_tokenizer
 
 RANDOM = random.Random(0)
@@ -148,35 +148,23 @@ def test_calls_are_read_at_any_cut_and_the_rest_stays_text():
     assert Tools().push("a <tool_call>{", True) == ("a <tool_call>{", [])
 
 
-def test_what_is_there_without_waiting_leaves_in_one_write():
-    """A pause, the most of a write and an error each end a list; nothing is lost or late."""
-    pause, gone = asyncio.Event(), []
-
-    async def values():
-        try:
-            for i in range(3):
-                yield i
-            await pause.wait()
-            for i in range(MOST_AT_ONCE + 1):
-                yield i
-            raise ApiError("over")
-        finally:
-            gone.append(True)
+def test_what_is_there_without_waiting_leaves_in_one_list():
+    """A pause, the most of a list and an error each end one; nothing is lost or late."""
+    most, handle = 3, Handle(Request(prompt_ids=[1]), lambda _: None)
 
     async def main():
-        lists = at_once(values())
-        assert await anext(lists) == [0, 1, 2]
-        pause.set()
-        assert await anext(lists) == [*range(MOST_AT_ONCE)]
-        assert await anext(lists) == [MOST_AT_ONCE]
-        with pytest.raises(ApiError, match="over"):
-            await anext(lists)
-        pause.clear()
-        lists = at_once(values())
-        await anext(lists)
-        await lists.aclose()  # as when the client goes
+        lists = handle.several(most)
+        handle.give([Event((1,)), Event((2,))])
+        assert await anext(lists) == [Event((1,)), Event((2,))]
+        waits = asyncio.ensure_future(anext(lists))
         await asyncio.sleep(0)
-        assert len(gone) == 2
+        assert not waits.done()
+        handle.give([Event((i,)) for i in range(most + 1)])
+        assert await waits == [Event((i,)) for i in range(most)]
+        handle.fail(Failed("over"))
+        assert await anext(lists) == [Event((most,))]
+        with pytest.raises(Failed, match="over"):
+            await anext(lists)
 
     asyncio.run(main())
 
