@@ -23,6 +23,43 @@ def pair():
     return one_arithmetic(random_pair())
 
 
+def test_what_a_call_gave_goes_on_before_the_next_prompts_token_is_there(pair):
+    """Whoever sends news hears of it before the engine's thread waits for the prompt."""
+    asked, came, let_go = threading.Event(), threading.Event(), threading.Event()
+    handles = []
+
+    with Engine(pair, max_batch=2, max_context=160, kinds=("greedy",)) as engine:
+        device: Any = engine._loop.device
+        whole, programs = device.whole, device.programs
+
+        def take(_: Any) -> None:
+            if not handles:  # the first token of the text: it steps from now on
+                handles.append(engine.submit(Request(prompt_ids=[4, 5], max_tokens=2)))
+            elif asked.is_set():
+                came.set()
+
+        def noted(*given: Any) -> Any:
+            if handles:
+                asked.set()
+            return whole(*given)
+
+        def slow(program: Any) -> Any:
+            def dispatched(*given: Any) -> Any:
+                assert not asked.is_set() or let_go.wait(PATIENCE), "the events still wait"
+                return program(*given)
+
+            return dispatched
+
+        device.whole = noted
+        slowly = {sizes: slow(one) for sizes, one in programs.whole.items()}
+        device.programs = programs._replace(whole=slowly)
+        engine.before_waiting(lambda: let_go.set() if came.is_set() else None)
+        first = engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100))
+        first.forward(take)
+        assert len(first.result().token_ids) == 100
+        assert len(handles[0].result().token_ids) == 2
+
+
 @pytest.mark.parametrize("rows", [None, AUTO])
 def test_events_go_out_while_the_next_call_is_dispatched(pair, rows):
     """The engine's thread does not wait for a dispatch to hand on what it has, nor to choose rows:
