@@ -42,6 +42,7 @@ def main() -> None:
         well = serve(
             app, service, listener,
             shutdown_timeout=rules.shutdown_timeout, hang_timeout=rules.hang_timeout,
+            beside=engine,
         )  # fmt: skip
     sys.stderr.flush()
     os._exit(0 if well else FAILED)  # nothing waits for the engine's process

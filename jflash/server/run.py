@@ -65,15 +65,17 @@ def serve(
     *,
     shutdown_timeout: float,
     hang_timeout: float,
+    beside: contextlib.AbstractAsyncContextManager | None = None,
 ) -> bool:
-    """Serves until SIGTERM or SIGINT, then ends requests within `shutdown_timeout` seconds.
+    """Serves until SIGTERM or SIGINT, then ends requests within `shutdown_timeout` seconds, all
+    within `beside`.
 
     False if the engine failed, or made no progress on requests for `hang_timeout` seconds.
     """
     server = server_of(app, shutdown_timeout)
 
     async def main() -> None:
-        async with _watched(service, server, hang_timeout):
+        async with beside or contextlib.nullcontext(), _watched(service, server, hang_timeout):
             await server.serve(sockets=[listener])
 
     with _signals_end_there():

@@ -1,6 +1,6 @@
 """The end of a pipe where the engine is: takes requests from it, and sends news of them.
 
-The engine's thread leaves events here and goes on; another thread sends those of a round together,
+The engine's thread leaves events here and goes on; another thread sends those of a call together,
 once the device has its next work: until then the engine's thread would wait for Python.
 """
 
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 from jflash.io.foreign import one_line
 from jflash.serving.collection import only_of_new_objects
@@ -88,16 +89,12 @@ class _Outbox:
 
 
 def _joined(came: list[tuple[int, list[Event] | Exception]]) -> list[Came]:
-    """As it travels: the events of a request that came one after the other are one list."""
-    joined = list[Came]()
+    """As it travels: the events of each request as one list, then the errors."""
+    events = dict[int, list[tuple[Any, ...]]]()
     for number, what in came:
-        if isinstance(what, Exception):
-            joined.append((number, what))
-        elif joined and joined[-1][0] == number and isinstance(joined[-1][1], list):
-            joined[-1][1].extend(map(tuple, what))
-        else:
-            joined.append((number, list(map(tuple, what))))
-    return joined
+        if isinstance(what, list):
+            events.setdefault(number, []).extend(map(tuple, what))
+    return [*events.items(), *((n, what) for n, what in came if isinstance(what, Exception))]
 
 
 @contextlib.contextmanager

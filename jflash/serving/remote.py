@@ -10,9 +10,8 @@ import contextlib
 import itertools
 import os
 import socket
-import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -37,6 +36,9 @@ class Left(NamedTuple):
     number: int
 
 
+TOGETHER = 8  # requests whose events are handed on before anything else has its turn
+FINISH = Event._fields.index("finish_reason")
+
 # Of a request that was taken: the fields of each event, which pickle in a sixth of an event's time.
 Came = tuple[int, list[tuple[Any, ...]] | Exception]
 
@@ -58,7 +60,8 @@ class Sizes(NamedTuple):
 
 
 def hang_up(pipe: Connection) -> None:
-    """Ends both directions, also under a thread that reads: to close the file would not wake it."""
+    """Ends both directions, also under whoever waits for it: to close the file would not wake
+    them."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end, contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
 
@@ -66,7 +69,9 @@ def hang_up(pipe: Connection) -> None:
 class Remote:
     """The engine at the other end of a pipe, as a jflash.serving.decoder.Decoder.
 
-    `stats` are as old as the last news. Once the other end has gone, every request fails.
+    The event loop that has it as an asynchronous context manager reads the pipe itself, for a
+    thread beside it would take turns with it for each of the news. `stats` are as old as the last
+    news. Once the other end has gone, every request fails.
     """
 
     def __init__(self, pipe: Connection, sizes: Sizes, first: News) -> None:
@@ -75,24 +80,31 @@ class Remote:
         self.on_compiled: Callable[[int], None] | None = None  # told how many more programs
         self.on_lost: Callable[[str], None] | None = None  # told that no token comes any more
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # of the pipe's end for writing, and of what follows
         self._handles = dict[int, Handle]()
-        self._waiting = dict[int, Future[None]]()
+        self._waiting = dict[int, asyncio.Future[None]]()
+        self._came, self._giving = deque[Came](), False  # to hand on, which is under way
         self._lost: Failed | None = None
-        threading.Thread(target=self._read, name="jflash-events", daemon=True).start()
+
+    async def __aenter__(self) -> "Remote":
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
 
     async def submit(self, request: Request) -> Handle:
-        number, grammar = next(self._numbers), request.grammar
-        source = None if grammar is None else (grammar.kind, grammar.text, grammar.opens)
+        if self._lost is not None:
+            raise self._lost
+        number, grammar, source = next(self._numbers), request.grammar, None
         handle = Handle(request, lambda _: self._leave(number))
-        taken = Future[None]()
-        with self._lock:
-            if self._lost is not None:
-                raise self._lost
-            self._handles[number], self._waiting[number] = handle, taken
-            self._send(Asked(number, replace(request, grammar=None), source))
+        if grammar is not None:
+            source = grammar.kind, grammar.text, grammar.opens
+            request = replace(request, grammar=None)
+        taken = asyncio.get_running_loop().create_future()
+        self._handles[number], self._waiting[number] = handle, taken
+        self._send(Asked(number, request, source))
         try:
-            await asyncio.wrap_future(taken)
+            await taken
         except asyncio.CancelledError:
             handle.cancel()
             raise
@@ -106,28 +118,31 @@ class Remote:
         hang_up(self._pipe)
 
     def _leave(self, number: int) -> None:
-        with self._lock:
-            if self._lost is None:
-                self._send(Left(number))
+        if self._lost is None:
+            self._send(Left(number))
 
     def _send(self, message: Asked | Left) -> None:
-        with contextlib.suppress(OSError):  # the reader finds the end too, and tells every request
+        with contextlib.suppress(OSError):  # `_read` finds the end too, and tells every request
             self._pipe.send(message)
 
     def _read(self) -> None:
         try:
-            while True:
-                self._take(self._pipe.recv())
+            news = self._pipe.recv()
         except (EOFError, OSError):
-            lost = Failed("the engine's process has ended")
-        with self._lock:
-            self._lost = lost
-            handles, waiting = list(self._handles.values()), list(self._waiting.values())
+            self._lose()
+        else:
+            self._take(news)
+
+    def _lose(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._lost = lost = Failed("the engine's process has ended")
+        while self._came:
+            self._give(*self._came.popleft())
         if self.on_lost is not None:
             self.on_lost(str(lost))
-        for future in waiting:
+        for future in self._waiting.values():
             _answer(future, lost)
-        for handle in handles:
+        for handle in self._handles.values():
             if not handle.ended:
                 handle.fail(lost)
 
@@ -137,24 +152,40 @@ class Remote:
             self.on_compiled(news.compiled - self._compiled)
             self._compiled = news.compiled
         for number, refusal in news.taken:
-            with self._lock:
-                future = self._waiting.pop(number)
-                if refusal is not None:
-                    del self._handles[number]
-            _answer(future, refusal)
-        for number, what in news.came:
-            handle = self._handles[number]
-            if isinstance(what, Exception):
-                handle.fail(what)
-            else:
-                handle.give([Event(*fields) for fields in what])
-            if handle.ended:
-                with self._lock:
-                    del self._handles[number]
+            if refusal is not None:
+                del self._handles[number]
+            _answer(self._waiting.pop(number), refusal)
+        self._came += sorted(news.came, key=_goes_on)  # whoever has an answer may ask again
+        if not self._giving:
+            self._give_some()
+
+    def _give_some(self) -> None:
+        """Hands on what came for a few requests: their readers, and whoever asks meanwhile, have
+        their turn before the next few."""
+        for _ in range(min(TOGETHER, len(self._came))):
+            self._give(*self._came.popleft())
+        self._giving = bool(self._came)
+        if self._giving:
+            asyncio.get_running_loop().call_soon(self._give_some)
+
+    def _give(self, number: int, what: list[tuple[Any, ...]] | Exception) -> None:
+        handle = self._handles[number]
+        if isinstance(what, Exception):
+            handle.fail(what)
+        else:
+            handle.give([Event(*fields) for fields in what])
+        if handle.ended:
+            del self._handles[number]
 
 
-def _answer(future: Future[None], refusal: Exception | None) -> None:
-    if not future.set_running_or_notify_cancel():
+def _goes_on(came: Came) -> bool:
+    """Whether no event is the last one; an error follows the events before it."""
+    _, what = came
+    return isinstance(what, Exception) or what[-1][FINISH] is None
+
+
+def _answer(future: asyncio.Future[None], refusal: Exception | None) -> None:
+    if future.done():
         return  # whoever asked has gone
     if refusal is None:
         future.set_result(None)

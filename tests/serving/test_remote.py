@@ -12,8 +12,9 @@ from jflash.serving import answering
 from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
-from jflash.serving.remote import News, Remote, Sizes, hang_up
-from jflash.serving.request import Failed, Full, Request
+from jflash.serving.handle import Handle
+from jflash.serving.remote import TOGETHER, News, Remote, Sizes, hang_up
+from jflash.serving.request import Event, Failed, Full, Request
 from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
 
@@ -53,7 +54,11 @@ def ends():
 
 
 def of(ends: Ends, work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
+    async def read() -> Any:
+        async with ends.remote:
+            return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(read())
 
 
 async def events(remote: Remote, request: Request) -> list[Any]:
@@ -134,6 +139,40 @@ def test_events_of_a_round_come_together(ends, monkeypatch):
     of(ends, asked())
     calls = [news for news in came if any(len(lists) > 1 for _, lists in news)]
     assert any(len(news) == 2 for news in calls), "both texts were in some call"
+
+
+def test_ends_go_first_and_others_have_turns_between(ends):
+    """Whoever has an answer may ask again, and is not kept waiting by all others' events."""
+    near, far = Pipe()
+    stats, count, order, turns = ends.engine.stats(), 3 * TOGETHER, list[int](), set[int]()
+    remote = Remote(near, Sizes(160, ends.vocabulary), News([], [], stats, 0))
+
+    async def read(number: int, handle: Handle) -> None:
+        async for _ in handle:
+            order.append(number)
+
+    async def main() -> None:
+        async with remote:
+            asked = [remote.submit(Request(prompt_ids=[1], max_tokens=9)) for _ in range(count)]
+            tasks = [asyncio.create_task(one) for one in asked]
+            await asyncio.sleep(0)
+            assert [far.recv().number for _ in tasks] == [*range(count)]
+            far.send(News([(i, None) for i in range(count)], [], stats, 0))
+            readers = [asyncio.create_task(read(i, await t)) for i, t in enumerate(tasks)]
+            reasons = [*[None] * (count - 1), "length"]
+            came = [(i, [tuple(Event((1,), finish_reason=r))]) for i, r in enumerate(reasons)]
+            far.send(News([], [*came, (0, Failed("over"))], stats, 0))
+            while not readers[0].done():
+                turns.add(len(order))
+                await asyncio.sleep(0)
+            with pytest.raises(Failed, match="over"):
+                await readers[0]
+            for reader in readers:
+                reader.cancel()
+
+    asyncio.run(main())
+    assert order == [count - 1, *range(count - 1)]
+    assert any(0 < done < count for done in turns)
 
 
 def test_news_tell_of_compilations(ends):
