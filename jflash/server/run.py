@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,7 +20,7 @@ from jflash.serving.request import Failed
 LOG = logging.getLogger("jflash.server")
 LOOK_EVERY = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 2.0  # seconds for a failed server to end its streams with the error
-HEADER_BYTES = 64 * 1024
+HEADER_BYTES = 64 * 1024  # of a request's head
 SWITCH = 0.0001  # Python's default lets the engine's thread wait 5 ms at each of its system calls
 
 
@@ -51,11 +52,24 @@ def server_of(app: Starlette, shutdown_timeout: float) -> uvicorn.Server:
     """The HTTP server, which `serve` runs. From now on threads take turns in SWITCH seconds."""
     sys.setswitchinterval(SWITCH)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, lifespan="off",
+        app, http=_protocol(), log_config=None, access_log=False, server_header=False,
+        lifespan="off",
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
         h11_max_incomplete_event_size=HEADER_BYTES,
     )  # fmt: skip
     return uvicorn.Server(config)
+
+
+def _protocol() -> "type[asyncio.Protocol] | Literal['h11']":
+    """httptools' if it is installed, as by the extra `serve`: it saves an eighth of a chunk's time
+    (5,000 chunks to 32 clients, on two cores)."""
+    try:
+        from jflash.server.heads import bounded
+    except ModuleNotFoundError as missing:
+        if missing.name != "httptools":
+            raise
+        return "h11"
+    return bounded(HEADER_BYTES)
 
 
 def serve(

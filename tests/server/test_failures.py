@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import socket
 import threading
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics
-from jflash.server.run import listen, serve
+from jflash.server.run import HEADER_BYTES, listen, serve
 from jflash.server.service import Service
 from jflash.serving.decoder import Local
 from jflash.serving.engine import Engine
@@ -177,6 +178,10 @@ def test_keys_limits_and_pages_of_others():
         asks = page | {"Access-Control-Request-Method": "POST"}
         assert httpx.options(url, headers=asks).status_code == 200  # browsers ask without a key
         assert httpx.post(url, content=b" " * 1001, headers=right).status_code == 413
+        address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+        with socket.create_connection(address) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * (HEADER_BYTES + 1000))
+            assert client.recv(100).startswith(b"HTTP/1.1 400"), "a head without an end"
 
 
 def test_a_request_that_takes_too_long_ends_and_frees_its_slot():
