@@ -26,7 +26,7 @@ from jflash.io.digest import checkpoint_digest
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.memory import check_memory
-from jflash.programs import Shape
+from jflash.programs import Shape, engine_chunk
 
 # Options that decide about the answers and their times.
 SETTINGS = (
@@ -126,5 +126,5 @@ def check_device(run: Run) -> None:
     """ValueError if the largest shape takes more memory than the device has."""
     models = run.files.models
     capacity, context = longest_capacity(run.evaluation, models)
-    shape = Shape.of(run.evaluation.batch_size, capacity)
+    shape = Shape.of(run.evaluation.batch_size, capacity, chunk=engine_chunk(models, capacity))
     check_memory(models, shape, context, device_memory())

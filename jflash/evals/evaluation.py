@@ -106,6 +106,7 @@ def answer_all(
     records = [*known, *read_answers(file)]
     total = sum(len(problem.turns) for problem in evaluation.problems)
     bar = tqdm(total=total, initial=len(records), desc=name, unit="answer", file=sys.stderr)
+    running = _Running(records)
     with bar, appended(file) as add:
         for turn in range(evaluation.turns):
             before = records if turns_of is None else turns_of
@@ -120,8 +121,9 @@ def answer_all(
                 record = _record(problems[job.index], turn, generation, evaluation)
                 add(record)
                 records.append(record)
+                running.add(record)
+                bar.set_postfix_str(str(running), refresh=False)
                 bar.update()
-                bar.set_postfix_str(_running(records), refresh=False)
     return records
 
 
@@ -191,13 +193,25 @@ def _record(problem: Problem, turn: int, generation: Generation, evaluation: Eva
     }
 
 
-def _running(records: Sequence[Record]) -> str:
-    """Accuracy, τ and tokens a second so far."""
-    steps = sum(len(r["acceptance_lengths"]) for r in records)
-    tokens = sum(sum(r["acceptance_lengths"]) for r in records)
-    seconds = sum(r["seconds"]["decode"] for r in records)
-    right = [r["check"]["correct"] for r in records if r["check"] is not None]
-    parts = [f"right {sum(right) / len(right):.1%}"] if right else []
-    parts += [f"τ {tokens / steps:.2f}"] if steps else []
-    parts += [f"{tokens / seconds:.0f} tokens/s"] if seconds else []
-    return ", ".join(parts)
+class _Running:
+    """Accuracy, τ and tokens a second so far, of sums: an answer costs the same late as early."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._steps = self._tokens = self._judged = self._right = 0
+        self._seconds = 0.0
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        self._steps += len(record["acceptance_lengths"])
+        self._tokens += sum(record["acceptance_lengths"])
+        self._seconds += record["seconds"]["decode"]
+        if record["check"] is not None:
+            self._judged += 1
+            self._right += record["check"]["correct"]
+
+    def __str__(self) -> str:
+        parts = [f"right {self._right / self._judged:.1%}"] if self._judged else []
+        parts += [f"τ {self._tokens / self._steps:.2f}"] if self._steps else []
+        parts += [f"{self._tokens / self._seconds:.0f} tokens/s"] if self._seconds else []
+        return ", ".join(parts)

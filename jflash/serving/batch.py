@@ -13,7 +13,7 @@ from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
-from jflash.programs import PREFILL_CHUNK, Shape, capacity_for
+from jflash.programs import Shape, capacity_for, engine_chunk
 from jflash.serving.engine import STEPS_PER_CALL, Engine
 from jflash.serving.handle import Handle
 from jflash.serving.request import Request, Result
@@ -42,7 +42,7 @@ def serve(
     steps_per_call: int = STEPS_PER_CALL,
     context: int | None = None,
     answered: Collection[int] = (),
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[Job, Generation]]:
     """Yields answers as they end, each job with the tokens that `generate` gives for it.
@@ -61,13 +61,13 @@ def serve(
     """
     if options:
         jobs = [job._replace(decoding=replace(job.decoding, **options)) for job in jobs]
-    for seed in {job.decoding.seed for job in jobs}:
-        check_keys(seed, (job.index for job in jobs), prefill_chunk)
     _check(pair, jobs, batch_size, steps_per_call)
     longest = max((job.tokens for job in jobs), default=1)
     if context is not None and context < longest:
         raise ValueError(f"context {context} is below the {longest} tokens that a job needs")
     layout = layout_for(pair.models, jobs, batch_size, context, steps_per_call, prefill_chunk)
+    for seed in {job.decoding.seed for job in jobs}:
+        check_keys(seed, (job.index for job in jobs), layout.shape.chunk)
     todo = [job for job in sorted(jobs, key=_expected) if job.index not in answered]
     return _served(pair, layout, todo) if todo else iter(())
 
@@ -78,17 +78,19 @@ def layout_for(
     batch_size: int,
     context: int | None = None,
     steps_per_call: int = STEPS_PER_CALL,
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
 ) -> Layout:
     """The static sizes of a run: pages for `batch_size` texts of `context` tokens.
 
-    A context is rounded up to one of a few, so that other jobs find compiled programs.
+    A context is rounded up to one of a few, so that other jobs find compiled programs. A pass
+    computes as much of a prompt as an engine's does unless `prefill_chunk` says how much.
     """
     longest = max((job.tokens for job in jobs), default=1)
     positions = min(config.max_position_embeddings for config in models.configs)
     columns = -(-min(capacity_for(context or longest, 0, 0, PAGE), positions) // PAGE)
     stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
-    shape = Shape.of(batch_size, columns * PAGE, stops, prefill_chunk)
+    chunk = engine_chunk(models, columns * PAGE) if prefill_chunk is None else prefill_chunk
+    shape = Shape.of(batch_size, columns * PAGE, stops, chunk)
     return Layout(shape, batch_size * columns, steps_per_call, _kinds(models, jobs))
 
 

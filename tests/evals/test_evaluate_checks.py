@@ -1,14 +1,17 @@
 """What an answer says and whether it is right, programs under limits, and what many amount to."""
 
+import itertools
 import json
 import subprocess
 import tempfile
 import time
 
+import math_verify
 import pytest
 from scipy.stats import binomtest
 
-from jflash.evals.answer_check import check_answer, extract_answer
+from jflash.evals import answer_check
+from jflash.evals.answer_check import check_answer, extract_answer, is_equal
 from jflash.evals.code_execution import LIMITS, passes, program
 from jflash.evals.report import table
 from jflash.evals.summary import (
@@ -74,6 +77,21 @@ def test_the_answer_is_found_by_a_named_rule(text, answer, rule):
 )
 def test_answers_are_compared_as_mathematics(text, gold, right):
     assert check_answer(text, gold).correct is right
+
+
+def test_whole_numbers_are_compared_as_math_verify_compares_them():
+    numbers = ["0", "-0", "7", "-7", "007", "1000", "1,000", "-1,000", "10000", "1,000,000", "70"]
+    assert all(answer_check.WHOLE.fullmatch(number) for number in numbers)
+    for gold, answer in itertools.product(numbers, repeat=2):
+        right, given = (math_verify.parse(f"${number}$") for number in (gold, answer))
+        assert is_equal(answer, gold) is math_verify.verify(right, given), (answer, gold)
+
+
+@pytest.mark.parametrize("answer", ["1,2", "1,0000", "18.0", "1/2", "- 7", "", "3-4"])
+def test_what_is_no_whole_number_is_left_to_math_verify(answer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(math_verify, "verify", lambda *both, **_: bool(asked.append(both)))
+    assert not is_equal(answer, "18") and len(asked) == 1
 
 
 def test_a_comparison_that_would_take_for_ever_is_given_up():

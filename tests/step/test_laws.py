@@ -24,6 +24,7 @@ from jflash.programs import (
     make_request,
     new_state,
 )
+from jflash.serving.batch import Job, layout_for
 from jflash.serving.slots import pass_sizes
 from jflash.speculative import speculative_step
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
@@ -214,6 +215,10 @@ def test_several_sizes_of_a_chunk_need_kernels_whose_bits_it_does_not_change():
     assert chunk_sizes(other, large) == chunk_sizes(models, large) == (1024,)
     assert [engine_chunk(hopper, slots) for slots in (448, 512, 4096)] == [128, 512, 512]
     assert engine_chunk(other, 4096) == engine_chunk(models, 4096) == 128
+    jobs = [Job(0, [1] * 400)]
+    layouts = [layout_for(each, jobs, 2) for each in (hopper, other)]
+    assert [layout.shape.chunk for layout in layouts] == [512, 128]
+    assert layout_for(hopper, jobs, 2, prefill_chunk=64).shape.chunk == 64
 
 
 def one_hot_pair(**changes) -> Pair:
