@@ -47,6 +47,11 @@ def extract_answer(text: str) -> tuple[str | None, str]:
     return None, "none"
 
 
+def load() -> None:
+    """Makes a comparison: the first one's imports take a second, in which a device would wait."""
+    is_equal("0.5", "1/2")
+
+
 def is_equal(answer: str, gold: str) -> bool:
     """Whether two expressions are equal; False if the comparison takes longer than SECONDS.
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jflash.acceptance import ending
 from jflash.checks import check_request
 from jflash.decoding import Decoding
-from jflash.evals.answer_check import check_answer
+from jflash.evals.answer_check import check_answer, load
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem
 from jflash.evals.folder import read_answers
@@ -107,6 +107,8 @@ def answer_all(
     total = sum(len(problem.turns) for problem in evaluation.problems)
     bar = tqdm(total=total, initial=len(records), desc=name, unit="answer", file=sys.stderr)
     running = _Running(records)
+    if any(problem.gold is not None for problem in evaluation.problems):
+        load()
     with bar, appended(file) as add:
         for turn in range(evaluation.turns):
             before = records if turns_of is None else turns_of
