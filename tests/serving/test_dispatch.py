@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jflash.generate import Pair
 from jflash.kernels import AUTO
 from jflash.rounds import Step
 from jflash.row_choice import ChosenRows
@@ -23,12 +24,16 @@ def pair():
     return one_arithmetic(random_pair())
 
 
+def engine_of(pair: Pair) -> Engine:
+    return Engine(pair, max_batch=2, max_context=160, kinds=("greedy",))
+
+
 def test_what_a_call_gave_goes_on_before_the_next_prompts_token_is_there(pair):
     """Whoever sends news hears of it before the engine's thread waits for the prompt."""
     asked, came, let_go = threading.Event(), threading.Event(), threading.Event()
     handles = []
 
-    with Engine(pair, max_batch=2, max_context=160, kinds=("greedy",)) as engine:
+    with engine_of(pair) as engine:
         device: Any = engine._loop.device
         whole, programs = device.whole, device.programs
 
@@ -74,7 +79,7 @@ def test_events_go_out_while_the_next_call_is_dispatched(pair, rows):
         if begun.is_set():
             came.set()
 
-    with Engine(pair, max_batch=2, max_context=160) as engine:
+    with engine_of(pair) as engine:
         programs = engine._loop.device.programs
         calls = iter(range(1000))
 
@@ -106,7 +111,7 @@ def test_chosen_rows_cost_a_call_one_small_array(pair):
     leaves = {}
     for rows in (None, AUTO):
         models = replace(pair.models, rows=rows)
-        with Engine(replace(pair, models=models), max_batch=2, max_context=160) as engine:
+        with engine_of(replace(pair, models=models)) as engine:
             widest, program = max(engine._loop.device.programs.greedy.items())
             leaves[rows] = program.in_tree.num_leaves, program.out_tree.num_leaves
             device = engine._loop.device
@@ -126,7 +131,7 @@ def test_a_dispatch_that_fails_ends_the_engine(pair, name):
     def broken(*_: Any) -> None:
         raise RuntimeError("no memory")
 
-    with Engine(pair, max_batch=2, max_context=160) as engine:
+    with engine_of(pair) as engine:
         device = engine._loop.device
         programs = getattr(device.programs, name)
         new = dict.fromkeys(programs, broken) if isinstance(programs, dict) else broken
@@ -156,7 +161,7 @@ def test_nothing_is_done_after_an_error():
 
 def test_a_closed_engine_leaves_no_thread(pair):
     before = threading.active_count()
-    with Engine(pair, max_batch=2, max_context=160) as engine:
+    with engine_of(pair) as engine:
         engine.submit(Request(prompt_ids=[1], max_tokens=4)).result()
         assert threading.active_count() == before + 2
     assert threading.active_count() == before

@@ -22,7 +22,7 @@ from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.slots import Layout
+from jflash.serving.slots import KINDS, Kind, Layout
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -116,9 +116,9 @@ def test_a_storm_of_cancels_leaves_the_others_text(pair, phase):
     )
 
 
-def loop_of(pair, pages: int = 8, burst: int = 4) -> Loop:
+def loop_of(pair, burst: int = 4, kinds: tuple[Kind, ...] = KINDS) -> Loop:
     shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
-    return Loop(pair.models, pair.params, Layout(shape, pages, STEPS), b"", burst)
+    return Loop(pair.models, pair.params, Layout(shape, 8, STEPS, kinds), b"", burst)
 
 
 def counted(loop: Loop) -> list[str]:
@@ -314,7 +314,7 @@ def test_pages_that_left_the_window_return():
     ids = prompts(2, seed=3, low=100, high=120)
     requests = [Request(prompt_ids=p, max_tokens=120) for p in ids]
     want = generate(pair, ids, Decoding(max_new_tokens=120), capacity=512)
-    loop = loop_of(pair)
+    loop = loop_of(pair, kinds=("greedy",))
     pool = loop.holdings.sliding.pages
 
     def told(*requests: Request) -> list[tuple[Job, Result]]:
@@ -359,12 +359,13 @@ def test_a_first_token_keeps_the_next_call_under_way(pair):
         loop.round(give)
 
 
-@pytest.mark.parametrize("rows", [5, AUTO])
-def test_drawn_texts_take_whole_blocks(pair, rows):
-    """Where greedy ones would share five rows, or as many as pay."""
+def test_drawn_texts_take_whole_blocks(pair):
+    """Where greedy ones would share five rows; or as many as pay, whose programs are the pair's."""
+    models = replace(pair.models, rows=AUTO)
+    assert programs.of_all_kinds(models, BATCH) == programs.of_all_kinds(pair.models, BATCH)
     request = Request(prompt_ids=prompts(1, seed=6)[0], max_tokens=20, sampling=DRAWN, seed=0)
     [want] = alone(pair, [request])
-    few = replace(pair, models=replace(pair.models, rows=rows))
+    few = replace(pair, models=replace(pair.models, rows=5))
     how: dict[str, Any] = dict(max_batch=BATCH, max_context=CONTEXT, prefill_chunk=CHUNK)
     with Engine(few, steps_per_call=STEPS, kinds=("drawn",), **how) as engine:
         [got] = engine.generate([request])
@@ -390,7 +391,7 @@ def test_as_many_rows_as_pay(pair):
     want = alone(pair, [replace(r, seed=0) for r in requests])
     models = replace(pair.models, rows=AUTO)
     shape = Shape.of(2, CONTEXT, 16, CHUNK)
-    loop = Loop(models, pair.params, Layout(shape, 8, STEPS), b"")
+    loop = Loop(models, pair.params, Layout(shape, 8, STEPS, ("greedy",)), b"")
     rows = loop.device.rows
     assert rows is not None
     turns = itertools.cycle(loop.device.programs.greedy)

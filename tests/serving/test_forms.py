@@ -56,7 +56,7 @@ def job_of(loop: Loop, request: Request, order: int, priority: int = 0) -> Job:
     return job
 
 
-@pytest.mark.parametrize("steps", [1, STEPS])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.long), STEPS])
 def test_neighbours_take_more_steps_than_the_text_in_a_form(pair, grammar, steps):
     """A round is a step of all and a call of the others, which the device still has to compute
     when the next round begins; texts alone take the call and no more."""

@@ -25,8 +25,10 @@ def pair(request):
     return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
 
 
-def engine_of(pair, **options: Any) -> Engine:
-    return Engine(pair, max_batch=BATCH, max_context=256, prefill_chunk=32, **options)
+def engine_of(pair, at_once: int = 3) -> Engine:
+    """With the programs of `at_once`."""
+    how: dict[str, Any] = dict(max_batch=BATCH, max_context=256, prefill_chunk=32, pages=16)
+    return Engine(pair, **how, steps_per_call=2, prompts_at_once=at_once)
 
 
 def counted(engine: Engine) -> list[str]:
@@ -50,7 +52,7 @@ def asked(lengths: tuple[int, ...], **options: Any) -> list[Request]:
 
 
 def test_one_dispatch_brings_a_prompt(pair):
-    with engine_of(pair, prompts_at_once=1) as engine:
+    with engine_of(pair) as engine:
         names = counted(engine)
         engine.generate(asked((20,)))
         assert names == ["whole"]
@@ -66,8 +68,10 @@ def test_no_bit_changes_where_several_are_brought_at_once(pair):
     requests = asked(lengths) + asked(lengths[:3], sampling=DRAWN, seed=3, logprobs=True)
     shared = list(requests[7].prompt_ids[:64])
     requests += [Request(prompt_ids=[*shared, i], max_tokens=12) for i in range(1, 4)]
-    with engine_of(pair, prompts_at_once=1) as engine:
+    with engine_of(pair) as engine:
+        names = counted(engine)
         want = [engine.generate([one])[0] for one in requests]
+    assert len(names) > len(requests)  # by programs of one prompt
     got, sizes = at_once(pair, requests)
     assert max(sizes) == 3 and len(sizes) < len(requests) - 3  # the drawn ones go alone
     assert got[-1].cached_tokens == 64
@@ -107,4 +111,4 @@ def test_how_many_prompts_a_pass_takes(pair):
     assert prompts_at_once(pair.models, layout) == 1  # a CPU waits for no dispatch
     assert prompts_at_once(pair.models, layout._replace(prompts=5)) == 5
     with pytest.raises(ValueError, match="prompts_at_once must be at least 1, got 0"):
-        engine_of(pair, prompts_at_once=0)
+        engine_of(pair, at_once=0)

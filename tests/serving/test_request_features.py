@@ -48,11 +48,12 @@ def engines():
     pair = one_arithmetic(random_pair(2, block_size=16))
     pair = Pair(replace(pair.models, draft_rule="greedy"), pair.params)
     how: dict[str, Any] = dict(max_batch=4, max_context=192, prefill_chunk=64, steps_per_call=2)
-    with Engine(pair, **how) as wide, Engine(pair.plain(), **how) as plain:
+    every = {"kinds": ("drawn",)}  # one program serves them all; the wide engine has both
+    with Engine(pair, **how) as wide, Engine(pair.plain(), **how, **every) as plain:
         text = [*PROMPT, *plain.generate([ALL_KNOWN])[0].token_ids]
         knows = replay_pair(pair, text)
         narrow = replace(knows.models, block_size=4)
-        with Engine(Pair(narrow, knows.params), **how) as narrow:
+        with Engine(Pair(narrow, knows.params), **how, **every) as narrow:
             yield [wide, narrow, plain]
 
 
@@ -176,7 +177,8 @@ def test_a_request_chooses_its_draft_rule(engines):
     one = Request(prompt_ids=PROMPT, max_tokens=40, sampling=DRAWN, seed=3)
     ways = [one, replace(one, draft_rule="sampled"), replace(one, draft_rule="greedy", seed=4)]
     want = [result.token_ids for result in engines[2].generate([one, ways[2]])]
-    with Engine(drawing, max_batch=4, max_context=192, prefill_chunk=64, steps_per_call=2) as e:
+    how: dict[str, Any] = dict(max_batch=4, max_context=192, prefill_chunk=64, steps_per_call=2)
+    with Engine(drawing, **how, kinds=("drawn",)) as e:
         got = [result.token_ids for result in e.generate(ways)]
         assert e.submit(replace(one, seed=None)).request.best_drafts is False
     assert [got[0], got[2]] == want and got[1] != got[0]
