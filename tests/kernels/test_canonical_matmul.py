@@ -92,6 +92,16 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
 
 
 @interpreted
+@pytest.mark.parametrize("op", ["matmul", "gate_up", "head_logits"])
+def test_nor_on_512_rows(op):
+    """Of few columns, for the interpreter walks each tile; `matmul` is cut in two pieces of K."""
+    x, w = in_steps(2, 512, 320 if op in HEADS else 384, 64)
+    assert pieces("matmul", 384, 64) == 2
+    w = w if op != "gate_up" else w * 2.0**-26
+    check_every_number_of_rows(run_of(op, w), x, (16,))
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("op", "M", "ragged"),
     [
