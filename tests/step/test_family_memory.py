@@ -1,11 +1,15 @@
 """States of targets that do not keep every layer's keys and values: their bytes, by hand.
 
-The sizes are those of the published models' configs.
+The sizes are those of the published models' configs, and those of the tiny shapes to the byte.
 """
+
+from dataclasses import replace
 
 import pytest
 
 from jflash.memory import memory_budget
+from jflash.models.decoder import Target
+from jflash.specs import MoeSpec
 from tests.step.test_memory import published, sized
 
 
@@ -41,3 +45,40 @@ def test_a_target_with_windows_takes_rings(batch, capacity):
     rings = 50 * ring * 2 * 16 * 256 * 2
     found = memory_budget(plain, sized(batch, capacity)).caches / batch
     assert 0 < found - full - rings - texts(capacity) < FEW
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "dtype"), [(2, 1024, "bfloat16"), (3, 512, "float32")]
+)
+def test_a_tiny_hybrids_caches_to_the_byte(batch, capacity, dtype):
+    """Two of three layers are delta nets, of 4 value heads and 2 of keys, each 32."""
+    size = {"bfloat16": 2, "float32": 4}[dtype]
+    state = 4 * 32 * 32 * 4 + 4  # in float32, and the place that it stands at
+    replayed = 32 * (2 * 32 + 4 * 32 + 4 + 4) * 4  # keys, values, decay and beta
+    convolved = (16 + 3) * (2 * 2 * 32 + 4 * 32) * size
+    slots = capacity * 2 * 2 * 64 * size  # of the layer that attends
+    other = 16 * 4 + 1 + 8 + 8 * 4  # stops, done, key; 4 numbers and 4 filters
+    found = memory_budget(published("tiny-hybrid", dtype=dtype).plain(), sized(batch, capacity))
+    layers = 2 * (state + replayed + convolved) + slots
+    assert found.caches == batch * (layers + texts(capacity) + other)
+
+
+def test_a_tiny_hybrids_weights_with_shared_experts_to_the_byte():
+    """Layers 0 and 2: delta nets, 8 experts of 64, and one of 96 that every token takes."""
+    plain = published("tiny-hybrid").plain()
+
+    def weights(shared_size: int | None) -> int:
+        moe = MoeSpec(
+            num_experts=8, experts_per_token=2, intermediate_size=64, renormalise=True,
+            shared_size=shared_size,
+        )  # fmt: skip
+        target = Target(plain.target.config.with_experts(moe, (0, 2)))
+        return memory_budget(replace(plain, target=target), sized()).weights
+
+    delta = 128 * (128 + 128 + 128 + 4 + 4) + 128 * 128 + 4 * 256 + 4 + 4 + 32
+    experts, shared = 8 * 3 * 128 * 64 + 8 * 128, 3 * 128 * 96 + 128  # with router and gate
+    attending = 128 * (4 + 2 + 2) * 64 + 4 * 64 * 128 + 2 * 64 + 3 * 128 * 192
+    ends = 2 * 512 * 128 + 128 + 3 * 2 * 128  # embedding, head and norms
+    wider = 2 * 2 * (4 + 4)  # decay and its bias, a number a head, stay in float32
+    assert weights(None) == 2 * (2 * (delta + experts) + attending + ends) + wider
+    assert weights(96) - weights(None) == 2 * 2 * shared
