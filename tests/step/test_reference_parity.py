@@ -47,9 +47,9 @@ DECODED = (*(f"cases-pair{i}" for i in ("03", "05", "08", "13")), "window_cases-
 # Windows with sinks beside full attention: this one decodes at each of its widths.
 EVERY_WIDTH = ("cases-pair08",)
 NARROWEST_WINDOW = "window_cases-pair01"
-# All families after Qwen2, Llama and Qwen3. Of 04, 06 to 08, 10 to 12 and 15 the features of every
-# layer are recorded.
-IN_PIECES = tuple(f"cases-pair{i:02}" for i in range(4, 16))
+# All families but Qwen2 and Llama. Of 04, 06 to 08, 10 to 12 and 15 the features of every layer are
+# recorded.
+IN_PIECES = tuple(f"cases-pair{i:02}" for i in range(2, 16))
 PIECE = 4  # tokens of a chunk or a block: of the recorded 20 a border of the delta rule is inside
 CONTEXT = 12  # tokens before the recorded block
 CAPACITY = 512  # of all cases: each width of a pair is compiled once
