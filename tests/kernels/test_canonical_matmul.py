@@ -95,10 +95,26 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
 @pytest.mark.parametrize("op", ["matmul", "gate_up", "head_logits"])
 def test_nor_on_512_rows(op):
     """Of few columns, for the interpreter walks each tile; `matmul` is cut in two pieces of K."""
-    x, w = in_steps(2, 512, 320 if op in HEADS else 384, 64)
-    assert pieces("matmul", 384, 64) == 2
+    x, w = in_steps(2, 512, 320 if op in HEADS else 512, 64)
+    assert pieces("matmul", 512, 64) == 2
     w = w if op != "gate_up" else w * 2.0**-26
     check_every_number_of_rows(run_of(op, w), x, (16,))
+
+
+@interpreted
+def test_a_product_of_512_rows_that_is_added_up_whole_is_caught():
+    """The planted violation: 16 rows in two pieces, whose numbers the inputs above tell apart."""
+    x, w = in_steps(2, 512, 512, 64)
+    run, tuning = run_of("matmul", w), by_rule(Product.of("matmul", 512, *w.shape, 2))
+    assert isinstance(tuning, Tuning)
+    whole = dataclasses.replace(tuning, walk=1, split_k=1)
+
+    def faulty(x):
+        many = len(x) == 512
+        return mosaic_gpu.matmul(x, w, tuning=whole, interpret=True) if many else run(x)
+
+    with pytest.raises(AssertionError, match="16 rows"):
+        check_every_number_of_rows(faulty, x, (16,))
 
 
 @interpreted
