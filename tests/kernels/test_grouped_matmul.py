@@ -102,6 +102,19 @@ def test_a_rows_bits_are_its_own(op, backend, dtype, R, E, K, N):
     assert len(seen) == (E if E < 10 else 1)  # one result an expert
 
 
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the test above has as many rows of real models")
+@pytest.mark.parametrize("op", OPS)
+def test_a_row_among_512_has_the_bits_that_it_has_alone(op):
+    """Of the second expert, whose tiles begin inside the first one's; and a fault is seen."""
+    run, (w, probe) = on_backend(op, "triton"), cancelling(2, K, N)
+    alone = run(probe[None], w, jnp.array([0, 1]))[0]
+    many, sizes = draw(3, 512, K).at[300].set(probe), jnp.array([200, 312])
+    assert (alone != 0).any()
+    np.testing.assert_array_equal(run(many, w, sizes)[300], alone)
+    turned = run(many[:, ::-1], w[:, ::-1], sizes)[300]  # K is summed from its other end
+    assert (turned != alone).any()
+
+
 @pytest.mark.parametrize("block", [16, 32])
 def test_tiles_hold_every_row_once_and_one_expert_each(block):
     rng = np.random.default_rng(0)
