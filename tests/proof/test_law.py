@@ -142,6 +142,22 @@ def test_faults_are_planted_in_a_hybrid(capsys, monkeypatch):
     assert caught == {batch[0].name: True, "chunks begin at the anchor": True}
 
 
+def test_the_embedded_pair_is_plain_decodings_in_small(capsys, monkeypatch):
+    """Of trained weights: blocks of 16 by its drafter and of mistakes, and texts as prompts, in
+    another batch, capacity and chunk. A long test has more ways, and the faults."""
+    form = replace(SMALL, ways=(Way(16, 2, OWN + REPLAY, True, 64),))
+    monkeypatch.setattr(check_lossless, "CPU", form)
+    monkeypatch.setattr(law_forms, "FAULTS", ())
+    code = main.run("check-lossless", ["--pairs", "tiny-math", "--dtype", "float32"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 0 and found["failures"] == []
+    (law,) = found["law"]
+    assert (law["pair"], law["promised"], law["differences"]) == ("tiny-math", True, 0)
+    assert law["anchored_tokens"] >= 40 and len(law["compared"]) == 3
+    assert all(each["compared_kv_rows"] > 100 for each in law["compared"])
+    assert all(each["compared_logits_rows"] >= 18 for each in law["compared"])
+
+
 @pytest.mark.long
 def test_faults_of_products_are_planted_where_each_has_a_bias(capsys, monkeypatch):
     """gpt-oss: no projection without one, and experts in place of the MLP."""
