@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.bench import beside_form as beside_form_module
 from jflash.bench import stalls
 from jflash.bench.http_clients import counted
 from jflash.bench.recording import of_mean, read_recording
@@ -39,11 +40,11 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_serving, "TEXTS", 1)
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
-    argv += ["--long-prompt", "1024", "--in-turn", str(tmp_path / "turn"), "--requests", "2"]
+    argv += ["--long-prompt", "1024", "--in-turn", str(tmp_path / "turn"), "--requests", "1"]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
     row, long = result["serving"]
-    assert (row["requests"], row["new_tokens"]) == (4, 4 * 256)
+    assert (row["requests"], row["new_tokens"]) == (2, 2 * 256)
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut
     assert 0 <= row["device_busy_seen"] <= row["device_busy"] < 1.05
     assert (long["texts"], long["prompt_tokens"]) == (1, 1024)
@@ -79,8 +80,13 @@ def test_texts_beside_one_in_a_form(beside_form, tmp_path):
 
 
 def test_a_text_in_a_form_may_not_end_before_its_neighbours(beside_form, monkeypatch, capsys):
-    monkeypatch.setattr("jflash.bench.beside_form.outlasting", lambda pair, new: 1)
-    assert main.run("bench-serving", [*beside_form, "--max-new-tokens", "12"]) == 2
+    measured = beside_form_module._measured
+
+    def of_one_token(engine, asked, form, most, *sizes):
+        return measured(engine, asked, form, 1, *sizes)
+
+    monkeypatch.setattr(beside_form_module, "_measured", of_one_token)
+    assert main.run("bench-serving", beside_form) == 2
     assert "the text in a form ended before its neighbours: length" in capsys.readouterr().err
 
 
