@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "checkpoints" / "tiny-math" / "target"
 COUNT = 8
 SAME = ["--dtype", "float32", "--batch", "2", "--max-new-tokens", "120", "--prompt-style", "plain"]
-SHORT = ("--max-new-tokens", "40")  # of texts that take many steps
+SHORT = ("--max-new-tokens", "16")  # of texts that take many steps
 TIMES = ("environment", "speed")
 
 
