@@ -33,7 +33,7 @@ class Running:
 
     def __init__(self, *, hang: float = 60.0, keys: list[str] | None = None, **service: Any):
         pair = one_arithmetic(random_pair())
-        self.engine = Engine(pair, max_batch=2, max_context=160, max_queue=4)
+        self.engine = Engine(pair, max_batch=2, max_context=160, max_queue=4, kinds=("drawn",))
         values: dict[str, Any] = {
             "tokenizer": load_tokenizer(EMBEDDED_PAIR / "target"), "name": "small",
             "version": "jflash", "template": "", "stop_ids": (), "sampling": Sampling(),

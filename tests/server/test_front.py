@@ -33,7 +33,8 @@ class Served:
     """A server of two processes: this one has the engine."""
 
     def __init__(self) -> None:
-        self.engine = Engine(one_arithmetic(random_pair()), max_batch=2, max_context=160)
+        pair = one_arithmetic(random_pair())
+        self.engine = Engine(pair, max_batch=2, max_context=160, kinds=("drawn",))
         tokenizer = load_tokenizer(EMBEDDED_PAIR / "target")
         listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

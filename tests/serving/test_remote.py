@@ -27,7 +27,7 @@ class Ends:
     def __init__(self) -> None:
         pair = one_arithmetic(random_pair())
         self.vocabulary = pair.models.target.config.vocab_size
-        self.engine = Engine(pair, max_batch=2, max_context=160, max_queue=3)
+        self.engine = Engine(pair, max_batch=2, max_context=160, max_queue=3, kinds=("drawn",))
         self.grammars = Grammars(letters_tokenizer(), self.vocabulary, [END])
         self.compiled = 0
         self.pipe, far = Pipe()
