@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from jflash.training.drafter import default_mask_token_id, read_records
 from jflash.training.prompts import renumbered
 from tables.documents import TABLES, read_results
 from tiny_pair.evaluation import Limits, evaluate_split
-from tiny_pair.recipe import Recipe, full_recipe, smoke_recipe
+from tiny_pair.recipe import full_recipe, smoke_recipe
 from tiny_pair.stages import (
     STAGES,
     Gsm8k,
@@ -35,20 +34,12 @@ from tiny_pair.stages import (
 )
 from tiny_pair.word_problems import problems
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 TEST_QUESTION = (
     "A long train with many wagons carries 12 cows and 14 goats from one town to another"
 )
-
-
-def small_recipe() -> Recipe:
-    smoke = smoke_recipe()
-    training = replace(smoke.target_training, steps=6, batch_size=2, steps_per_call=3)
-    return replace(
-        smoke, target_training=training, drafter_training=training, problems=60, answers=4,
-        answer_batch=4,
-    )  # fmt: skip
 
 
 def command(name: str, *arguments: object) -> int:
@@ -91,7 +82,7 @@ def place(tmp_path_factory, gsm8k) -> Workplace:
 def test_a_stage_needs_the_one_before(tmp_path):
     empty = Workplace(tmp_path / "pair", tmp_path / "work")
     with pytest.raises(ValueError, match="stage drafter needs the result of stage answers"):
-        make_stage("drafter", small_recipe(), empty, None, lambda step: False)
+        make_stage("drafter", smoke_recipe(), empty, None, lambda step: False)
 
 
 def test_the_pair_loads_and_decodes_losslessly(place, capsys):
@@ -131,7 +122,7 @@ def test_training_stopped_early_leaves_no_target(place, tmp_path):
     cut = Workplace(tmp_path / "pair", tmp_path / "work")
     (tmp_path / "work").mkdir()
     (tmp_path / "work/tokenizer").symlink_to(place.tokenizer)
-    assert not make_stage("target", small_recipe(), cut, None, lambda step: step >= 3)
+    assert not make_stage("target", smoke_recipe(), cut, None, lambda step: step >= 4)
     assert not cut.target.exists()
 
 
