@@ -20,6 +20,7 @@ from jflash.programs import Shape, capacity_for, compile_programs, make_request,
 from jflash.speculative import commit, draft, verify
 from jflash.state import State
 
+AT_ONCE = 32  # answers that are recorded at once
 Steps = list[list[int | float]]  # the accepted drafts of each step, then its confidences
 
 
@@ -57,19 +58,19 @@ def read_recording(file: Path) -> Recording:
         raise ValueError(f"{file} is no recording of steps: {error}") from None
 
 
-def recorded(pair: Pair, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[Steps]:
-    """The steps of each answer, all decoded at once; one without room for its block is left out."""
-    models, batch = pair.models, len(prompts)
+def recorded(
+    pair: Pair, prompts: Sequence[Sequence[int]], decoding: Decoding, at_once: int = AT_ONCE
+) -> list[Steps]:
+    """The steps of each answer, so many decoded at once by one program.
+
+    A step that its block has no room for is left out.
+    """
+    models, batch = pair.models, min(at_once, len(prompts))
     longest, width = max(map(len, prompts)), models.block_size
     stops = len(decoding.stop_token_ids)
     capacity = capacity_for(longest, decoding.max_new_tokens, width, 128)
     shape = Shape.of(batch, capacity, stops, 128)
     prefill = compile_programs(models, pair.params, shape).prefill
-    state = new_state(models, shape)
-    for i, prompt in enumerate(prompts):
-        key = jax.random.key(0)
-        request = make_request(shape, list(prompt), decoding, models.max_accept, key)
-        state = prefill(pair.params, state, jnp.int32(i), request)
     surveyed = replace(models, rows=batch * width)  # whole blocks, with confidences
 
     @jax.jit
@@ -81,12 +82,19 @@ def recorded(pair: Pair, prompts: Sequence[Sequence[int]], decoding: Decoding) -
         seen = whole, verdict.accepted, proposal.confidence
         return commit(surveyed, params, state, verdict), seen
 
-    found: list[Steps] = [[] for _ in range(batch)]
-    while not bool(state.sequences.done.all()):
-        state, seen = step(pair.params, state)
-        for i, (whole, accepted, sure) in enumerate(zip(*jax.device_get(seen), strict=True)):
-            if whole:
-                found[i].append([int(accepted), *(round(float(x), 3) for x in sure)])
+    found: list[Steps] = [[] for _ in prompts]
+    for begin in range(0, len(prompts), batch):
+        state = new_state(models, shape)
+        for i, prompt in enumerate(prompts[begin : begin + batch]):
+            key = jax.random.key(0)
+            request = make_request(shape, list(prompt), decoding, models.max_accept, key)
+            state = prefill(pair.params, state, jnp.int32(i), request)
+        while not bool(state.sequences.done.all()):
+            state, seen = step(pair.params, state)
+            for i, (whole, accepted, sure) in enumerate(zip(*jax.device_get(seen), strict=True)):
+                if whole:
+                    how_sure = [round(float(x), 3) for x in sure]
+                    found[begin + i].append([int(accepted), *how_sure])
     return found
 
 

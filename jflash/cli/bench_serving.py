@@ -16,7 +16,6 @@ from jflash.kernels import AUTO
 from jflash.programs import LARGE_CHUNK, engine_chunk
 from jflash.serving.engine import PREFILL_BETWEEN, STEPS_PER_CALL
 
-AT_ONCE = 8  # answers that are recorded at once
 BATCHES = (1, 8, 32, 64)
 TEXTS = 8  # beside a long prompt
 
@@ -102,9 +101,7 @@ def record(args: Options) -> dict[str, Any]:
     """Writes the recording, and returns what it holds."""
     pair, asked = pair_and_questions(args)
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=asked.stops)
-    answers = []
-    for begin in range(0, len(asked.prompts), AT_ONCE):
-        answers += recorded(pair, asked.prompts[begin : begin + AT_ONCE], decoding)
+    answers = recorded(pair, asked.prompts, decoding)
     kept = of_mean(answers, args.tau)
     steps = [step for answer in kept for step in answer]
     holds = {

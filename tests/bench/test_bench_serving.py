@@ -13,10 +13,11 @@ import pytest
 from jflash.bench import beside_form as beside_form_module
 from jflash.bench import stalls
 from jflash.bench.http_clients import counted
-from jflash.bench.recording import of_mean, read_recording
+from jflash.bench.recording import of_mean, read_recording, recorded
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
 from jflash.bench.stalls import gaps
 from jflash.cli import bench_serving, main
+from jflash.decoding import Decoding
 from jflash.files import in_turn
 from jflash.programs import Shape, new_state
 from jflash.serving.engine import STEPS_PER_CALL
@@ -126,12 +127,12 @@ def test_commands_of_a_file_are_timed_one_after_another(tmp_path):
 def test_each_text_walks_through_the_recorded_steps(file):
     """Every step accepts as many drafts as the recorded one that its anchor names."""
     pair = random_pair("tiny", read_recording(file), "float32")
-    recorded = [step[0] + 1 for step in STEPS]
+    taken = [step[0] + 1 for step in STEPS]
     with engine_for(pair, layout_of(2, 768, STEPS_PER_CALL), 8) as engine:
         found = engine.generate(Request(prompt_ids=[i, 7, 9], max_tokens=60) for i in range(3))
     for result in found:
         first = result.token_ids[0] % len(STEPS)
-        walk = [recorded[(first + i) % len(STEPS)] for i in range(len(result.acceptance_lengths))]
+        walk = [taken[(first + i) % len(STEPS)] for i in range(len(result.acceptance_lengths))]
         assert result.acceptance_lengths[:-1] == walk[:-1]
 
 
@@ -154,6 +155,18 @@ def test_rows_are_ranked_by_the_recorded_confidences(file):
     state = state.with_sequences(tokens=state.sequences.tokens.at[:, 0].set(jnp.array([1, 2])))
     proposal = jax.jit(functools.partial(draft, models))(pair.params, state)[0]
     np.testing.assert_allclose(proposal.confidence, [STEPS[1][1:], STEPS[2][1:]], atol=1e-3)
+
+
+def test_what_is_replayed_is_recorded_again(file):
+    """Three answers, two at once: a step for each whole block, the last without room left out."""
+    pair, prompts = random_pair("tiny", read_recording(file), "float32"), [[5, 7], [6, 9, 8], [3]]
+    answers = recorded(pair, prompts, Decoding(max_new_tokens=40), at_once=2)
+    assert len(answers) == 3
+    for steps in answers:
+        assert 33 <= 1 + sum(step[0] + 1 for step in steps) <= 40
+        first = [step[0] for step in STEPS].index(steps[0][0])
+        walk = [STEPS[(first + i) % len(STEPS)] for i in range(len(steps))]
+        np.testing.assert_allclose(steps, walk, atol=2e-3)
 
 
 def test_recorded_answers_have_the_wanted_mean():
