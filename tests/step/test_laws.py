@@ -104,17 +104,17 @@ def test_sequences_end_at_different_times():
 
 def test_sequences_of_a_batch_stop_at_tokens_of_their_own():
     """Stop ids are a sequence's: each ends where it ends alone with them, and at no other's."""
-    pair, batch = random_pair(), prompts(3, seed=12)
+    pair, batch = random_pair(), prompts(4, seed=12)  # that of the test above: one program
     free = ids(generate(pair, batch, max_new_tokens=NEW))
-    stops = [(free[0][9],), (free[1][20], free[1][30]), ()]
-    shape = Shape(3, 256, 128, 16)
+    stops = [(free[0][9],), (free[1][20], free[1][30]), (), ()]
+    shape = Shape(4, 256, 128, 16)
     programs = compile_programs(pair.models, pair.params, shape)
     state = new_state(pair.models, shape)
     for b, (prompt, own) in enumerate(zip(batch, stops, strict=True)):
         decoding = Decoding(max_new_tokens=NEW, stop_token_ids=own)
         request = make_request(shape, prompt, decoding, 7, jax.random.key(0))
         state = programs.prefill(pair.params, state, jnp.int32(b), request)
-    _, report = programs.run(pair.params, state, jnp.int32(NEW), jnp.zeros(3, bool))
+    _, report = programs.run(pair.params, state, jnp.int32(NEW), jnp.zeros(4, bool))
     ends = set()
     for b, (whole, own) in enumerate(zip(free, stops, strict=True)):
         end = min((whole.index(token) + 1 for token in own), default=NEW)
