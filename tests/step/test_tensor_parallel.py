@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,14 +22,20 @@ from tests.support.virtual_devices import ROOT, result, start
 
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
-STEP = """
-import json
-import jflash.parts
-jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
+PROGRAM = """
+import json, jflash, jflash.parts
 from tests.support.shared_steps import (
     kept_from_files, largest_differences, output_differences, random_parts
 )
+pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
+pair = jflash.load_pair(*pair, dtype="float32", tensor_parallel=2)
+prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
+with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
+    request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
+    ids = [i for event in engine.submit(request) for i in event.token_ids]
+jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
 print(json.dumps(largest_differences(4) | {
+    "served": [ids, prompt["output_ids"][:12]],
     "gathered": [output_differences(2), output_differences(4), output_differences(4, whole=True)],
     "summed": [output_differences(4, psum=True, whole=whole) for whole in (False, True)],
     "random": random_parts(4),
@@ -40,16 +47,12 @@ import sys
 from jflash.cli.main import run
 sys.exit(run("generate", ["--json", "--dtype", "float32", "--tensor-parallel", "4"]))
 """
-SERVE = """
-import json, jflash
-PAIR = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
-pair = jflash.load_pair(*PAIR, dtype="float32", tensor_parallel=2)
-prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
-with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
-    request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
-    ids = [i for event in engine.submit(request) for i in event.token_ids]
-print(json.dumps([ids, prompt["output_ids"][:12]]))
-"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Of one process, which takes seconds to start."""
+    return result(start(PROGRAM))
 
 
 @pytest.mark.long
@@ -59,19 +62,18 @@ def test_generate_over_four_devices_gives_the_tokens_of_one():
     assert {key: found[key] for key in want} == want
 
 
-def test_the_engine_over_two_devices_gives_the_tokens_of_one():
+def test_the_engine_over_two_devices_gives_the_tokens_of_one(found):
     """Those that dflash 0.1.0 gave: see record_pair.py."""
-    ids, want = result(start(SERVE))
+    ids, want = found["served"]
     assert len(want) == 12 and ids == want
 
 
-def test_a_step_over_four_devices_is_that_of_one():
+def test_a_step_over_four_devices_is_that_of_one(found):
     """A gathered product has one device's bits; a psum in place of the gather is caught.
 
     In a whole step XLA's CPU compiler sums float32 products of few columns in another order, and
     skips roundings to bfloat16 inside a fusion, which a gather ends: no step has equal bits there.
     """
-    found = result(start(STEP))
     assert found["gathered"] == [0, 0, 0] and min(found["summed"]) > 0
     assert found["tokens"] == 0 and found["logits"] < 1e-5 and found["states"] < 1e-5
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
