@@ -1,1 +1,1 @@
-"""Attention operations of jflash: one folder an op, one file a backend. Knows jax only."""
+"""The ops of a step: one folder each, one file a backend. They know jax only."""

@@ -2,7 +2,7 @@
 
 Norms of 1 do not give that everywhere. Where queries are normed and their products hardly scaled
 (Gemma 4's have a standard deviation of 16), attention reads one place, which the last bit of a key
-may change. A head that is its embedding, behind a residual that begins with that embedding, finds
+may change. A head that is its embedding, after a residual that begins with that embedding, finds
 the token that it has just read. And a head of a small multiplier has flat logits.
 Only norms' scales are changed, so shapes, kernels and all else are the target's.
 """

@@ -184,7 +184,7 @@ def test_news_tell_of_compilations(ends):
 
 
 def test_what_was_there_before_is_not_collected_while_requests_are_served(ends):
-    """And is again, after that."""
+    """After that it is again."""
     of(ends, events(ends.remote, Request(prompt_ids=[1], max_tokens=4)))
     assert gc.get_freeze_count() > 100_000
     ends.remote.close()

@@ -103,7 +103,7 @@ def first_scores() -> tuple[np.ndarray, np.ndarray]:
 
 
 def conditional_q(temperature: float) -> np.ndarray:
-    """q of every continuation's first drafts, each behind the one before, [V^NEW, W - 1]."""
+    """q of every continuation's first drafts, each after the one before, [V^NEW, W - 1]."""
     candidates, scores = first_scores()
     weights = np.exp((scores - scores.max(axis=-1, keepdims=True)) / temperature)
     weights /= weights.sum(axis=-1, keepdims=True)
@@ -141,7 +141,7 @@ def test_tokens_over_two_steps_follow_the_target(mode: str):
 
 
 def unconditional(rule, found, vocab):
-    """Says of every draft that it was drawn behind the place before's best candidate."""
+    """Says of every draft that it was drawn after the place before's best candidate."""
     right = drafts.choose_path(rule, found, vocab)
     q = drafts.choose(rule, found.scores[:, :, 0]).q  # MODES["temperature"] has no other filter
     assert q is not None

@@ -56,7 +56,7 @@ CAPACITY = 512  # of all cases: each width of a pair is compiled once
 
 
 def recorded_forward(both, tokens):
-    """Logits and features of the tokens; hidden states and logits of a block behind CONTEXT."""
+    """Logits and features of the tokens; hidden states and logits of a block after CONTEXT."""
     models, params = both.models, both.params
     drafter = models.drafter
     assert drafter is not None

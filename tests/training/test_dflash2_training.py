@@ -103,7 +103,7 @@ def decoding_scores(rows: Rows, anchors, states) -> tuple[np.ndarray, ...]:
 
 
 def with_foreseen(rows: Rows, anchors) -> Rows:
-    """The rows with what decoding drafts behind each one's last anchor: no block sees those."""
+    """The rows with what decoding drafts after each one's last anchor: no block sees those."""
     states = hidden(rows, anchors)[:, :, 1:].reshape(-1, K, CONFIG.hidden_size)
     candidates, scores, _ = decoding_scores(rows, anchors, jnp.asarray(states))
     tokens = np.array(rows.tokens)

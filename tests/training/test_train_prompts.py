@@ -104,7 +104,7 @@ def test_a_test_question_in_other_marks_is_left_out(change):
 
 
 def test_target_writes_user_turns(tmp_path, capsys):
-    """What is written is what sampling behind the template's user mark gives, as one can redo."""
+    """What is written is what sampling after the template's user mark gives, as one can redo."""
     folders = make_pair(tmp_path)
     output = tmp_path / "prompts.jsonl"
     given = ["--output", output, "--written-by", folders.target, "--count", 24, "--batch", 4]
