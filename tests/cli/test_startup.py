@@ -6,14 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jflash.cli.main import COMMANDS
+from jflash.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [
-    *("bench_devices", "bench_kernels", "benchmark", "check_lossless", "check_logits"),
-    *("check_program", "chat", "convert_checkpoint", "eval_gsm8k", "evaluate", "generate"),
-    *("make_prompts", "serve", "soak", "train_drafter"),
-]
+SCRIPTS = [make_parser(command).prog for command in COMMANDS]  # one of each
 SLOW = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "transformers", "tokenizers"),
     *("huggingface_hub", "safetensors", "matplotlib", "datasets", "math_verify", "gguf"),
@@ -123,10 +119,10 @@ def test_a_script_is_the_command_of_its_own_tree(tmp_path):
     first = [sys.executable, str(folder / "generate.py"), "--help"]
     done = subprocess.run(first, capture_output=True, text=True, **given)
     assert done.returncode == 0 and done.stdout.startswith("usage: generate.py ")
-    calls = [[str(folder / f"{script}.py"), "--help"] for script in SCRIPTS]
+    calls = [[str(folder / script), "--help"] for script in SCRIPTS]
     found = outcomes("script", calls, **given)
     for script, (code, out, err, _) in zip(SCRIPTS, found, strict=True):
-        assert code == 0 and out.startswith(f"usage: {script}.py ")
+        assert code == 0 and out.startswith(f"usage: {script} ")
         assert err == f"{ROOT / 'jflash' / 'cli' / 'main.py'}\n"
 
 
