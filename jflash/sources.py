@@ -6,9 +6,19 @@ edits them while it runs has a process whose code no file tells.
 
 import functools
 import hashlib
+import os
+import sys
 from pathlib import Path
 
 ROOTS = (Path(__file__).parent, Path(__file__).parents[1] / "pallas_kernels")
+
+
+def same_paths() -> dict[str, str]:
+    """PYTHONPATH for a process that shall import this jflash, whether it is installed or not.
+
+    Such a process takes `python -P`, or a jflash of the folder it runs in comes first.
+    """
+    return {"PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path)}
 
 
 def _files() -> list[Path]:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -20,8 +19,8 @@ from jflash.server.service import Settings
 from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
+from jflash.sources import same_paths
 
-ROOT = Path(__file__).parents[2]  # the clients are of the same tree
 NAME = "measured"
 PATIENCE = 60.0  # seconds until the server answers
 CORES = 4  # for a process of clients: one process for 32 clients was as busy as the server's
@@ -90,8 +89,8 @@ def streamed(
     processes = max(1, min(clients, (os.cpu_count() or 1) // CORES))
     load = {"url": url, "clients": clients, "processes": processes, "bodies": bodies}
     before = engine.stats()
-    command = [sys.executable, "-m", "jflash.bench.http_clients"]
-    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "jflash.bench.http_clients"]
+    paths = os.environ | same_paths()
     done = subprocess.run(
         command, input=json.dumps(load), stdout=subprocess.PIPE, text=True, env=paths
     )

@@ -13,6 +13,7 @@ from jflash.bench.loading import measured, write_random
 from jflash.bench.shapes import model_shape
 from jflash.cli.benchmark import call
 from jflash.cli.command import Options
+from jflash.sources import same_paths
 
 SAME = ("device", "versions", "xla_flags", "date")  # of all loads
 
@@ -52,8 +53,7 @@ def loaded(source: Path, devices: int, experts_over: str) -> dict[str, Any]:
 
 def command(*words: str) -> None:
     """A command of this jflash, installed or not; SystemExit if it refuses."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    call([sys.executable, "-P", "-m", "jflash.cli.main", *words], environment)
+    call([sys.executable, "-P", "-m", "jflash.cli.main", *words], os.environ | same_paths())
 
 
 def line(form: str, load: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import partial
 from jflash.decoding import Decoding
 from jflash.io import open_checkpoint, pair_models
+from jflash.sources import same_paths
 
 PROMPTS = (
     "A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are left?",
@@ -103,7 +104,7 @@ def encoded_prompts(args: Options) -> tuple[Any, Any]:
 def start(stage: str, task: Task, folder: Path) -> dict[str, Any]:
     """Runs a stage in a fresh process, which prints to stderr; SystemExit if it refuses."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same jflash, installed or not
+        **same_paths(),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -22,7 +22,8 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).parents[2]  # the server is of the same tree
+from jflash.sources import same_paths
+
 PATIENCE = 120.0  # seconds until a request counts as stuck
 WARM = 0.2  # of the time, after which memory has to be flat
 GROWTH = 32 * 2**20  # bytes that a flat process may gain after that
@@ -67,8 +68,8 @@ def soak(serve_options: Sequence[str], minutes: float, clients: int, seed: int) 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as out:
-            command = [sys.executable, "-m", "jflash.cli.main", "serve", "--port", "0"]
-            paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, "-P", "-m", "jflash.cli.main", "serve", "--port", "0"]
+            paths = os.environ | same_paths()
             process = subprocess.Popen([*command, *serve_options], stderr=out, env=paths)
         try:
             url = _url(process, log)

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
-from pathlib import Path
 
 from jflash.server.service import Settings
 from jflash.server.start import Rules, Start
@@ -22,8 +21,7 @@ from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.remote import News, Sizes
-
-ROOT = Path(__file__).parents[2]  # the process is of the same tree
+from jflash.sources import same_paths
 
 
 class Front:
@@ -33,10 +31,9 @@ class Front:
         self._listener, self._rules, self._begun = listener, rules, False
         self._pipe, end = Pipe()
         handles = end.fileno(), listener.fileno()
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jflash.server.process", *map(str, handles)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+            [sys.executable, "-P", "-m", "jflash.server.process", *map(str, handles)],
+            env=os.environ | same_paths() | {"JAX_PLATFORMS": "cpu"},
             pass_fds=handles,
             start_new_session=True,  # a terminal's signals reach it through `end` alone
         )

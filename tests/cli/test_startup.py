@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from jflash.cli.main import COMMANDS, make_parser
+from jflash.sources import same_paths
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [make_parser(command).prog for command in COMMANDS]  # one of each
@@ -124,6 +125,18 @@ def test_a_script_is_the_command_of_its_own_tree(tmp_path):
     for script, (code, out, err, _) in zip(SCRIPTS, found, strict=True):
         assert code == 0 and out.startswith(f"usage: {script} ")
         assert err == f"{ROOT / 'jflash' / 'cli' / 'main.py'}\n"
+
+
+def test_another_process_imports_the_same_jflash(tmp_path, monkeypatch):
+    """Ours is found by the folder that we are in, and the other's folder holds another one."""
+    (tmp_path / "jflash.py").write_text("")
+    monkeypatch.chdir(ROOT)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [""])
+        environment = os.environ | same_paths()
+    command = [sys.executable, "-P", "-c", "import jflash; print(jflash.__file__)"]
+    given = {"cwd": tmp_path, "env": environment, "text": True}
+    assert subprocess.check_output(command, **given) == f"{ROOT / 'jflash' / '__init__.py'}\n"
 
 
 def test_the_public_names_come_when_they_are_used():
