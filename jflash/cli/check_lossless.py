@@ -134,7 +134,7 @@ def check_oracle(args: Options, dtype: str) -> dict[str, Any]:
             if result["first_difference"]:
                 print(difference_text(result["first_difference"]), flush=True)
         if fault is None:  # once is enough, by the first pair
-            fault = planted_fault(case, seed, dtype)
+            fault = planted_fault(case, seed)
             print(fault_line(fault), flush=True)
             for half in ("without", "with"):
                 if fault[half]["first_difference"]:

@@ -179,7 +179,7 @@ def decode_and_compare(
     }  # fmt: skip
 
 
-def planted_fault(case: Case, seed: int, dtype: str) -> dict[str, Any]:
+def planted_fault(case: Case, seed: int) -> dict[str, Any]:
     """Long contexts, by the case's attention and by one that splits the keys by length.
 
     The first must show no difference between replay and oracle, and the second must show one.

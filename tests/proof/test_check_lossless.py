@@ -134,7 +134,7 @@ def test_a_fault_that_nobody_sees(case, monkeypatch):
     for module in (lossless_cases, lossless_check):  # the command above runs the real one
         monkeypatch.setattr(module, "FAULT_CAPACITY", 1024)
     monkeypatch.setattr(lossless_check, "planted", lambda models, _: models)
-    fault = lossless_check.planted_fault(case, 0, "float32")
+    fault = lossless_check.planted_fault(case, 0)
     assert fault["with"]["differences"] == fault["without"]["differences"] == 0
     assert fault["with"]["logits_rows"] > 0
 
