@@ -15,7 +15,7 @@ from jflash.device import describe_device
 from jflash.platform import leave_compilation_cache
 from jflash.proof.compiled import inspect
 from jflash.proof.gates import Result, check
-from jflash.proof.step_program import StepProgram, pair_models, plain_models, step_program
+from jflash.proof.step_program import StepProgram, models_of, step_program
 
 FAILED = 1
 DTYPE = "bfloat16"
@@ -24,9 +24,9 @@ SHOWN = 3  # offences of a gate
 
 def programs(args: Options) -> dict[str, StepProgram]:
     """The programs to compile, by name: plain decoding and the pair's step at every batch size."""
-    shape = model_shape(args.shape)
+    pair = models_of(model_shape(args.shape))
     found = {}
-    for kind, models in (("plain", plain_models(shape)), ("step", pair_models(shape))):
+    for kind, models in (("plain", pair.plain()), ("step", pair)):
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
         for batch in args.batch:
             found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity)

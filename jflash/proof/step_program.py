@@ -47,14 +47,9 @@ def cut(shape: ModelShape, target_layers: int, drafter_layers: int) -> ModelShap
     return ModelShape(replace(shape.target, layers=shape.target.layers[:target_layers]), drafter)
 
 
-def pair_models(shape: ModelShape) -> Models:
+def models_of(shape: ModelShape) -> Models:
     """The pair at the drafter's width, with XLA's kernels."""
     return Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
-
-
-def plain_models(shape: ModelShape) -> Models:
-    """Plain decoding: the target without a drafter at width 1, with XLA's kernels."""
-    return Models(Target(shape.target))
 
 
 def step_program(models: Models, batch: int, capacity: int) -> StepProgram:

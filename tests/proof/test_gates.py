@@ -43,8 +43,7 @@ from jflash.proof.hlo import parse
 from jflash.proof.step_program import (
     StepProgram,
     cut,
-    pair_models,
-    plain_models,
+    models_of,
     step_program,
 )
 from jflash.specs import Kept
@@ -96,7 +95,7 @@ def looped(body):
     ("kind", "batch"), [("pair", 1), pytest.param("pair", 32, marks=pytest.mark.long), ("plain", 1)]
 )
 def test_the_step_passes_every_gate(kind: str, batch: int):
-    models = {"pair": pair_models, "plain": plain_models}[kind](SHAPE)
+    models = {"pair": models_of(SHAPE), "plain": models_of(SHAPE).plain()}[kind]
     step = step_program(on_h200(models), batch, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
@@ -110,7 +109,7 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
 def test_the_step_with_delta_nets_and_wide_heads_passes():
     """A head of 256 dims has pieces of attention in memory at every batch, and they are counted."""
     shape = cut(model_shape("qwen3.5-27b"), target_layers=4, drafter_layers=1)
-    step = step_program(on_h200(pair_models(shape)), 8, CAPACITY)
+    step = step_program(on_h200(models_of(shape)), 8, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     pieces = 8 * 4 * 2 * CAPACITY // 256 * 64 * 256 * 4
@@ -123,7 +122,7 @@ def test_the_step_with_delta_nets_and_wide_heads_passes():
 )
 def test_a_step_of_any_batch_and_width_can_be_made(batch: int, width: int):
     """Rows that fill no tile of the kernels' shared memory: they are padded, or go to XLA."""
-    models = on_h200(replace(pair_models(SMALL), block_size=width))
+    models = on_h200(replace(models_of(SMALL), block_size=width))
     step = step_program(models, batch, CAPACITY)
     lowered = lower_for(H200, step.run, *step.arguments, donate=(1,))
     assert "mosaic_gpu" in lowered.as_text()
@@ -145,7 +144,7 @@ def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
     shape = cut(model_shape("qwen3-8b-dflash2"), target_layers=2, drafter_layers=2)
     sights = (dict(window=700, causal=True), dict(window=300))  # in rings that wrap
     shape = shape._replace(drafter=shape.drafter.attending(*sights))
-    step = step_program(on_h200(pair_models(shape)), 8, CAPACITY)
+    step = step_program(on_h200(models_of(shape)), 8, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     assert program.hlo.count('custom_call_target="__gpu$TopK"') == 2
@@ -158,7 +157,7 @@ def test_the_step_with_experts_passes():
     Routing, lists of rows and sums are kernels of ours too: nothing is sorted or gathered.
     """
     shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)
-    step = step_program(on_h200(pair_models(shape)), 1, CAPACITY)
+    step = step_program(on_h200(models_of(shape)), 1, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
@@ -174,7 +173,7 @@ def test_the_step_with_kept_weights_and_a_float8_drafter_passes(order: str):
 
     The drafter multiplies codes by codes: none of its weights is converted or turned round.
     """
-    models = on_h200(pair_models(SMALL)).drafting_in("float8")
+    models = on_h200(models_of(SMALL)).drafting_in("float8")
     fp8, int4 = Kept("fp8", 128, "float32", False), Kept("int4", 128, "float16", True)
     leaves = {"attention/qkv": fp8, "attention/out": int4, "mlp/gate_up": fp8, "mlp/down": int4}
     kept = {f"layers_0/{leaf}/kernel": form for leaf, form in leaves.items()}
@@ -192,7 +191,7 @@ def test_the_step_with_experts_kept_in_mxfp4_passes():
     """gpt-oss-120b's experts are read as codes of one byte, by both grouped products."""
     shape = cut(model_shape("gpt-oss-120b"), target_layers=1, drafter_layers=1)
     shape = shape._replace(target=quantised(shape.target, "mxfp4"))
-    step = step_program(on_h200(plain_models(shape)), 1, CAPACITY)
+    step = step_program(on_h200(models_of(shape).plain()), 1, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)
     codes = set(re.findall(r"= f8e4m3fn\[128,2880,(\d+)\]\S+ parameter", program.hlo))
@@ -216,7 +215,7 @@ def test_two_devices_exchange_gathers_and_no_sum():
     With XLA_FLAGS=--xla_gpu_enable_command_buffer=+COLLECTIVES, which no option of one compilation
     can say, the whole step is one command buffer again.
     """
-    program, bound = on_two(pair_models(SMALL))
+    program, bound = on_two(models_of(SMALL))
     assert only_gathers(parse(program.hlo)).value == 3 * 2 + 4
     offences = failed(program, bound)
     assert offences.keys() == {"one command buffer"}
@@ -230,7 +229,7 @@ def test_two_devices_with_whole_experts_gather_once_for_them():
     With columns of every expert the step has nine gathers.
     """
     shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)
-    program, bound = on_two(pair_models(shape), "devices")
+    program, bound = on_two(models_of(shape), "devices")
     assert only_gathers(parse(program.hlo)).value == 8
     assert failed(program, bound).keys() == {"one command buffer"}
     kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
@@ -240,21 +239,21 @@ def test_two_devices_with_whole_experts_gather_once_for_them():
 
 def test_experts_that_no_tile_divides_by_columns_keep_their_kernel_whole():
     """Half of gpt-oss's 2,880 columns is no multiple of 64."""
-    models, mesh = plain_models(model_shape("gpt-oss-120b")), device_mesh(H200, 2, AXIS)
+    models, mesh = models_of(model_shape("gpt-oss-120b")).plain(), device_mesh(H200, 2, AXIS)
     found = {how: on_h200(over(models, mesh, how)).kernels.experts for how in OVER}
     assert found == {"columns": "xla", "devices": "canonical"}
 
 
 def test_a_sum_over_devices_fails_the_gather_gate():
     with nn.intercept_methods(added_over_devices):
-        program, _ = on_two(plain_models(SMALL))
+        program, _ = on_two(models_of(SMALL).plain())
     assert any("all-reduce" in o for o in only_gathers(parse(program.hlo)).offences)
 
 
 def test_products_by_cublas_pass_too():
     """As a real device has them where they win; their workspace is told apart."""
     step = step_program(
-        on_h200(plain_models(SMALL), matmul_backend="xla", norm_backend="xla"), 8, CAPACITY
+        on_h200(models_of(SMALL).plain(), matmul_backend="xla", norm_backend="xla"), 8, CAPACITY
     )
     program = compiled(step, xla_gpu_enable_triton_gemm=False)
     assert "kCublasLtMatmul" in {t.kind for t in read_thunks(program.thunks)}
@@ -264,18 +263,18 @@ def test_products_by_cublas_pass_too():
 
 def test_einsum_attention_copies_caches_and_fails_that_gate():
     """XLA wants the batch of a cache elsewhere: it transposes all of them around the loop."""
-    step = step_program(plain_models(SMALL).of_dtype(DTYPE), 8, CAPACITY)
+    step = step_program(models_of(SMALL).plain().of_dtype(DTYPE), 8, CAPACITY)
     offences = failed(compiled(step), step.temporary_bound)
     assert "one command buffer" not in offences and "no copy of weights" not in offences
     assert any("transpose" in o and "outside the loop" in o for o in offences["no copy of a cache"])
 
 
 def small_pair() -> StepProgram:
-    return step_program(on_h200(pair_models(SMALL)), 1, CAPACITY)
+    return step_program(on_h200(models_of(SMALL)), 1, CAPACITY)
 
 
 def small_plain() -> StepProgram:
-    return step_program(on_h200(plain_models(SMALL)), 1, CAPACITY)
+    return step_program(on_h200(models_of(SMALL).plain()), 1, CAPACITY)
 
 
 def test_a_state_that_is_not_donated_and_no_command_buffers_fail_their_gates():
@@ -351,7 +350,7 @@ def test_a_product_taken_apart_fails_the_weight_gate():
 
 def test_several_copies_of_the_logits_fail_the_temporaries_gate():
     """With the head by XLA, which may write the logits once."""
-    wide = replace(plain_models(SMALL), block_size=16)
+    wide = replace(models_of(SMALL).plain(), block_size=16)
     models = replace(on_h200(wide), kernels=on_h200(wide).kernels._replace(matmul="xla"))
     step = step_program(models, 8, CAPACITY)
 
