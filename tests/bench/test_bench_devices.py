@@ -13,6 +13,7 @@ from tables.cells import Result
 from tables.devices import several_gpus
 
 
+@pytest.mark.long
 def test_a_step_on_one_device_and_on_two(tmp_path, monkeypatch, capfd):
     """Two virtual devices: each reads, multiplies and holds half, but for whole last products."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"

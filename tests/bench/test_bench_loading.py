@@ -44,6 +44,7 @@ def test_random_weights_are_a_checkpoint(tmp_path):
     assert 0.015 < embedding.std() < 0.025 and np.isfinite(embedding).all()
 
 
+@pytest.mark.long
 def test_each_form_is_loaded_by_a_process(tmp_path, capfd):
     file = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--layers", "2", "--folder", str(tmp_path), "--json", str(file)]

@@ -36,21 +36,29 @@ def file(tmp_path_factory):
     return file
 
 
-def test_rows_of_the_table(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(stalls, "ALONE", 0.1)
-    monkeypatch.setattr(bench_serving, "TEXTS", 1)
+def test_rows_of_the_table(file, tmp_path):
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
-    argv += ["--long-prompt", "1024", "--in-turn", str(tmp_path / "turn"), "--requests", "1"]
+    argv += ["--in-turn", str(tmp_path / "turn"), "--requests", "1"]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
-    row, long = result["serving"]
+    [row] = result["serving"]
     assert (row["requests"], row["new_tokens"]) == (2, 2 * 256)
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut
     assert 0 <= row["device_busy_seen"] <= row["device_busy"] < 1.05
-    assert (long["texts"], long["prompt_tokens"]) == (1, 1024)
-    assert 0 < long["alone"]["p50_ms"] <= long["alone"]["most_ms"]
-    assert long["stall_ms"] == long["beside"]["most_ms"] - long["alone"]["p50_ms"]
+
+
+@pytest.mark.long
+def test_a_long_prompt_keeps_a_text_waiting(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(stalls, "ALONE", 0.1)
+    monkeypatch.setattr(bench_serving, "TEXTS", 1)
+    kept = tmp_path / "result.json"
+    argv = ["--shape", "tiny", "--replay", str(file), "--long-prompt", "1024", "--repeats", "1"]
+    assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
+    [row] = json.loads(kept.read_text())["serving"]
+    assert (row["texts"], row["prompt_tokens"]) == (1, 1024)
+    assert 0 < row["alone"]["p50_ms"] <= row["alone"]["most_ms"]
+    assert row["stall_ms"] == row["beside"]["most_ms"] - row["alone"]["p50_ms"]
 
 
 @pytest.fixture

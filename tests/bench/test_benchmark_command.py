@@ -142,6 +142,7 @@ def test_a_reference_that_is_not_installed_is_refused_before_anything_is_timed(t
     assert "dflash==0.1.0" in err and err.count("\n") == 1
 
 
+@pytest.mark.long
 @needs(PYTHON)
 def test_against_the_reference(tmp_path, run_cli, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of torch, whose threads wait busily

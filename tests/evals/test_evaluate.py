@@ -287,6 +287,7 @@ def test_draws_depend_neither_on_the_drafter_nor_on_where_a_run_was_broken(
     assert "only under --draft-rule greedy" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_draws_from_the_drafter_do_not_depend_on_where_a_run_was_broken(run, data, tmp_path):
     folder = tmp_path / "broken"
     drawn = ("--temperature", "0.9", "--seed", "5", "--limit", "3", *SHORT)

@@ -123,7 +123,7 @@ def test_a_product_of_512_rows_that_is_added_up_whole_is_caught():
     ("op", "M", "ragged"),
     [
         *(("matmul", M, 496) for M in (1, 20, 100)),
-        ("matmul", 300, 1008),
+        pytest.param("matmul", 300, 1008, marks=pytest.mark.long),
         ("residual", 1, 496),
         *(pytest.param("residual", M, 496, marks=pytest.mark.long) for M in (20, 100)),
     ],
@@ -131,7 +131,8 @@ def test_a_product_of_512_rows_that_is_added_up_whole_is_caught():
 def test_a_last_tile_of_fewer_columns_has_the_bits_of_a_whole_one(op, M, ragged):
     """Delta nets' inputs have 16,480 columns: tiles that divide them are too narrow.
 
-    Each row is another tile: of 64 columns for few rows, then of 32 and, for 300 rows, of 64.
+    Each row is another tile: of 64 columns for few rows, then of 32 and, for 300 rows (a long
+    test), of 64.
     """
     x, w = in_steps(0, M, 128 if op == "matmul" else 512, ragged + 16)
     P = pieces("matmul", x.shape[1], ragged)

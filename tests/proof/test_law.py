@@ -216,6 +216,7 @@ def test_a_faulty_target_rounds_where_the_sound_one_does(fault, changes):
     assert dtypes(planted(Models(target), fault).target) == dtypes(target)
 
 
+@pytest.mark.long
 def test_a_fault_of_few_rows_is_caught_in_a_narrower_block(capsys, monkeypatch):
     """Norms that add otherwise for 8 rows alone, where the widest block has 16."""
     monkeypatch.setattr(faults, "_rows", lambda x: 99 if x.shape[0] * x.shape[1] == 8 else 1)
