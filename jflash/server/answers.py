@@ -157,7 +157,8 @@ async def _one(
         finish = "error"
         raise service.failed(error) from None
     finally:
-        metrics.ended(finish or "abort", tokens, first_seconds, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        metrics.ended(finish or "abort", request, tokens, first_seconds, seconds)
 
 
 def _cut(event: Event, count: int) -> Event:

@@ -14,10 +14,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jflash.serving.request import Event
+from jflash.serving.request import Event, Request
 from jflash.serving.stats import Stats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+COUNTS = tuple(n * 10**e for e in range(6) for n in (1, 2, 5))  # of tokens
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
 
@@ -77,6 +78,10 @@ class Metrics:
             "request_time_per_output_token_seconds", "Mean of a request's new tokens.", SHORT
         )
         self._whole = histogram("e2e_request_latency_seconds", "Whole requests.", LONG)
+        self._rest = histogram("request_decode_time_seconds", "From the first token on.", LONG)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", COUNTS)
+        self._new = histogram("request_generation_tokens", "New tokens of a request.", COUNTS)
+        self._most = histogram("request_params_max_tokens", "Of them at most.", COUNTS)
 
     def began(self, prompt_tokens: int) -> None:
         self._tokens.prompt += prompt_tokens
@@ -101,9 +106,16 @@ class Metrics:
             for place in range(event.accepted):
                 tokens.places[place] += 1
 
-    def ended(self, reason: str, tokens: int, first_seconds: float, seconds: float) -> None:
+    def ended(
+        self, reason: str, request: Request, tokens: int, first_seconds: float, seconds: float
+    ) -> None:
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
+        self._prompt.observe(len(request.prompt_ids))
+        self._new.observe(tokens)
+        self._most.observe(request.max_tokens)
+        if tokens:
+            self._rest.observe(seconds - first_seconds)
         if tokens > 1:
             self._each.observe((seconds - first_seconds) / (tokens - 1))
 
