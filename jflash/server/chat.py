@@ -26,7 +26,7 @@ from jflash.server.reasoning import ThoughtTokens
 from jflash.server.requests import requests_of, stops_of
 from jflash.server.scores import chat_logprobs, joined, prompt_logprobs
 from jflash.server.service import Service, thinking, thinks
-from jflash.server.tools import wanted
+from jflash.server.tools import narrowed, wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
@@ -48,11 +48,12 @@ async def chat(request: HttpRequest) -> Response:
     service.check_model(asked.model)
     stops, n = stops_of(asked.stop), asked.n or 1
     tools = wanted(asked.tools, asked.tool_choice, service.template)
+    tools, choice = narrowed(tools, asked.tool_choice)
     names = thinking(service, asked.reasoning_effort, asked.chat_template_kwargs or {})
     prompt = prompt_text(service, asked.messages, tools, names)
     ids = await service.encode(prompt, special=False)
     one_call = asked.parallel_tool_calls is False
-    must = must_call(service, tools, asked.tool_choice)
+    must = must_call(service, tools, choice)
     form = answer_form(
         asked, asked.response_format, "response_format", must, service.call_marks, one_call
     )

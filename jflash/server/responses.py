@@ -23,7 +23,7 @@ from jflash.server.reasoning import ThoughtTokens
 from jflash.server.requests import requests_of
 from jflash.server.response_items import Output
 from jflash.server.service import Service, thinking, thinks
-from jflash.server.tools import wanted
+from jflash.server.tools import narrowed, wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
@@ -36,12 +36,13 @@ async def responses(request: HttpRequest) -> Response:
     service.check_model(asked.model)
     _check_parts(asked)
     tools = wanted(_chat_tools(asked.tools), asked.tool_choice, service.template)
+    tools, choice = narrowed(tools, asked.tool_choice)
     effort = (asked.reasoning or {}).get(EFFORT)
     names = thinking(service, effort, {}, "reasoning.effort")
     prompt = prompt_text(service, _messages(asked), tools, names, "input")
     ids = await service.encode(prompt, special=False)
     one_call = asked.parallel_tool_calls is False
-    must = must_call(service, tools, asked.tool_choice)
+    must = must_call(service, tools, choice)
     form = answer_form(
         asked, (asked.text or {}).get(FORMAT), "text.format", must, service.call_marks, one_call
     )

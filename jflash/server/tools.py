@@ -94,6 +94,34 @@ def wanted(
     return tools
 
 
+def narrowed(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """The tools and the choice among them. OpenAI's `allowed_tools` is a choice among some of them,
+    and the template shows only those. `wanted` has checked the tools."""
+    if not tools or not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    given = choice.get("allowed_tools", choice)  # /v1/responses has them one level higher
+    mode, some = (
+        (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    )
+    if mode not in ("auto", "required"):
+        raise invalid("tool_choice", f"the mode {mode!r} is none of auto, required")
+    names = [_function(one) for one in some] if isinstance(some, list) else []
+    unknown = [name for name in names if name not in [tool["function"]["name"] for tool in tools]]
+    if unknown or not names:
+        raise invalid("tool_choice", f"{[*unknown, None][0]!r} is no function of tools")
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
+def _function(choice: Any) -> Any:
+    """The name of the function that is meant; /v1/responses has it one level higher."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def forced(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
 ) -> list[dict[str, Any]]:
@@ -103,9 +131,8 @@ def forced(
     if choice == "required":
         return tools
     assert isinstance(choice, dict), "`wanted` has refused other choices"
-    function = choice.get("function", choice)  # /v1/responses has the name one level higher
-    name = function.get("name") if isinstance(function, dict) else None
+    name = _function(choice)
     named = [tool for tool in tools if tool["function"]["name"] == name]
-    if choice.get("type") != "function" or not named:
+    if not named:
         raise invalid("tool_choice", f"{name!r} is no function of tools")
     return named

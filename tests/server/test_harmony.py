@@ -5,22 +5,15 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from jflash.decoding import Sampling
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
-from jflash.server.app import make_app
 from jflash.server.harmony import Channels
-from jflash.server.metrics import Metrics
-from jflash.server.service import Service
-from jflash.serving.grammar import Grammars, Opening
-from jflash.serving.handle import Handle
-from jflash.serving.request import Event, Request
-from jflash.serving.stats import Stats
+from jflash.serving.grammar import Opening
 from tests.server.test_streamed_text import cuts, flags
 from tests.support.letters import TEMPLATE, letters_tokenizer
+from tests.support.reciting import Reciting, client_of
 
 THOUGHT = "<|channel|>analysis<|message|>so it is<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>yes<|return|>"
@@ -77,34 +70,8 @@ def test_channels_at_any_cut(whole, reasoning, content, calls):
 
 def test_the_routes_give_thoughts_text_and_calls_apart():
     tokenizer = harmony_tokenizer()
-    template = tokenizer.chat_template
-    size = max(tokenizer.get_vocab().values()) + 1
-    asked = list[Any]()
-
-    class Reciting:
-        text = ""
-        max_context, vocabulary = 200, size
-
-        def stats(self) -> Stats:
-            raise NotImplementedError
-
-        def close(self) -> None: ...
-
-        async def submit(self, request: Request) -> Handle:
-            asked.append(request)
-            handle, ids = Handle(request, lambda _: None), tokenizer(self.text)["input_ids"]
-            handle.give([Event((token,)) for token in ids[:-1]])
-            handle.give([Event((ids[-1],), finish_reason="stop")])
-            return handle
-
-    engine = Reciting()
-    service = Service(
-        engine=engine, grammars=Grammars(tokenizer, size, [64]), tokenizer=tokenizer, name="oss",
-        version="jflash", template=template, stop_ids=(64,), sampling=Sampling(), reasoning=True,
-        created=0, max_accept=3, metrics=Metrics("oss", 3, engine.stats),
-        max_body=9000, max_queue=4, request_timeout=9.0,
-    )  # fmt: skip
-    client = TestClient(make_app(service))
+    engine = Reciting(tokenizer)
+    client, asked = client_of(engine, 64), engine.asked
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
     def post(route: str, **how: Any) -> httpx.Response:

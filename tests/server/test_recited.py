@@ -1,0 +1,199 @@
+"""What the routes make of an answer and of a choice among tools, by an engine that recites."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from tests.support.letters import END, letters_tokenizer
+from tests.support.reciting import MOST_WAITING, Reciting, client_of
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES: list = [{"role": "user", "content": "abc"}]
+FUNCTIONS = [{"name": name, "parameters": {"type": "object"}} for name in ("one", "two")]
+TOOLS: list = [{"type": "function", "function": function} for function in FUNCTIONS]
+FLAT: list = [{"type": "function"} | function for function in FUNCTIONS]
+CALL = '<tool_call>\n{"name": "two", "arguments": {"x": "a"}}\n</tool_call>'
+TWO = {"type": "function", "function": {"name": "two"}}
+# vLLM's figures that its dashboard and `vllm bench serve` read, but for two that split the time to
+# the first token.
+READ = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total
+generation_tokens_total request_success_total num_preemptions_total prefix_cache_queries_total
+prefix_cache_hits_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket
+request_prompt_tokens_bucket request_generation_tokens_bucket request_params_max_tokens_bucket
+request_decode_time_seconds_sum spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
+spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total
+"""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Reciting:
+    return Reciting(letters_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def client(engine) -> Iterator[TestClient]:
+    with client_of(engine, END) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(client) -> openai.OpenAI:
+    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client)
+
+
+def some(mode: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [TWO]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "must"),
+    [
+        (None, "onetwo", []),
+        ("none", "", []),
+        ("auto", "onetwo", []),
+        ("required", "onetwo", ["one", "two"]),
+        (TWO, "onetwo", ["two"]),
+        (some("auto"), "two", []),
+        (some("required"), "two", ["two"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_choice_among_tools_on_both_routes(engine, sdk, choice, shown, must):
+    """What the prompt shows, what the grammar forces, and the call, whole and streamed."""
+    engine.text = f"</think>{CALL}<end>"
+
+    def checked() -> None:
+        assert engine.prompt() == f"abc{shown}<think>"
+        grammar = engine.asked[-1].grammar
+        found = re.findall(r'"const":"(\w+)"', grammar.text) if grammar else []
+        assert found == must
+
+    extra: dict[str, Any] = {} if choice is None else {"tool_choice": choice}
+    extra = {"model": "small"} | extra
+    whole = sdk.chat.completions.create(messages=MESSAGES, tools=TOOLS, **extra).choices[0]
+    checked()
+    chunks = list(sdk.chat.completions.create(messages=MESSAGES, tools=TOOLS, stream=True, **extra))
+    checked()
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    text = "".join(delta.content or "" for delta in deltas)
+    ends = whole.finish_reason, chunks[-1].choices[0].finish_reason
+    if choice == "none":
+        assert whole.message.content == text == CALL and not calls
+        assert ends == ("stop", "stop") and not whole.message.tool_calls
+    else:
+        assert ends == ("tool_calls", "tool_calls") and not text.strip()
+        assert [call.index for call in calls] == [0]
+        for call in (*calls, *whole.message.tool_calls):
+            assert (call.function.name, call.function.arguments) == ("two", '{"x":"a"}')
+
+    if isinstance(choice, dict):  # this route has what a type holds one level higher
+        inner = choice[choice["type"]]
+        extra["tool_choice"] = {"type": choice["type"]} | inner
+        if "tools" in inner:
+            extra["tool_choice"]["tools"] = [{"type": "function", "name": "two"}]
+    got = sdk.responses.create(input="abc", tools=FLAT, **extra)
+    checked()
+    events = list(sdk.responses.create(input="abc", tools=FLAT, stream=True, **extra))
+    checked()
+    [item] = got.output
+    assert events[-1].response.output[0].type == item.type
+    if choice == "none":
+        assert got.output_text == CALL
+    else:
+        assert (item.type, item.name, item.arguments) == ("function_call", "two", '{"x":"a"}')
+        [done] = [e for e in events if e.type == "response.function_call_arguments.done"]
+        assert done.arguments == item.arguments
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        some("maybe"),
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "x"}]}},
+        {"type": "allowed_tools", "allowed_tools": [TWO]},
+        {"type": "allowed_tools"},
+        {"type": "function", "function": {"name": "three"}},
+        {"type": "function", "function": "two"},
+        {"type": "custom", "custom": {"name": "two"}},
+    ],
+)
+def test_a_wrong_choice_is_refused(client, choice):
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+
+
+def test_thoughts_whole_and_streamed(engine, sdk):
+    engine.text = "so\nis</think>\n\nyes<end>"
+    how: dict[str, Any] = {"model": "small", "messages": MESSAGES}
+    whole = sdk.chat.completions.create(**how)
+    message = whole.choices[0].message
+    assert (message.reasoning_content, message.content) == ("so\nis", "yes")
+    assert whole.usage.completion_tokens_details.reasoning_tokens == len("so is") + 1
+    deltas = [c.choices[0].delta for c in sdk.chat.completions.create(**how, stream=True)]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(thoughts) == "so\nis" and len([x for x in thoughts if x]) > 2
+    assert "".join(delta.content or "" for delta in deltas) == "yes"
+
+
+def test_usage_in_the_chunks_of_completions(engine, sdk):
+    engine.text = "abcde<end>"
+    how: dict[str, Any] = {"model": "small", "prompt": "xyz", "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = sdk.completions.create(**how, stream_options=options)
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 5, 6]
+    assert last.choices == [] and last.usage == chunks[-1].usage
+    assert (last.usage.prompt_tokens, last.usage.total_tokens) == (3, 9)
+    silent = list(sdk.completions.create(**how))
+    assert len(silent) == 6 and all(chunk.usage is None for chunk in silent)
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 8}, 8),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, 8),
+        ({}, 200 - len("abc") - 1),
+    ],
+)
+def test_the_newer_name_of_the_most_tokens_counts(engine, client, asked, most):
+    engine.text = "a<end>"
+    assert client.post(CHAT, json={"messages": MESSAGES} | asked).status_code == 200
+    assert engine.asked[-1].max_tokens == most
+
+
+def test_a_full_queue_is_not_ready_and_is_well(engine, client):
+    assert client.get("/health/ready").status_code == 200
+    engine.waiting = MOST_WAITING
+    refused = client.get("/health/ready")
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "queue_full"
+    assert client.get("/health").status_code == 200
+    assert "num_requests_waiting{" in client.get("/metrics").text
+    engine.waiting = 0
+
+
+def test_figures_have_the_names_that_dashboards_read(engine, client):
+    def figures() -> dict[str, float]:
+        lines = re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", client.get("/metrics").text, re.M)
+        return {name: float(value) for name, value in lines}  # of a histogram its last bucket
+
+    engine.text = "</think>abc<end>"
+    before = figures()
+    assert set(READ.split()) <= set(before)
+    assert client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 9}).status_code == 200
+    after = figures()
+    gained = {name: after[name] - before[name] for name in after}
+    for name, sum_ in (("prompt_tokens", 4), ("generation_tokens", 5), ("params_max_tokens", 9)):
+        assert gained[f"request_{name}_count"] == gained[f"request_{name}_bucket"] == 1
+        assert gained[f"request_{name}_sum"] == sum_
+    assert gained["request_decode_time_seconds_count"] == 1
+    assert gained["generation_tokens_total"] == 5

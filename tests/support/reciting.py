@@ -1,0 +1,59 @@
+"""The routes over an engine that recites a text: what a server does with an answer."""
+
+from dataclasses import fields
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from jflash.decoding import Sampling
+from jflash.server.app import make_app
+from jflash.server.metrics import Metrics
+from jflash.server.service import Service
+from jflash.serving.grammar import Grammars
+from jflash.serving.handle import Handle
+from jflash.serving.request import Event, Request
+from jflash.serving.stats import Stats
+
+NOTHING = {field.name: 0 for field in fields(Stats)} | {
+    "pages": 1, "pages_available": 1, "ended": {}, "steps_by_rows": {}, "device_bytes": None
+}  # fmt: skip
+MOST_WAITING = 4
+
+
+class Reciting:
+    """Answers every request with `text`, a token a step; `asked` has the requests."""
+
+    max_context = 200
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.text, self.waiting, self.asked = "", 0, list[Request]()
+        self.tokenizer, self.vocabulary = tokenizer, max(tokenizer.get_vocab().values()) + 1
+
+    def stats(self) -> Stats:
+        known: dict[str, Any] = NOTHING | {"waiting": self.waiting}
+        return Stats(**known)
+
+    def close(self) -> None: ...
+
+    async def submit(self, request: Request) -> Handle:
+        self.asked.append(request)
+        handle, ids = Handle(request, lambda _: None), self.tokenizer(self.text)["input_ids"]
+        handle.give([Event((token,)) for token in ids[:-1]])
+        handle.give([Event((ids[-1],), finish_reason="stop")])
+        return handle
+
+    def prompt(self) -> str:
+        """That of the newest request."""
+        return self.tokenizer.decode(self.asked[-1].prompt_ids)
+
+
+def client_of(engine: Reciting, end: int) -> TestClient:
+    """A client of the routes; `end` is the token that ends an answer."""
+    tokenizer = engine.tokenizer
+    service = Service(
+        engine=engine, grammars=Grammars(tokenizer, engine.vocabulary, [end]), tokenizer=tokenizer,
+        name="small", version="jflash", template=tokenizer.chat_template, stop_ids=(end,),
+        sampling=Sampling(), reasoning=True, created=0, max_accept=3, max_body=9000,
+        metrics=Metrics("small", 3, engine.stats), max_queue=MOST_WAITING, request_timeout=9.0,
+    )  # fmt: skip
+    return TestClient(make_app(service))
