@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import socket
 from dataclasses import replace
 
 import jax
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 
 from jflash.cli import serve
-from jflash.cli.main import main
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
+from jflash.server.run import listen
 from jflash.serving.constrained import decide, kept_bytes, look, undrafted
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.packing import mask_words
@@ -103,7 +104,32 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
         keys(f"{tmp_path}/none")
 
 
-def test_the_options_are_read_and_a_wrong_port_is_refused(capsys):
-    for option, value in (("--port", "-1"), ("--states", "-1")):
-        assert main(["serve", option, value]) == 2
-        assert f"{option} -1 must be" in capsys.readouterr().err
+WRONG = [
+    *("--port -1", "--port 65536", "--states -1", "--pages 0", "--steps-per-call 0"),
+    *("--max-context 0", "--max-batch 0", "--max-queue 0"),
+    *("--max-body 0", "--request-timeout 0", "--request-timeout nan", "--shutdown-timeout -1"),
+    *("--hang-timeout inf", "--replicas 0", "--max-replicas 0"),
+    *("--temperature -1", "--top-k -1", "--top-p 2", "--min-p 2", "--draft-rule odd"),
+    *("--reasoning maybe", "--api-key-file none", "--api-key", "--served-model-name", "--port x"),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_value_of_an_option_is_refused_by_its_name(refused, wrong):
+    """Those without a value are empty."""
+    option, _, value = wrong.partition(" ")
+    refused(["--port", "0", option, value], option, command="serve")
+
+
+def test_what_a_port_and_a_model_cannot_give_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
+            listen("127.0.0.1", port)
+    files = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter")
+    asked = lambda most: serve._context(argparse.Namespace(max_context=most), files)  # noqa: E731
+    assert asked(None) == asked(2048) == 2048 and asked(2) == 2
+    with pytest.raises(ValueError, match="--max-context 2049 passes the model's 2048 positions"):
+        asked(2049)
+    with pytest.raises(ValueError, match="--max-context 1 has no room"):
+        asked(1)

@@ -90,6 +90,8 @@ def check(options: argparse.Namespace) -> None:
         refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
     refuse("" in o.api_key, "--api-key '' is empty: omit the option to serve every client")
     refuse(o.served_model_name == "", "--served-model-name '' is empty")
-    few = o.max_replicas is not None and o.max_replicas < (o.replicas or o.max_replicas + 1)
-    refuse(few, f"--max-replicas {o.max_replicas}: at least --replicas {o.replicas}")
+    most = o.max_replicas
+    refuse(most is not None and o.replicas is None, f"--max-replicas {most} needs --replicas")
+    few = most is not None and most < o.replicas
+    refuse(few, f"--max-replicas {most}: at least --replicas {o.replicas}")
     check_pair(o, drawn=True)
