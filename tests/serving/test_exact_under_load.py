@@ -12,6 +12,7 @@ import pytest
 from jflash.decoding import GREEDY, Decoding
 from jflash.generate import generate
 from jflash.kernels import AUTO
+from jflash.models.decoder import Target
 from jflash.programs import Shape
 from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
@@ -25,7 +26,7 @@ from jflash.serving.request import Event, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
-from tests.support.pairs import one_arithmetic, prompts, random_pair
+from tests.support.pairs import one_arithmetic, prompts, random_pair, target_config
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 CONTEXT, CHUNK, BATCH, STEPS = 256, 32, 3, 2
@@ -309,8 +310,11 @@ def caches(loop: Loop):
 
 
 def test_pages_that_left_the_window_return():
-    """A windowed drafter's acceptance lengths are those of its rings, after a hit as well."""
-    pair = one_arithmetic(random_pair(sights=({"window": 24}, {"window": None})))
+    """In target and drafter: texts and acceptance lengths are those of rings, after a hit too."""
+    windows: dict[str, Any] = {"sights": ({"window": 24}, {"window": None})}
+    pair = one_arithmetic(random_pair(**windows))
+    target = Target(target_config(**windows))
+    pair = replace(pair, models=replace(pair.models, target=target))
     ids = prompts(2, seed=3, low=100, high=120)
     requests = [Request(prompt_ids=p, max_tokens=120) for p in ids]
     want = generate(pair, ids, Decoding(max_new_tokens=120), capacity=512)

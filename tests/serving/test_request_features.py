@@ -1,5 +1,6 @@
 """What a request changes in the logits: as plain decoding at width 1 would have it, bit for bit."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -32,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 0.9},
     "minimum": {"min_tokens": 20},
 }
-PAIRS = [("bias", "minimum"), ("repetition", "frequency"), ("presence", "minimum")]
+PAIRS = [*itertools.combinations(OPTIONS, 2)]
 PROMPT = prompts(1, seed=8, low=30, high=31)[0]
 ALL_KNOWN = Request(
     prompt_ids=PROMPT, max_tokens=40, seed=1, logprobs=True, repetition_penalty=1.3,
