@@ -14,6 +14,7 @@ import pytest
 from jflash.decoding import Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
+from jflash.server import wire
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics
 from jflash.server.run import HEADER_BYTES, listen, serve
@@ -159,7 +160,7 @@ def test_forced_calls_and_forms_after_thoughts():
         assert both.status_code == 400 and both.json()["error"]["param"] == "guided_regex"
 
 
-def test_keys_limits_and_pages_of_others():
+def test_keys_limits_and_pages_of_others(monkeypatch):
     with running(keys=["right", "also right"]) as server:
         url, body = server.url + TEXT, {"prompt": [1], "max_tokens": 1}
         assert httpx.get(server.url + "/health").status_code == 200
@@ -182,6 +183,11 @@ def test_keys_limits_and_pages_of_others():
         with socket.create_connection(address) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * (HEADER_BYTES + 1000))
             assert client.recv(100).startswith(b"HTTP/1.1 400"), "a head without an end"
+        monkeypatch.setattr(wire, "BODY_SECONDS", 0.2)
+        with socket.create_connection(address) as client:
+            head = "\r\n".join([f"POST {TEXT} HTTP/1.1", "Host: x", "Content-Length: 9"])
+            client.sendall(f"{head}\r\nAuthorization: Bearer right\r\n\r\n{{".encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 408"), "a body without an end"
 
 
 def test_a_request_that_takes_too_long_ends_and_frees_its_slot():

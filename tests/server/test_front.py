@@ -32,13 +32,13 @@ HANG = 1.0
 class Served:
     """A server of two processes: this one has the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, shutdown: float) -> None:
         pair = one_arithmetic(random_pair())
         self.engine = Engine(pair, max_batch=2, max_context=160, kinds=("drawn",))
         tokenizer = load_tokenizer(EMBEDDED_PAIR / "target")
         listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.front = Front(listener, Rules(["key"], [], 5.0, HANG))
+        self.front = Front(listener, Rules(["key"], [], shutdown, HANG))
         settings = Settings(
             tokenizer=tokenizer, name="small", version="jflash", template="", stop_ids=(2,),
             sampling=Sampling(), reasoning=False, created=0, max_accept=3, max_body=1000,
@@ -73,8 +73,9 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    found = Served()
+def served(request) -> Iterator[Served]:
+    """A mark may give the seconds of its shutdown."""
+    found = Served(getattr(request, "param", 5.0))
     with found.front:
         try:
             assert found.health().status_code == 200
@@ -142,6 +143,33 @@ def test_sigterm_lets_what_runs_finish(served):
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     served.thread.join(ENDED)
     assert served.well is True
+
+
+@pytest.mark.parametrize("served", [1.0], indirect=True)
+def test_what_outlasts_the_shutdowns_time_is_cut_off(served):
+    """The client sees a broken stream, its slot comes free, and the server has ended well."""
+    round_ = served.engine._loop.round
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.3)  # of each of the 30 rounds or more that its text takes
+        round_(*given)
+
+    served.engine._loop.round = slow
+    with pytest.raises(httpx.RemoteProtocolError), served.stream() as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        served.front.end()
+        for _ in lines:
+            pass
+    assert 0.5 < time.monotonic() - began < 5
+    served.thread.join(ENDED)
+    assert served.well is True
+    end = time.monotonic() + ENDED
+    while served.engine.stats().running:
+        assert time.monotonic() < end, "a slot is stuck"
+        time.sleep(0.05)
+    assert served.engine.stats().ended == {"cancelled": 1}
 
 
 def test_without_an_engine_the_process_ends():

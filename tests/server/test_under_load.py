@@ -77,8 +77,8 @@ def test_sixteen_streams_at_once_have_the_texts_they_have_alone(server):
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
             return [await streamed(client, body) for body in asked]
 
-    async def goes(client: httpx.AsyncClient, seconds: float) -> None:
-        long = {**asked[0], "max_tokens": 400, "stream": seconds > 0.2}
+    async def goes(client: httpx.AsyncClient, seconds: float, form: str | None) -> None:
+        long = {**asked[0], "max_tokens": 400, "stream": seconds > 0.2, "guided_regex": form}
         task = asyncio.create_task(client.post(CHAT, json=long))
         await asyncio.sleep(seconds)
         task.cancel()
@@ -89,7 +89,7 @@ def test_sixteen_streams_at_once_have_the_texts_they_have_alone(server):
             base_url=server.url, timeout=PATIENCE, limits=limits
         ) as client:
             texts = [streamed(client, body) for body in asked]
-            leaving = [goes(client, 0.05 * i) for i in range(16)]
+            leaving = [goes(client, 0.05 * i, (None, "[a-z]{300}")[i % 2]) for i in range(16)]
             return (await asyncio.gather(*texts, *leaving))[:16]
 
     want = asyncio.run(alone())
