@@ -79,7 +79,7 @@ def noted(
     first: Int[Array, " B"],
     keep: Bool[Array, "B W"],
 ) -> Logprobs:
-    """With the numbers of the tokens `chosen`, which follow each other from index `first` on."""
+    """`asked` with the numbers of the tokens `chosen`, which lie from index `first` on."""
     places = asked.scores.chosen.shape[1]
     row = jnp.arange(chosen.shape[1])
     at = jnp.where(keep, (first[:, None] + row) % places, places + row)

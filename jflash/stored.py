@@ -102,7 +102,7 @@ def _folder() -> Path | None:
 
 @functools.cache
 def _say(line: str) -> None:
-    """Once in a process."""
+    """Prints a line on stderr, once in a process."""
     print(line, file=sys.stderr)
 
 

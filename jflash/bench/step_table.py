@@ -168,7 +168,7 @@ def _lowered(plan: Plan, case: Case, models: Models) -> list[Any]:
 
 
 def _name(case: Case) -> str:
-    """As --cases has it."""
+    """The case as --cases names it."""
     form = f"+{case.quantised}" if case.quantised else ""
     place = f":{case.places}" if case.places != SLOTS else ""
     return f"{case.shape}{form}:{case.batch}:{case.kind}{place}"

@@ -187,5 +187,5 @@ def difference_text(difference: dict[str, Any]) -> str:
 
 
 def _text(logit: float | None) -> str:
-    """As many digits as distinguish a float32 from its neighbours."""
+    """The logit with the digits that distinguish a float32 from its neighbours."""
     return "none (not finite, or the text ended before)" if logit is None else f"{logit:.9g}"

@@ -164,6 +164,6 @@ def failures_of_ops(result: dict[str, Any]) -> list[str]:
 
 
 def bits(x: Array) -> np.ndarray:
-    """As integers, so that 0 is not -0."""
+    """The numbers as integers, so that 0 is not -0."""
     got = np.asarray(x)
     return got.view({2: np.uint16, 4: np.uint32}[got.dtype.itemsize])

@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 def ways(pair: Pair, batch: int, seed: int, anchored: int) -> dict[str, Way]:
-    """With the drafter and with a random one, plainly at batch 1, and with the drafter there."""
+    """The ways by name: with the drafter, with a random one, and at batch 1 with and without it."""
     assert pair.models.drafter is not None, "a pair to compare with plain decoding"
     drafter = random_params(pair.models.drafter.config, seed)
     unlike = replace(pair, params=pair.params._replace(drafter=drafter))

@@ -52,7 +52,7 @@ class Front:
     def serve(
         self, engine: Engine, grammars: Grammars, settings: Settings, compiled: Callable[[], int]
     ) -> bool:
-        """Until SIGTERM or SIGINT, `end`, or a failure: then False."""
+        """Serves until SIGTERM or SIGINT, `end`, or a failure; False after a failure."""
         sizes = Sizes(engine.max_context, engine.pair.models.target.config.vocab_size)
         first = News([], [], engine.stats(), compiled())
         with _signals_go_to(self._process.send_signal):

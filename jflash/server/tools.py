@@ -76,7 +76,7 @@ def _call(body: str) -> Call | None:
 def wanted(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, template: str
 ) -> list[dict[str, Any]] | None:
-    """The tools for the template; ApiError for those that have no form, and without a place."""
+    """The tools for the template; ApiError for what is no tool, and a template without tools."""
     for index, tool in enumerate(tools or []):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):

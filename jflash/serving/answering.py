@@ -89,7 +89,7 @@ class _Outbox:
 
 
 def _joined(came: list[tuple[int, list[Event] | Exception]]) -> list[Came]:
-    """As it travels: the events of each request as one list, then the errors."""
+    """The message that travels: the events of each request as one list, then the errors."""
     events = dict[int, list[tuple[Any, ...]]]()
     for number, what in came:
         if isinstance(what, list):

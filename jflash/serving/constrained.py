@@ -42,7 +42,7 @@ class Constrained(NamedTuple):
 
 
 class Who[T](NamedTuple):
-    """What a step does for whom; the state of others does not change."""
+    """The sequences that each part of a step serves; the state of others does not change."""
 
     steps: T
     drafted: T  # of those, who has drafts that were made before
@@ -96,7 +96,7 @@ def _where(chosen: Bool[Array, " B"], a: Array, b: Array) -> Array:
 
 
 def undrafted(models: Models, batch: int) -> Proposal:
-    """Drafts of nobody, in the shapes of all that wait for a step."""
+    """Drafts that no sequence uses, in the shapes of all that wait for a step."""
     models = of_all_kinds(models, batch)
     drafts, vocabulary = models.block_size - 1, models.target.config.vocab_size
     none = models.drafter is None or not drafts

@@ -111,8 +111,10 @@ class Device:
         return pass_of([slot, job.computed, end, flags], table, self._rows[slot])
 
     def together(self, job: Job, over: Pass) -> int:
-        """With how many prompts one program computes this pass and chooses the first token; 0: a
-        program of its own chooses the token, if one is to be chosen."""
+        """The number of prompts of a program that computes this pass and chooses the first token.
+
+        0: a program of its own chooses the token, if one is to be chosen.
+        """
         asks = job.request.needs_logits or job.request.prompt_logprobs is not None
         if asks or job.matcher is not None or job.begun or over.end < job.end:
             return 0

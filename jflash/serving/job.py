@@ -84,7 +84,7 @@ class Given(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the device will give once its program is dispatched, and whom it is about."""
+    """The results that a dispatched program will give, and the job that they belong to."""
 
     given: Future[Given]
     job: Job | None = None  # of a chunk
