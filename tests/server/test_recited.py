@@ -1,15 +1,26 @@
-"""What the routes make of an answer and of a choice among tools, by an engine that recites."""
+"""What the routes make of an answer, of a choice among tools and of a client that reads slowly, by
+an engine that recites."""
 
+import asyncio
+import http.client
+import json
+import random
 import re
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from starlette.testclient import TestClient
 
+from jflash.server.app import make_app
+from jflash.server.run import listen, server_of
 from tests.support.letters import END, letters_tokenizer
-from tests.support.reciting import MOST_WAITING, Reciting, client_of
+from tests.support.reciting import MOST_WAITING, Reciting, client_of, service_of
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES: list = [{"role": "user", "content": "abc"}]
@@ -197,3 +208,50 @@ def test_figures_have_the_names_that_dashboards_read(engine, client):
         assert gained[f"request_{name}_sum"] == sum_
     assert gained["request_decode_time_seconds_count"] == 1
     assert gained["generation_tokens_total"] == 5
+
+
+def test_a_client_that_reads_nothing_keeps_nobody_waiting(engine):
+    """The rest of its answer waits for it, and is whole when it reads at last."""
+    count, service, listener = 20_000, service_of(engine, END), listen("127.0.0.1", 0)
+    server, port = server_of(make_app(service), 1.0), listener.getsockname()[1]
+    text = "".join(random.Random(0).choices("abcdefgh", k=count))
+
+    def serve() -> None:
+        asyncio.run(server.serve(sockets=[listener]))
+
+    def written() -> int:
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        return round(float(re.findall(r"generation_tokens_total\{.*\} (\S+)", metrics)[0]))
+
+    def asked(text: str, **how: Any) -> str:
+        engine.text = f"{text}<end>"
+        return json.dumps({"prompt": "x"} | how)
+
+    slow, line, got = http.client.HTTPConnection("127.0.0.1", port), b"", ""
+    thread = threading.Thread(target=serve, daemon=True)
+    listener.listen()  # whoever comes before the server waits
+    thread.start()
+    with socket.socket() as slow.sock:
+        slow.sock.settimeout(60)
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.sock.connect(("127.0.0.1", port))
+        slow.request("POST", TEXT, asked(text, stream=True))
+        seen = -1
+        while seen != (seen := written()) or not seen:
+            time.sleep(0.3)
+        assert 0 < seen < count and service.live
+        body = asked("yes")
+        answer = httpx.post(f"http://127.0.0.1:{port}{TEXT}", content=body).json()
+        assert answer["choices"][0]["text"] == "yes"
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+        answer = slow.getresponse()
+        while line != b"data: [DONE]\n":
+            if line.startswith(b"data: {"):
+                got += json.loads(line[6:])["choices"][0]["text"]
+            line = answer.readline()
+            assert line, "the stream has no end"
+    assert got == text and written() == count + 1 + len("yes<")
+    assert not service.live
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()

@@ -47,13 +47,17 @@ class Reciting:
         return self.tokenizer.decode(self.asked[-1].prompt_ids)
 
 
-def client_of(engine: Reciting, end: int) -> TestClient:
-    """A client of the routes; `end` is the token that ends an answer."""
+def service_of(engine: Reciting, end: int) -> Service:
+    """`end` is the token that ends an answer."""
     tokenizer = engine.tokenizer
-    service = Service(
+    return Service(
         engine=engine, grammars=Grammars(tokenizer, engine.vocabulary, [end]), tokenizer=tokenizer,
         name="small", version="jflash", template=tokenizer.chat_template, stop_ids=(end,),
         sampling=Sampling(), reasoning=True, created=0, max_accept=3, max_body=9000,
         metrics=Metrics("small", 3, engine.stats), max_queue=MOST_WAITING, request_timeout=9.0,
     )  # fmt: skip
-    return TestClient(make_app(service))
+
+
+def client_of(engine: Reciting, end: int) -> TestClient:
+    """A client of the routes."""
+    return TestClient(make_app(service_of(engine, end)))
