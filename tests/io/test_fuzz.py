@@ -233,7 +233,7 @@ def test_configs(pair, which):
             return lambda: check(folder, rng.choice([None, pair.drafter]))
         return lambda: check(pair.target, folder)
 
-    fuzz(120, case)
+    fuzz(240, case)
 
 
 def test_configs_of_all_families():
@@ -254,7 +254,7 @@ def test_configs_of_all_families():
 
         return read
 
-    fuzz(400, case)
+    fuzz(800, case)
 
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM")
@@ -273,7 +273,7 @@ def test_safetensors_headers(pair):
         folder = other(pair.target, "model.safetensors", content)
         return lambda: check(folder, None)
 
-    fuzz(200, case)
+    fuzz(400, case)
 
 
 def test_indexes(pair):
@@ -284,7 +284,7 @@ def test_indexes(pair):
         folder = other(pair.target, "model.safetensors.index.json", as_file(rng, index))
         return lambda: check(folder, None)
 
-    fuzz(100, case)
+    fuzz(200, case)
 
 
 def test_generation_configs(pair):
@@ -294,7 +294,7 @@ def test_generation_configs(pair):
         folder = other(pair.target, "generation_config.json", as_file(rng, raw))
         return lambda: stop_token_ids(folder)
 
-    fuzz(120, case)
+    fuzz(240, case)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
@@ -305,7 +305,7 @@ def test_tokenizers(pair, name):
         folder = other(pair.target, name, as_file(rng, raw))
         return lambda: encode_prompt(load_tokenizer(folder), "hi")
 
-    fuzz(50, case)
+    fuzz(100, case)
 
 
 GGUF = (None, True, 0, 1, 7, 2**31, 2**32 - 1, 0.5, float("inf"), float("nan"), "", "a", "2")
@@ -323,7 +323,7 @@ def test_gguf_metadata(tmp_path):
         file = write_gguf(tmp_path / "m.gguf", change=keys | more)
         return lambda: (stop_token_ids(file), load_tokenizer(file), check(file, None))
 
-    fuzz(50, case)
+    fuzz(100, case)
 
 
 def test_gguf_headers(tmp_path):
@@ -343,4 +343,4 @@ def test_gguf_headers(tmp_path):
         file.write_bytes(made)
         return lambda: (check(file, None), stop_token_ids(file), load_tokenizer(file))
 
-    fuzz(100, case)
+    fuzz(200, case)
