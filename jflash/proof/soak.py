@@ -28,6 +28,7 @@ PATIENCE = 120.0  # seconds until a request counts as stuck
 WARM = 0.2  # of the time, after which memory has to be flat
 GROWTH = 32 * 2**20  # bytes that a flat process may gain after that
 LOOK_EVERY = 5.0
+TEXTS = 24  # different ones
 CHAT = "/v1/chat/completions"
 NAMES, THINGS = ("Ana", "Theo", "Emma", "Omar"), ("ribbons", "crayons", "stamps", "shells")
 GARBAGE = (b"", b"{", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "user"}]}')
@@ -73,7 +74,7 @@ def soak(serve_options: Sequence[str], minutes: float, clients: int, seed: int) 
             process = subprocess.Popen([*command, *serve_options], stderr=out, env=paths)
         try:
             url = _url(process, log)
-            asyncio.run(_load(url, process.pid, result, random.Random(seed)))
+            asyncio.run(load(url, process.pid, result, random.Random(seed)))
             process.terminate()
             result.exit_code = process.wait(PATIENCE)
             if result.exit_code:
@@ -116,10 +117,14 @@ def requests(draw: random.Random, count: int) -> list[dict[str, Any]]:
     return found
 
 
-async def _load(url: str, pid: int, result: Soak, draw: random.Random) -> None:
+async def load(url: str, pid: int, result: Soak, draw: random.Random, texts: int = TEXTS) -> None:
+    """Loads the server of this process for the minutes of `result`, which gets what comes of it.
+
+    Clients ask for one of so many texts.
+    """
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
-        bodies = requests(draw, 24)
+        bodies = requests(draw, texts)
         alone = [await _text(client, body) for body in bodies]
         await _idle(client, result)
         before = await _figures(client)

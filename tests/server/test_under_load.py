@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jflash.proof.soak import Soak, load
 from tests.server.conftest import OPTIONS, started
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -116,6 +117,14 @@ def test_a_client_that_reads_nothing_holds_no_slot(server):
         slow.sendall((head + body).encode())
         time.sleep(0.2)
         idle(server)
+
+
+def test_a_soak_of_seconds_finds_nothing(server):
+    """As `scripts/soak.py` does for minutes: clients of every kind, whose texts are compared."""
+    result, draw = Soak(minutes=0.15, clients=6), random.Random(3)
+    asyncio.run(load(server.url, server.process.pid, result, draw, texts=10))
+    assert result.problems == [] and result.pages_held == [0, 0] and len(result.resident) > 1
+    assert result.ends["read"] + result.ends["read in a form"] > 0 and len(result.ends) > 2
 
 
 JSON = st.recursive(
