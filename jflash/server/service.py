@@ -25,6 +25,7 @@ SHORT = 2000
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
 HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
 # Fields that the engine checks, as its messages name them.
+TOO_LONG = " pages of "  # in the engine's refusal of what all its pages never hold
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
 
 
@@ -151,8 +152,12 @@ class Service(Settings):
             raise
         except ValueError as error:
             self._drop(handles)
-            named = (field for name, field in CHECKED.items() if name in str(error))
-            raise ApiError(str(error), param=next(named, None), code="invalid_value") from None
+            if TOO_LONG in str(error):
+                code, field = "context_length_exceeded", param
+            else:
+                named = (field for name, field in CHECKED.items() if name in str(error))
+                code, field = "invalid_value", next(named, None)
+            raise ApiError(str(error), param=field, code=code) from None
         except Full as full:
             self._drop(handles)
             self.metrics.rejected.inc()

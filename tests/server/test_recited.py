@@ -17,9 +17,15 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from jflash.programs import Shape
 from jflash.server.app import make_app
 from jflash.server.run import listen, server_of
+from jflash.serving.handle import Handle
+from jflash.serving.limits import check
+from jflash.serving.request import Request
+from jflash.serving.slots import Layout
 from tests.support.letters import END, letters_tokenizer
+from tests.support.pairs import random_pair
 from tests.support.reciting import MOST_WAITING, Reciting, client_of, service_of
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -180,6 +186,24 @@ def test_the_newer_name_of_the_most_tokens_counts(engine, client, asked, most):
     engine.text = "a<end>"
     assert client.post(CHAT, json={"messages": MESSAGES} | asked).status_code == 200
     assert engine.asked[-1].max_tokens == most
+
+
+def test_what_the_pages_never_hold_is_refused_at_once(engine, client, monkeypatch):
+    """The engine's own check, of a pair of random weights: 128 tokens fit into two pages."""
+    models, layout = random_pair().models, Layout(Shape.of(2, 192), 2, 1)
+    submit, engine.text = engine.submit, "a<end>"
+
+    async def checked(request: Request) -> Handle:
+        check(request, models, layout, engine.max_context)
+        return await submit(request)
+
+    monkeypatch.setattr(engine, "submit", checked)
+    body = {"prompt": "x" * 100, "max_tokens": 28}
+    assert client.post(TEXT, json=body).status_code == 200
+    refused = client.post(TEXT, json=body | {"max_tokens": 29})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and "2 pages of 64 tokens" in error["message"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 def test_a_full_queue_is_not_ready_and_is_well(engine, client):
