@@ -25,8 +25,8 @@ SHORT = 2000
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
 HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
 # Fields that the engine checks, as its messages name them.
-TOO_LONG = " pages of "  # in the engine's refusal of what all its pages never hold
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
+TOO_LONG = " pages of "  # in the engine's refusal of what all its pages never hold
 
 
 @dataclass(frozen=True, kw_only=True)
