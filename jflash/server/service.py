@@ -18,7 +18,7 @@ from jflash.server.reasoning import CLOSE, OPEN, opened
 from jflash.serving.decoder import Decoder
 from jflash.serving.grammar import Grammar, Grammars, Opening
 from jflash.serving.handle import Handle
-from jflash.serving.request import Failed, Full, Request
+from jflash.serving.request import Failed, Full, Request, TooLong
 
 # Characters, 0.7 ms on a slow core: beside 32 streams a thread's result comes back later than that.
 SHORT = 2000
@@ -26,7 +26,6 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
 HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
 # Fields that the engine checks, as its messages name them.
 CHECKED = {"stop_ids": "stop_token_ids", "logit_bias": "logit_bias", "draft_rule": "draft_rule"}
-TOO_LONG = " pages of "  # in the engine's refusal of what all its pages never hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +149,13 @@ class Service(Settings):
         except asyncio.CancelledError:
             self._drop(handles)
             raise
+        except TooLong as error:
+            self._drop(handles)
+            raise ApiError(str(error), param=param, code="context_length_exceeded") from None
         except ValueError as error:
             self._drop(handles)
-            if TOO_LONG in str(error):
-                code, field = "context_length_exceeded", param
-            else:
-                named = (field for name, field in CHECKED.items() if name in str(error))
-                code, field = "invalid_value", next(named, None)
-            raise ApiError(str(error), param=field, code=code) from None
+            named = (field for name, field in CHECKED.items() if name in str(error))
+            raise ApiError(str(error), param=next(named, None), code="invalid_value") from None
         except Full as full:
             self._drop(handles)
             self.metrics.rejected.inc()

@@ -20,7 +20,7 @@ from jflash.serving.engine import Engine
 from jflash.serving.grammar import GrammarError, Grammars
 from jflash.serving.handle import Handle
 from jflash.serving.remote import Asked, Came, Left, News
-from jflash.serving.request import Event, Failed, Full
+from jflash.serving.request import Event, Failed, Full, TooLong
 
 IDLE = 0.2  # seconds between news when nothing happens: they show that the engine is there
 COMPILERS = 2  # grammars compiled at once, beside other requests
@@ -164,6 +164,6 @@ def answer(
 def _plain(error: BaseException) -> Exception:
     """The error without its cause, which need not be one that pickles."""
     why = str(error) if error.__cause__ is None else f"{error}: {one_line(error.__cause__)}"
-    kinds = (GrammarError, Full, Failed, ValueError)
+    kinds = (GrammarError, Full, Failed, TooLong, ValueError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
     return kind(why)

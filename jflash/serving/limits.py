@@ -2,7 +2,7 @@
 
 from jflash.checks import check_request
 from jflash.pair import Models
-from jflash.serving.request import Request
+from jflash.serving.request import Request, TooLong
 from jflash.serving.slots import BIASED, Layout, most_of
 from pallas_kernels.block_attention import PAGE
 
@@ -19,7 +19,7 @@ def check(request: Request, models: Models, layout: Layout, max_context: int) ->
             f"{max_context} tokens: give fewer"
         )
     if -(-total // PAGE) > layout.pages:
-        raise ValueError(
+        raise TooLong(
             f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
             f"{layout.pages} pages of {PAGE} tokens: give fewer"
         )

@@ -171,6 +171,10 @@ class Result:
     version: int = 0  # of the weights; see Engine.update_weights
 
 
+class TooLong(ValueError):
+    """All the engine's pages together never hold a request's prompt and new tokens."""
+
+
 class Full(Exception):
     """The engine's queue is full: try again later."""
 
