@@ -20,13 +20,12 @@ from jflash.evals.datasets import (
     load_examples,
     load_problems,
 )
-from jflash.evals.evaluation import Evaluation, check_fits, digest, longest_capacity
+from jflash.evals.evaluation import Evaluation, check_fits, digest, largest_shape
 from jflash.io import PairFiles, encode_prompt
 from jflash.io.digest import checkpoint_digest
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.memory import check_memory
-from jflash.programs import Shape, engine_chunk
 
 # Options that decide about the answers and their times.
 SETTINGS = (
@@ -125,6 +124,5 @@ def _drafter_digest(files: PairFiles) -> str | None:
 def check_device(run: Run) -> None:
     """ValueError if the largest shape takes more memory than the device has."""
     models = run.files.models
-    capacity, context = longest_capacity(run.evaluation, models)
-    shape = Shape.of(run.evaluation.batch_size, capacity, chunk=engine_chunk(models, capacity))
+    shape, context = largest_shape(run.evaluation, models)
     check_memory(models, shape, context, device_memory())

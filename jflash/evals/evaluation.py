@@ -24,6 +24,7 @@ from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop
 from jflash.pair import Models
+from jflash.programs import Shape
 from jflash.serving.batch import Job, layout_for, serve
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
@@ -71,13 +72,13 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
             raise ValueError(f"problem {problem.index}: {error}") from None
 
 
-def longest_capacity(evaluation: Evaluation, models: Models) -> tuple[int, int]:
-    """Positions that a slot has pages for, and the longest prompt with all that may follow it."""
+def largest_shape(evaluation: Evaluation, models: Models) -> tuple[Shape, int]:
+    """The shape whose pages hold the longest texts, and the longest prompt with what may follow."""
     new = evaluation.turns * evaluation.decoding.max_new_tokens
     decoding = replace(evaluation.decoding, max_new_tokens=new)
     jobs = [job._replace(decoding=decoding) for job in first_jobs(evaluation)]
-    layout = layout_for(models, jobs, evaluation.batch_size)
-    return layout.shape.capacity, max(job.tokens for job in jobs)
+    shape = layout_for(models, jobs, evaluation.batch_size).shape
+    return shape, max(job.tokens for job in jobs)
 
 
 def digest(evaluation: Evaluation) -> str:
