@@ -119,6 +119,15 @@ def test_the_http_process_has_no_jax(served):
     assert "tokenizers" in mapped and "jaxlib" not in mapped
 
 
+def check_cancelled(engine) -> None:
+    """The one request frees its slot soon."""
+    end = time.monotonic() + ENDED
+    while engine.stats().running:
+        assert time.monotonic() < end, "a slot is stuck"
+        time.sleep(0.05)
+    assert engine.stats().ended == {"cancelled": 1}
+
+
 def test_whoever_kills_the_http_process_ends_the_server(served):
     """What runs is cancelled, and the exit code is that of a failure."""
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)), served.stream() as answer:
@@ -126,11 +135,7 @@ def test_whoever_kills_the_http_process_ends_the_server(served):
             served.process.kill()
     served.thread.join(ENDED)
     assert served.well is False
-    end = time.monotonic() + ENDED
-    while served.engine.stats().running:
-        assert time.monotonic() < end, "a slot is stuck"
-        time.sleep(0.05)
-    assert served.engine.stats().ended == {"cancelled": 1}
+    check_cancelled(served.engine)
 
 
 def test_sigterm_lets_what_runs_finish(served):
@@ -165,11 +170,7 @@ def test_what_outlasts_the_shutdowns_time_is_cut_off(served):
     assert 0.5 < time.monotonic() - began < 5
     served.thread.join(ENDED)
     assert served.well is True
-    end = time.monotonic() + ENDED
-    while served.engine.stats().running:
-        assert time.monotonic() < end, "a slot is stuck"
-        time.sleep(0.05)
-    assert served.engine.stats().ended == {"cancelled": 1}
+    check_cancelled(served.engine)
 
 
 def test_without_an_engine_the_process_ends():
