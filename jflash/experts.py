@@ -20,6 +20,7 @@ from jflash.specs import MoeSpec
 from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
     BY_TOKENS,
+    beside,
     canonical,
     clamped_gate,
     grouped_gate_up,
@@ -113,14 +114,20 @@ class Experts(nn.Module):
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         # Rows of other devices' experts belong to no expert here, and hold anything.
         own = own_first(ids, c.held, over)
-        by_tokens = kernels.experts in BY_TOKENS
-        outputs = (self._by_tokens if by_tokens else self._by_expert)(flat, own, kernels)
+        by_tokens, pieces = kernels.experts in BY_TOKENS, None
+        if by_tokens and self._beside(flat, kernels):
+            outputs, pieces = self._with_shared(flat, own)
+        else:
+            outputs = (self._by_tokens if by_tokens else self._by_expert)(flat, own, kernels)
         outputs = of_owners(outputs.reshape(*ids.shape, -1), ids // c.held, over)
         if residual is not None:
             residual = share(residual.reshape(flat.shape), c.cut)
-        add = self._added_at_once if by_tokens else self._added
-        out = add(flat, outputs, weights, residual, kernels).reshape(*x.shape[:-1], -1)
-        return gather(out, c.cut)
+        if by_tokens:
+            shared = self._shared_pieces(flat, pieces, kernels)
+            out = canonical.expert_sum(outputs, weights, shared, residual)
+        else:
+            out = self._added(flat, outputs, weights, residual, kernels)
+        return gather(out.reshape(*x.shape[:-1], -1), c.cut)
 
     def _by_tokens(
         self, x: Float[Array, "M D"], ids: Int[Array, "M k"], kernels: Kernels
@@ -148,23 +155,42 @@ class Experts(nn.Module):
         rows, experts = x[order // ids.shape[1]], ids.reshape(-1)[order]
         return self._experts(rows, experts, sizes, kernels)[jnp.argsort(order)]
 
-    def _added_at_once(
-        self,
-        x: Float[Array, "M D"],
-        outputs: Float[Array, "M k D"],
-        weights: Float[Array, "M k"],
-        residual: Float[Array, "M D"] | None,
-        kernels: Kernels,
-    ) -> Float[Array, "M D"]:
-        """`_added` in one kernel."""
-        shared = None
-        if self.config.shared_size is not None:
-            gate = (x, self.shared_gate.kernel[:, 0]) if self.config.shared_gated else ()
+    @nn.nowrap
+    def _beside(self, x: Float[Array, "M D"], kernels: Kernels) -> bool:
+        """Whether a gated shared expert's products go with the others', of the same bits."""
+        c = self.config
+        if c.shared_size is None or not c.shared_gated or kernels.matmul != "canonical":
+            return False
+        if c.bias or c.clamped or c.activation != "silu":
+            return False
+        pairs = (self.gate_up, self.shared_gate_up), (self.down, self.shared_down)
+        return all(beside.fits(len(x), own.kernel, shared.kernel) for own, shared in pairs)
+
+    def _with_shared(
+        self, x: Float[Array, "M D"], ids: Int[Array, "M k"]
+    ) -> tuple[Float[Array, "R D"], Float[Array, "P M D"]]:
+        """The outputs of each token's experts, and the pieces of the shared one's."""
+        c, first, down = self.config, self.gate_up, self.down
+        both, last = self.shared_gate_up, self.shared_down
+        tiles, R = canonical.tiles_of_tokens(ids, c.held), ids.size
+        firsts = first.leaf.firsts, both.leaf.firsts
+        inner, own = beside.gate_up(x, first.kernel, tiles, R, both.kernel, firsts)
+        inner, own = gather(inner, c.cut), gather(own, c.shards)
+        columns = last.leaf.columns
+        return beside.matmul(inner, down.kernel, tiles, R, own, last.kernel, columns)
+
+    def _shared_pieces(
+        self, x: Float[Array, "M D"], pieces: Float[Array, "P M D"] | None, kernels: Kernels
+    ) -> Shared | None:
+        """What `expert_sum` adds for a shared expert, whose pieces may have been made."""
+        if self.config.shared_size is None:
+            return None
+        if pieces is None:
             down, backend = self.shared_down, kernels.matmul
             inner, columns = self._shared_inner(x, backend), down.leaf.columns
             pieces = partial_products(inner, down.kernel, backend=backend, columns=columns)
-            shared = Shared(pieces, *gate)
-        return canonical.expert_sum(outputs, weights, shared, residual)
+        gate = (x, self.shared_gate.kernel[:, 0]) if self.config.shared_gated else ()
+        return Shared(pieces, *gate)
 
     def _added(
         self,

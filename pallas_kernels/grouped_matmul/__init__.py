@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.grouped_matmul import beside as beside
 from pallas_kernels.grouped_matmul import canonical, cpu, reference, triton, xla
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul.quantised import Quantised, dequantised_for

@@ -114,11 +114,9 @@ def _call(
             f"the Triton grouped matmul needs bfloat16, K in {BLOCK_K}s and columns in {BLOCK_N}s, "
             f"got {x.dtype} by {stored}, K {K}, {columns} columns: use the backend 'xla'"
         )
-    kernel = functools.partial(
-        _kernel, depth=depth_of(w, BLOCK_K), firsts=firsts, gate=gate, share=R // len(x)
-    )
+    how = {"depth": depth_of(w, BLOCK_K), "firsts": firsts, "gate": gate, "share": R // len(x)}
     return pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, **how),
         name="grouped_gate_up" if len(firsts) > 1 else "grouped_matmul",
         grid=(columns // BLOCK_N, len(tiles.expert)),
         out_shape=jax.ShapeDtypeStruct((R, columns), x.dtype),
@@ -127,8 +125,13 @@ def _call(
     )(tiles, x, w, bias)
 
 
-def _kernel(tiles, x_ref, w_ref, bias_ref, out_ref, *, depth, firsts, gate, share):
-    column, tile = pl.program_id(0), pl.program_id(1)
+def _kernel(tiles, x_ref, w_ref, bias_ref, out_ref, **how):
+    at = pl.program_id(0), pl.program_id(1)
+    one_tile(tiles, x_ref, w_ref, bias_ref, out_ref, *at, **how)
+
+
+def one_tile(tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, firsts, gate, share):
+    """What the program of a column tile and a tile of rows does; `share`: rows of one x."""
     expert, R, block = tiles.expert[tile], out_ref.shape[0], tiles.members.shape[1]
 
     def owned(rows, place):

@@ -81,10 +81,16 @@ def product(
 
 def _kernel(x_ref, w_ref, *rest, tile: Tile, length: int, halves: Firsts | None):
     *residual, out_ref = rest
+    at = tuple(pl.program_id(axis) for axis in range(3))
+    one_tile(x_ref, w_ref, residual, out_ref, at, tile=tile, length=length, halves=halves)
+
+
+def one_tile(x_ref, w_ref, residual, out_ref, at, *, tile: Tile, length: int, halves=None):
+    """What the program of `product` does at the column tile, piece and row tile of `at`."""
     M, N, many = x_ref.shape[0], w_ref.shape[1], len(out_ref.shape) == 3
     past = N % tile.columns and not halves
-    column, piece = pl.program_id(0) * tile.columns, pl.program_id(1)
-    rows = pl.program_id(2) * tile.rows + jnp.arange(tile.rows)
+    column, piece = at[0] * tile.columns, at[1]
+    rows = at[2] * tile.rows + jnp.arange(tile.rows)
     columns = column + jnp.arange(tile.columns)
     firsts = halves or (0,)
 

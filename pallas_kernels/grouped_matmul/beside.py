@@ -1,0 +1,100 @@
+"""A shared expert's product beside the grouped one, in one launch, for few rows.
+
+At so few rows a launch of its own costs more than the weights that it reads: it has a program for
+every 64 columns, and most of the GPU waits. Here the same programs come after those of the tiles,
+with the piece of K as one more tile. What each computes is the canonical product's own code, so
+the bits are those of `matmul.gate_up` and `matmul.partial_products`.
+Axes: M tokens, R rows, E experts, K and L summed over, P pieces of L, N columns.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul.tokens_of import Tiles
+from pallas_kernels.grouped_matmul.triton import BLOCK_K, BLOCK_N, divides, one_tile
+from pallas_kernels.halves import Firsts
+from pallas_kernels.matmul import few_rows
+from pallas_kernels.matmul.kept_tiles import depth_of
+from pallas_kernels.matmul.pieces import pieces
+from pallas_kernels.matmul.quantised import Quantised
+
+TILE = few_rows.Tile(rows=16, columns=BLOCK_N, depth=BLOCK_K)
+
+
+def fits(M: int, w: Any, shared: Any) -> bool:
+    """Whether M tokens are one tile, and the shared expert's product has as many columns."""
+    array = isinstance(shared, jax.Array) and shared.dtype == jnp.bfloat16
+    return array and TILE.rows >= M and w.shape[2] == shared.shape[1]
+
+
+def gate_up(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E K FF"] | Quantised,
+    tiles: Tiles,
+    R: int,
+    shared: Float[Array, "K FF"],
+    firsts: tuple[Firsts, Firsts],
+    interpret: bool = False,
+) -> tuple[Float[Array, "R F"], Float[Array, "M F"]]:
+    """The inner rows of the experts and of the shared one, where gates and ups have `firsts`."""
+    return _call(x, w, tiles, R, x, shared, 1, firsts, interpret)
+
+
+def matmul(
+    x: Float[Array, "R K"],
+    w: Float[Array, "E K N"] | Quantised,
+    tiles: Tiles,
+    R: int,
+    inner: Float[Array, "M L"],
+    shared: Float[Array, "L N"],
+    columns: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "R N"], Float[Array, "P M N"]]:
+    """The experts' outputs and the pieces of the shared one's, whose whole weight has `columns`."""
+    P = pieces("matmul", shared.shape[0], columns or shared.shape[1])
+    out, own = _call(x, w, tiles, R, inner, shared, P, (None, None), interpret)
+    return out, own if P > 1 else own[None]
+
+
+# An inner jit: all layers then share what is traced, lowered and compiled once.
+@functools.partial(jax.jit, static_argnums=(3, 6, 7, 8))
+def _call(
+    x, w, tiles: Tiles, R: int, inner, shared, P: int, firsts: tuple[Firsts | None, Firsts | None],
+    interpret: bool,
+):  # fmt: skip
+    halves = firsts[1]
+    M, columns = len(inner), shared.shape[1] // (2 if halves else 1)
+    assert fits(M, w, shared) and divides(x.shape[1], columns)
+    assert x.dtype == jnp.bfloat16 and shared.shape[0] % (P * TILE.depth) == 0
+    own = ((M, columns), x.dtype) if P == 1 else ((P, M, columns), jnp.float32)
+    gate = few_rows.silu_times if halves else None
+    how = {"depth": depth_of(w, BLOCK_K), "firsts": firsts[0] or (0,), "gate": gate}
+    how["share"] = R // len(x)
+    last = {"tile": TILE, "length": shared.shape[0] // P, "halves": halves}
+    return pl.pallas_call(
+        functools.partial(_kernel, how=how, last=last),
+        name="experts_gate_up" if halves else "experts_matmul",
+        grid=(columns // BLOCK_N, len(tiles.expert) + P),
+        out_shape=[jax.ShapeDtypeStruct((R, columns), x.dtype), jax.ShapeDtypeStruct(*own)],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+    )(tiles, x, w, inner, shared)
+
+
+def _kernel(tiles, x_ref, w_ref, inner_ref, shared_ref, out_ref, own_ref, *, how, last):
+    column, tile = pl.program_id(0), pl.program_id(1)
+    count = tiles.expert.shape[0]
+
+    @pl.when(tile < count)
+    def _():
+        one_tile(tiles, x_ref, w_ref, None, out_ref, column, tile, **how)
+
+    @pl.when(tile >= count)
+    def _():
+        few_rows.one_tile(inner_ref, shared_ref, (), own_ref, (column, tile - count, 0), **last)
