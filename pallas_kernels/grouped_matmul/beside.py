@@ -23,14 +23,26 @@ from pallas_kernels.matmul import few_rows
 from pallas_kernels.matmul.kept_tiles import depth_of
 from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.tuning import SMS
 
-TILE = few_rows.Tile(rows=16, columns=BLOCK_N, depth=BLOCK_K)
+ROWS = 16
+WIDE = few_rows.Tile(rows=ROWS, columns=BLOCK_N, depth=BLOCK_K)
+NARROW = few_rows.Tile(rows=ROWS, columns=32, depth=BLOCK_K, stages=8)
+
+
+def tile_of(columns: int, count: int) -> few_rows.Tile:
+    """Of so many columns, and tiles of rows and pieces. Speed only, never a result's bits.
+
+    A program waits for memory, so where there are fewer than multiprocessors each is to have half
+    as many columns and more steps over K on their way.
+    """
+    return NARROW if columns // BLOCK_N * count < SMS else WIDE
 
 
 def fits(M: int, w: Any, shared: Any) -> bool:
     """Whether M tokens are one tile, and the shared expert's product has as many columns."""
     array = isinstance(shared, jax.Array) and shared.dtype == jnp.bfloat16
-    return array and TILE.rows >= M and w.shape[2] == shared.shape[1]
+    return array and ROWS >= M and w.shape[2] == shared.shape[1]
 
 
 def gate_up(
@@ -71,18 +83,19 @@ def _call(
     halves = firsts[1]
     M, columns = len(inner), shared.shape[1] // (2 if halves else 1)
     assert fits(M, w, shared) and divides(x.shape[1], columns)
-    assert x.dtype == jnp.bfloat16 and shared.shape[0] % (P * TILE.depth) == 0
+    assert x.dtype == jnp.bfloat16 and shared.shape[0] % (P * BLOCK_K) == 0
     own = ((M, columns), x.dtype) if P == 1 else ((P, M, columns), jnp.float32)
     gate = few_rows.silu_times if halves else None
     how = {"depth": depth_of(w, BLOCK_K), "firsts": firsts[0] or (0,), "gate": gate}
-    how["share"] = R // len(x)
-    last = {"tile": TILE, "length": shared.shape[0] // P, "halves": halves}
+    tile = tile_of(columns, len(tiles.expert) + P)
+    how["share"], how["width"] = R // len(x), tile.columns
+    last = {"tile": tile, "length": shared.shape[0] // P, "halves": halves}
     return pl.pallas_call(
         functools.partial(_kernel, how=how, last=last),
         name="experts_gate_up" if halves else "experts_matmul",
-        grid=(columns // BLOCK_N, len(tiles.expert) + P),
+        grid=(columns // tile.columns, len(tiles.expert) + P),
         out_shape=[jax.ShapeDtypeStruct((R, columns), x.dtype), jax.ShapeDtypeStruct(*own)],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
     )(tiles, x, w, inner, shared)
 

@@ -130,8 +130,11 @@ def _kernel(tiles, x_ref, w_ref, bias_ref, out_ref, **how):
     one_tile(tiles, x_ref, w_ref, bias_ref, out_ref, *at, **how)
 
 
-def one_tile(tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, firsts, gate, share):
-    """What the program of a column tile and a tile of rows does; `share`: rows of one x."""
+def one_tile(
+    tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, firsts, gate, share,
+    width=BLOCK_N,
+):  # fmt: skip
+    """What the program of a tile of `width` columns and one of rows does; `share`: rows of an x."""
     expert, R, block = tiles.expert[tile], out_ref.shape[0], tiles.members.shape[1]
 
     def owned(rows, place):
@@ -148,7 +151,7 @@ def one_tile(tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, fir
         rows = plt.load(tiles.members.at[jnp.full(block, tile), places])
         inside = owned(rows, places)
         rows = jnp.where(inside, rows, R)
-        at_column = column * BLOCK_N + jnp.arange(BLOCK_N)
+        at_column = column * width + jnp.arange(width)
 
         columns = [at_column + first for first in firsts]
         steps = x_ref.shape[1] // depth
@@ -169,13 +172,13 @@ def one_tile(tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, fir
             )
             return tuple(total + plt.dot(x, w) for total, w in zip(sums, tiles, strict=True)), after
 
-        zeros = tuple(jnp.zeros((block, BLOCK_N), jnp.float32) for _ in firsts)
+        zeros = tuple(jnp.zeros((block, width), jnp.float32) for _ in firsts)
         sums, _ = lax.fori_loop(0, steps, add, (zeros, groups_of(0)))
         parts = [total.astype(out_ref.dtype).astype(jnp.float32) for total in sums]
         if bias_ref is not None:
             for i, c in enumerate(columns):
-                own = plt.load(bias_ref.at[jnp.full(BLOCK_N, expert), c]).astype(jnp.float32)
+                own = plt.load(bias_ref.at[jnp.full(width, expert), c]).astype(jnp.float32)
                 parts[i] = (parts[i] + own[None, :]).astype(out_ref.dtype).astype(jnp.float32)
         out = gate(*parts) if gate else parts[0]
-        mask = jnp.broadcast_to(inside[:, None], (block, BLOCK_N))
+        mask = jnp.broadcast_to(inside[:, None], (block, width))
         plt.store(grid(out_ref, rows, at_column), out.astype(out_ref.dtype), mask=mask)

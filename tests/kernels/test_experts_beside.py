@@ -49,8 +49,22 @@ def operands(M: int):
     )
 
 
+@pytest.fixture(params=[beside.WIDE, beside.NARROW], ids=["wide", "narrow"])
+def tile(request, monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setattr(beside, "tile_of", lambda columns, count: request.param)
+    yield
+    jax.clear_caches()
+
+
+def test_few_programs_have_narrow_tiles():
+    """Qwen3.5-35B-A3B's first and second product for one token, and for eight."""
+    tiles = [beside.tile_of(512, 9), beside.tile_of(2048, 10), beside.tile_of(512, 66)]
+    assert tiles == [beside.NARROW, beside.WIDE, beside.WIDE]
+
+
 @pytest.mark.parametrize("M", [1, 5, 16])
-def test_bits_are_those_of_two_launches_each(M):
+def test_bits_are_those_of_two_launches_each(tile, M):
     """The halves of the two first weights lie in different places."""
     x, tiles, first, down, both, last = operands(M)
     R, firsts = M * K, ((INNER, 0), (0, INNER))
