@@ -20,6 +20,7 @@ from jflash.specs import AttentionSpec, MoeSpec
 from pallas_kernels import (
     block_attention,
     gated_delta,
+    gather,
     grouped_matmul,
     heads_to_cache,
     matmul,
@@ -88,6 +89,11 @@ def _deltas(models: Models) -> list[gated_delta.Sizes]:
     return [gated_delta.Sizes(delta.key_dim, delta.value_dim) for delta in deltas]
 
 
+def _gathers(models: Models) -> list[gather.Sizes]:
+    shards = models.target.config.shards
+    return [gather.Sizes(shards)] if shards > 1 else []
+
+
 def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     """What each product sums over, and its columns: of gate and up those of one of them."""
     width = config.hidden_size
@@ -124,4 +130,5 @@ OPS: dict[str, tuple[ModuleType, Callable[[Models], list]]] = {
     "experts": (grouped_matmul, _experts),
     "norm": (rms_norm, _norms),
     "delta": (gated_delta, _deltas),
+    "gather": (gather, _gathers),
 }

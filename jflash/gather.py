@@ -5,19 +5,43 @@ gather lays them side by side; an argmax compares the devices' best. Whole exper
 device instead, and rows taken from the device that made them. No sum crosses devices, so the number
 of devices changes no bit where a column's product does not depend on the columns beside it.
 With one device every function here is the plain one. Only programs inside `shard_map` over AXIS
-have more (jflash.mesh).
+have more (jflash.mesh). Like the axis, the places to which such a program's kernels push their
+parts are the program's: `pushing` names them while it is traced.
 """
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import gather as gather_op
+from pallas_kernels.gather import Places
+
 AXIS = "tensor"  # of the mesh
+_PLACES: contextvars.ContextVar[Places | None] = contextvars.ContextVar("places", default=None)
+
+
+@contextlib.contextmanager
+def pushing(places: Places) -> Iterator[None]:
+    """Gathers are pushed to these places, which are references, while the program is traced."""
+    token = _PLACES.set(places)
+    try:
+        yield
+    finally:
+        _PLACES.reset(token)
 
 
 def gather(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:
     """The last axis of all devices, side by side in their order."""
-    return x if shards == 1 else lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
+    return x if shards == 1 else gather_op.gather(x, AXIS, _PLACES.get())
+
+
+def gather_if_read(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:
+    """`gather` for what may go unread: a push is never left out, and XLA's gather is."""
+    return x if shards == 1 else gather_op.gather(x, AXIS)
 
 
 def share[X: Array | None](x: X, shards: int) -> X:
@@ -46,7 +70,8 @@ def of_owners(
     """Each row from the device that has it; what the others have in its place is not looked at."""
     if shards == 1:
         return x
-    return jnp.take_along_axis(lax.all_gather(x, AXIS), owner[None, ..., None], axis=0)[0]
+    parts = gather(x, shards).reshape(*x.shape[:-1], shards, x.shape[-1])
+    return jnp.take_along_axis(parts, owner[..., None, None], axis=-2)[..., 0, :]
 
 
 def own_first(ids: Int[Array, "*lead"], held: int, shards: int) -> Int[Array, "*lead"]:
@@ -62,7 +87,9 @@ def best_of(logits: Float[Array, "M V"], shards: int) -> Int[Array, " M"]:
     Devices have V columns each, in their order, so the first device of equal ones has the lowest.
     """
     own = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    value = jnp.take_along_axis(logits, own[:, None], axis=-1)
-    id = own[:, None] + logits.shape[-1] * lax.axis_index(AXIS)
-    values, ids = gather(value, shards), gather(id, shards)
-    return jnp.take_along_axis(ids, jnp.argmax(values, axis=-1)[:, None], axis=-1)[:, 0]
+    value = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0].astype(jnp.float32)
+    id = own + logits.shape[-1] * lax.axis_index(AXIS)
+    both = jnp.stack([lax.bitcast_convert_type(value, jnp.int32), id], axis=-1)
+    values, ids = jnp.moveaxis(gather(both, shards).reshape(len(own), shards, 2), -1, 0)
+    best = jnp.argmax(lax.bitcast_convert_type(values, jnp.float32), axis=-1)
+    return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]

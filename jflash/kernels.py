@@ -14,6 +14,7 @@ ONE_ARITHMETIC = {
     "experts": ("cpu", "canonical"),
     "norm": ("cpu", "canonical"),
     "delta": ("cpu", "triton"),
+    "gather": ("push", "xla"),
 }
 
 
@@ -26,6 +27,7 @@ class Kernels(NamedTuple):
     experts: str = "xla"  # grouped_matmul, of a mixture of experts
     norm: str = "xla"  # rms_norm
     delta: str = "xla"  # gated_delta, of a hybrid
+    gather: str = "xla"  # of what devices that share a model exchange
 
     @property
     def chunk(self) -> "Kernels":

@@ -20,7 +20,16 @@ from jaxtyping import Array, Bool, Int
 
 from jflash.decoding import GREEDY, Decoding
 from jflash.kernels import AUTO
-from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs, spread
+from jflash.mesh import (
+    EVERYWHERE,
+    landing_places,
+    local,
+    param_specs,
+    place_specs,
+    shared,
+    specs,
+    spread,
+)
 from jflash.pair import Models, Params
 from jflash.prefill import prefill
 from jflash.rows import Survey, empty_survey
@@ -125,9 +134,16 @@ def run(
     return state, Report(s.tokens, s.length, s.done, s.steps, s.acceptance_lengths, state.survey)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def new_state(models: Models, shape: Shape) -> State:
-    """A state of empty slots, all done: they idle until a prompt is admitted."""
+    """A state of empty slots, all done: they idle until a prompt is admitted.
+
+    It is there on all devices that share the models, so that none writes where nothing is yet.
+    """
+    return jax.block_until_ready(_made_state(models, shape))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _made_state(models: Models, shape: Shape) -> State:
     make = functools.partial(_new_state, local(models), shape)
     return shared(models.mesh, make, (), state_specs(models))()
 
@@ -137,12 +153,13 @@ def state_specs(models: Models) -> Any:
     if models.mesh is None:
         return EVERYWHERE
     target, drafter = specs(models, functools.partial(_caches, shape=Shape.of(1, PREFILL_CHUNK)))
-    return State(EVERYWHERE, target, drafter, EVERYWHERE)
+    return State(EVERYWHERE, target, drafter, EVERYWHERE, place_specs(models))
 
 
 def _new_state(models: Models, shape: Shape) -> State:
     survey = None if models.rows is None else empty_survey()
-    return State(empty_sequences(shape), *_caches(models, shape), survey)
+    caches = _caches(models, shape)
+    return State(empty_sequences(shape), *caches, survey, landing_places(models))
 
 
 def _caches(models: Models, shape: Shape) -> tuple[tuple, tuple]:

@@ -13,6 +13,7 @@ from jflash.logprobs import Logprobs
 from jflash.rows import Survey
 from jflash.sampling import Filters
 from jflash.shaping import Shaping
+from pallas_kernels.gather import Places
 
 
 class Sequences(NamedTuple):
@@ -40,6 +41,7 @@ class State(NamedTuple):
     target_cache: tuple[LayerState, ...]
     drafter_cache: tuple[Cache, ...]
     survey: Survey | None = None  # with Models.rows
+    places: Places | None = None  # where devices that share the models push their parts
 
     def with_sequences(self, **changes: Any) -> "State":
         """The state with other values of some fields of its sequences."""

@@ -63,7 +63,9 @@ def busy_state(models: Models, shape: Shape, window: Window, empty: State | None
     target_cache, drafter_cache = jax.tree.unflatten(tree, caches)
     target_cache = tuple(_with_fading_rows(cache) for cache in target_cache)
     sequences = state.sequences._replace(tokens=tokens)
-    state = State(sequences, target_cache, drafter_cache, state.survey)
+    state = state._replace(
+        sequences=sequences, target_cache=target_cache, drafter_cache=drafter_cache
+    )
     return rewound(jax.block_until_ready(state), window)
 
 

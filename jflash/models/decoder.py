@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.cache import LayerState
 from jflash.config import TargetConfig
 from jflash.delta import DeltaLayer
-from jflash.gather import gather, rows_of
+from jflash.gather import gather_if_read, rows_of
 from jflash.layers import DecoderLayer, RMSNorm, head_best, head_confidence, head_logits
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
@@ -120,7 +120,8 @@ class Target(nn.Module):
     ) -> Float[Array, "B T V"]:
         """The head's float32 logits, without the target's multiplier and cap: drafters differ."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
+        logits = head_logits(flat, self._head(), backend=backend)
+        logits = gather_if_read(logits, self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)
 
     def _head(self) -> Float[Array, "V D"]:

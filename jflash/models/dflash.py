@@ -17,7 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.config import Drafter2Config, DrafterConfig
-from jflash.gather import gather, rows_of
+from jflash.gather import gather, gather_if_read, rows_of
 from jflash.kernels import XLA, Kernels
 from jflash.layers import DecoderLayer, Projection, RMSNorm, head_best, head_logits, matmul
 from jflash.leaves import Leaf, declare
@@ -162,7 +162,8 @@ class Drafter(nn.Module):
     ) -> Float[Array, "B T _"]:
         """Logits of the drafter's head in float32."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = gather(head_logits(flat, self._head(), backend=backend), self.config.shards)
+        logits = head_logits(flat, self._head(), backend=backend)
+        logits = gather_if_read(logits, self.config.shards)
         return logits.reshape(*hidden.shape[:2], -1)
 
     def _head(self) -> Float[Array, "V D"] | Rounded:

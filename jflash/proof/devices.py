@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from jflash.backends import named, with_backends
 from jflash.cache import LayerCache
 from jflash.decoding import Decoding
 from jflash.experts import Experts
@@ -77,8 +78,10 @@ FAULTS = {"columns": added_over_devices, "devices": experts_added_over_devices} 
 def shared_pair(
     models: Models, params: Params, devices: int, experts_over: str = "columns"
 ) -> tuple[Models, Params]:
-    """A pair that lies whole on one device, brought to several."""
+    """A pair that lies whole on one device, brought to several, which gather by their best way."""
     models = over(models, tensor_mesh(devices), experts_over)
+    others = {op: name for op, name in named(models.kernels).items() if op != "gather_backend"}
+    models = with_backends(models, models.dtype, jax.local_devices()[0], **others)
     target = placed(models.mesh, models.target.config, params.target)
     if models.drafter is None:
         return models, Params(target)

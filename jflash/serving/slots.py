@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.logprobs import unasked
-from jflash.mesh import local, shared, specs
+from jflash.mesh import EVERYWHERE, landing_places, local, place_specs, shared, specs
 from jflash.models.params import decoding_params
 from jflash.pair import Models
 from jflash.programs import Shape, chunk_sizes, empty_sequences
@@ -45,16 +45,24 @@ class Layout(NamedTuple):
         return self.shape.capacity // PAGE
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def empty_state(models: Models, layout: Layout) -> State:
-    """A state with empty slots and pages of zeros, on all devices that share the models."""
+    """A state with empty slots and pages of zeros; it is there on all devices that share the
+    models, so that none writes where nothing is yet."""
+    return jax.block_until_ready(_made_state(models, layout))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _made_state(models: Models, layout: Layout) -> State:
     make = functools.partial(_empty_state, local(models), layout)
     return shared(models.mesh, make, (), state_specs(models, layout))()
 
 
 def state_specs(models: Models, layout: Layout) -> Any:
     """Where a state's arrays lie: devices share the pools, and all have the sequences."""
-    return specs(models, functools.partial(_empty_state, layout=layout))
+    if models.mesh is None:
+        return EVERYWHERE
+    bare = lambda models: _empty_state(models, layout)._replace(places=None)  # noqa: E731
+    return specs(models, bare)._replace(places=place_specs(models))
 
 
 def _empty_state(models: Models, layout: Layout) -> State:
@@ -84,7 +92,7 @@ def _empty_state(models: Models, layout: Layout) -> State:
         logprobs=unasked(shape.batch, places_of(models, layout), most_of(models)),
         best_drafts=jnp.zeros(shape.batch, bool),
     )
-    return State(sequences, target, drafter, survey)
+    return State(sequences, target, drafter, survey, landing_places(models))
 
 
 def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:

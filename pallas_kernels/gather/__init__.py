@@ -1,0 +1,60 @@
+"""Gather: the last axis of a mesh axis' devices, side by side in their order, on every device.
+
+Numbers are moved and none is added, so backends agree in every bit. "xla" is `lax.all_gather`.
+"push" is for NVIDIA GPUs of one host that write to each other's memory: a kernel writes its
+device's part to the places of all peers, and waits for theirs. It needs `Places` on every device,
+which all calls of all programs share in turn, and a part that fits them; larger ones go to XLA.
+Programs that push must run in one order on all devices, as those with XLA's collectives must.
+Axes: n devices, M rows, C columns of a device.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from pallas_kernels.choice import device_refusal
+from pallas_kernels.gather import push, xla
+from pallas_kernels.gather.push import Places as Places
+from pallas_kernels.gather.push import empty_places as empty_places
+
+BACKENDS = {"push": push, "xla": xla}  # the better first
+
+
+class Sizes(NamedTuple):
+    """What a backend must be able to take."""
+
+    devices: int
+
+
+def gather(
+    x: Num[Array, "*lead _"], axis: str, places: Places | None = None
+) -> Num[Array, "*lead _"]:
+    """Pushed to `places`, which are references, if there are some and a part fits; else by XLA."""
+    if places is None:
+        return xla.gather(x, axis)
+    *lead, C = x.shape
+    M, each = math.prod(lead), x.dtype.itemsize // 2  # bfloat16s of a number
+    padded = -(-C * each // push.LEAST) * push.LEAST
+    if not each or M * padded > push.MOST:
+        return xla.gather(x, axis)
+    if x.dtype == jnp.bfloat16 and padded == C:
+        return push.gather(x.reshape(M, C), places, axis).reshape(*lead, -1)
+    # As whole numbers while they are cut and filled up: no compiler then rounds what is no number.
+    halves = lax.bitcast_convert_type(x.reshape(M, C), jnp.uint16).reshape(M, -1)
+    halves = jnp.pad(halves, ((0, 0), (0, padded - C * each)))
+    parts = push.gather(lax.bitcast_convert_type(halves, jnp.bfloat16), places, axis)
+    halves = lax.bitcast_convert_type(parts, jnp.uint16).reshape(M, -1, padded)[..., : C * each]
+    halves = halves.reshape(M, -1, C, each) if each > 1 else halves
+    return lax.bitcast_convert_type(halves, x.dtype).reshape(*lead, -1)
+
+
+def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
+    """Why a backend cannot do this, or None; see pallas_kernels.choice."""
+    if backend != "push":
+        return None
+    if sizes.devices == 1:
+        return "is for several devices, and this is one"
+    return device_refusal("mosaic_gpu", device)

@@ -1,0 +1,158 @@
+"""A gather by Mosaic GPU: each device writes its part to its peers, and waits for theirs.
+
+A part is cut into tiles of a row, and CTA i of every device moves the same ones. It writes them to
+the peers' landing places, then says so in the count that each peer keeps for it, and waits until
+its own counts say the same of the peers. No device waits for a kernel to begin elsewhere, so
+no barrier comes before.
+
+Counts only grow, and nothing sets them back between calls or programs: a device may be a whole
+gather ahead of a peer that has not begun. It cannot be two ahead, since it waits for that peer's
+part. So two landing places, in turn, are enough: the one written now was read in the last gather
+but one, which the peer ended before it wrote to us in the last one.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+from jaxtyping import Array, BFloat16, Int32
+
+CTAS = 128  # at most one a multiprocessor, so all run at once; four each gain nothing
+LEAST, LONGEST = 256, 1024  # columns of a tile: 4 and 16 bytes of each of 128 threads
+MOST = 2**22  # numbers of a device's part: what a landing place holds
+AT_ONCE = 4  # tiles that a CTA loads before it stores them
+
+
+class Places(NamedTuple):
+    """One device's, or all devices' side by side; a program holds them as references."""
+
+    landing: BFloat16[Array, "2 n _"]  # by turn and peer
+    counts: Int32[Array, "rows _"]  # the last gather that each of n peers sent, and own; by CTA
+
+
+def empty_places(devices: int) -> Places:
+    """One device's places before its first gather. All devices' must be there before any gather."""
+    landing = jnp.zeros((2, devices, MOST), jnp.bfloat16)
+    return Places(landing, jnp.zeros((devices + 1, CTAS), jnp.int32))
+
+
+def gather(x: BFloat16[Array, "M C"], places: Places, axis: str) -> BFloat16[Array, "M _"]:
+    """See the folder's contract."""
+    return _gather(x, places.landing, places.counts, axis)
+
+
+# One inner jit: gathers of one shape share one kernel.
+@functools.partial(jax.jit, static_argnums=3)
+def _gather(x, landing, counts, axis: str):
+    M, C = x.shape
+    devices = counts.shape[0] - 1
+    length = next(n for n in (LONGEST, LONGEST // 2, LEAST) if C % n == 0)
+    return plgpu.kernel(
+        functools.partial(_kernel, axis=axis, devices=devices, length=length),
+        out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
+        grid=(CTAS,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
+        kernel_name="push",
+    )(x, landing, counts)
+
+
+def _kernel(x_ref, landing, counts, out_ref, *, axis: str, devices: int, length: int):
+    (M, C), me, cta = x_ref.shape, lax.axis_index(axis), lax.axis_index("cta")
+    across = C // length
+    tiles = M * across
+    peers = [lax.rem(me + i, devices) for i in range(1, devices)]
+    turn = counts[devices, cta]
+    slot = turn & 1
+
+    def columns(device, tile):
+        return pl.ds(device * C + lax.rem(tile, across) * length, length)
+
+    def send(those):
+        parts = [x_ref[tile // across, columns(0, tile)] for tile in those]
+        for tile, part in zip(those, parts, strict=True):
+            for peer in peers:
+                there = plgpu.remote_ref(landing, peer)
+                there[slot, me, pl.ds(tile * length, length)] = part
+            out_ref[tile // across, columns(me, tile)] = part
+
+    def take(peer, those):
+        parts = [landing[slot, peer, pl.ds(tile * length, length)] for tile in those]
+        for tile, part in zip(those, parts, strict=True):
+            out_ref[tile // across, columns(peer, tile)] = part
+
+    @pl.when(cta < tiles)  # the others have nothing to say, and count on
+    def _():
+        each = functools.partial(_each, tiles, cta)
+        each(send)
+        for peer in peers:
+            _say(plgpu.remote_ref(counts.at[me, cta], peer), turn + 1)
+        for peer in peers:
+            _await(counts.at[peer, cta], turn + 1)
+            each(functools.partial(take, peer))
+
+    counts[devices, cta] = turn + 1
+
+
+def _each(tiles: int, cta, move) -> None:
+    """Calls `move` with a CTA's tiles, AT_ONCE of them at a time."""
+    rounds, rest = divmod(tiles, CTAS * AT_ONCE)
+
+    def several(i, _):
+        move([cta + (i * AT_ONCE + k) * CTAS for k in range(AT_ONCE)])
+
+    if rounds:
+        lax.fori_loop(0, rounds, several, None)
+    for first in range(tiles - rest, tiles, CTAS):
+        if first + CTAS <= tiles:
+            move([first + cta])
+        else:
+            pl.when(first + cta < tiles)(functools.partial(move, [first + cta]))
+
+
+def _say(count, value) -> None:
+    """Sets a peer's count after all that this CTA wrote."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def release(context, ref, value):
+        mosaic.warpgroup_barrier()
+        one = mosaic.single_thread_predicate(mosaic.ThreadSubset.WARPGROUP)
+        mosaic.inline_ptx(
+            "st.release.sys.global.u32 [$0], $1;", mosaic.memref_ptr(ref), value.registers.item(),
+            predicate=one, has_side_effects=True,
+        )  # fmt: skip
+
+    release(count, value)
+
+
+def _await(count, value) -> None:
+    """Waits until a count of this device is `value`, or one more: that peer is a gather ahead.
+
+    Any other number is an earlier gather's, however long ago, since counts go round after 2^32.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def acquire(context, ref, value):
+        i32 = ir.IntegerType.get_signless(32)
+        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+            loop = scf.WhileOp([], [])
+            with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
+                seen = mosaic.inline_ptx(
+                    "ld.acquire.sys.global.u32 $0, [$1];", mosaic.memref_ptr(ref),
+                    result_types=i32, has_side_effects=True,
+                )  # fmt: skip
+                ahead = arith.subi(seen, value.registers.item())
+                one = mosaic.c(1, i32)
+                scf.condition(arith.cmpi(arith.CmpIPredicate.ugt, ahead, one), [])
+            with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
+                scf.yield_([])
+        mosaic.warpgroup_barrier()
+
+    acquire(count, value)
