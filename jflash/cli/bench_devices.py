@@ -3,17 +3,27 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jflash.bench.case import Task
+from jflash.bench.gathers import time_gathers
 from jflash.bench.report import collect, device_line
 from jflash.bench.shapes import model_shape
 from jflash.cli.benchmark import measure
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.results import partial
+from jflash.device import describe_device
+from jflash.mesh import tensor_mesh
 from jflash.parts import OVER
+from pallas_kernels import gather
+from pallas_kernels.choice import check
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
     """Prints a line a case, and yields all cases so far after each number of devices."""
+    if args.gathers:
+        yield gathers_of(jax.local_device_count())
+        return
     todo = [(shape, batch) for shape, batches in args.cases for batch in batches]
     cases: list[dict[str, Any]] = []
     missing = sum(len(ways(args, shape)) for shape, _ in todo)
@@ -31,6 +41,21 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
             print(*([] if cases else [device_line(case)]), line(case), sep="\n", flush=True)
             cases.append(case)
             yield partial(collect(cases, None), missing)
+
+
+def gathers_of(devices: int) -> dict[str, Any]:
+    """Prints a line a size; ValueError for a single device, or one that does not push."""
+    check("gather", gather, "push", [gather.Sizes(devices)], jax.local_devices()[0])
+    mesh, times = tensor_mesh(devices), []
+    assert mesh is not None
+    for each in time_gathers(mesh):
+        same = "the same" if each["same"] else "NOT the same"
+        print(
+            f"{each['rows']} rows of {each['columns']} columns of each of {devices} devices: "
+            f"{each['push_us']:.1f} us pushed, {each['xla_us']:.1f} us by XLA, {same}", flush=True,
+        )  # fmt: skip
+        times.append(each)
+    return describe_device() | {"gathers": times}
 
 
 def ways(args: Options, shape: str) -> list[tuple[int, str]]:

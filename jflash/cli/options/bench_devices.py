@@ -25,6 +25,8 @@ def declare(parser: Parser) -> None:
     add("--devices", type=counts, default=(1, 2), metavar="1,2,4", help="default 1,2")
     experts = "what several devices share of experts, default columns: some of each, or whole ones"
     add("--experts-over", type=ways, default=OVER[:1], metavar="columns,devices", help=experts)
+    gathers = "time the gathers of all devices by each backend, and no steps"
+    add("--gathers", action="store_true", help=gathers)
     add("--context", type=int, default=1024, help="tokens before the timed steps, default 1024")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--steps", type=int, default=64, help="of one repeat, default 64")
