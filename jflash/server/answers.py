@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jflash.io.incremental import Incremental
 from jflash.server.errors import ApiError
+from jflash.server.metrics import Times
 from jflash.server.service import Service
 from jflash.serving.grammar import GrammarError
 from jflash.serving.handle import Handle
@@ -121,13 +122,13 @@ async def _one(
     text = Incremental(decode, stops, request.min_tokens)
     metrics, prompt_tokens = service.metrics, len(request.prompt_ids)
     begin = last = time.perf_counter()
-    first_seconds, tokens, finish = 0.0, 0, None
+    first_seconds, tokens, finish, queued = 0.0, 0, None, None
     metrics.began(prompt_tokens)
     try:
         async for events in handle.several(MOST_AT_ONCE):
             now, given = time.perf_counter(), list[Step]()
             for event in events:
-                first, finish = not tokens, event.finish_reason
+                first, finish, queued = not tokens, event.finish_reason, event.queued
                 shown = event.token_ids
                 if finish == "stop" and shown:  # by its stop id, of which the answer has no text
                     shown = shown[:-1]
@@ -158,7 +159,7 @@ async def _one(
         raise service.failed(error) from None
     finally:
         seconds = time.perf_counter() - begin
-        metrics.ended(finish or "abort", request, tokens, first_seconds, seconds)
+        metrics.ended(finish or "abort", request, tokens, Times(queued, first_seconds, seconds))
 
 
 def _cut(event: Event, count: int) -> Event:

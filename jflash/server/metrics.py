@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -49,6 +50,15 @@ class Tokens:
         yield "spec_decode_num_accepted_tokens", "Drafts kept.", self.accepted
 
 
+class Times(NamedTuple):
+    """Seconds from a request's submission; `queued` until slot and pages were given, None if none
+    were, and `first` until the first token."""
+
+    queued: float | None
+    first: float
+    whole: float
+
+
 class Metrics:
     """The counts of one model's requests; `stats` gives the engine's present state."""
 
@@ -78,6 +88,11 @@ class Metrics:
             "request_time_per_output_token_seconds", "Mean of a request's new tokens.", SHORT
         )
         self._whole = histogram("e2e_request_latency_seconds", "Whole requests.", LONG)
+        self._queued = histogram("request_queue_time_seconds", "Until slot and pages.", LONG)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From slot and pages to the first token.", LONG
+        )
+        self._ran = histogram("request_inference_time_seconds", "From slot and pages on.", LONG)
         self._rest = histogram("request_decode_time_seconds", "From the first token on.", LONG)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", COUNTS)
         self._new = histogram("request_generation_tokens", "New tokens of a request.", COUNTS)
@@ -106,18 +121,23 @@ class Metrics:
             for place in range(event.accepted):
                 tokens.places[place] += 1
 
-    def ended(
-        self, reason: str, request: Request, tokens: int, first_seconds: float, seconds: float
-    ) -> None:
+    def ended(self, reason: str, request: Request, tokens: int, times: Times) -> None:
         self._ended.labels(self._model, reason).inc()
-        self._whole.observe(seconds)
+        self._whole.observe(times.whole)
         self._prompt.observe(len(request.prompt_ids))
         self._new.observe(tokens)
         self._most.observe(request.max_tokens)
+        decoding = times.whole - times.first
         if tokens:
-            self._rest.observe(seconds - first_seconds)
+            self._rest.observe(decoding)
         if tokens > 1:
-            self._each.observe((seconds - first_seconds) / (tokens - 1))
+            self._each.observe(decoding / (tokens - 1))
+        if times.queued is not None:
+            # The engine's clock began when it took the request, a little before that of the others.
+            self._queued.observe(times.queued)
+            self._ran.observe(max(0.0, times.whole - times.queued))
+            if tokens:
+                self._prefill.observe(max(0.0, times.first - times.queued))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -139,6 +139,7 @@ class Engine:
                 seed=secrets.randbelow(KEYS) if seed is None else seed,
                 deadline=None if request.timeout is None else now + request.timeout,
                 tokens=list(request.prompt_ids),
+                submitted=now,
                 matcher=request.grammar and Matcher(request.grammar),
             )
             self._arrived += 1

@@ -50,7 +50,10 @@ def gained(job: Job, given: Taken, max_accept: int, version: int) -> Iterator[Ev
         reason: FinishReason | None = None
         if given.done and i == len(given.steps) - 1:
             reason = "stop" if ids[-1] in job.request.stop_ids else "length"
-        event = Event(tuple(ids), drafted, accepted, job.cached or 0, reason, version=version)
+        event = Event(
+            tuple(ids), drafted, accepted, job.cached or 0, reason, version=version,
+            queued=job.queued,
+        )  # fmt: skip
         yield _scored(job, event, given, i)
 
 

@@ -1,5 +1,6 @@
 """A request on its way through the loop, what of it the device still computes, and counts."""
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,8 @@ class Job:
     seed: int
     deadline: float | None
     tokens: list[int]  # the text so far, as the host knows it
+    submitted: float = field(default_factory=time.monotonic)
+    queued: float | None = None  # seconds until it first ran
     prompt_tokens: int = field(init=False)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)

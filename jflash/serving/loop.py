@@ -200,7 +200,7 @@ class Loop:
         self.slots[job.slot] = job
         job.end, job.unread, job.gained = job.to_compute, 0, False
         if job.cached is None:
-            job.cached = job.computed
+            job.cached, job.queued = job.computed, time.monotonic() - job.submitted
             self._count(prompt_tokens=job.end, cached_tokens=job.cached)
         self.device.admit(job)
 
@@ -308,7 +308,7 @@ class Loop:
         if job in self.waiting:
             self.waiting.remove(job)
         self._leave(job)
-        end = Event((), cached_tokens=job.cached or 0, finish_reason=reason, version=self.version)
+        end = Event((), 0, 0, job.cached or 0, reason, version=self.version, queued=job.queued)
         on_event(job, end)
 
     def _leave(self, job: Job) -> None:

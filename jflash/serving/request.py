@@ -138,8 +138,9 @@ class Event(NamedTuple):
 
     The last event has a `finish_reason`, and may have no tokens. `drafted` counts the drafts that
     had room in the step's block, of which a row budget verifies fewer, `accepted` the accepted
-    ones; `cached_tokens` counts the prompt's tokens whose keys and values were cached, the same
-    number in every event.
+    ones; `cached_tokens` counts the prompt's tokens whose keys and values were cached. `queued` has
+    the seconds from the submission until slot and pages were given first, None if none were. These
+    two are the same in every event.
     """
 
     token_ids: tuple[int, ...]
@@ -152,6 +153,7 @@ class Event(NamedTuple):
     prompt_logprobs: tuple[float, ...] | None = None  # of the prompt's tokens after the first
     prompt_top_logprobs: tuple[Top, ...] | None = None
     version: int = 0  # of the weights, the same in every event
+    queued: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -440,6 +440,8 @@ def test_metrics_count_drafts_and_the_log_has_no_text(server, client, model):
     after = {name: server.metric(f"{name}_total") for name in before}
     assert after["generation_tokens"] - before["generation_tokens"] == used.completion_tokens
     assert after["prompt_tokens"] - before["prompt_tokens"] == used.prompt_tokens
+    assert server.metric("request_prefill_time_seconds_count") > 0
+    assert server.metric("request_inference_time_seconds_sum") > 0
     kept = server.metric("spec_decode_num_accepted_tokens_total")
     assert kept == server.metric("spec_decode_num_accepted_tokens_per_pos_total") > 0
     assert kept < server.metric("spec_decode_num_draft_tokens_total")

@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 
 from jflash.programs import Shape
 from jflash.server.app import make_app
+from jflash.server.metrics import Metrics, Times
 from jflash.server.run import listen, server_of
 from jflash.serving.handle import Handle
 from jflash.serving.limits import check
@@ -26,7 +27,7 @@ from jflash.serving.request import Request
 from jflash.serving.slots import Layout
 from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import random_pair
-from tests.support.reciting import MOST_WAITING, Reciting, client_of, service_of
+from tests.support.reciting import MOST_WAITING, QUEUED, Reciting, client_of, service_of
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES: list = [{"role": "user", "content": "abc"}]
@@ -35,15 +36,15 @@ TOOLS: list = [{"type": "function", "function": function} for function in FUNCTI
 FLAT: list = [{"type": "function"} | function for function in FUNCTIONS]
 CALL = '<tool_call>\n{"name": "two", "arguments": {"x": "a"}}\n</tool_call>'
 TWO = {"type": "function", "function": {"name": "two"}}
-# vLLM's figures that its dashboard and `vllm bench serve` read, but for two that split the time to
-# the first token.
+# vLLM's figures that its dashboard and `vllm bench serve` read.
 READ = """
 num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total
 generation_tokens_total request_success_total num_preemptions_total prefix_cache_queries_total
 prefix_cache_hits_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
 request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket request_params_max_tokens_bucket
-request_decode_time_seconds_sum spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
+request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+request_inference_time_seconds_sum spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
 spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total
 """
 
@@ -230,8 +231,23 @@ def test_figures_have_the_names_that_dashboards_read(engine, client):
     for name, sum_ in (("prompt_tokens", 4), ("generation_tokens", 5), ("params_max_tokens", 9)):
         assert gained[f"request_{name}_count"] == gained[f"request_{name}_bucket"] == 1
         assert gained[f"request_{name}_sum"] == sum_
-    assert gained["request_decode_time_seconds_count"] == 1
+    for name in ("queue", "prefill", "inference", "decode"):
+        assert gained[f"request_{name}_time_seconds_count"] == 1
+    assert gained["request_queue_time_seconds_sum"] == QUEUED
     assert gained["generation_tokens_total"] == 5
+
+
+def test_a_requests_time_is_the_sum_of_its_phases(engine):
+    metrics, request = Metrics("small", 3, engine.stats), Request(prompt_ids=[1])
+    metrics.ended("stop", request, 3, Times(queued=1.0, first=1.5, whole=4.0))
+    metrics.ended("timeout", request, 0, Times(queued=None, first=0.0, whole=9.0))  # in the queue
+    metrics.ended("abort", request, 0, Times(queued=2.0, first=0.0, whole=5.0))  # without a token
+    found = re.findall(r"^vllm:(\w+)_seconds_(\w+)\{.*\} (\S+)$", metrics.text().decode(), re.M)
+    sums = {name: float(value) for name, kind, value in found if kind == "sum"}
+    assert sums["e2e_request_latency"] == 18
+    assert (sums["request_queue_time"], sums["request_prefill_time"]) == (3.0, 0.5)
+    assert (sums["request_inference_time"], sums["request_decode_time"]) == (6.0, 2.5)
+    assert sums["request_time_per_output_token"] == 1.25
 
 
 def test_a_client_that_reads_nothing_keeps_nobody_waiting(engine):

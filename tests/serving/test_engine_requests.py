@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -74,6 +75,19 @@ def test_ends_of_every_kind(engine):
     assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     plain = engine.submit(replace(long, max_tokens=20, speculate=False)).result()
     assert plain.token_ids == whole.token_ids and set(plain.acceptance_lengths) == {1}
+
+
+def test_events_have_the_time_until_a_slot_was_given(engine):
+    engine.sleep()
+    request, slept = Request(prompt_ids=[1, 2], max_tokens=9), 0.03
+    waits, leaves = engine.submit(request), engine.submit(request)
+    leaves.cancel()
+    assert [event.queued for event in leaves] == [None]
+    time.sleep(slept)
+    engine.wake()
+    late, soon = list(waits), list(engine.submit(request))
+    assert len({event.queued for event in late}) == len({event.queued for event in soon}) == 1
+    assert soon[0].queued < slept <= late[0].queued
 
 
 def test_refusals(pair, engine):

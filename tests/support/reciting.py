@@ -18,6 +18,7 @@ NOTHING = {field.name: 0 for field in fields(Stats)} | {
     "pages": 1, "pages_available": 1, "ended": {}, "steps_by_rows": {}, "device_bytes": None
 }  # fmt: skip
 MOST_WAITING = 4
+QUEUED = 0.25  # seconds for which a request waited
 
 
 class Reciting:
@@ -38,8 +39,8 @@ class Reciting:
     async def submit(self, request: Request) -> Handle:
         self.asked.append(request)
         handle, ids = Handle(request, lambda _: None), self.tokenizer(self.text)["input_ids"]
-        handle.give([Event((token,)) for token in ids[:-1]])
-        handle.give([Event((ids[-1],), finish_reason="stop")])
+        handle.give([Event((token,), queued=QUEUED) for token in ids[:-1]])
+        handle.give([Event((ids[-1],), finish_reason="stop", queued=QUEUED)])
         return handle
 
     def prompt(self) -> str:
