@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from jflash.serving.request import Event, Request
-from jflash.serving.stats import Stats
+from jflash.serving.stats import SIZES, Stats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 COUNTS = tuple(n * 10**e for e in range(6) for n in (1, 2, 5))  # of tokens
@@ -179,12 +179,16 @@ class _Now(Collector):
         for place, kept in enumerate(self._tokens.places):
             places.add_metric([self._model, str(place)], kept)
         yield places
-        sums = zip((*map(str, SHORT), "+Inf"), accumulate(self._tokens.between), strict=True)
-        between = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between two steps.", labels=["model_name"]
-        )
-        between.add_metric([self._model], list(sums), self._tokens.seconds)
-        yield between
+        rounds, in_all = stats.rounds_by_tokens, stats.computed + stats.new_tokens
+        for name, text, edges, counts, whole in (
+            ("inter_token_latency_seconds", "Between two steps.", SHORT,
+             self._tokens.between, self._tokens.seconds),
+            ("iteration_tokens_total", "Tokens of a round of the engine.", SIZES, rounds, in_all),
+        ):  # fmt: skip
+            sums = zip((*map(str, edges), "+Inf"), accumulate(counts), strict=True)
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], list(sums), whole)
+            yield family
 
 
 def _held(stats: Stats) -> float:

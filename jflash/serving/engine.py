@@ -163,6 +163,7 @@ class Engine:
                 pages_kept=pages.kept,
                 ended=dict(self._ended),
                 steps_by_rows={} if rows is None else dict(rows.steps),
+                rounds_by_tokens=tuple(self._loop.rounds_by_tokens),
                 device_bytes=used_memory(),
                 **self._loop.counts._asdict(),
             )

@@ -104,6 +104,7 @@ class Counts(NamedTuple):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed: int = 0  # tokens of chunks
     new_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -118,3 +119,8 @@ class Counts(NamedTuple):
     seen_seconds: float = 0.0  # of these, in which it computed for certain
     host_seconds: float = 0.0  # of rounds, without those in which the host waited for the device
     dispatch_seconds: float = 0.0  # in which a thread beside that one dispatched programs
+
+    @property
+    def tokens(self) -> int:
+        """Those that chunks computed, and that steps gave."""
+        return self.computed + self.new_tokens

@@ -7,6 +7,7 @@ continues from its newest token. This file knows only token ids.
 import itertools
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,6 +23,7 @@ from jflash.serving.planning import planned
 from jflash.serving.request import Event, FinishReason
 from jflash.serving.schedule import Pass, Plan, passes
 from jflash.serving.slots import Layout
+from jflash.serving.stats import SIZES
 
 OnEvent = Callable[[Job, Event], None]
 
@@ -50,6 +52,7 @@ class Loop:
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
         self.counts = Counts()
+        self.rounds_by_tokens = [0] * (len(SIZES) + 1)
         self._burst, self._stall = burst, stall
         self._unread = deque[Read]()  # in the order in which the device computes them
 
@@ -111,9 +114,11 @@ class Loop:
 
     def round(self, on_event: OnEvent) -> None:
         """Plans and dispatches a round, then reads what the device computes before its steps."""
-        began, times = time.perf_counter(), self.device.time
+        began, times, before = time.perf_counter(), self.device.time, self.counts.tokens
         waited, dispatched = times.waiting, times.dispatching
         self._round(on_event)
+        if tokens := self.counts.tokens - before:
+            self.rounds_by_tokens[bisect_left(SIZES, tokens)] += 1
         self._count(
             rounds=1,
             host_seconds=time.perf_counter() - began - (times.waiting - waited),
@@ -221,11 +226,12 @@ class Loop:
         """Dispatches these passes as one program, which chooses first tokens too if `whole`."""
         _, size = self.device.whole_sizes([over for _, over in some])
         tables = [self.holdings.table(job, job.computed, job.computed + size) for job, _ in some]
+        tokens = sum(over.end - job.computed for job, over in some)
         if whole:
             reads = self.device.whole(some, tables, self.holdings.no_pages)
         else:
             reads = [self.device.chunk(*some[0], tables[0])]
-        self._count(chunks=1)
+        self._count(chunks=1, computed=tokens)
         for job, _ in some:
             self.holdings.name(job, job.computed)
             place = self.holdings.place(job)

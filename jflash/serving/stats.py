@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from jflash.serving.request import FinishReason
 
+SIZES = (1, *(2**i for i in range(3, 15)))  # tokens of a round
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
@@ -14,7 +16,8 @@ class Stats:
     `busy_seconds` at most the device computed, and in `seen_seconds` of them for certain: the
     others began while the host dispatched the program, or ended before it looked. The engine's
     thread worked for `host_seconds` in `rounds`; beside it, programs were dispatched in
-    `dispatch_seconds`, among them `chunks` of prompts.
+    `dispatch_seconds`, among them `chunks` of prompts, with `computed` tokens. `rounds_by_tokens`
+    counts the rounds by the tokens that they computed and gave, up to each of SIZES and above.
     """
 
     waiting: int
@@ -25,6 +28,7 @@ class Stats:
     ended: dict[FinishReason, int]
     prompt_tokens: int
     cached_tokens: int
+    computed: int
     new_tokens: int
     drafted: int
     accepted: int
@@ -39,5 +43,6 @@ class Stats:
     seen_seconds: float
     host_seconds: float
     dispatch_seconds: float
+    rounds_by_tokens: tuple[int, ...]
     steps_by_rows: dict[int, int]  # if the rows of a step are chosen
     device_bytes: int | None  # in use on the first device; None on a CPU

@@ -15,6 +15,7 @@ from jflash.generate import generate
 from jflash.serving import device
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
+from jflash.serving.stats import SIZES
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
 
@@ -88,6 +89,18 @@ def test_events_have_the_time_until_a_slot_was_given(engine):
     late, soon = list(waits), list(engine.submit(request))
     assert len({event.queued for event in late}) == len({event.queued for event in soon}) == 1
     assert soon[0].queued < slept <= late[0].queued
+
+
+def test_rounds_are_counted_by_their_tokens(engine):
+    before = engine.stats()
+    engine.generate([Request(prompt_ids=[3] * 100, max_tokens=1, cache_salt="rounds")])
+    engine.sleep()  # the round has ended
+    engine.wake()
+    after = engine.stats()
+    assert after.computed - before.computed == 100
+    pairs = zip(after.rounds_by_tokens, before.rounds_by_tokens, strict=True)
+    counts = dict(zip((*SIZES, None), (b - a for b, a in pairs), strict=True))
+    assert {size: count for size, count in counts.items() if count} == {128: 1}
 
 
 def test_refusals(pair, engine):

@@ -12,10 +12,11 @@ from jflash.server.service import Service
 from jflash.serving.grammar import Grammars
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Request
-from jflash.serving.stats import Stats
+from jflash.serving.stats import SIZES, Stats
 
 NOTHING = {field.name: 0 for field in fields(Stats)} | {
-    "pages": 1, "pages_available": 1, "ended": {}, "steps_by_rows": {}, "device_bytes": None
+    "pages": 1, "pages_available": 1, "ended": {}, "steps_by_rows": {}, "device_bytes": None,
+    "rounds_by_tokens": (0,) * (len(SIZES) + 1),
 }  # fmt: skip
 MOST_WAITING = 4
 QUEUED = 0.25  # seconds for which a request waited
