@@ -1,11 +1,14 @@
 """The plan on literals, and that everybody ends whatever the pages are."""
 
-import random
+import itertools
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jflash.serving.pages import PAGE, Pages, chain
-from jflash.serving.schedule import Plan, Running, Waiting, plan
+from jflash.serving.schedule import Order, Plan, Running, Waiting, plan
 from jflash.serving.sliding import Held, Sliding
 from jflash.serving.slots import Window
 
@@ -58,44 +61,92 @@ def test_time_is_up():
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_everybody_ends(seed):
-    """Requests that grow by a page a call, in a pool that holds the longest of them alone."""
-    rng = random.Random(seed)
-    goals = {(rng.randrange(2), i): rng.randrange(2, 9) for i in range(8)}
-    total = max(goals.values())
-    waiting, running = dict.fromkeys(goals, 1), dict[tuple, dict]()
-    since = {}
-    for _ in range(400):
-        free = total - sum(r["held"] for r in running.values())
+@dataclass
+class Text:
+    """A request of the property below, in tokens; a round's step adds at most WIDTH of them."""
+
+    arrival: int
+    prompt: int
+    new: int
+    tokens: int = 0
+    left: int = 0  # to compute since it was admitted
+    held: int = 0  # pages
+    gained: int = 0  # tokens since it was admitted
+    known: bool = False  # to the host, a round later, that it has gained
+
+    def needs(self, tokens: int) -> int:
+        """The pages of the next round, after so many tokens."""
+        return -(-min(self.prompt + self.new, tokens + WIDTH) // IN_PAGE)
+
+
+WIDTH, IN_PAGE, IN_CHUNK = 3, 2, 4
+TEXTS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # priority
+        st.builds(Text, st.integers(0, 20), st.integers(1, 9), st.integers(1, 12)),
+    ),
+    min_size=1, max_size=9,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    texts=TEXTS, slots=st.integers(1, 4), spare=st.integers(0, 6), burst=st.integers(1, 3),
+    gains=st.lists(st.integers(1, WIDTH), min_size=1, max_size=9),
+)  # fmt: skip
+def test_who_was_preempted_gains_before_the_next_time_and_everybody_ends(
+    texts, slots, spare, burst, gains
+):
+    """Whoever comes when, with pages for the longest text alone, and some to spare."""
+    coming = {(priority, i): text for i, (priority, text) in enumerate(texts)}
+    total = spare + max(text.needs(text.prompt + text.new) for text in coming.values())
+    waiting, running, gain = dict[Order, Text](), dict[Order, Text](), itertools.cycle(gains)
+    for text in coming.values():
+        text.tokens = text.prompt
+    for clock in itertools.count():
+        waiting |= {o: text for o, text in coming.items() if text.arrival == clock}
         got = plan(
-            [Waiting(order, held + 1) for order, held in waiting.items()],
+            [Waiting(o, t.needs(t.tokens), -(-t.tokens // IN_CHUNK)) for o, t in waiting.items()],
             [
-                Running(o, 0, max(0, r["done"] + 1 - r["held"]), r["held"], r["gained"])
-                for o, r in running.items()
+                Running(
+                    o, -(-t.left // IN_CHUNK), 0 if t.left else max(0, t.needs(t.tokens) - t.held),
+                    t.held, t.known,
+                )
+                for o, t in running.items()
             ],
-            slots=3 - len(running), pages=free, clock=0.0, burst=1, each=9,
+            slots=slots - len(running), pages=total - sum(t.held for t in running.values()),
+            clock=0.0, burst=burst, each=2,
         )  # fmt: skip
+        news = any(t.gained and not t.known for t in running.values())
+        moves = got.steps or got.chunks or got.preempted or news
+        assert moves or not (waiting or running), "livelock"
+        for text in running.values():
+            text.known = text.gained > 0
         for order in got.preempted:
-            assert since[order] > 0, "it had gained nothing since it came"
-            waiting[order] = running.pop(order)["done"]
+            waiting[order] = text = running.pop(order)
+            assert text.gained > 0, "it had gained nothing since it came"
+            lacked = text.held < text.needs(text.tokens)
+            assert lacked or min(got.grown) < order, "it gave its pages to a later one"
+            text.held = text.left = 0
         for order in got.grown:
-            running[order]["held"] += 1
+            running[order].held = running[order].needs(running[order].tokens)
         for order in got.admitted:
-            done = waiting.pop(order)
-            running[order] = {"done": done, "held": done + 1, "gained": False}
-            since[order] = 0
-        for order in got.steps:
-            r = running[order]
-            assert r["held"] > r["done"]
-            r["done"], r["gained"] = r["done"] + 1, True
-            since[order] += 1
-            if r["done"] >= goals[order]:
+            running[order] = text = waiting.pop(order)
+            text.left, text.held, text.gained = text.tokens, text.needs(text.tokens), 0
+            text.known = False
+        for order in got.chunks:
+            running[order].left = max(0, running[order].left - IN_CHUNK)
+        ready = [order for order in dict.fromkeys(got.chunks) if not running[order].left]
+        for order in (*got.steps, *ready):
+            text = running[order]
+            more = min(next(gain), text.prompt + text.new - text.tokens)
+            text.tokens, text.gained = text.tokens + more, text.gained + more
+            assert text.tokens <= text.held * IN_PAGE, "it wrote past its pages"
+            if text.tokens == text.prompt + text.new:
                 del running[order]
-        assert sum(r["held"] for r in running.values()) <= total
-        if not (waiting or running):
+        assert sum(t.held for t in running.values()) <= total and len(running) <= slots
+        if not (waiting or running) and all(text.arrival <= clock for text in coming.values()):
             return
-    raise AssertionError(f"{waiting} and {running} are left")
 
 
 def test_pages_are_found_held_and_given_away():
