@@ -13,6 +13,7 @@ from jflash.server.answers import Step, Usage, one_by_one, steps
 from jflash.server.conversation import (
     Reader,
     call_body,
+    call_delta,
     must_call,
     prompt_text,
     reader,
@@ -117,7 +118,10 @@ async def _whole(talk: Talk) -> Response:
         parts = reader.push(step.text, last=step.finish is not None)
         message["content"] += parts.content
         message["reasoning_content"] += parts.reasoning
-        message["tool_calls"] += [call_body(call) for call in parts.calls]
+        for part in parts.calls:
+            if part.name is not None:
+                message["tool_calls"].append(call_body(part.name))
+            message["tool_calls"][-1]["function"]["arguments"] += part.arguments
         if step.finish is not None:
             ends[step.answer] = _reason(reader, step.finish)
     choices = [
@@ -152,36 +156,34 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncGenerator[list[Any]]:
     """The role, then one chunk a step, empty while its text may still become a mark or a stop; in
-    lists of those that are there without waiting."""
+    lists of those that are there without waiting. A step in which a call begins has more of them,
+    for a client may take a call's name for the end of the one before."""
     frame = _frame(talk.service, "chat.completion.chunk")
     options = options or StreamOptions()
-    called = [0] * len(talk.handles)
 
-    def chunk(
-        index: int, delta: dict[str, Any], finish: str | None, scores: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+    def chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         now = {"usage": talk.usage.body()} if options.continuous_usage_stats else {}
         return frame | {"choices": [choice]} | now
 
-    def of(step: Step) -> dict[str, Any]:
+    def of(step: Step) -> list[dict[str, Any]]:
         _count(talk, step)
         index, reader = step.answer, talk.readers[step.answer]
         parts = reader.push(step.text, last=step.finish is not None)
-        delta: dict[str, Any] = {"content": parts.content}
+        said = {"content": parts.content}
         if parts.reasoning:
-            delta["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            calls = enumerate(parts.calls, called[index])
-            delta["tool_calls"] = [{"index": i} | call_body(call) for i, call in calls]
-            called[index] += len(parts.calls)
-        scores = chat_logprobs(talk.service, step.event)
-        return chunk(index, delta, step.finish and _reason(reader, step.finish), scores)
+            said["reasoning_content"] = parts.reasoning
+        first, *more = [{"tool_calls": [call_delta(part)]} for part in parts.calls] or [{}]
+        chunks = [chunk(index, delta) for delta in (said | first, *more)]
+        chunks[0]["choices"][0]["logprobs"] = chat_logprobs(talk.service, step.event)
+        finish = step.finish and _reason(reader, step.finish)
+        chunks[-1]["choices"][0]["finish_reason"] = finish
+        return chunks
 
     role = {"role": "assistant", "content": ""}
-    yield [chunk(index, role, None) for index in range(len(talk.handles))]
+    yield [chunk(index, role) for index in range(len(talk.handles))]
     async with aclosing(_steps(talk)) as found:
         async for several in found:
-            yield [of(step) for step in several]
+            yield [chunk for step in several for chunk in of(step)]
     if options.include_usage:
         yield [frame | {"choices": [], "usage": talk.usage.body()}]

@@ -8,12 +8,13 @@ import msgspec
 
 from jflash.io.harmony import ANALYSIS, CHANNEL, END
 from jflash.io.text import through_template
+from jflash.server.calls import CallPart
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import Message
 from jflash.server.reasoning import Reasoning, ThoughtTokens, opened
 from jflash.server.service import Service
-from jflash.server.tools import Call, Parts, Tools, forced
+from jflash.server.tools import Parts, Tools, forced
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool"}
@@ -133,10 +134,17 @@ def thought_counter(service: Service, prompt: str) -> ThoughtTokens | AnalysisTo
     return ThoughtTokens(opened(prompt), service.thought_marks)
 
 
-def call_body(call: Call) -> dict[str, Any]:
-    """OpenAI's form of a call, with a new id."""
+def call_body(name: str) -> dict[str, Any]:
+    """OpenAI's form of a call that begins, with a new id."""
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
+        "function": {"name": name, "arguments": ""},
     }
+
+
+def call_delta(part: CallPart) -> dict[str, Any]:
+    """OpenAI's form of what a chunk adds to a call."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    return {"index": part.index} | call_body(part.name)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
 from jflash.io.harmony import ANALYSIS, ENDS, MESSAGE, Head, read_head
 from jflash.io.incremental import held_back
-from jflash.server.tools import Call, Parts
+from jflash.server.calls import BEGINS, CallPart, Calls
+from jflash.server.tools import Parts
 
 
 class Channels:
@@ -14,18 +13,18 @@ class Channels:
     `most` are dropped."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._held, self._call = "", ""
+        self._held, self._before = "", ""  # text before a call's arguments
         self._head: Head | None = None  # of the message under way
-        self._most, self._count = most, 0
+        self._begun, self._calls = False, Calls(most)
 
     @property
     def called(self) -> bool:
-        return self._count > 0
+        return self._calls.count > 0
 
     def push(self, text: str, last: bool) -> Parts:
-        """The additions of a piece of text; a call is given once it is complete."""
+        """The additions of a piece of text."""
         self._held += text
-        reasoning, content, calls = "", "", list[Call]()
+        reasoning, content, calls = "", "", list[CallPart]()
         while True:
             if self._head is None:
                 before, mark, rest = self._held.partition(MESSAGE)
@@ -35,20 +34,31 @@ class Channels:
                 self._head, self._held = read_head(before), rest
             body, ended = self._body(last)
             if self._head.function:
-                self._call += body
+                calls += self._of_call(self._head.function, body, ended or last)
             elif self._head.channel == ANALYSIS:
                 reasoning += body
             else:
                 content += body
             if not (ended or last):
                 break
-            if self._head.function:
-                call, self._call = _call(self._head.function, self._call), ""
-                if call is not None:
-                    self._count += 1
-                    calls += [call] if self._most is None or self._count <= self._most else []
             self._head = None
         return Parts(reasoning, content, calls)
+
+    def _of_call(self, name: str, body: str, ended: bool) -> list[CallPart]:
+        """The parts of a message that is a call: none unless its text is an object or empty."""
+        parts = list[CallPart]()
+        if not self._begun:
+            self._before += body
+            if found := BEGINS.match(self._before):
+                parts, self._begun = self._calls.begin(name), True
+                body = self._before[found.end() :]
+            elif ended and not self._before.strip():
+                parts = self._calls.whole(name, "{}")
+        if self._begun:
+            parts += self._calls.add(body)
+        if ended:
+            self._begun, self._before = False, ""
+        return parts
 
     def _body(self, last: bool) -> tuple[str, bool]:
         """The next text of the message under way, and whether the message has ended."""
@@ -60,15 +70,6 @@ class Channels:
         safe = len(self._held) - (0 if last else held_back(self._held, ENDS))
         body, self._held = self._held[:safe], self._held[safe:]
         return body, False
-
-
-def _call(name: str, arguments: str) -> Call | None:
-    """None for arguments that are no JSON object, which the answer's cut may have left."""
-    try:
-        value = msgspec.json.decode(arguments or "{}", type=dict)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return Call(name, msgspec.json.encode(value).decode())
 
 
 class AnalysisTokens:

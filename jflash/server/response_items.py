@@ -1,11 +1,13 @@
 """The output items of /v1/responses and the events that announce them, in OpenAI's order."""
 
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from jflash.server.answers import Usage
-from jflash.server.tools import Call, Parts
+from jflash.server.calls import CallPart
+from jflash.server.tools import Parts
 
 
 class Output:
@@ -32,16 +34,20 @@ class Output:
         yield self._event("response.in_progress", response=self.body())
 
     def add(self, parts: Parts) -> Iterator[dict[str, Any]]:
+        """Text of the same piece comes after the call that is open, and before the next one."""
+        calls = deque(parts.calls)
+        while calls and calls[0].name is None:
+            yield from self._call(calls.popleft())
         if parts.reasoning:
             yield from self._say("reasoning", parts.reasoning)
         if parts.content:
             yield from self._say("message", parts.content)
-        for call in parts.calls:
-            yield from self._call(call)
+        for part in calls:
+            yield from self._call(part)
 
     def end(self, finish: str) -> Iterator[dict[str, Any]]:
-        yield from self._close()
         whole = finish == "stop"
+        yield from self._close(None if whole else False)
         self._status = "completed" if whole else "incomplete"
         self._incomplete = None if whole else {"reason": "max_output_tokens"}
         yield self._event(f"response.{self._status}", response=self.body())
@@ -98,34 +104,46 @@ class Output:
             "content_index": 0,
         }
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self, whole: bool | None = None) -> Iterator[dict[str, Any]]:
+        """Ends the open item; unless `whole` says so, a text is whole and a call is not."""
         if self._open is None:
             return
-        [part] = self._open["content"]
-        name = part["type"]
-        yield self._event(f"response.{name}.done", **self._place(), text=part["text"], logprobs=[])
-        yield self._event("response.content_part.done", **self._place(), part=part)
-        if "status" in self._open:
-            self._open["status"] = "completed"
         index, item, self._open = len(self._items) - 1, self._open, None
+        whole = item["type"] != "function_call" if whole is None else whole
+        if "status" in item:
+            item["status"] = "completed" if whole else "incomplete"
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            yield self._event(
+                "response.function_call_arguments.done", **place, arguments=item["arguments"],
+                name=item["name"],
+            )  # fmt: skip
+        else:
+            [part] = item["content"]
+            name, text = part["type"], part["text"]
+            place["content_index"] = 0
+            yield self._event(f"response.{name}.done", **place, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **place, part=part)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _call(self, call: Call) -> Iterator[dict[str, Any]]:
-        yield from self._close()
-        item = {
-            "id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed",
-            "call_id": f"call_{uuid.uuid4().hex[:24]}", "name": call.name,
-            "arguments": call.arguments,
-        }  # fmt: skip
-        place: dict[str, Any] = {"output_index": len(self._items)}
-        self._items.append(item)
-        begun = item | {"arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", **place, item=begun)
-        place["item_id"] = item["id"]
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event(
-            "response.function_call_arguments.done", **place, arguments=call.arguments,
-            name=call.name,
-        )  # fmt: skip
-        del place["item_id"]
-        yield self._event("response.output_item.done", **place, item=item)
+    def _call(self, part: CallPart) -> Iterator[dict[str, Any]]:
+        if part.name is not None:
+            yield from self._close()
+            self._open = {
+                "id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress",
+                "call_id": f"call_{uuid.uuid4().hex[:24]}", "name": part.name, "arguments": "",
+            }  # fmt: skip
+            self._items.append(self._open)
+            yield self._event(
+                "response.output_item.added", output_index=len(self._items) - 1,
+                item=dict(self._open),
+            )  # fmt: skip
+        assert self._open is not None
+        if part.arguments:
+            self._open["arguments"] += part.arguments
+            yield self._event(
+                "response.function_call_arguments.delta", item_id=self._open["id"],
+                output_index=len(self._items) - 1, delta=part.arguments,
+            )  # fmt: skip
+        if part.ended:
+            yield from self._close(whole=True)

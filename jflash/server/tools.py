@@ -1,22 +1,21 @@
-"""Tool calls in an answer as it streams, in the form of Hermes and Qwen.
+"""Tool calls in an answer as it streams, in the form of Hermes and Qwen, and the choice of tools.
 
-A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, returned once it is complete. Text
-between the marks that is no call stays text.
+A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Its arguments are given as they
+come if the name stands before them, and else once it is whole. Text between the marks that is no
+call stays text.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jflash.io.incremental import held_back
+from jflash.server.calls import OBJECT, CallPart, Calls
 from jflash.server.errors import invalid, unsupported
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-class Call(NamedTuple):
-    name: str
-    arguments: str  # JSON
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*' + OBJECT)
 
 
 class Parts(NamedTuple):
@@ -24,53 +23,77 @@ class Parts(NamedTuple):
 
     reasoning: str
     content: str
-    calls: list[Call]
+    calls: list[CallPart]
 
 
 class Tools:
-    """Reads the calls out of one answer."""
+    """Reads the calls out of one answer; those after the first `most` are dropped."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._held = ""
-        self._most = most  # later calls are dropped
-        self.count = 0
+        self._held, self._begun, self._calls = "", False, Calls(most)
 
-    def push(self, piece: str, last: bool) -> tuple[str, list[Call]]:
-        """The text and the complete calls that a piece adds."""
+    @property
+    def count(self) -> int:
+        return self._calls.count
+
+    def push(self, piece: str, last: bool) -> tuple[str, list[CallPart]]:
+        """The text and the parts of calls that a piece adds."""
         self._held += piece
-        text, calls = "", list[Call]()
+        text, parts = "", list[CallPart]()
         while True:
-            before, opened, inside = self._held.partition(OPEN)
-            if not opened:
-                end = len(before) - (0 if last else held_back(before, [OPEN]))
-                text, self._held = text + before[:end], before[end:]
-                break
-            body, closed, rest = inside.partition(CLOSE)
+            if not self._begun:
+                before, opened, inside = self._held.partition(OPEN)
+                if not opened:
+                    end = len(before) - (0 if last else held_back(before, [OPEN]))
+                    self._held = before[end:]
+                    return text + before[:end], parts
+                text, self._held = text + before, inside
+            body, closed, rest = self._held.partition(CLOSE)
+            if not self._begun and (head := _head(body)) is not None:
+                name, end = head
+                parts += self._calls.begin(name)
+                self._begun, body = True, body[end:]
+            if self._begun:
+                end = len(body) - (0 if closed or last else held_back(body, [CLOSE]))
+                parts += self._calls.add(body[:end])
+                self._begun, self._held = not closed, rest if closed else body[end:]
+                if self._begun:
+                    return text, parts
+                continue
             if not closed and not last:
-                text, self._held = text + before, opened + inside
-                break
+                self._held = OPEN + self._held
+                return text, parts
             call = _call(body)
             if call is None:
-                text, self._held = text + before + opened + body + closed, rest
-                continue
-            self.count += 1
-            text, self._held = text + before, rest
-            if self._most is None or self.count <= self._most:
-                calls.append(call)
-        return text, calls
+                text += OPEN + body + closed
+            else:
+                parts += self._calls.whole(call.name, bytes(call.arguments).decode())
+            self._held = rest
 
 
-def _call(body: str) -> Call | None:
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def _head(body: str) -> tuple[str, int] | None:
+    """The name of a call whose arguments have begun, and their place in its text."""
+    found = HEAD.match(body)
+    if found is None:
+        return None
     try:
-        value = msgspec.json.decode(body)
+        return msgspec.json.decode(found[1], type=str), found.end()
+    except msgspec.DecodeError:
+        return None
+
+
+def _call(body: str) -> _Call | None:
+    """A whole call."""
+    try:
+        call = msgspec.json.decode(body, type=_Call)
     except (msgspec.DecodeError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return Call(value["name"], msgspec.json.encode(arguments).decode())
+    return call if bytes(call.arguments).startswith(b"{") else None
 
 
 def wanted(

@@ -146,6 +146,12 @@ def test_forced_calls_and_forms_after_thoughts():
             [choice] = whole["choices"]
             [call] = choice["message"]["tool_calls"]
             assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+            asked = body | how | {"stream": True}
+            lines = httpx.post(server.url + CHAT, json=asked, timeout=60).text.splitlines()
+            deltas = [json.loads(x[6:])["choices"][0]["delta"] for x in lines if '"delta"' in x]
+            parts = [x["tool_calls"][0]["function"] for x in deltas if "tool_calls" in x]
+            assert parts[0] == call["function"] | {"arguments": ""}
+            assert "".join(x["arguments"] for x in parts) == call["function"]["arguments"]
             value = json.loads(call["function"]["arguments"])["x"]
             assert value in WAYS[call["function"]["name"]]["properties"]["x"]["enum"]
             thoughts = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]

@@ -11,7 +11,7 @@ from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.server.harmony import Channels
 from jflash.serving.grammar import Opening
-from tests.server.test_streamed_text import cuts, flags
+from tests.server.test_streamed_text import cuts, flags, joined
 from tests.support.letters import TEMPLATE, letters_tokenizer
 from tests.support.reciting import Reciting, client_of
 
@@ -20,15 +20,18 @@ FINAL = "<|channel|>final<|message|>yes<|return|>"
 CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{%s}<|call|>"
 OTHER = " to=functions.then<|channel|>commentary json<|message|>{}<|call|>"
 SAYS = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
-HALF = "<|channel|>commentary to=functions.now<|message|>{no"
+NONE = "<|channel|>commentary to=functions.now<|message|>{no"
+HALF = '<|channel|>commentary to=functions.now<|message|> {"a": "'
 CHAT = "/v1/chat/completions"
 
 
 ANSWERS = [
     (THOUGHT + FINAL, "so it is", "yes", []),
-    (THOUGHT + CALL % '"a": [1]', "so it is", "", [("now", '{"a":[1]}')]),
-    (OTHER + "<|start|>assistant" + CALL % "", "", "", [("then", "{}"), ("now", "{}")]),
-    (SAYS + HALF, "", "I look.", []),
+    (THOUGHT + CALL % '"a": [1]', "so it is", "", [("now", '{"a": [1]}', True)]),
+    (OTHER + "<|start|>assistant" + CALL % "", "", "", [("then", "{}", True), ("now", "{}", True)]),
+    (SAYS + NONE, "", "I look.", []),
+    (SAYS + HALF, "", "I look.", [("now", '{"a": "', False)]),
+    (NONE[:-3] + " <|call|>", "", "", [("now", "{}", True)]),
     ("<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
     ("<|channel|>fin", "", "", []),
 ]  # reasoning, content, calls
@@ -62,10 +65,10 @@ def test_channels_at_any_cut(whole, reasoning, content, calls):
         parts = [reader.push(piece, last) for piece, last in flags(pieces)]
         assert "".join(part.reasoning for part in parts) == reasoning
         assert "".join(part.content for part in parts) == content
-        assert [tuple(call) for part in parts for call in part.calls] == calls
+        assert joined(call for part in parts for call in part.calls) == calls
         assert reader.called == bool(calls)
     one = Channels(most=1).push(OTHER + CALL % "", True)
-    assert [call.name for call in one.calls] == ["then"]
+    assert joined(one.calls) == [("then", "{}", True)]
 
 
 def test_the_routes_give_thoughts_text_and_calls_apart():
@@ -91,8 +94,9 @@ def test_the_routes_give_thoughts_text_and_calls_apart():
     lines = post(CHAT, tools=[tool], stream=True).text.splitlines()
     deltas = [json.loads(x[6:])["choices"][0] for x in lines if "delta" in x]
     assert "".join(one["delta"].get("reasoning_content", "") for one in deltas) == "soitis"
-    [call] = [call for one in deltas for call in one["delta"].get("tool_calls", [])]
-    assert call["function"] == {"name": "now", "arguments": '{"a":1}'}
+    calls = [call for one in deltas for call in one["delta"].get("tool_calls", [])]
+    assert calls[0]["function"] == {"name": "now", "arguments": ""} and len(calls) > 2
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a":1}'
     assert deltas[-1]["finish_reason"] == "tool_calls"
     post(CHAT, guided_regex="[0-9]")
     ids = tokenizer.convert_tokens_to_ids(["<|message|>", "<|channel|>", "final"])

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.testclient import TestClient
 
 from jflash.programs import Shape
@@ -108,9 +109,12 @@ def test_every_choice_among_tools_on_both_routes(engine, sdk, choice, shown, mus
         assert ends == ("stop", "stop") and not whole.message.tool_calls
     else:
         assert ends == ("tool_calls", "tool_calls") and not text.strip()
-        assert [call.index for call in calls] == [0]
-        for call in (*calls, *whole.message.tool_calls):
-            assert (call.function.name, call.function.arguments) == ("two", '{"x":"a"}')
+        assert {call.index for call in calls} == {0}
+        first, *more = [call.function for call in calls]
+        assert (first.name, first.arguments) == ("two", "")
+        assert "".join(call.arguments for call in more) == '{"x": "a"}' and len(more) > 5
+        [call] = whole.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("two", '{"x": "a"}')
 
     if isinstance(choice, dict):  # this route has what a type holds one level higher
         inner = choice[choice["type"]]
@@ -126,9 +130,69 @@ def test_every_choice_among_tools_on_both_routes(engine, sdk, choice, shown, mus
     if choice == "none":
         assert got.output_text == CALL
     else:
-        assert (item.type, item.name, item.arguments) == ("function_call", "two", '{"x":"a"}')
+        assert (item.type, item.name, item.arguments) == ("function_call", "two", '{"x": "a"}')
         [done] = [e for e in events if e.type == "response.function_call_arguments.done"]
         assert done.arguments == item.arguments
+
+
+OTHER = '<tool_call>{"name": "one", "arguments": {"a": [{}, "b c"]}}</tool_call>'
+LATE = '<tool_call>{"arguments": {"d":  1}, "name": "one"}</tool_call>'
+X, A, D = ("two", '{"x": "a"}'), ("one", '{"a": [{}, "b c"]}'), ("one", '{"d":  1}')
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "said", "calls"),
+    [
+        (f"so{CALL}and {OTHER}{LATE}{CALL}so<end>", "stop", "soand so", [X, A, D, X]),
+        (f"{OTHER}<tool_call>none</tool_call><end>", "stop", "<tool_call>none</tool_call>", [A]),
+        (CALL + OTHER.partition('"b')[0], "length", "", [X, ("one", '{"a": [{}, ')]),
+        (CALL + OTHER.removesuffix("}</tool_call>"), "length", "", [X, A]),
+        (CALL + LATE[:-30], "length", LATE[:-30], [X]),
+    ],
+    ids=["several", "no call", "cut within", "cut after", "cut before the name"],
+)
+def test_streamed_calls_are_those_of_the_whole_answer(
+    engine, sdk, text, finish, said, calls, monkeypatch
+):
+    """Put together by OpenAI's own helpers for streams, on both routes."""
+    engine.text = "</think>" + text
+    monkeypatch.setattr(engine, "finish", finish)
+    strict: list = [{"type": "function", "function": each | {"strict": True}} for each in FUNCTIONS]
+    flat: list = [{"type": "function", "strict": True} | each for each in FUNCTIONS]
+    how: dict[str, Any] = {"model": "small", "messages": MESSAGES, "tools": strict}
+    whole = sdk.chat.completions.create(**how).choices[0]
+    found = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert found == calls and (whole.message.content or "") == said
+    assert whole.finish_reason == ("length" if finish == "length" else "tool_calls")
+    ended, pieces = list[tuple[str, str]](), dict[int, str]()
+    chunks = sdk.chat.completions.create(stream=True, **how)
+    state, last = ChatCompletionStreamState(), None
+    for chunk in chunks:
+        for event in state.handle_chunk(chunk):
+            if event.type == "tool_calls.function.arguments.delta":
+                pieces[event.index] = pieces.get(event.index, "") + event.arguments_delta
+            if event.type == "tool_calls.function.arguments.done":
+                ended.append((event.name, event.arguments))
+        last = chunk.choices[0].finish_reason
+    assert list(pieces.values()) == [arguments for _, arguments in calls] and ended == calls
+    assert last == whole.finish_reason
+
+    whole = sdk.responses.create(model="small", input="abc", tools=flat)
+    statuses = [item.status for item in whole.output if item.type == "function_call"]
+    assert statuses[:-1] == ["completed"] * (len(calls) - 1)
+    assert (statuses[-1] == "completed") == (calls[-1][1][-1] == "}")
+    with sdk.responses.stream(model="small", input="abc", tools=flat) as stream:
+        events = list(stream)
+        final = stream.get_final_response() if finish == "stop" else events[-1].response
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    for response in (whole, final):
+        items = [item for item in response.output if item.type == "function_call"]
+        assert [(item.name, item.arguments) for item in items] == calls
+        assert response.output_text == said
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    done = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
+    deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
+    assert done == [arguments for _, arguments in calls] and len(deltas) > 2 * len(calls)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jflash.io import load_tokenizer
 from jflash.io.incremental import WINDOW, Incremental
 from jflash.io.text import decode
 from jflash.server.reasoning import Reasoning, opened
-from jflash.server.tools import Call, Tools
+from jflash.server.tools import Tools
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed, Request
 from tests.support.letters import END, letters_tokenizer
@@ -34,6 +34,19 @@ def cuts(whole, count=40):
 def flags(pieces):
     """Each piece with whether it is the last."""
     return [(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+
+
+def joined(parts):
+    """Calls by their parts: names, arguments, and whether these are whole."""
+    calls = []
+    for part in parts:
+        if part.name is not None:
+            assert part.index == len(calls) and not part.arguments
+            calls.append((part.name, "", False))
+        name, arguments, ended = calls[part.index]
+        assert not ended and part.index == len(calls) - 1
+        calls[part.index] = (name, arguments + part.arguments, part.ended)
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +153,48 @@ def test_calls_are_read_at_any_cut_and_the_rest_stays_text():
         reader = Tools()
         given = [reader.push(piece, last) for piece, last in flags(pieces)]
         assert "".join(text for text, _ in given) == "See:\n\n<tool_call>no JSON</tool_call> then "
-        [weather, now] = [call for _, calls in given for call in calls]
-        assert weather.name == "weather" and json.loads(weather.arguments) == arguments
-        assert now == Call("now", "{}")
-    reader = Tools(most=1)
-    assert [call.name for call in reader.push(whole, True)[1]] == ["weather"]
+        calls = joined(part for _, parts in given for part in parts)
+        assert calls == [
+            ("weather", json.dumps(arguments, ensure_ascii=False), True), ("now", "{}", True)
+        ]  # fmt: skip
+    assert [name for name, *_ in joined(Tools(most=1).push(whole, True)[1])] == ["weather"]
     assert Tools().push("a <tool_call>{", True) == ("a <tool_call>{", [])
+
+
+BEGUN = '<tool_call>{"name": "a\\n", "arguments": {"x": [1, "'
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "calls"),
+    [
+        (BEGUN, "", [("a\n", '{"x": [1, "', False)]),  # cut by the limit
+        (BEGUN + '</tool_call> and"', ' and"', [("a\n", '{"x": [1, "', False)]),
+        (BEGUN + '}\\"]}"]}, "id": 3', "", [("a\n", '{"x": [1, "}\\"]}"]}', True)]),
+        (BEGUN[:-10], BEGUN[:-10], []),
+        ('<tool_call>{"name": "\\x", "arguments": {"x": 1}}', None, []),  # no escape of JSON
+        ('<tool_call>{"name": "a", "arguments": [{"x": 1}]}</tool_call>', None, []),
+        ('<tool_call>{"name": "a", "arguments": {x: 1}}</tool_call>.', None, []),
+        ('<tool_call>{"name": "a</tool_call>", "arguments": {"x": 1}', None, []),
+        ('<tool_call>{"arguments": {"x" :1}, "name": "b"}', "", [("b", '{"x" :1}', True)]),
+        ('<tool_call>{"name": "c", "id": 1, "arguments": { }}', "", [("c", "{ }", True)]),
+        ('<tool_call>{"name": "c", "id": 1, "arguments": {"x"', None, []),
+    ],
+)
+def test_what_has_begun_as_a_call_stays_one_and_all_else_stays_text(whole, text, calls):
+    """At any cut; `text` None: the whole."""
+    for pieces in cuts(whole):
+        reader = Tools()
+        given = [reader.push(piece, last) for piece, last in flags(pieces)]
+        assert joined(part for _, parts in given for part in parts) == calls
+        assert "".join(piece for piece, _ in given) == (whole if text is None else text)
+        assert reader.count == len(calls)
+
+
+def test_arguments_come_as_they_are_written():
+    reader, sizes = Tools(), list[int]()
+    for letter in f"{BEGUN}{'a' * 50}":
+        sizes += [len(part.arguments) for part in reader.push(letter, False)[1]]
+    assert sizes[:2] == [0, 2] and set(sizes[2:]) == {1} and len(sizes) > 50
 
 
 def test_what_is_there_without_waiting_leaves_in_one_list():

@@ -11,7 +11,7 @@ from jflash.server.metrics import Metrics
 from jflash.server.service import Service
 from jflash.serving.grammar import Grammars
 from jflash.serving.handle import Handle
-from jflash.serving.request import Event, Request
+from jflash.serving.request import Event, FinishReason, Request
 from jflash.serving.stats import SIZES, Stats
 
 NOTHING = {field.name: 0 for field in fields(Stats)} | {
@@ -29,6 +29,7 @@ class Reciting:
 
     def __init__(self, tokenizer: Any) -> None:
         self.text, self.waiting, self.asked = "", 0, list[Request]()
+        self.finish: FinishReason = "stop"
         self.tokenizer, self.vocabulary = tokenizer, max(tokenizer.get_vocab().values()) + 1
 
     def stats(self) -> Stats:
@@ -41,7 +42,7 @@ class Reciting:
         self.asked.append(request)
         handle, ids = Handle(request, lambda _: None), self.tokenizer(self.text)["input_ids"]
         handle.give([Event((token,), queued=QUEUED) for token in ids[:-1]])
-        handle.give([Event((ids[-1],), finish_reason="stop", queued=QUEUED)])
+        handle.give([Event((ids[-1],), finish_reason=self.finish, queued=QUEUED)])
         return handle
 
     def prompt(self) -> str:
