@@ -15,7 +15,7 @@ from jflash.generate import generate
 from jflash.serving import device
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
-from jflash.serving.stats import SIZES
+from jflash.serving.stats import SIZES, Stats
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
 
@@ -92,11 +92,15 @@ def test_events_have_the_time_until_a_slot_was_given(engine):
 
 
 def test_rounds_are_counted_by_their_tokens(engine):
-    before = engine.stats()
+    def settled() -> Stats:
+        """After the end of the round that gave the last event."""
+        engine.sleep()
+        engine.wake()
+        return engine.stats()
+
+    before = settled()
     engine.generate([Request(prompt_ids=[3] * 100, max_tokens=1, cache_salt="rounds")])
-    engine.sleep()  # the round has ended
-    engine.wake()
-    after = engine.stats()
+    after = settled()
     assert after.computed - before.computed == 100
     pairs = zip(after.rounds_by_tokens, before.rounds_by_tokens, strict=True)
     counts = dict(zip((*SIZES, None), (b - a for b, a in pairs), strict=True))
