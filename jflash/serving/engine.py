@@ -176,9 +176,12 @@ class Engine:
     def update_weights(self, *, target: Any = None, drafter: Any = None) -> int:
         """Replaces a model's parameters; returns the number of the new version.
 
-        Running requests first finish with the old ones, waiting requests begin with the new ones,
-        and prefixes of the old ones are forgotten. Nothing is compiled. ValueError unless tree,
-        shapes and dtypes are the same.
+        Running requests first finish with the old ones, waiting requests begin with the new ones.
+        Nothing is compiled. ValueError unless tree, shapes and dtypes are the same.
+
+        A new target forgets all prefixes. After a new drafter alone, requests with `speculate`
+        false still find them; others compute theirs again, because the drafter's context is made
+        of the target's features, which no page keeps.
         """
         new = {"target": target, "drafter": drafter}
         new = {name: params for name, params in new.items() if params is not None}

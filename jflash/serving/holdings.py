@@ -3,6 +3,7 @@
 This file knows requests and numbers of pages, and no device.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +12,14 @@ from jaxtyping import Bool, Int
 from jflash.cache import DeltaCache
 from jflash.pair import Models
 from jflash.serving.job import Job
-from jflash.serving.pages import Pages, chain
+from jflash.serving.pages import Name, Pages, chain
 from jflash.serving.sliding import Held, Sliding
 from jflash.serving.slots import Layout, pass_sizes, sliding
 from jflash.serving.states import States, borders
 from jflash.state import State
 from pallas_kernels.block_attention import PAGE
+
+FORMER = 3  # drafters whose pages texts without drafts still find
 
 
 class Holdings:
@@ -28,15 +31,24 @@ class Holdings:
         recurrent = any(isinstance(layer, DeltaCache) for layer in layers)
         self.states = States(layout.states if recurrent else None)
         self._sizes = pass_sizes(models, layout.shape)
-        self._salt, self._columns = salt, layout.columns
+        self._first = self._salt = salt
+        self._columns = layout.columns
+        self._former = deque[bytes](maxlen=FORMER)
         self.steps = layout.steps  # of the next round, at most
         self._width = models.block_size  # tokens that a step may add
         self._none = np.full(layout.columns, layout.pages, np.int32)
         self._none = np.append(self._none, self.sliding.row(Held(), layout.columns))
         self._tables = np.tile(self._none, (layout.shape.batch, 1))
 
+    def new_drafter(self, version: int) -> None:
+        """Pages of the drafter before have a context of another drafter. Only texts without drafts,
+        which never use a context, begin with them from now on."""
+        self._former.appendleft(self._salt)
+        self._salt = b"drafter %d, " % version + self._first  # a request's own salt comes after it
+
     def forget_all(self) -> None:
         """Empties the prefix index, because the weights change or the pages go."""
+        self._former.clear()
         self.pages.forget_all()
         self.sliding.pages.forget_all()
         self.states.forget_all()
@@ -144,8 +156,14 @@ class Holdings:
         end = job.to_compute
         if job.request.prompt_logprobs is not None and not job.begun:
             return []
+        most = (end - 1) // PAGE
+        if self._former and not job.request.speculate:
+            # New pages follow in the chain that it begins with: where its first ones lack a
+            # context, no text with drafts comes to the later ones.
+            chains = [self._names(job, end, salt) for salt in (self._salt, *self._former)]
+            job.names = max(chains, key=lambda names: len(self.pages.find(names[:most])))
         self._chain(job, end - end % PAGE)
-        return self.pages.find(job.names[: (end - 1) // PAGE])
+        return self.pages.find(job.names[:most])
 
     def _usable(self, job: Job, found: list[int]) -> list[int]:
         """Those of them after which layers with windows and recurrent layers can go on."""
@@ -153,5 +171,7 @@ class Holdings:
 
     def _chain(self, job: Job, tokens: int) -> None:
         """Names the pages of its first `tokens` tokens."""
-        salt = self._salt + job.request.cache_salt.encode()
-        job.names = chain(job.tokens[:tokens], salt, job.names)
+        job.names = self._names(job, tokens, self._salt, job.names)
+
+    def _names(self, job: Job, tokens: int, salt: bytes, known: Sequence[Name] = ()) -> list[Name]:
+        return chain(job.tokens[:tokens], salt + job.request.cache_salt.encode(), known)

@@ -80,9 +80,15 @@ class Loop:
     def new_weights(self, params: Params) -> None:
         """Takes other parameters of the same shapes; the loop must be quiet."""
         assert self.quiet, "a text is of one version"
+        same_target = params.target is self.device.params.target
         self.device.new_weights(params)
         self.version += 1
-        self.holdings.forget_all()
+        for job in self.waiting:
+            job.names = []
+        if same_target:
+            self.holdings.new_drafter(self.version)
+        else:
+            self.holdings.forget_all()
 
     def sleep(self) -> None:
         """Frees the state's memory; the loop must be quiet."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -301,6 +302,37 @@ def test_other_weights_and_sleep_forget_the_copies(pair):
         cached, one = told(loop, asked(ids))[0]
         assert cached == hit and same(one, want)
     assert told(loop, asked(ids, cache_salt="other"))[0][0] == 0
+
+
+def test_a_new_drafter_leaves_prefixes_to_texts_without_drafts(pair):
+    """Others compute theirs again, and accept as many drafts as without a prefix."""
+    loop, [ids] = loop_of(pair), prompts(1, seed=4, low=150, high=151)
+    drafted, plain = asked(ids, 40), asked(ids, 40, speculate=False)
+    waits, [(_, old)] = job_of(drafted), told(loop, drafted)
+    loop.waiting.append(waits)
+    assert loop.holdings.fresh(waits)[1] == 128  # as a plan looks at it
+    other = jax.tree.map(lambda rows: -rows, pair.params.drafter)
+    loop.new_weights(pair.params._replace(drafter=other))
+    assert loop.holdings.fresh(waits)[1] == 0
+    loop.waiting.remove(waits)
+    cached, text = told(loop, plain)[0]
+    assert cached == 128 and (text.token_ids, text.logprobs) == (old.token_ids, old.logprobs)
+    plain = asked([*ids, *text.token_ids], 20, speculate=False)
+    assert [told(loop, plain)[0][0] for _ in range(2)] == [128, 128]
+    plain, drafted = [
+        asked([*plain.prompt_ids, *range(20)], 30, speculate=speculate)
+        for speculate in (False, True)
+    ]
+    assert [told(loop, plain)[0][0] for _ in range(2)] == [128, 192]
+    alone = told(loop, replace(drafted, cache_salt="alone"))[0]
+    found = [told(loop, drafted)[0] for _ in range(2)]
+    assert [alone[0], *(cached for cached, _ in found)] == [0, 0, 192]
+    assert all(same(each, alone[1]) for _, each in found)
+    loop.new_weights(pair.params)
+    assert [told(loop, each)[0][0] for each in (drafted, plain)] == [0, 192]
+    target = jax.tree.map(jnp.copy, pair.params.target)
+    loop.new_weights(pair.params._replace(target=target))
+    assert told(loop, plain)[0][0] == 0
 
 
 def test_a_copy_is_the_state_of_a_whole_pass(pair):
