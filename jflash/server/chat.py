@@ -184,6 +184,6 @@ async def _chunks(talk: Talk, options: StreamOptions | None) -> AsyncGenerator[l
     yield [chunk(index, role) for index in range(len(talk.handles))]
     async with aclosing(_steps(talk)) as found:
         async for several in found:
-            yield [chunk for step in several for chunk in of(step)]
+            yield [each for step in several for each in of(step)]
     if options.include_usage:
         yield [frame | {"choices": [], "usage": talk.usage.body()}]
