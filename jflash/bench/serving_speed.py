@@ -43,7 +43,7 @@ def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
     since = {
         name: value - getattr(before, name)
         for name, value in asdict(after).items()
-        if name not in ("ended", "steps_by_rows", "device_bytes")
+        if name not in ("ended", "steps_by_rows", "rounds_by_tokens", "device_bytes")
     }
     ended = sum(after.ended.values()) - sum(before.ended.values())
     tokens = since["new_tokens"]
