@@ -24,13 +24,15 @@ GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 PROGRAM = """
 import json, jflash, jflash.parts
+from dataclasses import replace
 from tests.support.shared_steps import (
     kept_from_files, largest_differences, output_differences, random_parts
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 pair = jflash.load_pair(*pair, dtype="float32", tensor_parallel=2)
 prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
-with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
+pushing = replace(pair, models=pair.models.gathering_by("push"))  # an engine gathers by XLA
+with jflash.Engine(pushing, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
     request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
     ids = [i for event in engine.submit(request) for i in event.token_ids]
 jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
