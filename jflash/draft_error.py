@@ -5,13 +5,14 @@ one. Noise of a few per cent turns logits after random features into others, so 
 target's, of real tokens.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.passes import Block, Chunk
 from jflash.speculative import apply
@@ -45,13 +46,20 @@ def draft_error(
     """Compares two forms of one drafter after parts of `text`; the target's are the same."""
     tokens = jnp.asarray([text[:MOST]], jnp.int32)
     assert tokens.shape[1] > BLOCKS, "a text has room for a block's context"
-    features = jax.jit(_features, static_argnums=0)(exact, params, tokens)
-    logits = jax.jit(_logits, static_argnums=0)
-    one, two = logits(exact, params, tokens, features), logits(other, rounded, tokens, features)
+    features = _over_devices(_features, exact, params, tokens)
+    one = _over_devices(_logits, exact, params, tokens, features)
+    two = _over_devices(_logits, other, rounded, tokens, features)
     size = jnp.sqrt(jnp.mean(jnp.square(one)))
     relative = jnp.sqrt(jnp.mean(jnp.square(one - two))) / size
     same = jnp.argmax(one, axis=-1) == jnp.argmax(two, axis=-1)
     return DraftError(float(relative), float(same.mean()), same.size)
+
+
+def _over_devices(function: Callable, models: Models, params: Params, *rows: Array) -> Array:
+    """`function` of models, parameters and rows, by all devices that share the models."""
+    part, takes = local(models), (param_specs(models, params), *[EVERYWHERE] * len(rows))
+    program = functools.partial(function, part)
+    return spread(models.mesh, program, takes, EVERYWHERE)(params, *rows)
 
 
 def _features(models: Models, params: Params, tokens: Int[Array, "1 T"]) -> Float[Array, "1 T PD"]:

@@ -20,6 +20,7 @@ from jflash.config import DecoderConfig
 from jflash.gather import AXIS, pushing
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
+from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params, leaf_paths
 from jflash.pair import Models, Params
 from jflash.parts import indivisible, part_of, with_experts_over
@@ -190,7 +191,8 @@ def with_context(models: Models, params: Params) -> Params:
         return params
     if models.mesh is None:
         return params._replace(drafter=with_context_kernel(drafter, params.drafter))
-    [where] = param_specs(models, Params(None, params.drafter))[1:]
+    exact = models.drafting_in("")
+    [where] = param_specs(exact, Params(None, params.drafter))[1:]
     assert models.drafter is not None
     whole, part = context_leaves(models.drafter.config), context_leaves(drafter.config)
     made = {name: _spec(shared_axis(whole[name].stored, part[name].stored)) for name in part}
@@ -201,6 +203,28 @@ def with_context(models: Models, params: Params) -> Params:
     return params._replace(
         drafter=params.drafter | spread(models.mesh, extra, (where,), made)(params.drafter)
     )
+
+
+def with_rounding(models: Models, params: Params) -> Params:
+    """The parameters with the drafter's products rounded, if the models' drafter wants them so.
+
+    A number's rounding hangs on its column alone, so each device rounds what it has.
+    """
+    drafter = local(models).drafter
+    if drafter is None or not drafter.config.products:
+        return params
+    config, target = drafter.config, heads_of(params.target)
+    if models.mesh is None:
+        return params._replace(drafter=rounded(config, params.drafter, target))
+    exact, made = models.drafting_in(""), decoding_params(config)
+    takes = param_specs(exact, Params(target, params.drafter))
+    gives = param_specs(models, Params(None, made)).drafter
+
+    def own(given: Params) -> dict:
+        return rounded(config, given.drafter, given.target)
+
+    round_all = spread(models.mesh, own, (takes,), gives)
+    return params._replace(drafter=round_all(Params(target, params.drafter)))
 
 
 def placed(mesh: Mesh | None, config: DecoderConfig, params: dict) -> dict:

@@ -24,8 +24,6 @@ def indivisible(config: DecoderConfig, shards: int) -> Iterator[str]:
     sizes = {"vocabulary": config.vocab_size, "hidden size": config.hidden_size}
     if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
         sizes["draft vocabulary"] = config.draft_vocab_size
-    if isinstance(config, DrafterConfig) and config.products:
-        yield f"products in {config.products}"
     for layer in config.layers:
         mixer, mlp = layer.mixer, layer.mlp
         if isinstance(mixer, DeltaSpec):

@@ -43,10 +43,9 @@ from jflash.memory import (
     tree_bytes,
     weight_bytes,
 )
-from jflash.mesh import local, over, place, tensor_mesh, with_context
+from jflash.mesh import local, over, place, tensor_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.float8 import rounded
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
 from jflash.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
@@ -214,11 +213,8 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
         params = load_weights(files).params
     else:
         weights = random_weights(models.configs, place=functools.partial(place, models.mesh))
-        params = with_context(models, Params(*weights))
+        params = with_rounding(models, with_context(models, Params(*weights)))
         del weights
-        assert models.drafter is not None
-        drafter = rounded(models.drafter.config, params.drafter, params.target)
-        params = params._replace(drafter=drafter)
     return state, jax.block_until_ready(params)
 
 

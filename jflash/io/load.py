@@ -20,10 +20,9 @@ from jflash.io.hf_write import to_hf_config
 from jflash.io.keeping import keeping
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
-from jflash.mesh import over, place, placed, tensor_mesh, with_context
+from jflash.mesh import over, place, placed, tensor_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.float8 import rounded
 from jflash.models.params import random_params
 from jflash.pair import Models, Params
 
@@ -171,7 +170,7 @@ def load_weights(
         filled = fill_target(dtype, progress, place=functools.partial(places, target))
         params = placed(models.mesh, config, random_params(config, files.drafter_seed))
     exact = with_context(models, Params(filled, params))
-    decoding = exact._replace(drafter=rounded(config, exact.drafter, filled))
+    decoding = with_rounding(models, exact)
     if on_rounding is not None and config.products:
         on_rounding(models.drafting_in(""), exact, models, decoding)
     return Pair(models, decoding)
@@ -208,8 +207,8 @@ def load_pair(
     `experts_over` is 'devices'. `quantised` says how a quantised target's weights lie in memory,
     which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where
     arrays would take more than two thirds of the device and its kernels read codes.
-    `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, on one device,
-    which changes no output. Everything that can be checked without weights is checked before any
+    `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, which changes no
+    output. Everything that can be checked without weights is checked before any
     are read. ValueError says what does not fit.
     """
     files = configure_pair(

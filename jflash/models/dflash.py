@@ -155,7 +155,8 @@ class Drafter(nn.Module):
     def best(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Int[Array, "B T"]:
         """The id of the largest logit of the drafter's own head."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return head_best(flat, self._head(), backend, 1).reshape(hidden.shape[:2])
+        best = head_best(flat, self._head(), backend, self.config.shards)
+        return best.reshape(hidden.shape[:2])
 
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"

@@ -20,7 +20,7 @@ ROUNDED = ("qkv", "out", "gate_up", "down", "fc")  # the products whose kernels 
 
 def float8_leaves(config: DrafterConfig, leaves: dict[str, Any]) -> dict[str, Any]:
     """The leaves that a drafter decodes with, of those that it would decode with unrounded."""
-    rows = config.draft_vocab_size or config.vocab_size
+    rows = (config.draft_vocab_size or config.vocab_size) // config.shards
     head = Leaf((config.hidden_size, rows), ("embed", "vocab"), dtype=config.dtype)
     kept = {name: leaf for name, leaf in leaves.items() if name != "head"} | {HEAD: head}
     return jax.tree_util.tree_map_with_path(
@@ -37,12 +37,17 @@ def rounded(config: DrafterConfig, drafter: dict[str, Any], target: dict[str, An
     """A drafter's parameters as its config wants them; `target` has the head to draft by."""
     if not config.products:
         return drafter
-    head = drafter.get("head", target.get("head", target["embedding"]))
+    head = drafter.get("head", target.get("head", target.get("embedding")))
     kept = {name: leaf for name, leaf in drafter.items() if name != "head"}
     made = jax.tree_util.tree_map_with_path(
         lambda path, leaf: _round_weight(leaf) if _is_rounded(path) else leaf, kept
     )
     return made | {HEAD: _round_head(head)}
+
+
+def heads_of(target: dict[str, Any]) -> dict[str, Any]:
+    """Of a target's parameters those that `rounded` reads."""
+    return {name: target[name] for name in ("head", "embedding") if name in target}
 
 
 def _is_rounded(path: Any) -> bool:

@@ -24,9 +24,9 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.memory import check_decoding, check_memory
+from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
-from jflash.models.dflash import Drafter, with_context_kernel
-from jflash.models.float8 import rounded
+from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape, capacity_for
@@ -77,12 +77,9 @@ def load_case(
 
     made = _tiny_math if name == "tiny-math" else functools.partial(_random_weights, name, layers)
     case = made(dtype, seed, suited)
-    drafter = case.models.drafter
-    assert drafter is not None
 
     def ready(params: Params) -> Params:
-        whole = with_context_kernel(drafter, params.drafter)
-        return params._replace(drafter=rounded(drafter.config, whole, params.target))
+        return with_rounding(case.models, with_context(case.models, params))
 
     return case._replace(params=ready(case.params), other_drafter=ready(case.other_drafter))
 

@@ -10,18 +10,15 @@ import pytest
 from jflash.config import second_version
 from jflash.decoding import Decoding, Sampling
 from jflash.draft_error import draft_error
-from jflash.gather import AXIS
 from jflash.generate import Pair, generate
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
-from jflash.mesh import local, with_context
+from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.float8 import rounded
 from jflash.pair import Models, Params
 from jflash.programs import Shape
 from pallas_kernels.matmul.rounded import Rounded
-from tests.support.described_gpu import H200, device_mesh
 from tests.support.pairs import (
     drafter_config,
     one_arithmetic,
@@ -44,9 +41,7 @@ def made(kind: str) -> tuple[Pair, Pair]:
         params.drafter["d2t"] = jnp.arange(32, dtype=jnp.int32)  # it drafts even ids
     models = Models(Target(target), Drafter(drafter), drafter.block_size)
     other, params = models.drafting_in("float8"), with_context(models, params)
-    assert other.drafter is not None
-    drafting = rounded(other.drafter.config, params.drafter, params.target)
-    return Pair(models, params), Pair(other, params._replace(drafter=drafting))
+    return Pair(models, params), Pair(other, with_rounding(other, params))
 
 
 KINDS = ("tied", "DFlash 2", "its head")
@@ -107,6 +102,3 @@ def test_what_cannot_be_rounded_is_refused_by_name():
         models.drafting_in("float4")
     with pytest.raises(ValueError, match="drafter_dtype 'float8' without a drafter"):
         configure_pair("checkpoints/tiny-math/target", drafter_dtype="float8")
-    shared = replace(models.drafting_in("float8"), mesh=device_mesh(H200, 2, AXIS))
-    with pytest.raises(ValueError, match=r"cannot share .*the drafter's products in float8"):
-        local(shared)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from jflash import speculative
-from jflash.mesh import with_context
+from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.float8 import rounded
 from jflash.pair import Models, Params
 from jflash.programs import run
 from tests.step import test_sampling_distribution as plain
@@ -73,9 +72,7 @@ def confident() -> tuple[Models, Params]:
 def in_float8() -> tuple[Models, Params]:
     models, params = confident()
     models, params = models.drafting_in("float8"), with_context(models, params)
-    assert models.drafter is not None
-    drafting = rounded(models.drafter.config, params.drafter, params.target)
-    return models, params._replace(drafter=drafting)
+    return models, with_rounding(models, params)
 
 
 def exact_q(right):

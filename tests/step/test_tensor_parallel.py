@@ -26,18 +26,21 @@ PROGRAM = """
 import json, jflash, jflash.parts
 from dataclasses import replace
 from tests.support.shared_steps import (
-    kept_from_files, largest_differences, output_differences, random_parts
+    kept_from_files, largest_differences, output_differences, random_parts, rounding
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
-pair = jflash.load_pair(*pair, dtype="float32", tensor_parallel=2)
+pair = jflash.load_pair(*pair, dtype="float32", tensor_parallel=2, drafter_dtype="float8")
 prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
 pushing = replace(pair, models=pair.models.gathering_by("push"))  # an engine gathers by XLA
 with jflash.Engine(pushing, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
     request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
-    ids = [i for event in engine.submit(request) for i in event.token_ids]
+    events = list(engine.submit(request))
+ids = [i for event in events for i in event.token_ids]
+rounded = rounding(pair)
 jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
 print(json.dumps(largest_differences(4) | {
-    "served": [ids, prompt["output_ids"][:12]],
+    "served": [ids, prompt["output_ids"][:12], sum(event.accepted for event in events)],
+    "rounding": rounded,
     "gathered": [output_differences(2), output_differences(4), output_differences(4, whole=True)],
     "summed": [output_differences(4, psum=True, whole=whole) for whole in (False, True)],
     "random": random_parts(4),
@@ -65,9 +68,16 @@ def test_generate_over_four_devices_gives_the_tokens_of_one():
 
 
 def test_the_engine_over_two_devices_gives_the_tokens_of_one(found):
-    """Those that dflash 0.1.0 gave: see record_pair.py."""
-    ids, want = found["served"]
-    assert len(want) == 12 and ids == want
+    """Those that dflash 0.1.0 gave: see record_pair.py. The drafter is in float8, and drafts
+    as well as by one device: one step commits all of the text."""
+    ids, want, accepted = found["served"]
+    assert len(want) == 12 and ids == want and accepted == 10
+
+
+def test_each_device_rounds_its_own_columns_of_a_drafter(found):
+    """To within e4m3's steps, 1/28 of a column's largest number; the estimate counts each byte."""
+    leaves, worst, estimated, there = found["rounding"]
+    assert leaves == 11 and 0.03 < worst < 1 / 28 + 1e-3 and estimated == there
 
 
 def test_a_step_over_four_devices_is_that_of_one(found):

@@ -18,10 +18,14 @@ from jax.sharding import PartitionSpec
 from jflash import load_pair
 from jflash import parts as parts_module
 from jflash.config import second_version
+from jflash.embedded import EMBEDDED_PAIR as TINY
 from jflash.gather import AXIS
+from jflash.generate import Pair
+from jflash.io import configure_pair, load_weights
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Output
 from jflash.leaves import Leaf
+from jflash.memory import memory_budget
 from jflash.mesh import (
     EVERYWHERE,
     local,
@@ -42,6 +46,7 @@ from jflash.proof.devices import added_over_devices
 from jflash.specs import DeltaSpec, Kept, MoeSpec
 from jflash.speculative import commit, draft, verify
 from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.rounded import Rounded
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair
@@ -182,6 +187,33 @@ def random_parts(devices: int) -> dict[str, Any]:
         for i in range(devices)
     )
     return {"differ": sum(bool((a != b).any()) for a, b in pairs), "most": most}
+
+
+def rounding(pair: Pair) -> tuple[int, float, int, int]:
+    """Of a float8 drafter of several devices: its rounded kernels, how far their parts lie from
+    the exact ones, by each column's largest number, and bytes of one device, estimated and seen."""
+    files = configure_pair(TINY / "target", TINY / "drafter", dtype=pair.models.dtype)
+    exact = load_weights(replace(files, models=pair.models.drafting_in(""))).params
+    heads = {"draft_head": exact.target.get("head", exact.target["embedding"]).T}
+    found, worst = (
+        jax.tree_util.tree_flatten_with_path(
+            pair.params.drafter, is_leaf=lambda leaf: isinstance(leaf, Rounded)
+        )[0],
+        [],
+    )
+    for path, leaf in found:
+        if isinstance(leaf, Rounded):
+            whole = functools.reduce(lambda node, key: node[key.key], path, exact.drafter | heads)
+            for own, *given in zip(*map(_on_devices, (whole, *leaf)), strict=True):
+                made = given[0].astype(np.float32).T * given[1]
+                worst.append(np.max(np.abs(made - own) / np.abs(own).max(axis=0)))
+    bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(pair.params))
+    estimated = memory_budget(pair.models, SHAPE).weights
+    return sum(isinstance(x, Rounded) for _, x in found), float(max(worst)), estimated, bytes
+
+
+def _on_devices(x: jax.Array) -> list[np.ndarray]:
+    return [np.asarray(shard.data) for shard in x.addressable_shards]
 
 
 def kept_from_files(devices: int) -> int:

@@ -68,7 +68,6 @@ def check(args: Options) -> None:
     refuse(args.quantised and (not args.shape or shared or args.against), codes)
     if args.shape and args.quantised:
         check_quantised(args.shape, args.quantised)
-    refuse(shared and args.drafter_dtype, "--drafter-dtype is for one device")
     at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
     at_least_1(args, "prefill_chunk")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")

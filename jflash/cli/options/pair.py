@@ -113,8 +113,6 @@ def check_pair(options: Options, drawn: bool) -> None:
     refuse(draws and plain, "--draft-rule sampled without a drafter")
     refuse(o.verify_rows is not None and plain, f"--verify-rows {o.verify_rows} without a drafter")
     refuse(o.drafter_dtype and plain, f"--drafter-dtype {o.drafter_dtype} without a drafter")
-    shared = f"--drafter-dtype {o.drafter_dtype} is for one device, not for --tensor-parallel"
-    refuse(o.drafter_dtype and o.tensor_parallel > 1, shared)
     needs = f"--target {o.target} needs --drafter (a folder, a hub id, or none)"
     refuse(o.drafter is None and o.target != DEFAULT_TARGET, needs)
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
