@@ -39,6 +39,21 @@ def tensor_mesh(devices: int) -> Mesh | None:
     return Mesh(np.asarray(local[:devices]), (AXIS,)) if devices > 1 else None
 
 
+def shared_mesh(mesh: Mesh | None, devices: int) -> Mesh | None:
+    """A user's mesh, of any axes, as devices in a row; without one `tensor_mesh(devices)`.
+
+    ValueError if both name several devices, or if one belongs to another host.
+    """
+    if mesh is None:
+        return tensor_mesh(devices)
+    if devices != 1:
+        raise ValueError(f"tensor_parallel {devices} beside a mesh: give one of them")
+    away = [device for device in mesh.devices.flat if device not in jax.local_devices()]
+    if away:
+        raise ValueError(f"a mesh of this host's devices shares a pair, not {away[0]}")
+    return Mesh(mesh.devices.reshape(-1), (AXIS,))
+
+
 def over(models: Models, mesh: Mesh | None, experts_over: str = "columns") -> Models:
     """The models shared by a mesh's devices; ValueError naming all that they cannot share.
 

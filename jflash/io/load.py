@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
@@ -20,7 +21,7 @@ from jflash.io.hf_write import to_hf_config
 from jflash.io.keeping import keeping
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
-from jflash.mesh import over, place, placed, tensor_mesh, with_context, with_rounding
+from jflash.mesh import over, place, placed, shared_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
@@ -99,6 +100,7 @@ def configure_pair(
     drafter_seed: int | None = None,
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
+    mesh: Mesh | None = None,
     experts_over: str = "columns",
     quantised: str = AUTO,
     drafter_dtype: str = "",
@@ -106,7 +108,8 @@ def configure_pair(
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
-    models = over(models, tensor_mesh(tensor_parallel), experts_over).drafting_in(drafter_dtype)
+    mesh = shared_mesh(mesh, tensor_parallel)
+    models = over(models, mesh, experts_over).drafting_in(drafter_dtype)
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
@@ -193,6 +196,7 @@ def load_pair(
     block_size: int | None = None,
     attention_backend: str = AUTO,
     tensor_parallel: int = 1,
+    mesh: Mesh | None = None,
     experts_over: str = "columns",
     quantised: str = AUTO,
     drafter_dtype: str = "",
@@ -203,17 +207,18 @@ def load_pair(
     `dtype` is 'float32' or 'bfloat16', by default default_dtype(). `block_size` is by default
     the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
     'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
-    this host share both models, and of experts each has some 'columns', or whole ones if
-    `experts_over` is 'devices'. `quantised` says how a quantised target's weights lie in memory,
-    which changes no bit: 'kept' as codes with scales, or 'dequantised', by default kept where
-    arrays would take more than two thirds of the device and its kernels read codes.
+    this host share both models, or those of a `mesh`, whatever its axes; of experts each has some
+    'columns', or whole ones if `experts_over` is 'devices'. `quantised` says how a quantised
+    target's weights lie in memory, which changes no bit: 'kept' as codes with scales, or
+    'dequantised', by default kept where arrays would take more than two thirds of the device and
+    its kernels read codes.
     `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, which changes no
     output. Everything that can be checked without weights is checked before any
     are read. ValueError says what does not fit.
     """
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
-        tensor_parallel=tensor_parallel, experts_over=experts_over, quantised=quantised,
+        tensor_parallel=tensor_parallel, mesh=mesh, experts_over=experts_over, quantised=quantised,
         drafter_dtype=drafter_dtype,
     )  # fmt: skip
     return load_weights(files, progress)

@@ -11,25 +11,28 @@ from jax.sharding import Mesh
 
 from jflash.bench.shapes import model_shape
 from jflash.gather import AXIS
-from jflash.mesh import over, tensor_mesh
+from jflash.mesh import over, shared_mesh, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.parts import part_of
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
+from tests.support.described_gpu import H200, device_mesh
 from tests.support.pairs import target_config
 from tests.support.virtual_devices import ROOT, result, start
 
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 PROGRAM = """
-import json, jflash, jflash.parts
+import jax, json, jflash, jflash.parts
+import numpy as np
 from dataclasses import replace
 from tests.support.shared_steps import (
     kept_from_files, largest_differences, output_differences, random_parts, rounding
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
-pair = jflash.load_pair(*pair, dtype="float32", tensor_parallel=2, drafter_dtype="float8")
+mesh = jax.sharding.Mesh(np.asarray(jax.devices()[2:]).reshape(2, 1), ("rows", "columns"))
+pair = jflash.load_pair(*pair, dtype="float32", mesh=mesh, drafter_dtype="float8")
 prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
 pushing = replace(pair, models=pair.models.gathering_by("push"))  # an engine gathers by XLA
 with jflash.Engine(pushing, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
@@ -41,6 +44,7 @@ jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the o
 print(json.dumps(largest_differences(4) | {
     "served": [ids, prompt["output_ids"][:12], sum(event.accepted for event in events)],
     "rounding": rounded,
+    "devices": sorted({d.id for x in jax.tree.leaves(pair.params) for d in x.devices()}),
     "gathered": [output_differences(2), output_differences(4), output_differences(4, whole=True)],
     "summed": [output_differences(4, psum=True, whole=whole) for whole in (False, True)],
     "random": random_parts(4),
@@ -72,6 +76,7 @@ def test_the_engine_over_two_devices_gives_the_tokens_of_one(found):
     as well as by one device: one step commits all of the text."""
     ids, want, accepted = found["served"]
     assert len(want) == 12 and ids == want and accepted == 10
+    assert found["devices"] == [2, 3]  # those of the mesh that it was loaded for
 
 
 def test_each_device_rounds_its_own_columns_of_a_drafter(found):
@@ -134,6 +139,16 @@ def test_more_devices_than_there_are():
 def test_one_device_needs_no_mesh():
     models = Models(Target(target_config()))
     assert tensor_mesh(1) is None and over(models, None) == replace(models, mesh=None)
+    assert shared_mesh(None, 1) is None
+
+
+def test_a_mesh_of_ones_own_names_the_devices():
+    own = Mesh(np.asarray(jax.devices() * 4).reshape(2, 2), ("data", "model"))
+    assert shared_mesh(own, 1).axis_names == (AXIS,) and shared_mesh(own, 1).shape[AXIS] == 4
+    with pytest.raises(ValueError, match="tensor_parallel 2 beside a mesh: give one of them"):
+        shared_mesh(own, 2)
+    with pytest.raises(ValueError, match="a mesh of this host's devices shares a pair, not "):
+        shared_mesh(device_mesh(H200, 2, AXIS), 1)
 
 
 def test_the_devices_check_fails_by_a_difference_and_by_a_fault_that_it_misses():
