@@ -35,7 +35,7 @@ from jflash.bench.step_time import (
 from jflash.decoding import Decoding
 from jflash.device import describe_device, device_memory
 from jflash.generate import Pair
-from jflash.io import configure_pair, default_dtype, load_weights, save_checkpoint
+from jflash.io import PairFiles, configure_pair, default_dtype, load_weights, save_checkpoint
 from jflash.memory import (
     check_decoding,
     check_memory,
@@ -177,10 +177,18 @@ def task_models(task: Task) -> Models:
         models = Models(Target(target), Drafter(drafter), drafter.block_size)
         models = over(models, tensor_mesh(task.tensor_parallel), task.experts_over)
     else:
-        assert task.target is not None and task.drafter is not None
-        models = configure_pair(task.target, task.drafter, dtype=task.dtype).models
+        models = pair_files(task, task.dtype).models
     models, dtype = models.drafting_in(task.drafter_dtype), task.dtype or default_dtype()
     return with_backends(models, dtype, jax.devices()[0], **task.backends)
+
+
+def pair_files(task: Task, dtype: str | None) -> PairFiles:
+    """The real pair that a task names."""
+    assert task.target is not None and task.drafter is not None
+    return configure_pair(
+        task.target, task.drafter, dtype=dtype, drafter_dtype=task.drafter_dtype,
+        tensor_parallel=task.tensor_parallel, experts_over=task.experts_over,
+    )  # fmt: skip
 
 
 def memory(models: Models, shape: Shape, compiled: Any) -> dict[str, Any]:
@@ -206,11 +214,7 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
     log(f"batch {task.batch}: filling memory")
     state = busy_state(models, shape, window)
     if task.shape is None:
-        assert task.target is not None and task.drafter is not None
-        files = configure_pair(
-            task.target, task.drafter, dtype=models.dtype, drafter_dtype=task.drafter_dtype
-        )
-        params = load_weights(files).params
+        params = load_weights(pair_files(task, models.dtype)).params
     else:
         weights = random_weights(models.configs, place=functools.partial(place, models.mesh))
         params = with_rounding(models, with_context(models, Params(*weights)))

@@ -6,6 +6,7 @@ from typing import Any
 
 from jflash.bench.row_speed import measured, random_pair, steps_of
 from jflash.cli.command import Options
+from jflash.cli.options.pair import shared_note
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
@@ -33,7 +34,10 @@ def of_shape(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any
 
 
 def of_pair(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    files = configure_pair(args.target, args.drafter)
+    files = configure_pair(
+        args.target, args.drafter,
+        tensor_parallel=args.tensor_parallel, experts_over=args.experts_over,
+    )  # fmt: skip
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
     prompts = {
@@ -45,6 +49,7 @@ def of_pair(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]
     result: dict[str, Any] = describe_device() | {
         "target": str(args.target).rsplit("/", 1)[-1],
         "backends": pair.models.kernels._asdict(),
+        **shared_note(args),
         "max_new_tokens": args.max_new_tokens,
         "runs": [],
     }

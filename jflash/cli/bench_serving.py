@@ -7,6 +7,7 @@ from typing import Any
 from jflash.bench.recording import of_mean, read_recording, recorded
 from jflash.bench.serving_cases import Case, measured, random_pair
 from jflash.cli.command import Options, require
+from jflash.cli.options.pair import shared_note
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
@@ -72,6 +73,7 @@ def of_pair(
     pair, asked = pair_and_questions(args)
     result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
     result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
+    result |= shared_note(args)
     batches = args.batch or (() if args.auto_batch or args.beside_form else BATCHES)
     if args.beside_form:
         require("llguidance")
@@ -88,7 +90,10 @@ def of_pair(
 def pair_and_questions(args: Options) -> tuple[Any, Any]:
     from jflash.bench.pair_serving import Questions
 
-    files = configure_pair(args.target, args.drafter, dtype=args.dtype)
+    files = configure_pair(
+        args.target, args.drafter, dtype=args.dtype,
+        tensor_parallel=args.tensor_parallel, experts_over=args.experts_over,
+    )  # fmt: skip
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
     problems = load_problems("gsm8k", args.gsm8k, limit=args.questions)

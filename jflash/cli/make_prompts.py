@@ -7,17 +7,12 @@ import random
 from collections import Counter
 from dataclasses import asdict
 
-import jax
-
-from jflash.backends import with_backends
 from jflash.cli.command import Options, configure_jax, require
 from jflash.cli.options.make_prompts import drawing
 from jflash.decoding import Decoding
 from jflash.files import replacing
-from jflash.generate import Pair
-from jflash.io import load_target, open_checkpoint
+from jflash.io import configure_pair, load_weights
 from jflash.io.digest import checkpoint_digest
-from jflash.pair import Models, Params
 from jflash.replicas import cluster, made
 from jflash.training.prompts import (
     Prompt,
@@ -48,10 +43,11 @@ def self_written(args: Options, share: Share = WHOLE) -> list[Prompt] | None:
 
     None while another share has turns to write.
     """
-    checkpoint, sampling = open_checkpoint(args.written_by), drawing(args)
-    target, params = load_target(checkpoint, progress=True)
-    tokenizer = checkpoint.tokenizer()
-    models = with_backends(Models(target), target.config.dtype, jax.local_devices()[0])
+    files = configure_pair(
+        args.written_by, tensor_parallel=args.tensor_parallel, experts_over=args.experts_over
+    )
+    checkpoint, sampling = files.target, drawing(args)
+    tokenizer, pair = checkpoint.tokenizer(), load_weights(files, progress=True)
     new, stops = args.max_new_tokens, checkpoint.stop_ids(tokenizer)
     decoding = Decoding(max_new_tokens=new, stop_token_ids=stops, sampling=sampling, seed=args.seed)
     systems = args.system or [None]
@@ -60,7 +56,7 @@ def self_written(args: Options, share: Share = WHOLE) -> list[Prompt] | None:
     digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     return write_prompts(
-        Pair(models, Params(params)), tokenizer, args.count, systems=systems, decoding=decoding,
+        pair, tokenizer, args.count, systems=systems, decoding=decoding,
         batch_size=args.batch, folder=args.output.parent,
         name=f"{args.output.stem}-written-{digest}", share=share,
     )  # fmt: skip
@@ -78,7 +74,7 @@ def run(args: Options) -> None:
         if args.replicas is not None:
             require("ray")
             with cluster(args.ray_address, args.replicas):
-                made(functools.partial(_part, args), args.replicas, devices=1)
+                made(functools.partial(_part, args), args.replicas, args.tensor_parallel)
         written = self_written(args)
         assert written is not None  # all are written, or this process writes them
         print(f"{len(written)} of {args.count} user turns are worth asking")

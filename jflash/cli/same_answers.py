@@ -4,6 +4,7 @@ from collections.abc import Generator
 from typing import Any
 
 from jflash.cli.command import Options
+from jflash.cli.options.pair import shared_note
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
@@ -14,7 +15,10 @@ DIFFERENT = 1
 
 
 def run(args: Options) -> Generator[dict[str, Any], None, int]:
-    files = configure_pair(args.target, args.drafter, dtype=args.dtype)
+    files = configure_pair(
+        args.target, args.drafter, dtype=args.dtype,
+        tensor_parallel=args.tensor_parallel, experts_over=args.experts_over,
+    )  # fmt: skip
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
     problems = load_problems("gsm8k", args.gsm8k)[: args.questions]
@@ -25,6 +29,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
         "check": "same-answers",
         "target": str(args.target).rsplit("/", 1)[-1],
         "dtype": pair.models.dtype,
+        **shared_note(args),
         "backends": pair.models.kernels._asdict(),
     }
     newest: dict[str, Any] = {}

@@ -130,7 +130,7 @@ def answer_by_replicas(args: Options) -> None:
     """Makes all answers, each replica its part, before this process touches a device."""
     require("ray")
     with cluster(args.ray_address, args.replicas):
-        made(functools.partial(_part, args), args.replicas, devices=1)
+        made(functools.partial(_part, args), args.replicas, args.tensor_parallel)
 
 
 def _part(args: Options, index: int, of: int) -> None:
@@ -165,7 +165,8 @@ def train(args: Options, hosts: Hosts) -> None:
     if found is None or args.answer_part.of > 1:
         print(f"part {args.answer_part.index} of {args.answer_part.of} of the answers is made")
         return
-    learn(args, training, prepared, without_loops(found, args.keep_looping), work, begin)
+    conversations = without_loops(found, args.keep_looping)
+    learn(args, training, prepared.whole(free=True), conversations, work, begin)
 
 
 def learn(

@@ -22,7 +22,7 @@ def dry_run(args: Options, training: TrainConfig, prepared: Prepared) -> None:
         prepared.target, config, rows, anchors=args.anchors, training=training,
         objective=objective, backend=args.training_attention,
     )  # fmt: skip
-    plan = plan_training(lesson.loss, lesson.start, prepared.params, rows, training)
+    plan = plan_training(lesson.loss, lesson.start, prepared.whole().params, rows, training)
     print(f"attention of the training: {lesson.identity['attention']}; objective: {objective}")
     print("\n".join(plan))
     tokens = min(MEASURED_TOKENS, args.max_new_tokens)

@@ -4,16 +4,23 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.backends import with_backends
 from jflash.cli.command import Options
 from jflash.cli.options.train import SECOND, drafter_form
 from jflash.cli.training_data import read_held_out, read_prompts
 from jflash.config import DrafterConfig, second_version
 from jflash.generate import Pair
-from jflash.io import configure_target, default_dtype, load_target, open_checkpoint, pair_models
+from jflash.io import (
+    Checkpoint,
+    PairFiles,
+    configure_pair,
+    configure_target,
+    default_dtype,
+    load_weights,
+    open_checkpoint,
+    pair_models,
+)
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
-from jflash.pair import Models, Params
 from jflash.training.data import Conversation
 from jflash.training.drafter import (
     check_sizes,
@@ -26,18 +33,37 @@ from jflash.training.drafter import (
 class Prepared(NamedTuple):
     """The checked inputs of a training."""
 
-    target: Target
-    params: Any
+    source: Checkpoint
+    pair: Pair  # the target without a drafter
     config: DrafterConfig
     records: list[Conversation]
     held: list[Conversation]
     stops: list[int]
 
     @property
-    def pair(self) -> Pair:
-        """The target without a drafter."""
-        models = with_backends(Models(self.target), default_dtype(), jax.local_devices()[0])
-        return Pair(models, Params(self.params))
+    def target(self) -> Target:
+        return self.pair.models.target
+
+    @property
+    def params(self) -> Any:
+        return self.pair.params.target
+
+    def whole(self, free: bool = False) -> "Prepared":
+        """With all of the target on one device: read again, if several have its parts.
+
+        `free`: the parts are gone before that.
+        """
+        if self.pair.models.mesh is None:
+            return self
+        for part in jax.tree.leaves(self.pair.params) if free else ():
+            part.delete()
+        return self._replace(pair=load_weights(target_files(self.source), progress=True))
+
+
+def target_files(source: Checkpoint, **shared: Any) -> PairFiles:
+    """The target's, whose weights become arrays, since training multiplies by them."""
+    dtype = default_dtype()
+    return configure_pair(source, dtype=dtype, quantised="dequantised", **shared)
 
 
 def prepare(args: Options) -> Prepared:
@@ -52,12 +78,12 @@ def prepare(args: Options) -> Prepared:
     held = read_held_out(args, tokenizer, target)
     if args.eval_every and args.held_out and not held:
         split_held_out(records, args.held_out, args.seed)  # refuses too many, before the answers
-    dtype = default_dtype()
-    models = with_backends(Models(target), dtype, jax.local_devices()[0])
+    shared = {"tensor_parallel": args.tensor_parallel, "experts_over": args.experts_over}
+    files = target_files(source, **shared)
     longest = max(len(r.prompt_ids) for r in records)
-    check_decoding(models, args.answer_batch, longest, args.max_new_tokens)
-    target, params = load_target(source, dtype, progress=True)
-    return Prepared(target, params, config, records, held, stops)
+    check_decoding(files.models, args.answer_batch, longest, args.max_new_tokens)
+    pair = load_weights(files, progress=True)
+    return Prepared(source, pair, config, records, held, stops)
 
 
 def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:

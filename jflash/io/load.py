@@ -92,7 +92,7 @@ class PairFiles:
 
 
 def configure_pair(
-    target: str | Path,
+    target: str | Path | Checkpoint,
     drafter: str | Path | None = None,
     *,
     dtype: str | None = None,

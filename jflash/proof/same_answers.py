@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jflash.decoding import Decoding
 from jflash.generate import Pair
+from jflash.mesh import placed
 from jflash.models.params import random_params
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.programs import compile_programs
@@ -36,7 +37,8 @@ class Way(NamedTuple):
 def ways(pair: Pair, batch: int, seed: int, anchored: int) -> dict[str, Way]:
     """The ways by name: with the drafter, with a random one, and at batch 1 with and without it."""
     assert pair.models.drafter is not None, "a pair to compare with plain decoding"
-    drafter = random_params(pair.models.drafter.config, seed)
+    config = pair.models.drafter.config
+    drafter = placed(pair.models.mesh, config, random_params(config, seed))
     unlike = replace(pair, params=pair.params._replace(drafter=drafter))
     return {
         f"drafter, batch {batch}": Way(pair, batch),

@@ -91,7 +91,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         ("--shape tiny --batch 8 --against reference", "--batch 1"),
         ("--shape tiny --no-compilation-cache", "--no-compilation-cache"),
         ("--shape tiny --overwrite", "--overwrite without --json"),
-        ("--shape tiny --tensor-parallel 2", "--tensor-parallel 2: give --shape and --only-step"),
+        ("--shape tiny --tensor-parallel 2", "--tensor-parallel 2: give --only-step too"),
         ("--shape tiny --only-step --tensor-parallel 0", "--tensor-parallel 0: at least 1"),
         ("--shape tiny --quantised mxfp4", "mxfp4 is a form of experts, and tiny has none"),
         ("--shape tiny --beside huge", "no shape is called 'huge'"),

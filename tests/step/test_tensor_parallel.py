@@ -28,7 +28,8 @@ import jax, json, jflash, jflash.parts
 import numpy as np
 from dataclasses import replace
 from tests.support.shared_steps import (
-    kept_from_files, largest_differences, output_differences, random_parts, rounding
+    kept_from_files, largest_differences, output_differences, random_parts, rounding,
+    whole_again
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[2:]).reshape(2, 1), ("rows", "columns"))
@@ -49,6 +50,7 @@ print(json.dumps(largest_differences(4) | {
     "summed": [output_differences(4, psum=True, whole=whole) for whole in (False, True)],
     "random": random_parts(4),
     "kept": kept_from_files(2),
+    "whole again": whole_again(2),
 }))
 """
 GENERATE = """
@@ -96,6 +98,7 @@ def test_a_step_over_four_devices_is_that_of_one(found):
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
     assert found["kept"] == 0
+    assert found["whole again"]
 
 
 @pytest.mark.parametrize("devices", [2, 4])

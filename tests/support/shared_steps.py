@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec
 
 from jflash import load_pair
 from jflash import parts as parts_module
+from jflash.cli.training_run import Prepared, target_files
 from jflash.config import second_version
 from jflash.embedded import EMBEDDED_PAIR as TINY
 from jflash.gather import AXIS
 from jflash.generate import Pair
-from jflash.io import configure_pair, load_weights
+from jflash.io import configure_pair, load_weights, open_checkpoint
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Output
 from jflash.leaves import Leaf
@@ -210,6 +211,22 @@ def rounding(pair: Pair) -> tuple[int, float, int, int]:
     bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(pair.params))
     estimated = memory_budget(pair.models, SHAPE).weights
     return sum(isinstance(x, Rounded) for _, x in found), float(max(worst)), estimated, bytes
+
+
+def whole_again(devices: int) -> bool:
+    """Whether a training's target, of which several devices had parts, is whole on one, and the
+    parts are gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = open_checkpoint(make_pair(Path(folder)).target)
+        files = target_files(source, tensor_parallel=devices)
+        parts = load_weights(files)
+        [first, *others] = files.models.mesh.devices.flat
+        config = drafter_config(**TRUNK, mask_token_id=100)
+        made = Prepared(source, parts, config, [], [], []).whole(free=True)
+        want = jax.tree.leaves(load_weights(target_files(source)).params)
+    found = zip(jax.tree.leaves(made.params), want, strict=True)
+    there = all(x.devices() == {first} and bool((x == y).all()) for x, y in found)
+    return there and bool(others) and all(x.is_deleted() for x in jax.tree.leaves(parts.params))
 
 
 def _on_devices(x: jax.Array) -> list[np.ndarray]:

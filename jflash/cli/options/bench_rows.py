@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
 KEPT = "kept there row by row, so that a run cut off keeps its rows"
@@ -25,6 +26,7 @@ def declare(parser: Parser) -> None:
     add("--answers", type=int, default=3, metavar="N", help="of each slot, default 3")
     add("--rounds", type=int, default=2, help="the fastest counts, default 2")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    shared_options(parser, "the real pair")
     turn = "an empty file: commands that name it compile at once and are timed one after another"
     add("--in-turn", type=Path, metavar="FILE", help=turn)
 
@@ -36,8 +38,10 @@ def check(args: Options) -> None:
         why = "nothing to decode: give --gsm8k FILE, --mt-bench FILE or both"
         refuse(prompts == (None, None), why)
     else:
+        refuse(args.tensor_parallel > 1, "--tensor-parallel is for a real pair, not for --shape")
         text = f"--shape {args.shape} decodes no text: leave the pair and its prompts out"
         refuse(any((*pair, *prompts)), text)
         model_shape(args.shape)
     at_least_1(args, "answers", "rounds", "max_new_tokens")
+    check_shared(args)
     refuse(args.capacity < 64 or args.capacity % 64, f"--capacity {args.capacity}: in 64s")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.values import at_least_1, counts, option_name, refuse
 
 KEPT = "kept there case by case, so that a run cut off keeps its cases"
@@ -47,6 +48,7 @@ def declare(parser: Parser) -> None:
         help="of a shape's engine: tokens of a pass, by default as jflash serve has it",
     )
     add("--prefill-between", type=int, metavar="N", help="the same: tokens between two calls")
+    shared_options(parser, "the real pair")
     turn = "commands of one FILE compile at once, and are timed one after another"
     add("--in-turn", type=Path, metavar="FILE", help=turn)
     add("--repeats", type=int, default=3, help="the median counts, default 3")
@@ -74,6 +76,9 @@ def check(args: Options) -> None:
             named = f"--long-prompt {tokens}"
             refuse(tokens < SHORTEST, f"{named}: at least {SHORTEST}, so that texts have room")
             refuse(tokens >= places, f"{named}: {args.shape} has {places} positions")
+    check_shared(args)
+    shared = not real and args.tensor_parallel > 1
+    refuse(shared, "--tensor-parallel is for a real pair, not for --shape")
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
     at_least_1(args, "requests", "prefill_chunk", "prefill_between")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")

@@ -30,7 +30,7 @@ def declare(parser: Parser) -> None:
     add("--prefill", type=counts, default=(), metavar="512,2048", help=prompts)
     chunk = "tokens of a prompt that one pass computes; default: the drivers'"
     add("--prefill-chunk", type=int, metavar="N", help=chunk)
-    several = "devices that share the pair; with --shape and --only-step; default 1"
+    several = "devices that share the pair; with --only-step; default 1"
     add("--tensor-parallel", type=int, default=1, metavar="N", help=several)
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--quantised", choices=tuple(QUANTISED), help="the layers of a shape's target; one device")
@@ -62,8 +62,8 @@ def check(args: Options) -> None:
     for shape in filter(None, (args.shape, args.beside)):
         model_shape(shape)
     shared = args.tensor_parallel != 1
-    parts = f"--tensor-parallel {args.tensor_parallel}: give --shape and --only-step too"
-    refuse(shared and not (args.shape and args.only_step), parts)
+    parts = f"--tensor-parallel {args.tensor_parallel}: give --only-step too"
+    refuse(shared and not args.only_step, parts)
     codes = "--quantised is for the random weights of --shape, on one device, without --against"
     refuse(args.quantised and (not args.shape or shared or args.against), codes)
     if args.shape and args.quantised:

@@ -6,6 +6,7 @@ Every line says its source. What the test sets ask is left out: name them all.
 from pathlib import Path
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.replicas import check_replicas, replica_options
 from jflash.cli.options.values import check_seed, option_name, refuse
 from jflash.decoding import Sampling
@@ -29,6 +30,7 @@ def declare(parser: Parser) -> None:
     add("--max-new-tokens", type=int, default=256, help="of a user turn")
     add("--batch", type=int, default=64)
     add("--seed", type=int, default=0)
+    shared_options(parser, "the target that writes")
     replica_options(parser.add_argument_group("replicas that write user turns"))
 
 
@@ -43,6 +45,7 @@ def check(args: Options) -> None:
     refuse(not any([*sources, args.written_by]), "no source of prompts: see --help")
     check_seed(args.seed)
     check_replicas(args)
+    check_shared(args)
     idle = args.replicas is not None and not args.written_by
     refuse(idle, f"--replicas {args.replicas} without --written-by TARGET: they write its turns")
     drawing(args)

@@ -1,6 +1,7 @@
 """Options that name a pair and how it decodes, shared by the commands that decode."""
 
 import argparse
+from typing import Any
 
 from jflash.cli.command import Options
 from jflash.cli.options.values import at_least_1, check_seed, option_name, refuse, rows
@@ -27,7 +28,7 @@ WIDTH = "default: the drafter's; without one 1"
 ROWS = """rows that a step verifies, of all blocks together, by the drafter's confidence. auto: from
 batch 8 on, with experts always, as many as pay where no text depends on it; default: auto on one
 GPU from batch 8 on, else all"""
-SHARED = "devices of this host that share both models, default 1"
+SHARED = "devices of this host that share {}, default 1"
 EXPERTS = "each device has some columns of every expert (default), or some experts whole"
 RULE = "at a temperature: drafts are the drafter's best tokens, or drawn from it (default)"
 ORACLE = """the same executable, but no draft is accepted: the same greedy tokens, one a step. Above
@@ -44,8 +45,27 @@ def model_options(group: argparse._ArgumentGroup) -> None:
     add("--attention-backend", metavar="NAME", default=AUTO, help=BACKEND)
     add("--block-size", type=int, metavar="W", help=WIDTH)
     add("--verify-rows", type=rows, metavar="R", help=ROWS)
-    add("--tensor-parallel", type=int, default=1, metavar="N", help=SHARED)
+    shared_options(group)
+
+
+def shared_options(group: argparse._ActionsContainer, what: str = "both models") -> None:
+    """How many devices share the models, and how."""
+    add = group.add_argument
+    add("--tensor-parallel", type=int, default=1, metavar="N", help=SHARED.format(what))
     add("--experts-over", choices=OVER, default=OVER[0], help=EXPERTS)
+
+
+def check_shared(options: Options) -> None:
+    at_least_1(options, "tensor_parallel")
+    alone = options.experts_over == "devices" and options.tensor_parallel == 1
+    refuse(alone, "--experts-over devices needs --tensor-parallel of 2 or more")
+
+
+def shared_note(options: Options) -> dict[str, Any]:
+    """What a result says of devices that share the models; nothing of one."""
+    if options.tensor_parallel == 1:
+        return {}
+    return {"tensor_parallel": options.tensor_parallel, "experts_over": options.experts_over}
 
 
 EFFORTS = ("low", "medium", "high")
@@ -118,9 +138,7 @@ def check_pair(options: Options, drawn: bool) -> None:
     refuse(o.system and o.no_chat_template, "--system with --no-chat-template")
     thinks = o.reasoning != "off"
     refuse(thinks and o.no_chat_template, f"--reasoning {o.reasoning} without the chat template")
-    at_least_1(o, "tensor_parallel")
-    alone = o.experts_over == "devices" and o.tensor_parallel == 1
-    refuse(alone, "--experts-over devices needs --tensor-parallel of 2 or more")
+    check_shared(o)
     check_seed(o.seed)
     sampling(o)
     drafter_choice(drafter_name(o))

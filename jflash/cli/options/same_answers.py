@@ -7,6 +7,7 @@ plain decoding at batch 1.
 from pathlib import Path
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.values import at_least_1
 
 KEPT = "kept there as it grows, so that a run cut off keeps its counts"
@@ -23,7 +24,9 @@ def declare(parser: Parser) -> None:
     add("--batch", type=int, default=32, metavar="B", help="beside batch 1; default 32")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    shared_options(parser)
 
 
 def check(args: Options) -> None:
     at_least_1(args, "questions", "anchored", "batch", "max_new_tokens")
+    check_shared(args)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.hosts import check_hosts, host_options
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.replicas import check_replicas, replica_options
 from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
 from jflash.decoding import Sampling
@@ -33,7 +34,7 @@ def declare(parser: Parser) -> None:
     add("--dry-run", action="store_true", help="print what it takes of memory and time, and stop")
     add("--minutes", type=float, help="stop training after as long, to be resumed by the next call")
     answers = parser.add_argument_group("answers")
-    _answer_options(answers.add_argument)
+    _answer_options(answers)
     replica_options(answers)
     host_options(parser.add_argument_group("hosts that share --output"))
     _drafter_options(parser.add_argument_group("drafter").add_argument)
@@ -41,7 +42,8 @@ def declare(parser: Parser) -> None:
     _evaluation_options(parser.add_argument_group("τ on prompts that are not learnt").add_argument)
 
 
-def _answer_options(add) -> None:
+def _answer_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--no-chat-template", action="store_true", help="prompts as they are, for base models")
     add("--keep-answers", action="store_true", help="learn the data's answers where it has any")
     add("--max-new-tokens", type=int, default=512, help="of an answer")
@@ -52,6 +54,7 @@ def _answer_options(add) -> None:
     add("--keep-looping", action="store_true", help="learn answers that repeat themselves too")
     part = "make only part I of N (from 0) of the answers and stop: a process for each GPU"
     add("--answer-part", type=share, default=Share(), metavar="I/N", help=part)
+    shared_options(group, "the target while it answers; its training takes it whole")
 
 
 def _drafter_options(add) -> None:
@@ -128,6 +131,7 @@ def check(args: Options) -> None:
     at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
     check_hosts(args)
     check_replicas(args)
+    check_shared(args)
     for name in ("num_hosts", "replicas"):
         value = getattr(args, name)
         others = args.overwrite or args.answer_part.of > 1

@@ -1,0 +1,58 @@
+"""--tensor-parallel: each command that reads a pair has it, and asks for as many devices."""
+
+import json
+
+import pytest
+
+from jflash.cli.main import COMMANDS, make_parser, run
+from jflash.embedded import EMBEDDED_PAIR
+
+TARGET, DRAFTER = (str(EMBEDDED_PAIR / name) for name in ("target", "drafter"))
+READS = {"--target", "--written-by"}  # options that name a model to read
+
+
+def options_of(name: str) -> set[str]:
+    return {option for action in make_parser(name)._actions for option in action.option_strings}
+
+
+def test_every_command_that_reads_a_model_has_it():
+    without = [name for name in COMMANDS if READS & (options := options_of(name))
+               and not {"--tensor-parallel", "--experts-over"} <= options]  # fmt: skip
+    assert without == ["benchmark"] and "--tensor-parallel" in options_of("benchmark")
+
+
+@pytest.fixture
+def arguments(tmp_path) -> dict[str, list[str]]:
+    """Of the commands that read files too; nothing is decoded."""
+    prompts, questions = tmp_path / "prompts.jsonl", tmp_path / "gsm8k.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Why?"}))
+    questions.write_text(json.dumps({"question": "1 + 1?", "answer": "2\n#### 2"}))
+    pair = ["--target", TARGET, "--drafter", DRAFTER, "--gsm8k", str(questions)]
+    made = ["--output", str(tmp_path / "made")]
+    return {
+        "generate": ["Why?"],
+        "check-load": [],
+        "evaluate": ["--dataset", "gsm8k", "--data", str(questions), *made],
+        "make-prompts": ["--written-by", TARGET, *made],
+        "train": ["--target", TARGET, "--data", str(prompts), *made],
+        **dict.fromkeys(("same-answers", "bench-rows", "bench-serving"), pair),
+    }
+
+
+ASKED = ("generate", "check-load", "evaluate", "make-prompts", "train")
+
+
+@pytest.mark.parametrize("name", [*ASKED, "same-answers", "bench-rows", "bench-serving"])
+def test_a_command_asks_for_the_devices_before_weights_are_read(name, arguments, capsys):
+    assert run(name, [*arguments[name], "--tensor-parallel", "64"]) == 2
+    assert "tensor parallel over 64 devices: this host has" in capsys.readouterr().err
+    assert run(name, [*arguments[name], "--experts-over", "devices"]) == 2
+    assert "needs --tensor-parallel of 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("bench-rows", []), ("bench-serving", ["--replay", "recording.json"])]
+)
+def test_a_shape_is_for_one_device(name, more, capsys):
+    assert run(name, ["--shape", "tiny", *more, "--tensor-parallel", "2"]) == 2
+    assert "--tensor-parallel is for a real pair, not for --shape" in capsys.readouterr().err
