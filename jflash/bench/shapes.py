@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from jflash.bench.dense_shapes import glm_4_32b, mistral_7b, qwen_2_5_7b
 from jflash.bench.gemma_shapes import gemma_3_12b, gemma_4_12b, gemma_4_26b, gemma_4_31b
 from jflash.bench.muse_shapes import muse_glimmer_30b
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
@@ -197,6 +198,8 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-32b": _qwen3_32b(),
     "llama-3.1-8b": _llama_8b(),
     "qwen3-coder-30b": _qwen3_coder_30b(),
+    "qwen2.5-7b": qwen_2_5_7b(),
+    "mistral-7b": mistral_7b(),
     "smollm2-135m": _smollm2_135m(),
     "qwen3.5-27b": _qwen35_27b(),
     "qwen3.5-35b-a3b": _qwen35_35b(),
@@ -211,6 +214,7 @@ SHAPES: dict[str, ModelShape] = {
     "minimax-m2": minimax_m2(),
     "glm-4.5-air": glm_4_5_air(),
     "glm-4.6": glm_4_6(),
+    "glm-4-32b": glm_4_32b(),
     "tiny": _tiny(),
     "tiny-hybrid": _tiny_hybrid(),
     "tiny-moe": _tiny_moe(),

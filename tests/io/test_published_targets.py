@@ -96,6 +96,7 @@ PUBLISHED = {
         ("Qwen3-8B", "qwen3-8b"),
         ("Qwen3-4B", "qwen3-4b"),
         ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen2.5-7B-Instruct", "qwen2.5-7b"),
     ],
 )
 def test_the_shapes_to_time_are_the_published_ones(name, shape):
@@ -147,6 +148,17 @@ UNSEEN = {
             },
         },
         11.95, 11.95, 8 * 2 * (1 * 512) * 2,
+    ),
+    "mistral-7b": (
+        {"architectures": ["MistralForCausalLM"], "vocab_size": 32768, "sliding_window": None}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 32768},
+        7.248, 7.248, 32 * 2 * (8 * 128) * 2,
+    ),
+    "glm-4-32b": (
+        {"architectures": ["Glm4ForCausalLM"], "hidden_size": 6144, "intermediate_size": 23040}
+        | {"num_hidden_layers": 61, "num_attention_heads": 48, "rms_norm_eps": 1e-5}
+        | {"attention_bias": False, "rope_theta": 10000.0, "max_position_embeddings": 32768},
+        32.57, 31.6, 61 * 2 * (2 * 128) * 2,
     ),
     "minimax-m2": (
         {"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 64},
