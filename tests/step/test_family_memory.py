@@ -5,9 +5,15 @@ The sizes are those of the published models' configs, and those of the tiny shap
 
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from jflash.bench.floors import verify_work
+from jflash.gather import AXIS
 from jflash.memory import memory_budget
+from jflash.mesh import local, over
 from jflash.models.decoder import Target
 from jflash.specs import MoeSpec
 from tests.step.test_memory import published, sized
@@ -61,6 +67,30 @@ def test_a_tiny_hybrids_caches_to_the_byte(batch, capacity, dtype):
     found = memory_budget(published("tiny-hybrid", dtype=dtype).plain(), sized(batch, capacity))
     layers = 2 * (state + replayed + convolved) + slots
     assert found.caches == batch * (layers + texts(capacity) + other)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_device_of_several_takes_and_reads_its_part(devices):
+    """Qwen3.5-35B-A3B has two KV heads: of four devices each keeps one, and two keep the same."""
+    mesh = Mesh(np.asarray(jax.devices() * devices), (AXIS,))
+    whole, capacity, context = published("qwen3.5-35b-a3b").plain(), 4096, 1024
+    part = over(whole, mesh)
+    one, several = (memory_budget(x, sized(1, capacity)) for x in (whole, part))
+    slots = 10 * capacity * 2 * 2 * 256 * 2  # keys and values of the layers that attend
+    rest = one.caches - slots - texts(capacity)  # states
+    found = several.caches - slots // 2 - texts(capacity)
+    assert 0 <= found - rest / devices < FEW + 30 * 4
+    assert one.weights / devices < several.weights < 1.2 * one.weights / devices
+    config = local(part).target.config
+    floors = [verify_work(x, 1, 1, float(context)) for x in (whole.target.config, config)]
+    [read, states], [own, own_states] = (
+        (10 * (context + 1) * 2 * heads * 256 * 2, work.attention_bytes)
+        for heads, work in zip((2, 1), floors, strict=True)
+    )
+    assert own_states - own == pytest.approx((states - read) / devices)
+    assert floors[0].weight_bytes / devices < floors[1].weight_bytes
+    # Where its part of a last product is small, a device reads all of it.
+    assert floors[1].weight_bytes < 1.4 * floors[0].weight_bytes / devices
 
 
 def test_a_tiny_hybrids_weights_with_shared_experts_to_the_byte():
