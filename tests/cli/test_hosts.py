@@ -1,7 +1,9 @@
 """Two hosts decode what one does, and a lost one ends the other: two processes of this machine."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,7 +23,7 @@ OTHER = """
 import os, signal, sys
 from jflash.hosts import joined
 address, index, what = sys.argv[1:]
-with joined(address, 2, int(index)) as hosts:
+with joined(*(address, 2, int(index)) if address else (None, 2, None)) as hosts:
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "fail":
@@ -37,10 +39,28 @@ def address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def start(*argv: str) -> subprocess.Popen:
+def slurm(index: int, job: int) -> dict[str, str]:
+    """What `srun` sets for a task; the job decides on the port where host 0 listens."""
+    return {
+        "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": "0",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def job() -> int:
+    """A number of a job whose port is free, of the 4,096 that JAX has for jobs."""
+    for number in random.sample(range(1, 4096), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", 61440 + number))
+            return number
+    raise AssertionError("no port is free")
+
+
+def start(*argv: str, **variables: str) -> subprocess.Popen:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     environment = os.environ | {
-        "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables,
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL,
@@ -48,8 +68,8 @@ def start(*argv: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def other(address: str, index: int, what: str) -> subprocess.Popen:
-    return start("-c", OTHER, address, str(index), what)
+def other(address: str, index: int, what: str, **variables: str) -> subprocess.Popen:
+    return start("-c", OTHER, address, str(index), what, **variables)
 
 
 def of_hosts(address: str, index: int) -> list[str]:
@@ -112,11 +132,21 @@ def test_a_killed_host_ends_the_command_of_the_first(address, work, tmp_path):
     [
         (0, "die", "host 0 of 2 is lost: it does not answer; host 1 ends"),
         (0, "fail", "host 0 of 2 is lost: it ended with an error; host 1 ends"),
-        (1, "fail", "host 1 of 2 is lost: it ended with an error; host 0 ends"),
     ],
 )
 def test_the_last_line_names_the_host_that_ended(address, lost, what, why):
     gone, left = other(address, lost, what), other(address, 1 - lost, "wait")
+    ends_with(left, gone, what, why)
+
+
+def test_hosts_meet_by_slurms_variables_and_a_lost_one_is_named(job):
+    """Each learns its number, and where host 0 listens, from what `srun` sets."""
+    left, gone = (other("", i, what, **slurm(i, job)) for i, what in enumerate(("wait", "fail")))
+    ends_with(left, gone, "fail", "host 1 of 2 is lost: it ended with an error; host 0 ends")
+
+
+def ends_with(left: subprocess.Popen, gone: subprocess.Popen, what: str, why: str) -> None:
+    """The host that is left ends with this line, and the other with its own error."""
     errors, own = (process.communicate(timeout=120)[1] for process in (left, gone))
     assert left.returncode == 1 and errors.splitlines()[-1] == why, errors
     if what == "fail":  # its error is its last line, and it waits for no other host
