@@ -13,12 +13,13 @@ from jflash.bench.shapes import model_shape
 from jflash.gather import AXIS
 from jflash.mesh import over, shared_mesh, tensor_mesh
 from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
 from jflash.pair import Models
 from jflash.parts import part_of
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
 from tests.support.described_gpu import H200, device_mesh
-from tests.support.pairs import target_config
+from tests.support.pairs import drafter_config, target_config
 from tests.support.virtual_devices import ROOT, result, start
 
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
@@ -132,6 +133,20 @@ def shared_by(devices: int, **changes) -> None:
 def test_what_four_devices_cannot_share_is_named(changes, why):
     with pytest.raises(ValueError, match=f"4 devices cannot share .*{why}"):
         shared_by(4, **changes)
+
+
+def test_each_model_is_named_with_what_it_cannot_share():
+    """The target's sizes and its drafter's may differ: all that is wrong with both is said."""
+    mesh = Mesh(np.asarray(jax.devices() * 4), (AXIS,))
+    drafter = drafter_config(vocab_size=64, mask_token_id=63, num_heads=6, intermediate_size=42)
+    with pytest.raises(ValueError) as error:
+        over(Models(Target(target_config(vocab_size=64)), Drafter(drafter), 4), mesh)
+    heads, columns = (
+        "the drafter's attention heads (6, 2 for",
+        "the drafter's columns of an MLP (42)",
+    )
+    assert heads in str(error.value) and columns in str(error.value)
+    assert "the target's" not in str(error.value)
 
 
 def test_more_devices_than_there_are():
