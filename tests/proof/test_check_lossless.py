@@ -18,6 +18,7 @@ from jflash.proof import check as lossless_check
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
 from tests.support.lossless_case import small_case
+from tests.support.virtual_devices import result, start
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_lossless.py"
 
@@ -71,6 +72,26 @@ def test_the_embedded_pair_is_lossless_here(as_users, tmp_path):
     for each in law["compared"]:
         assert each["compared_logits_rows"] > 100 and each["compared_kv_rows"] > 400
     assert [fault["caught"] for fault in law["faults"]] == [True] * 4
+
+
+DEVICES = """
+import sys
+from jflash.cli.main import run
+sys.exit(run("check-lossless", ["--pairs", "tiny-math", "--checks", "devices", "--dtype",
+                                "bfloat16", "--tensor-parallel", "1,2,4"]))
+"""
+
+
+@pytest.mark.long
+def test_devices_that_share_the_embedded_pair_give_the_bits_of_one():
+    """The whole command on 4 virtual devices. In small, and of each kind of layer, in
+    test_tensor_parallel."""
+    found = result(start(DEVICES))
+    assert found["failures"] == []
+    [each] = found["devices"]
+    assert [x["devices"] for x in each["compared"]] == [2, 4] and each["planted"]["devices"] == 4
+    assert all(x["tokens"] == x["kv_rows"] == 0 for x in each["compared"])
+    assert each["planted"]["kv_rows"] > 1000
 
 
 def test_every_drafter_is_compared_with_the_oracle(case, capsys, monkeypatch):
