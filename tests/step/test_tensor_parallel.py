@@ -29,7 +29,7 @@ import jax, json, jflash, jflash.parts
 import numpy as np
 from dataclasses import replace
 from tests.support.shared_steps import (
-    kept_from_files, largest_differences, output_differences, random_parts, rounding,
+    from_orbax, kept_from_files, largest_differences, output_differences, random_parts, rounding,
     whole_again
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
@@ -52,6 +52,7 @@ print(json.dumps(largest_differences(4) | {
     "random": random_parts(4),
     "kept": kept_from_files(2),
     "whole again": whole_again(2),
+    "orbax": from_orbax(2),
 }))
 """
 GENERATE = """
@@ -99,7 +100,7 @@ def test_a_step_over_four_devices_is_that_of_one(found):
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
     assert found["kept"] == 0
-    assert found["whole again"]
+    assert found["whole again"] and found["orbax"] == [0, 0.5]
 
 
 @pytest.mark.parametrize("devices", [2, 4])

@@ -22,7 +22,7 @@ from jflash.config import second_version
 from jflash.embedded import EMBEDDED_PAIR as TINY
 from jflash.gather import AXIS
 from jflash.generate import Pair
-from jflash.io import configure_pair, load_weights, open_checkpoint
+from jflash.io import configure_pair, convert_checkpoint, load_weights, open_checkpoint
 from jflash.kernels import XLA, Kernels
 from jflash.layers import Output
 from jflash.leaves import Leaf
@@ -241,6 +241,20 @@ def kept_from_files(devices: int) -> int:
         quantise(dense, CASES["awq"])
         quantise(sparse, CASES["ct-int4-zeros"])
         return _kept_from(dense, devices) + _kept_from(sparse, devices)
+
+
+def from_orbax(devices: int) -> tuple[int, float]:
+    """How many arrays of an Orbax folder, read for several devices, are not the whole file's,
+    placed; and the least share of an array that a device holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, orbax = make_pair(Path(folder)).target, Path(folder) / "orbax"
+        convert_checkpoint(source, orbax)
+        whole = load_pair(source, dtype="float32").params.target
+        parts = load_pair(orbax, dtype="float32", tensor_parallel=devices)
+    again = jax.tree.leaves(placed(parts.models.mesh, parts.models.target.config, whole))
+    pairs = list(zip(jax.tree.leaves(parts.params.target), again, strict=True))
+    least = min(x.addressable_shards[0].data.size / x.size for x, _ in pairs)
+    return sum(x.sharding != y.sharding or bool((x != y).any()) for x, y in pairs), least
 
 
 def _kept_from(target: Path, devices: int) -> int:
