@@ -240,6 +240,15 @@ def test_two_devices_exchange_gathers_of_xla_and_no_sum():
 
 
 @pytest.mark.long
+def test_two_devices_with_a_drafter_in_float8_exchange_as_much():
+    """Its Triton products take one device's columns."""
+    program, bound = on_two(models_of(SMALL).drafting_in("float8"))
+    assert only_gathers(parse(program.hlo)).value == 3 * 2 + 4
+    assert failed(program, bound).keys() == {"one command buffer"}
+    assert "float8_gate_up" in program.hlo
+
+
+@pytest.mark.long
 def test_two_devices_with_whole_experts_gather_once_for_them():
     """All columns of half the experts: both products at once, and one gather of their rows.
 
