@@ -7,7 +7,8 @@ from jflash.kernels import BACKENDS
 GIB = 2**30
 PARTS = {"plain": "plain", "verify": "verify", "draft": "draft", "step": "whole step"}
 # The same in all cases of a run; what gathers hangs on the number of devices.
-SHARED = ("device", "versions", "xla_flags", "date", *(b for b in BACKENDS if b != "gather_backend"))
+OF_ALL = tuple(name for name in BACKENDS if name != "gather_backend")
+SHARED = ("device", "versions", "xla_flags", "date", *OF_ALL)
 
 
 def add_speed(case: dict[str, Any], acceptance: float | None) -> None:

@@ -92,7 +92,7 @@ class Engine:
         refusal = refusal_of_prompts(pair.models)
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
-        # The one run of an engine's programs with pushes, on two GPUs, ended by a segmentation fault.
+        # The one run of its programs with pushes, on two GPUs, ended by a segmentation fault.
         pair = replace(pair, models=pair.models.gathering_by("xla"))
         states = states_kept(pair.models, max_batch, states)
         rows = pair.models.rows

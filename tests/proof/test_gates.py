@@ -243,8 +243,8 @@ def test_two_devices_exchange_gathers_of_xla_and_no_sum():
 def test_two_devices_with_a_drafter_in_float8_exchange_as_much():
     """Its Triton products take one device's columns."""
     program, bound = on_two(models_of(SMALL).drafting_in("float8"))
-    assert only_gathers(parse(program.hlo)).value == 3 * 2 + 4
-    assert failed(program, bound).keys() == {"one command buffer"}
+    assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
+    assert not failed(program, bound)
     assert "float8_gate_up" in program.hlo
 
 
