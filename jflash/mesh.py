@@ -195,7 +195,7 @@ def landing_places(models: Models) -> Places | None:
 
 def place_specs(models: Models) -> Any:
     """Where the places lie: each device has its own."""
-    own = PartitionSpec(AXIS)
+    own: Any = PartitionSpec(AXIS)
     return Places(own, own) if models.kernels.gather == "push" else None
 
 

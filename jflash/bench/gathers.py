@@ -21,7 +21,8 @@ from pallas_kernels.gather.push import CTAS
 
 SIZES = ((16, 2048), (16, 6144), (128, 2048), (128, 6144), (512, 2048), (512, 6144))
 EACH, TRIPS, REPEATS = 8, 40, 7
-PLACES: Any = Places(PartitionSpec(AXIS), PartitionSpec(AXIS))
+OWN: Any = PartitionSpec(AXIS)
+PLACES = Places(OWN, OWN)
 COLUMNS = PartitionSpec(None, AXIS)
 WAYS = ("copy", "push", "xla")
 
@@ -40,7 +41,7 @@ def time_gathers(mesh: Mesh) -> Iterator[dict[str, Any]]:
     landing = np.zeros((mesh.size * 2, *places.landing.shape[1:]), places.landing.dtype)
     counts = np.zeros((mesh.size * (mesh.size + 1), CTAS), np.int32)
     bench = _Bench(mesh, places)
-    places = Places(bench.put(landing, PLACES.landing), bench.put(counts, PLACES.counts))
+    places = Places(bench.put(landing, OWN), bench.put(counts, OWN))
     bench = bench._replace(places=jax.block_until_ready(places))
     for rows, columns in SIZES:
         found, results = {}, {}

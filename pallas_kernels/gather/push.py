@@ -12,7 +12,7 @@ but one, which the peer ended before it wrote to us in the last one.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,10 +117,15 @@ def _each(tiles: int, cta, move) -> None:
             pl.when(first + cta < tiles)(functools.partial(move, [first + cta]))
 
 
+def _inline(body: Any) -> Any:
+    """`body` in MLIR, of a context, a reference and a number that all threads have."""
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(body)
+
+
 def _say(count, value) -> None:
     """Sets a peer's count after all that this CTA wrote."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    @_inline
     def release(context, ref, value):
         mosaic.warpgroup_barrier()
         one = mosaic.single_thread_predicate(mosaic.ThreadSubset.WARPGROUP)
@@ -138,7 +143,7 @@ def _await(count, value) -> None:
     Any other number is an earlier gather's, however long ago, since counts go round after 2^32.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    @_inline
     def acquire(context, ref, value):
         i32 = ir.IntegerType.get_signless(32)
         with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
