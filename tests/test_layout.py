@@ -3,6 +3,7 @@ level is fixed."""
 
 import ast
 import dataclasses
+import inspect
 import os
 import re
 from pathlib import Path
@@ -130,3 +131,19 @@ def test_arrays_are_what_signatures_say():
     with pytest.raises(TypeCheckError, match="scale"):
         rms_norm(jnp.ones((2, 4)), jnp.ones(3), 1e-6, backend="xla")
     assert hasattr(rms_norm, "__wrapped__") and not hasattr(specs.at_least_1, "__wrapped__")
+
+
+@pytest.mark.parametrize("name", ["AutoTokenizer", "PreTrainedTokenizerFast"])
+def test_what_pyright_is_told_of_transformers_is_so(name):
+    """Of each method the parameters; a model's class is none without torch."""
+    import transformers
+
+    stub = ast.parse((ROOT / ".ci/types/transformers/__init__.pyi").read_text(encoding="utf-8"))
+    [told] = (x for x in stub.body if isinstance(x, ast.ClassDef) and x.name == name)
+    methods = [x for x in told.body if isinstance(x, ast.FunctionDef)]
+    assert methods
+    for method in methods:
+        args, real = method.args, getattr(getattr(transformers, name), method.name)
+        names = [*args.args, args.vararg, *args.kwonlyargs, args.kwarg]
+        names = [x.arg for x in names if x and x.arg != "cls"]
+        assert list(inspect.signature(real).parameters) == names, method.name
