@@ -104,9 +104,12 @@ def of_all_kinds(models: Models, batch: int) -> Models:
 
 
 def compile_programs(models: Models, params: Params, layout: Layout) -> Programs:
-    """All executables of a layout; a second call returns the same ones without compiling."""
+    """All executables of a layout; a second call returns the same ones without compiling.
+
+    They know no copies of states: layouts that differ in their number alone share the programs.
+    """
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
-    return _compile(models, tuple(leaves), tree, layout)
+    return _compile(models, tuple(leaves), tree, layout._replace(states=0))
 
 
 def forget() -> None:
