@@ -6,7 +6,8 @@ This file knows only names. Everything that computes gets the record, and choose
 from typing import NamedTuple
 
 AUTO = "auto"  # as a backend's name: the best that the device has
-# Backends of an operation whose results for a row are the same bits in every program.
+# Backends of an operation whose results for a row are the same bits in every program. A gather adds
+# nothing, so it has no others.
 ONE_ARITHMETIC = {
     "attention": ("cpu", "canonical"),
     "matmul": ("cpu", "canonical"),
@@ -14,7 +15,6 @@ ONE_ARITHMETIC = {
     "experts": ("cpu", "canonical"),
     "norm": ("cpu", "canonical"),
     "delta": ("cpu", "triton"),
-    "gather": ("push", "xla"),
 }
 
 
@@ -32,13 +32,13 @@ class Kernels(NamedTuple):
     @property
     def chunk(self) -> "Kernels":
         """The backends of a prompt's chunk: the step's if they are of one arithmetic, else XLA."""
-        others = dict.fromkeys(set(self._fields) - self.one_arithmetic - {"experts"}, "xla")
+        others = dict.fromkeys(set(ONE_ARITHMETIC) - self.one_arithmetic - {"experts"}, "xla")
         return self._replace(**others)
 
     @property
     def one_arithmetic(self) -> frozenset[str]:
         """The operations whose bits for a row do not depend on the program."""
-        return frozenset(op for op, name in self._asdict().items() if name in ONE_ARITHMETIC[op])
+        return frozenset(op for op, names in ONE_ARITHMETIC.items() if getattr(self, op) in names)
 
 
 XLA = Kernels()

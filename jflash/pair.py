@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.decoding import DRAFT_RULES
-from jflash.kernels import XLA, Kernels
+from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.specs import FLOAT8
@@ -59,7 +59,7 @@ class Models:
         if self.drafter is None:
             raise ValueError(f"{self.rows} rows to verify: without a drafter there are no drafts")
         if not self.one_arithmetic:
-            others = set(Kernels._fields) - self.kernels.one_arithmetic
+            others = set(ONE_ARITHMETIC) - self.kernels.one_arithmetic
             used = (f"{op} {name}" for op, name in self.kernels._asdict().items() if op in others)
             raise ValueError(
                 f"{self.rows} rows to verify: by {', '.join(used)} a token's bits hang on the "
@@ -81,7 +81,7 @@ class Models:
         """Whether a token's bits are the same at every width, batch, capacity and chunk."""
         c = self.target.config
         absent = {op for op, there in (("experts", c.experts), ("delta", c.deltas)) if not there}
-        return set(Kernels._fields) - absent <= self.kernels.one_arithmetic
+        return set(ONE_ARITHMETIC) - absent <= self.kernels.one_arithmetic
 
     def gathering_by(self, backend: str) -> "Models":
         """The models, whose devices exchange what they share by this backend."""

@@ -7,12 +7,15 @@ import pytest
 
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
+from jflash.gather import AXIS
 from jflash.kernels import BACKENDS, Kernels
+from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
 from pallas_kernels import grouped_matmul
 from pallas_kernels.choice import check
+from tests.support.described_gpu import H200, device_mesh
 from tests.support.pairs import random_pair
 
 HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
@@ -66,7 +69,7 @@ def test_heads_of_512_in_some_layers_attend_by_the_kernel_of_one_arithmetic():
         with_backends(models, "bfloat16", HOPPER, **{ATTENTION: "triton"})
 
 
-ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA = BACKENDS
+ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA, GATHER = BACKENDS
 
 
 @pytest.mark.parametrize(
@@ -164,8 +167,17 @@ def test_a_weight_that_the_canonical_products_lack():
 def test_a_backend_on_request():
     own = with_backends(qwen3(), "bfloat16", HOPPER)
     asked = {ATTENTION: "triton", MATMUL: "xla", HEADS: "xla", EXPERTS: "reference"}
-    asked |= {NORM: "reference", DELTA: "reference"}
+    asked |= {NORM: "reference", DELTA: "reference", GATHER: "xla"}
     chosen = with_backends(qwen3(), "bfloat16", HOPPER, **asked)
     assert chosen == replace(own, kernels=Kernels(*asked.values()))
     assert named(chosen.kernels) == asked
     assert with_backends(qwen3(), "bfloat16", HOPPER, **dict.fromkeys(BACKENDS, "auto")) == own
+
+
+def test_devices_that_share_a_pair_push_where_they_can():
+    """And only there: a push that is asked of one device, or of a CPU, is refused."""
+    shared = over(qwen3(), device_mesh(H200, 2, AXIS))
+    for device, dtype, best in ((HOPPER, "bfloat16", "push"), (CPU, "float32", "xla")):
+        assert with_backends(shared, dtype, device).kernels.gather == best
+    with pytest.raises(ValueError, match=r"gather backend 'push' needs an NVIDIA GPU .* use 'xla'"):
+        with_backends(shared, "float32", CPU, **{GATHER: "push"})
