@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import cache
+from jflash import cache, programs
 from jflash.cache import RingCache, empty_cache, ring_slots, write_context
 from jflash.config import second_version
 from jflash.decoding import Decoding
@@ -80,12 +80,12 @@ def test_the_last_rows_are_those_of_a_cache_with_all_positions(monkeypatch):
     """After prompts longer than a ring, in chunks longer than it, and steps twice around it."""
     pair = random_pair(sights=(dict(window=20, causal=True), dict(window=30)))
     monkeypatch.setattr(cache, "RING_BLOCK", 1)
-    new_state.clear_cache()
+    programs._made_state.clear_cache()
     small = drafted(pair, [27, 37])
     monkeypatch.setattr(cache, "RING_BLOCK", 512)
-    new_state.clear_cache()
+    programs._made_state.clear_cache()
     whole = drafted(pair, [512, 512])
-    new_state.clear_cache()
+    programs._made_state.clear_cache()
     np.testing.assert_allclose(small, whole, rtol=1e-4, atol=1e-5)
 
 
