@@ -17,15 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jflash.config import DecoderConfig
-from jflash.gather import AXIS, pushing
+from jflash.gather import AXIS
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params, leaf_paths
 from jflash.pair import Models, Params
 from jflash.parts import indivisible, part_of, with_experts_over
-from jflash.state import State
-from pallas_kernels.gather import Places, empty_places
+from jflash.places import over_places
 from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
@@ -156,47 +155,13 @@ def spread(
     """
     if mesh is None:
         return jax.jit(function, donate_argnums=donate)
-    function = _over_places(function, donate)
+    function = over_places(function, donate)
     lie, lies = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), (takes, gives),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )  # fmt: skip
     function = shared(mesh, function, takes, gives)
     return jax.jit(function, in_shardings=lie, out_shardings=lies, donate_argnums=donate)
-
-
-def _over_places(function: Callable, donate: tuple[int, ...]) -> Callable:
-    """`function`, which gathers by the places of a State among its donated arguments."""
-
-    @functools.wraps(function)  # whose arguments' names are the program's
-    def over_places(*given: Any) -> Any:
-        owners = [i for i in donate if isinstance(given[i], State) and given[i].places is not None]
-        if not owners:
-            return function(*given)
-        [owner], arguments = owners, list(given)
-        references = jax.tree.map(jax.new_ref, given[owner].places)
-        arguments[owner] = given[owner]._replace(places=None)
-        with pushing(references):
-            results = function(*arguments)
-        places = jax.tree.map(jax.freeze, references)
-        return jax.tree.map(
-            lambda x: x._replace(places=places) if isinstance(x, State) else x, results,
-            is_leaf=lambda x: isinstance(x, State),
-        )  # fmt: skip
-
-    return over_places
-
-
-def landing_places(models: Models) -> Places | None:
-    """One device's places for what it exchanges with the others; `models` are its part."""
-    pushes = models.kernels.gather == "push"
-    return empty_places(models.target.config.shards) if pushes else None
-
-
-def place_specs(models: Models) -> Any:
-    """Where the places lie: each device has its own."""
-    own: Any = PartitionSpec(AXIS)
-    return Places(own, own) if models.kernels.gather == "push" else None
 
 
 def with_context(models: Models, params: Params) -> Params:

@@ -22,15 +22,14 @@ from jflash.decoding import GREEDY, Decoding
 from jflash.kernels import AUTO
 from jflash.mesh import (
     EVERYWHERE,
-    landing_places,
     local,
     param_specs,
-    place_specs,
     shared,
     specs,
     spread,
 )
 from jflash.pair import Models, Params
+from jflash.places import landing_places, place_specs
 from jflash.prefill import prefill
 from jflash.rows import Survey, empty_survey
 from jflash.sampling import filters_of

@@ -13,9 +13,10 @@ from jaxtyping import Array, Int
 
 from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.logprobs import unasked
-from jflash.mesh import EVERYWHERE, landing_places, local, place_specs, shared, specs
+from jflash.mesh import EVERYWHERE, local, shared, specs
 from jflash.models.params import decoding_params
 from jflash.pair import Models
+from jflash.places import landing_places, place_specs
 from jflash.programs import Shape, chunk_sizes, empty_sequences
 from jflash.rows import empty_survey
 from jflash.serving.request import MOST
