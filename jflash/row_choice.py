@@ -34,6 +34,7 @@ WIDTHS = (1, 4, 8)
 SMALLEST_BATCH = 8
 FIRST, STEPS = 2, 16  # steps of the first call, and of each later one
 KEPT = 0.8  # weight of earlier counts, after each call that drafted
+UNSEEN = 0.995  # of those of drafts like which none was verified since
 PRIOR = 4  # drafts of a bin that count as if each had come true with the drafter's confidence
 MIDDLE = (np.arange(BINS) + 0.5) / BINS  # of each bin
 PROBE = 100  # milliseconds without drafts before one of a probe
@@ -88,8 +89,12 @@ class Estimate:
         self.live = float(seen.live / seen.steps)
         if not seen.offered.sum():
             return
-        for name in ("offered", "verified", "accepted"):
-            setattr(self, name, KEPT * getattr(self, name) + getattr(seen, name))
+        self.offered = KEPT * self.offered + seen.offered
+        # What was seen of drafts that are no longer verified stays: the drafter's word would take
+        # its place, and a modest drafter's keeps its drafts from ever being tried again.
+        kept = UNSEEN - (UNSEEN - KEPT) * seen.verified / np.maximum(seen.offered, 1)
+        self.verified = kept * self.verified + seen.verified
+        self.accepted = kept * self.accepted + seen.accepted
         self.drafted = KEPT * self.drafted + float(seen.live)
 
     def tokens(self, rows: Sequence[int]) -> Float[np.ndarray, " N"]:
