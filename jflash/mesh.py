@@ -142,7 +142,18 @@ def shared(mesh: Mesh | None, function: Callable, takes: Any, gives: Any) -> Cal
     """
     if mesh is None:
         return function
-    return jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
+
+    @functools.wraps(function)  # whose arguments' names are the program's
+    def over_own(*given: Any) -> Any:
+        return function(*jax.tree.map(_anew, given))
+
+    return jax.shard_map(over_own, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
+
+
+def _anew(x: Array) -> Array:
+    """An empty array is made where it is read: as an argument it makes XLA end the process (a
+    segmentation fault in jaxlib 0.11.2's `shardy-xla` for GPUs)."""
+    return x if x.size else jnp.zeros_like(x)
 
 
 def spread(

@@ -83,10 +83,6 @@ class Models:
         absent = {op for op, there in (("experts", c.experts), ("delta", c.deltas)) if not there}
         return set(ONE_ARITHMETIC) - absent <= self.kernels.one_arithmetic
 
-    def gathering_by(self, backend: str) -> "Models":
-        """The models, whose devices exchange what they share by this backend."""
-        return replace(self, kernels=self.kernels._replace(gather=backend))
-
     @property
     def draws_drafts(self) -> bool:
         return self.drafter is not None and self.sampled and self.draft_rule == "sampled"

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -92,8 +91,6 @@ class Engine:
         refusal = refusal_of_prompts(pair.models)
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
-        # The one run of its programs with pushes, on two GPUs, ended by a segmentation fault.
-        pair = replace(pair, models=pair.models.gathering_by("xla"))
         states = states_kept(pair.models, max_batch, states)
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:

@@ -19,7 +19,7 @@ from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape, quantised
 from jflash.gather import AXIS
 from jflash.kept import in_fragments
-from jflash.mesh import over
+from jflash.mesh import EVERYWHERE, over, spread
 from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.parts import OVER
@@ -223,6 +223,17 @@ def test_two_devices_push_what_they_exchange():
     assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
     places = re.findall(r"= bf16\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
     assert places and not any("copy" in opcode for opcode in places)
+
+
+def test_two_devices_compile_a_program_that_is_given_an_empty_array():
+    """As a step with forms is, of models without drafts. XLA alone ends the process."""
+
+    def both(x, empty):
+        return lax.all_gather(x, AXIS), empty
+
+    program = spread(device_mesh(H200, 2, AXIS), both, (EVERYWHERE,) * 2, (EVERYWHERE,) * 2, (1,))
+    sizes = jax.ShapeDtypeStruct((1, 8), jnp.int32), jax.ShapeDtypeStruct((1, 0), jnp.int32)
+    assert "all-gather" in program.lower(*sizes).compile().as_text()
 
 
 @pytest.mark.long

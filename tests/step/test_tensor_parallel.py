@@ -27,7 +27,6 @@ MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormali
 PROGRAM = """
 import jax, json, jflash, jflash.parts
 import numpy as np
-from dataclasses import replace
 from tests.support.shared_steps import (
     from_orbax, kept_from_files, largest_differences, output_differences, random_parts, rounding,
     whole_again
@@ -36,8 +35,7 @@ pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[2:]).reshape(2, 1), ("rows", "columns"))
 pair = jflash.load_pair(*pair, dtype="float32", mesh=mesh, drafter_dtype="float8")
 prompt = json.loads(open("tests/golden/tiny_math_reference.json").read())["cases"][0]
-pushing = replace(pair, models=pair.models.gathering_by("push"))  # an engine gathers by XLA
-with jflash.Engine(pushing, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
+with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as engine:
     request = jflash.Request(prompt_ids=prompt["prompt_ids"], max_tokens=12)
     events = list(engine.submit(request))
 ids = [i for event in events for i in event.token_ids]
