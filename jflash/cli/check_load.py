@@ -10,6 +10,7 @@ from jflash.device import describe_device
 from jflash.generate import Pair
 from jflash.io import default_dtype
 from jflash.proof.cases import load_case
+from jflash.proof.devices import shared_pair
 from jflash.proof.forms import grammars, letters
 from jflash.proof.under_load import Load, compared
 from jflash.serving.grammar import Grammar
@@ -23,7 +24,10 @@ def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
     case = load_case(args.pair, dtype, args.seed, {}, args.batch, args.layers, args.drafter_dtype)
     tokenizer, end = letters()
     vocabulary = case.models.target.config.vocab_size
-    return Pair(case.models, case.params), grammars(tokenizer, vocabulary, [end])
+    models, params = case.models, case.params
+    if args.tensor_parallel > 1:
+        models, params = shared_pair(models, params, args.tensor_parallel, args.experts_over)
+    return Pair(models, params), grammars(tokenizer, vocabulary, [end])
 
 
 def real_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
@@ -44,6 +48,7 @@ def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
         "check": "load",
         **({"pair": args.pair, "layers": args.layers} if args.pair else {}),
         "dtype": pair.models.dtype,
+        "tensor_parallel": args.tensor_parallel,
         "backends": pair.models.kernels._asdict(),
         **result,
     }

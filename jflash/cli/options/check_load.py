@@ -8,7 +8,6 @@ from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import DEFAULT_TARGET, check_pair, model_options
 from jflash.cli.options.values import at_least_1, option_name, refuse
 from jflash.kernels import AUTO
-from jflash.parts import OVER
 from jflash.proof.pairs import PAIRS
 
 KEPT = "kept there"
@@ -16,8 +15,7 @@ PAGE = 64  # tokens; pallas_kernels.block_attention has it too, and is slow to i
 SIZES = tuple(name for name in PAIRS if name != "tiny-math")  # that is the default pair
 # What --pair stands for, or does not take.
 ALONE = {"target": DEFAULT_TARGET, "drafter": None, "quantised": AUTO, "attention_backend": AUTO}
-ALONE |= {"block_size": None, "verify_rows": None, "tensor_parallel": 1}
-ALONE |= {"experts_over": OVER[0]}
+ALONE |= {"block_size": None, "verify_rows": None}
 SHORTEST = 12  # tokens of a request, so that prompts of all kinds fit
 
 
