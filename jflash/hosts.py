@@ -179,6 +179,8 @@ def joined(coordinator: str | None, count: int | None, index: int | None) -> Ite
     met.append(hosts)
     hosts.begin()
     try:
+        # A host that still waits for JAX's answer would not miss host 0, and wait for all of MEET.
+        hosts.meet("begin")
         yield hosts
         hosts.finish()
     except BaseException:
