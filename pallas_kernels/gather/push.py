@@ -1,9 +1,9 @@
 """A gather by Mosaic GPU: each device writes its part to its peers, and waits for theirs.
 
-A part is cut into tiles of a row, and CTA i of every device moves the same ones. It writes them to
-the peers' landing places, then says so in the count that each peer keeps for it, and waits until
-its own counts say the same of the peers. No device waits for a kernel to begin elsewhere, so
-no barrier comes before.
+A part is cut into tiles of a row, and CTA i of every device moves the same ones, by registers or by
+copies in bulk. It writes them to the peers' landing places, then says so in the count that each
+peer keeps for it, and waits until its own counts say the same of the peers. No device waits for a
+kernel to begin elsewhere, so no barrier comes before.
 
 Counts only grow, and nothing sets them back between calls or programs: a device may be a whole
 gather ahead of a peer that has not begun. It cannot be two ahead, since it waits for that peer's
@@ -24,10 +24,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 from jaxtyping import Array, BFloat16, Int32
 
+from pallas_kernels.gather import bulk, registers
+from pallas_kernels.gather.part import AT_ONCE, Part
+from pallas_kernels.gather.registers import LEAST as LEAST
+
 CTAS = 128  # at most one a multiprocessor, so all run at once; four each gain nothing
-LEAST, LONGEST = 256, 1024  # columns of a tile: 4 and 16 bytes of each of 128 threads
 MOST = 2**22  # numbers of a device's part: what a landing place holds
-AT_ONCE = 4  # tiles that a CTA loads before it stores them
 
 
 class Places(NamedTuple):
@@ -53,10 +55,12 @@ def gather(x: BFloat16[Array, "M C"], places: Places, axis: str) -> BFloat16[Arr
 def _gather(x, landing, counts, axis: str):
     M, C = x.shape
     devices = counts.shape[0] - 1
-    length = next(n for n in (LONGEST, LONGEST // 2, LEAST) if C % n == 0)
+    way = bulk if M >= bulk.FEWEST else registers
+    length = way.length(C)
     return plgpu.kernel(
-        functools.partial(_kernel, axis=axis, devices=devices, length=length),
+        functools.partial(_kernel, axis=axis, devices=devices, length=length, moves=way.Moves),
         out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
+        scratch_types=way.scratch(length, x.dtype),
         grid=(CTAS,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
@@ -64,39 +68,27 @@ def _gather(x, landing, counts, axis: str):
     )(x, landing, counts)
 
 
-def _kernel(x_ref, landing, counts, out_ref, *, axis: str, devices: int, length: int):
+def _kernel(
+    x_ref, landing, counts, out_ref, *scratch, axis: str, devices: int, length: int, moves: Any
+):
     (M, C), me, cta = x_ref.shape, lax.axis_index(axis), lax.axis_index("cta")
-    across = C // length
-    tiles = M * across
+    tiles = M * (C // length)
     peers = [lax.rem(me + i, devices) for i in range(1, devices)]
     turn = counts[devices, cta]
-    slot = turn & 1
-
-    def columns(device, tile):
-        return pl.ds(device * C + lax.rem(tile, across) * length, length)
-
-    def send(those):
-        parts = [x_ref[tile // across, columns(0, tile)] for tile in those]
-        for tile, part in zip(those, parts, strict=True):
-            for peer in peers:
-                there = plgpu.remote_ref(landing, peer)
-                there[slot, me, pl.ds(tile * length, length)] = part
-            out_ref[tile // across, columns(me, tile)] = part
-
-    def take(peer, those):
-        parts = [landing[slot, peer, pl.ds(tile * length, length)] for tile in those]
-        for tile, part in zip(those, parts, strict=True):
-            out_ref[tile // across, columns(peer, tile)] = part
+    part = Part(x_ref, landing, out_ref, turn & 1, me, peers, length)
+    way = moves(part, *scratch)
 
     @pl.when(cta < tiles)  # the others have nothing to say, and count on
     def _():
         each = functools.partial(_each, tiles, cta)
-        each(send)
+        each(way.send)
+        way.sent()
         for peer in peers:
             _say(plgpu.remote_ref(counts.at[me, cta], peer), turn + 1)
         for peer in peers:
             _await(counts.at[peer, cta], turn + 1)
-            each(functools.partial(take, peer))
+            each(functools.partial(way.take, peer))
+        way.taken()
 
     counts[devices, cta] = turn + 1
 

@@ -20,6 +20,8 @@ from tests.support.described_gpu import H200, device_mesh
 from tests.support.virtual_devices import result, start
 
 SHAPES = [(1, 256), (16, 2048), (5, 768), (16, 6144), (128, 2048), (300, 256), (512, 6144)]
+SHAPES += [(200, 11008), (2048, 2048)]
+COMPILED = [(1, 256), (16, 2048), (5, 768), (200, 11008)]  # by registers and in bulk
 WHERE = Places(PartitionSpec(AXIS), PartitionSpec(AXIS))
 COLUMNS = PartitionSpec(None, AXIS)
 BITS = """
@@ -97,10 +99,10 @@ def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
         where((n * devices, *x.shape[1:]), x.dtype, WHERE.landing)
         for n, x in ((2, one.landing), (devices + 1, one.counts))
     ])  # fmt: skip
-    parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in SHAPES[:3]]
+    parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in COMPILED]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = over(mesh).lower(places, parts).compile().as_text()
-    assert program.count('custom_call_target="mosaic_gpu') == 3
+    assert program.count('custom_call_target="mosaic_gpu') == len(COMPILED)
     assert (
         "copy(%param" not in program and f"= s32[{devices + 1},{CTAS}]{{1,0}} copy(" not in program
     )
@@ -129,7 +131,7 @@ def test_pushes_give_what_xla_gathers(first: int):
     jax.block_until_ready(places)
     wrong, places = over(mesh)(places, [put(x, COLUMNS) for x in parts])
     assert int(wrong) == 0
-    turns = np.uint32(len(SHAPES) * 20) + np.int32(first).astype(np.uint32)
+    turns = (len(SHAPES) * 20 + first) % 2**32
     assert (np.asarray(places.counts)[devices].astype(np.uint32) == turns).all()
 
 

@@ -1,0 +1,71 @@
+"""A push by bulk copies through shared memory: more bytes are on their way than registers hold."""
+
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gather.part import AT_ONCE, Part
+
+FEWEST = 128  # rows of a part; with fewer the way through shared memory takes longer
+EACH, LONGEST = 256, 8192  # columns of a tile are so many times; AT_ONCE of the longest are 64 KB
+
+
+def length(columns: int) -> int:
+    """Columns of a tile: of whole rows, or of equal pieces."""
+    pieces = columns // EACH
+    return EACH * next(n for n in range(LONGEST // EACH, 0, -1) if pieces % n == 0)
+
+
+def scratch(length: int, dtype: Any) -> list[Any]:
+    """AT_ONCE tiles, and what tells that each is there."""
+    return [plgpu.SMEM((AT_ONCE, length), dtype), plgpu.Barrier(num_barriers=AT_ONCE)]
+
+
+class Moves(NamedTuple):
+    """The moves of a CTA, several tiles at a time."""
+
+    part: Part
+    held: Any
+    here: Any
+
+    def _load(self, source: Any, tiles: list[tuple]) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what lay there has left
+        for i, at in enumerate(tiles):
+            plgpu.copy_gmem_to_smem(
+                source.at[at], self.held.at[i], self.here.at[i],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )  # fmt: skip
+
+    def send(self, tiles: list[Any]) -> None:
+        part = self.part
+        self._load(part.x, [part.own(tile) for tile in tiles])
+        for i, tile in enumerate(tiles):
+            plgpu.barrier_wait(self.here.at[i])
+            for peer in part.peers:
+                there = plgpu.remote_ref(part.landing.at[part.place(part.me, tile)], peer)
+                plgpu.copy_smem_to_gmem(self.held.at[i], there)
+            plgpu.copy_smem_to_gmem(self.held.at[i], part.out.at[part.result(part.me, tile)])
+
+    def sent(self) -> None:
+        """Copies are not ordered with what is said after them: they must have been made."""
+        plgpu.wait_smem_to_gmem(0)
+
+    def take(self, peer: Any, tiles: list[Any]) -> None:
+        part = self.part
+        _order()
+        self._load(part.landing, [part.place(peer, tile) for tile in tiles])
+        for i, tile in enumerate(tiles):
+            plgpu.barrier_wait(self.here.at[i])
+            plgpu.copy_smem_to_gmem(self.held.at[i], part.out.at[part.result(peer, tile)])
+
+    def taken(self) -> None:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _fence(_: Any) -> None:
+    mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+
+# What was read of a count comes before copies that begin now.
+_order: Any = plgpu.inline_mgpu()(_fence)
