@@ -41,6 +41,7 @@ def test_it_times_every_case_at_every_context(tmp_path, capsys):
     assert capsys.readouterr().out.count(" ms, floor ") == len(rows)
 
 
+@pytest.mark.long
 def test_it_times_targets_that_are_kept_quantised_and_counts_the_experts_that_are_read(tmp_path):
     file = tmp_path / "steps.json"
     cases = "tiny:1:plain,tiny+fp8:1:plain,tiny-moe+mxfp4:1:plain,tiny-moe+mxfp4:2:step"

@@ -193,7 +193,7 @@ def test_a_part_of_a_wide_tile_agrees_with_the_form():
 
 
 @interpreted
-@pytest.mark.parametrize("M", [1, 20, 100])
+@pytest.mark.parametrize("M", [1, pytest.param(20, marks=pytest.mark.long), 100])
 def test_the_canonical_backend_equals_the_reference(M):
     x, w, r = draw(0, (M, 320)), draw(1, (320, 192)), draw(2, (M, 192))
     for got, want in [

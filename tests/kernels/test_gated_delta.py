@@ -221,7 +221,9 @@ def test_short_prompts(length, backend):
 
 
 @pytest.mark.skipif(ON_GPU, reason="there the kernels are compiled for the GPU that it has")
-@pytest.mark.parametrize("shape", ["qwen3.5-27b-b8", "qwen3.5-27b-b1-plain"])
+@pytest.mark.parametrize(
+    "shape", ["qwen3.5-27b-b8", pytest.param("qwen3.5-27b-b1-plain", marks=pytest.mark.long)]
+)
 def test_a_layers_four_kernels_keep_their_values_in_registers(shape):
     """Operands that spill made the rule ten times slower, and nothing told."""
     B, T, Hk, Hv, dk, dv, _ = GATED_DELTA[shape]

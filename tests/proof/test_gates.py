@@ -136,6 +136,7 @@ def test_attention_of_any_group_and_width_can_be_made(heads: int, width: int):
     assert "mosaic_gpu" in lower_for(H200, attend, q, cache, cache, at, at).as_text()
 
 
+@pytest.mark.long
 def test_the_step_of_dflash_2_with_windows_passes_and_sorts_nothing():
     """The best of a vocabulary are found by XLA's own kernel; drafts are followed in one or two.
 
@@ -165,9 +166,8 @@ def test_the_step_with_experts_passes():
     assert " sort(" not in program.hlo and "TopK" not in program.hlo
 
 
-@pytest.mark.parametrize(
-    "order", [pytest.param("by column", marks=pytest.mark.long), "in fragments"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["by column", "in fragments"])
 def test_the_step_with_kept_weights_and_a_float8_drafter_passes(order: str):
     """FP8 in blocks and INT4 in groups, at more rows than a tile has: codes go into the kernels.
 
@@ -385,6 +385,7 @@ def test_a_product_taken_apart_fails_the_weight_gate():
     assert any("writes 33,554,432 bytes of params['kernel']" in o for o in offences), offences
 
 
+@pytest.mark.long
 def test_several_copies_of_the_logits_fail_the_temporaries_gate():
     """With the head by XLA, which may write the logits once."""
     wide = replace(models_of(SMALL).plain(), block_size=16)

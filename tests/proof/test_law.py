@@ -181,6 +181,7 @@ def test_a_fault_of_attention_leaves_rings_alone(capsys, monkeypatch):
     assert fault["compared_logits_rows"] > 0
 
 
+@pytest.mark.long
 def test_long_prompts_are_compared_in_large_chunks(capsys, monkeypatch):
     """The same texts by steps and as prompts, but for their ends; a capacity's worth of each."""
     case = lawful(*["cpu"] * 5)

@@ -120,7 +120,7 @@ def conditional_q(temperature: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(  # a filter alone is a run-time value of the program that "all" runs
-    "mode", ["temperature", pytest.param("top-p", marks=pytest.mark.long), "all"]
+    "mode", [*(pytest.param(x, marks=pytest.mark.long) for x in ("temperature", "top-p")), "all"]
 )
 def test_tokens_over_two_steps_follow_the_target(mode: str):
     sampling = MODES[mode]

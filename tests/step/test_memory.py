@@ -201,7 +201,10 @@ def test_temporaries_are_an_upper_estimate(name, batch, capacity, dtype, compile
         assert estimate - WORKSPACE <= 3 * used  # and no wild guess
 
 
-@pytest.mark.parametrize(("name", "width", "batch"), [("qwen3-8b", 1, 1), ("llama-3.1-8b", 10, 8)])
+@pytest.mark.parametrize(
+    ("name", "width", "batch"),
+    [("qwen3-8b", 1, 1), pytest.param("llama-3.1-8b", 10, 8, marks=pytest.mark.long)],
+)
 def test_a_step_by_kernels_needs_no_more_than_is_estimated(name, width, batch, monkeypatch):
     """As an H200 decodes, with blocks that fill no tile of rows; the prompt is left out."""
     monkeypatch.setattr(memory, "_prefill_bytes", lambda *_: 0)
