@@ -13,7 +13,14 @@ from tables.beside import reference, summary, vllm
 from tables.cells import Result
 from tables.devices import several_gpus
 from tables.evidence import evaluations, families, tiny_pair, tiny_pair_speed, trainings
-from tables.losslessness import law, lossless, plain_text, right_logits, width_1
+from tables.losslessness import (
+    law,
+    law_of_families,
+    lossless,
+    plain_text,
+    right_logits,
+    width_1,
+)
 from tables.pages import pages
 from tables.rows import row_steps, rows
 from tables.serving import serving
@@ -29,7 +36,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
         *(goals, steps, whole_steps, step_goals, step_kernels),  # benchmarks/README
         *(pages, spent, several_gpus, in_turns),
         *(vllm, serving, reference, widths, rows, row_steps, kernels),
-        *(law, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
+        *(law, law_of_families, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards
     )
 }

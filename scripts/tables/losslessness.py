@@ -58,6 +58,22 @@ def law(results: list[Result]) -> str:
     return table(head, rows, cases)
 
 
+def law_of_families(results: list[Result]) -> str:
+    """Where the law of each family of targets was checked: families.json names a test and a run."""
+    content = {f"benchmarks/{result.name}": result.content for result in results}
+    ran = content.get("benchmarks/cpu-long-tests.json", {}).get("tests", {})
+    rows = []
+    for family in (row for case in with_key(results, "families") for row in case["families"]):
+        pairs = {
+            pair["pair"] for pair in content.get(family.get("law on a GPU"), {}).get("law", [])
+        }
+        own = sorted(pairs & set(family["shapes"]))
+        passed = ran.get(family.get("law"), {}).get("outcome") == "passed"
+        rows.append([family["family"], "0 differ" if passed else "–", ", ".join(own) or "–"])
+    head = ["family", "a small pair on a CPU, float32", "published widths on an H200, bfloat16"]
+    return table(head, rows, [])
+
+
 def width_1(results: list[Result]) -> str:
     """How often the texts of the pair's width and of width 1 part, and by how many nats."""
     cases = [case for case in checks_of(results) if any(case["width_1"])]

@@ -40,8 +40,12 @@ def results() -> list[Result]:
             dict(op="attention", shape="B1", backend="d", why="not here")]  # fmt: skip
     kernels = {k: v for k, v in full.items() if k not in ("cases", "reference")} | {"rows": rows}
     cells = dict.fromkeys(CELLS) | {"target": "tests/test_x.py::test_it[cases-pair00]"}
-    family = {"families": [{"family": "Qwen9"} | cells]}
-    return [Result("a.json", full), Result("f.json", family), Result("k.json", kernels)]
+    checked = {"shapes": ["p"], "law": "t", "law on a GPU": "benchmarks/w.json"}
+    other = {"family": "Qwen8"} | cells | checked | {"law": "u", "law on a GPU": None}
+    family = {"families": [{"family": "Qwen9"} | cells | checked, other]}
+    long = {"tests": {"t": {"outcome": "passed"}, "u": {"outcome": "failed"}}}
+    named = {"a": full, "f": family, "k": kernels, "cpu-long-tests": long}
+    return [Result(f"{name}.json", content) for name, content in named.items()]
 
 
 def of_rows() -> list[Result]:
@@ -246,6 +250,7 @@ def test_every_table_shows_its_numbers(results):
                  "| qwen9, DFlash | 8 | 9.00 ms |  |  |  |", "`benchmarks/v.json`"],
         "law": ["| p, 8 layers | 1,000 | 2 | 1,200 / 1,000 / 800 | 2 | 1 of 2 | 1.5 |",
                 "`benchmarks/w.json`"],
+        "law_of_families": ["| Qwen9 | 0 differ | p |", "| Qwen8 | – | – |"],
         "lossless": ["| p, q | 1, 8 | 1,234 | 840 | 5 | 2,000 | caught | 7.5 |",
                      "`benchmarks/l.json`"],
         "width_1": ["| p | 8 | 3 of 4 | 12.5 | 2 / 36 | 0.50 / 4.00 | 0.25 / 2.00 |"],
@@ -304,7 +309,7 @@ def test_steps_stand_beside_their_goals_and_vllms():
 
 
 def test_a_verify_stands_beside_what_its_products_take(results):
-    full, _, kernels = (r.content for r in results)
+    full, _, kernels, _ = (r.content for r in results)
     case = full["cases"][0]
     case["verify"]["ms"] = 4.5
     case["floors"] |= {"bytes_per_second": 4e12, "operations_per_second": 1e15}

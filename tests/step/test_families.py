@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = json.loads((ROOT / "benchmarks" / "families.json").read_text())["families"]
 # Tests that compare with what the reference recorded.
 PARITY = ("step/test_reference_parity", "step/test_dflash2_parity")
+LAW = ("law", "law on a GPU")  # of the table in LOSSLESS.md
 BACKED = [(row, cell, row[cell]) for row in FAMILIES for cell in CELLS if row[cell]]
 
 
@@ -66,7 +67,25 @@ def test_every_supported_family_has_a_row_with_a_tested_target():
     assert [row["model_type"] for row in FAMILIES] == list(TARGETS.values())
     for row in FAMILIES:
         assert row["target"] and row["parity tested"]
-        assert row.keys() == {"family", "model_type", "shapes", *CELLS}
+        assert row.keys() == {"family", "model_type", "shapes", *CELLS, *LAW}
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=[row["family"] for row in FAMILIES])
+def test_the_law_was_checked_with_the_familys_own_pair(row):
+    module, test = "step/test_law_of_families", "test_a_familys_pair_has_plain_decodings_bits"
+    name = row["law"].removeprefix(f"tests/{module}.py::{test}[").removesuffix("]")
+    folder = ROOT / "tests" / "reference" / "cases" / name.removeprefix("cases-")
+    assert (
+        name in runs(module, test) and read(folder / "record.json")["family"] == row["model_type"]
+    )
+    assert (
+        read(ROOT / "benchmarks" / "cpu-long-tests.json")["tests"][row["law"]]["outcome"]
+        == "passed"
+    )
+    if row["law on a GPU"]:
+        pairs = {pair["pair"]: pair for pair in read(ROOT / row["law on a GPU"])["law"]}
+        [own] = [pairs[shape] for shape in row["shapes"] if shape in pairs]
+        assert own["differences"] == 0 and all(fault["caught"] for fault in own["faults"])
 
 
 def test_what_backs_nothing_is_noticed():

@@ -7,8 +7,6 @@ slot, neighbour and driver must give its bits. Operations alone: tests/kernels.
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jflash.decoding import Decoding, Sampling
@@ -16,13 +14,11 @@ from jflash.generate import Pair, generate, stream
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.programs import Shape
-from jflash.proof.digest import Apart, apart, digests
-from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, decode
 from jflash.serving.batch import Job, serve
 from jflash.specs import MoeSpec
 from tests.conftest import jax_options
 from tests.support.attention_checks import ON_GPU
+from tests.support.digested import NEW, texts, total
 from tests.support.pairs import (
     HYBRID,
     SANDWICH,
@@ -34,7 +30,7 @@ from tests.support.pairs import (
 )
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="these are a CPU's operations")
-NEW, WIDTH = 24, 16
+WIDTH = 16
 MOE = MoeSpec(
     num_experts=12,
     experts_per_token=3,
@@ -54,32 +50,6 @@ def pair_of(dtype: str = "float32", **target) -> Pair:
 
 def narrow(pair: Pair, width: int) -> Pair:
     return replace(pair, models=replace(pair.models, block_size=width))
-
-
-def texts(pair: Pair, batch: int, asked, capacity=256, chunk=128, replay=None, new=NEW):
-    """The digests of prompts, `batch` of them at a time."""
-    shape = Shape.of(batch, capacity, chunk=chunk)
-    executable = compile_executable(pair.models, pair.params, shape)
-    found = []
-    for i in range(0, len(asked), batch):
-        task = Task(asked[i : i + batch], Decoding(max_new_tokens=new))
-        text = None
-        if replay is not None:
-            text = np.zeros((batch, capacity), np.int32)
-            for row, digest in zip(text, replay[i : i + batch], strict=True):
-                row[: len(digest.tokens)] = digest.tokens
-            text = corrupted(jnp.asarray(text), jax.random.key(3), 67)
-        run = decode(executable, Mode("", pair.params, text=text), task)
-        found += digests(run, task)
-    return found
-
-
-def total(reference, found) -> Apart:
-    sums = Apart()
-    for one, other in zip(reference, found, strict=True):
-        sums = sums.plus(apart(one, other))
-    assert sums.compared_logits_rows and sums.compared_kv_rows  # something was compared
-    return sums
 
 
 @pytest.fixture(scope="module")
