@@ -239,6 +239,12 @@ QUANTISED = {
 }
 
 
+def form_of(text: str) -> tuple[str, str | None]:
+    """A shape's name, and the form that its target is kept in, out of "qwen3-8b+fp8"."""
+    name, plus, form = text.partition("+")
+    return name, form if plus else None
+
+
 def check_quantised(name: str, form: str) -> None:
     """ValueError unless the target of the shape called `name` can be kept so."""
     if form not in QUANTISED:

@@ -8,7 +8,7 @@ import jax
 from jflash.bench.case import Task
 from jflash.bench.gathers import time_gathers
 from jflash.bench.report import collect, device_line
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import form_of, model_shape
 from jflash.cli.benchmark import measure
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.results import partial
@@ -60,12 +60,13 @@ def gathers_of(devices: int) -> dict[str, Any]:
 
 def ways(args: Options, shape: str) -> list[tuple[int, str]]:
     """Numbers of devices, each with what they share of a shape's experts."""
-    several = args.experts_over if model_shape(shape).target.experts else OVER[:1]
+    several = args.experts_over if model_shape(form_of(shape)[0]).target.experts else OVER[:1]
     return [(n, how) for n in args.devices for how in (several if n > 1 else OVER[:1])]
 
 
 def task(args: Options, shape: str, batch: int, devices: int, experts: str) -> Task:
     """The whole step of a shape, with twice the context as capacity."""
+    shape, form = form_of(shape)
     return Task(
         **{name: getattr(args, name) for name in ("context", "dtype", "steps", "repeats")},
         shape=shape,
@@ -81,6 +82,7 @@ def task(args: Options, shape: str, batch: int, devices: int, experts: str) -> T
         stop_token_ids=(),
         tensor_parallel=devices,
         experts_over=experts,
+        quantised=form,
     )
 
 
@@ -104,8 +106,9 @@ def add_share(case: dict[str, Any], first: dict[str, Any]) -> None:
 def line(case: dict[str, Any]) -> str:
     devices, step = case["tensor_parallel"], case["step"]
     over = ", experts whole" if case.get("experts_over") == "devices" else ""
+    kept = f" in {case['quantised']}" if case.get("quantised") else ""
     text = (
-        f"{case['shape']}, batch {case['batch']}, context {case['context']:.0f}, "
+        f"{case['shape']}{kept}, batch {case['batch']}, context {case['context']:.0f}, "
         f"{devices} device{'s' * (devices > 1)}{over}: {step['ms']:.3f} ms, "
         f"{step['share_of_floor']:.1%} of the floor"
     )

@@ -8,7 +8,7 @@ for them.
 
 import argparse
 
-from jflash.bench.shapes import SHAPES, model_shape
+from jflash.bench.shapes import QUANTISED, SHAPES, check_quantised, form_of, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts, refuse
 from jflash.parts import OVER
@@ -20,7 +20,8 @@ CASES = (("qwen3-8b", (1, 32)), ("qwen3-coder-30b", (1, 8)), ("qwen3-32b", (1,))
 def declare(parser: Parser) -> None:
     add = parser.add_argument
     listed = " ".join(f"{shape}:{','.join(map(str, batches))}" for shape, batches in CASES)
-    what = f"shapes and batch sizes, default {listed}; shapes: {', '.join(SHAPES)}"
+    what = f"shapes and batch sizes, default {listed}; shapes: {', '.join(SHAPES)}; SHAPE+FORM "
+    what += f"keeps the target's weights in {' or '.join(QUANTISED)}"
     add("--cases", nargs="+", type=case, default=CASES, metavar="SHAPE:BATCHES", help=what)
     add("--devices", type=counts, default=(1, 2), metavar="1,2,4", help="default 1,2")
     experts = "what several devices share of experts, default columns: some of each, or whole ones"
@@ -51,8 +52,11 @@ def ways(text: str) -> tuple[str, ...]:
 
 def check(args: Options) -> None:
     at_least_1(args, "context", "steps", "repeats")
-    for shape, _ in args.cases:
+    for text, _ in args.cases:
+        shape, form = form_of(text)
         target, drafter = model_shape(shape)
+        if form is not None:
+            check_quantised(shape, form)
         positions = min(target.max_position_embeddings, drafter.max_position_embeddings)
         beyond = args.context > positions
         refuse(beyond, f"--context {args.context}: {shape} has {positions} positions")

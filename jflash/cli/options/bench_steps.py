@@ -7,7 +7,7 @@ time is that of its work, which is shown beside the least that this device could
 import argparse
 from pathlib import Path
 
-from jflash.bench.shapes import QUANTISED, check_quantised, model_shape
+from jflash.bench.shapes import QUANTISED, check_quantised, form_of, model_shape
 from jflash.bench.step_cases import KINDS, PLACES, ROWS, Case, rows_of
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
@@ -53,9 +53,8 @@ def cases_of(text: str) -> tuple[Case, ...]:
             raise argparse.ArgumentTypeError(what)
         if not set(places) <= set(PLACES):
             raise argparse.ArgumentTypeError(f"{each!r}: a place is one of {', '.join(PLACES)}")
-        name, plus, form = shape.partition("+")
-        case = Case(name, int(batch), kind, *places)
-        found.append(case._replace(quantised=form if plus else None))
+        name, form = form_of(shape)
+        found.append(Case(name, int(batch), kind, *places)._replace(quantised=form))
     return tuple(dict.fromkeys(found))
 
 
