@@ -152,6 +152,7 @@ def test_replicas_make_their_parts_once_and_join_them_sorted(
     assert main.run("eval-gsm8k", argv) == 2
 
 
+@pytest.mark.long
 def test_killed_and_resumed_it_sums_up_like_an_unbroken_run(run, data, unbroken, tmp_path):
     whole, out, _ = run(data, unbroken)
     assert whole["accuracy"]["share"] == 1 and whole["answers"] == COUNT
@@ -199,6 +200,7 @@ def test_ctrl_c_keeps_every_answer(run, data, unbroken, tmp_path, monkeypatch, c
     assert without_times(resumed) == without_times(whole)
 
 
+@pytest.mark.long
 def test_the_baseline_and_every_drafter_say_the_same(run, data, tmp_path):
     limit, count = ("--limit", "2", *SHORT), 2
     summary, out, err = run(data, tmp_path / "pair", "--baseline", *limit)

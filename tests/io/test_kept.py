@@ -98,7 +98,10 @@ def test_a_request_to_keep_what_cannot_be_kept_is_refused(tmp_path):
 EXPERTS = {"mxfp4": PACKED, "fp8-block": MOE, "ct-int4-zeros": MOE}
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize(
+    "case",
+    ["fp8-block", *(pytest.param(x, marks=pytest.mark.long) for x in ("mxfp4", "ct-int4-zeros"))],
+)
 def test_kept_experts_stand_for_the_dequantised_ones(tmp_path, case):
     """gpt-oss's in one tensor with gate and up in turns, and Qwen3-MoE's expert by expert."""
     target = shutil.copytree(EXPERTS[case], tmp_path / "target")

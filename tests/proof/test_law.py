@@ -132,6 +132,7 @@ def test_a_lawful_pair_passes_and_every_planted_fault_is_caught(capsys, monkeypa
     assert [fault["caught"] for fault in law["faults"]] == [True] * 4
 
 
+@pytest.mark.long
 def test_faults_are_planted_in_a_hybrid(capsys, monkeypatch):
     """Its delta nets read the pass that a fault of attention changes; one fault is theirs."""
     batch = tuple(fault for fault in law_forms.FAULTS if "batch" in fault.name)
@@ -169,6 +170,7 @@ def test_faults_of_products_are_planted_where_each_has_a_bias(capsys, monkeypatc
     assert [fault["caught"] for fault in found["law"][0]["faults"]] == [True, True]
 
 
+@pytest.mark.long
 def test_a_fault_of_attention_leaves_rings_alone(capsys, monkeypatch):
     """Their slots are not positions: a target of nothing else must equal the sound one."""
     batch = tuple(fault for fault in law_forms.FAULTS if "batch" in fault.name)

@@ -148,7 +148,7 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     "shape",
-    ["tiny-hybrid", pytest.param("tiny-gemma", marks=LONG), pytest.param("tiny-muse", marks=LONG)],
+    [pytest.param(name, marks=LONG) for name in ("tiny-hybrid", "tiny-gemma", "tiny-muse")],
 )
 def test_other_families_are_judged_by_our_modules_in_float32(shape, monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "tiny-gemma", gemma_like())

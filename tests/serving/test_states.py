@@ -190,6 +190,7 @@ def test_two_requests_at_once_share_a_prefix_that_grows(pair):
     assert hits == [[0, 0], [64, 64], [128, 128]]
 
 
+@pytest.mark.long
 def test_a_windowed_drafter_beside_a_hybrid():
     """Its pages, the others and a copy must all be there for a hit; in bfloat16."""
     sights = ({"window": 24}, {"window": None})

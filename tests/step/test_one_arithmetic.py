@@ -106,7 +106,7 @@ def test_one_operation_by_xla_is_caught(asked):
 
 @pytest.mark.parametrize(
     ("kind", "fully"),
-    [("attention", True), pytest.param(HYBRIDS, True, marks=pytest.mark.long)],
+    [pytest.param(kind, True, marks=pytest.mark.long) for kind in ("attention", HYBRIDS)],
 )
 def test_what_is_generated_is_what_a_prompt_would_be(kind, fully, asked):
     """Half of a text by steps or all of it by chunks: the same keys, values and later logits.
