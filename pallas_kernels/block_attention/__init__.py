@@ -56,7 +56,8 @@ BACKENDS = {
     "reference": reference,
 }
 # The limits of the two kernels, the better one first; xla and reference take any sizes and types.
-MAX_WIDTH, MAX_GROUPS, HEAD_DIMS = 32, 16, (64, 128, 256, 512)
+MAX_WIDTH, HEAD_DIMS = 32, (64, 128, 256, 512)
+MAX_GROUPS = {"mosaic_gpu": mosaic_gpu.MAX_GROUPS, "triton": 16, "canonical": mosaic_gpu.MAX_GROUPS}
 PAGE = 64  # positions
 READ_TABLES = ("cpu", "canonical", "mosaic_gpu")  # of the others the pages are gathered
 MAX_CHUNK = 2048  # tokens of a prompt's chunk, which the canonical kernel takes as a block
@@ -142,8 +143,9 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     widest = MAX_CHUNK if backend == "canonical" else MAX_WIDTH
     if not 1 <= sizes.width <= widest:
         return f"has blocks of 1 to {widest} tokens, not {sizes.width}"
-    if not 1 <= sizes.groups <= MAX_GROUPS:
-        return f"has 1 to {MAX_GROUPS} query heads a KV head, not {sizes.groups}"
+    most = MAX_GROUPS[backend]
+    if not 1 <= sizes.groups <= most:
+        return f"has 1 to {most} query heads a KV head, not {sizes.groups}"
     dtypes, dtype = KERNEL_DTYPES[backend], jnp.dtype(sizes.dtype).name
     if dtype not in dtypes:
         return f"has caches of {' and '.join(dtypes)}, not {dtype}"

@@ -29,6 +29,7 @@ from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Task, Tiles
 from pallas_kernels.block_attention.mosaic_walk import Memory, memory_of, scratch, walk
 from pallas_kernels.block_attention.pieces import LOWEST, finish
 
+MAX_GROUPS = 32  # query heads of a KV head: a row tile holds two queries of so many
 SHARED_BYTES = 227 * 1024  # what one CTA may have on sm90
 
 
@@ -62,10 +63,10 @@ def block_attention(
             f"block attention's mosaic_gpu backend takes bfloat16, not q {q.dtype}, k {k.dtype}, "
             f"v {v.dtype}: use 'triton' or 'xla'"
         )
-    if H not in STAGES or N % K or N // K > 16 or not 1 <= T <= 2048:
+    if H not in STAGES or N % K or N // K > MAX_GROUPS or not 1 <= T <= 2048:
         raise ValueError(
-            "block attention's mosaic_gpu backend takes T 1 to 2048, N / K 1 to 16 and "
-            f"H {', '.join(map(str, STAGES))}, not {T=} {N=} {K=} {H=}: use 'xla'"
+            "block attention's mosaic_gpu backend takes T 1 to 2048, N / K 1 to "
+            f"{MAX_GROUPS} and H {', '.join(map(str, STAGES))}, not {T=} {N=} {K=} {H=}: use 'xla'"
         )
     tiles = tiles or choose_tiles(B, S, K, H)
     if S % tiles.block:

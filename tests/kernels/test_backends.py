@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jflash.backends import named, with_backends
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import SHAPES, model_shape
 from jflash.gather import AXIS
 from jflash.kernels import BACKENDS, Kernels
 from jflash.mesh import over
@@ -67,6 +67,12 @@ def test_heads_of_512_in_some_layers_attend_by_the_kernel_of_one_arithmetic():
     assert chosen.kernels.attention == "canonical" and chosen.one_arithmetic
     with pytest.raises(ValueError, match="not 512"):
         with_backends(models, "bfloat16", HOPPER, **{ATTENTION: "triton"})
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith("tiny")])
+def test_published_sizes_have_one_arithmetic(name):
+    """On one Hopper, so that the law holds for their targets."""
+    assert with_backends(of_shape(name), "bfloat16", HOPPER).one_arithmetic
 
 
 ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA, GATHER = BACKENDS
