@@ -64,13 +64,15 @@ def law_of_families(results: list[Result]) -> str:
     ran = content.get("benchmarks/cpu-long-tests.json", {}).get("tests", {})
     rows = []
     for family in (row for case in with_key(results, "families") for row in case["families"]):
-        pairs = {
-            pair["pair"] for pair in content.get(family.get("law on a GPU"), {}).get("law", [])
-        }
-        own = sorted(pairs & set(family["shapes"]))
+        run = content.get(family.get("law on a GPU"), {})
+        own = [
+            f"{pair['differences']} differ: {pair['pair']}, {run['device']}"
+            for pair in run.get("law", [])
+            if pair["pair"] in family["shapes"]
+        ]
         passed = ran.get(family.get("law"), {}).get("outcome") == "passed"
-        rows.append([family["family"], "0 differ" if passed else "–", ", ".join(own) or "–"])
-    head = ["family", "a small pair on a CPU, float32", "published widths on an H200, bfloat16"]
+        rows.append([family["family"], "0 differ" if passed else "–", "; ".join(own) or "–"])
+    head = ["family", "a small pair on a CPU, float32", "published widths on a GPU, bfloat16"]
     return table(head, rows, [])
 
 

@@ -250,7 +250,7 @@ def test_every_table_shows_its_numbers(results):
                  "| qwen9, DFlash | 8 | 9.00 ms |  |  |  |", "`benchmarks/v.json`"],
         "law": ["| p, 8 layers | 1,000 | 2 | 1,200 / 1,000 / 800 | 2 | 1 of 2 | 1.5 |",
                 "`benchmarks/w.json`"],
-        "law_of_families": ["| Qwen9 | 0 differ | p |", "| Qwen8 | – | – |"],
+        "law_of_families": ["| Qwen9 | 0 differ | 2 differ: p, ", "| Qwen8 | – | – |"],
         "lossless": ["| p, q | 1, 8 | 1,234 | 840 | 5 | 2,000 | caught | 7.5 |",
                      "`benchmarks/l.json`"],
         "width_1": ["| p | 8 | 3 of 4 | 12.5 | 2 / 36 | 0.50 / 4.00 | 0.25 / 2.00 |"],
