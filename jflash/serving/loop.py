@@ -4,7 +4,6 @@ Nothing here changes a request's text: a preempted one computes its keys and val
 continues from its newest token. This file knows only token ids.
 """
 
-import itertools
 import math
 import time
 from bisect import bisect_left
@@ -12,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from jflash.pair import Models, Params
-from jflash.programs import LARGE_CHUNK
 from jflash.serving.device import Device
 from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
 from jflash.serving.grammar import GrammarError
@@ -20,8 +18,9 @@ from jflash.serving.holdings import Holdings
 from jflash.serving.job import Counts, Job, Read
 from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
+from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, FinishReason
-from jflash.serving.schedule import Pass, Plan, passes
+from jflash.serving.schedule import Plan
 from jflash.serving.slots import Layout
 from jflash.serving.stats import SIZES
 
@@ -31,8 +30,7 @@ OnEvent = Callable[[Job, Event], None]
 class Loop:
     """The device's state, the pages and the slots; used by one thread.
 
-    At most `burst` chunks of prompts run between two calls of steps, and once the device has shown
-    how long one takes, only as many as fit into `stall` seconds, at least one.
+    `burst` and `stall` are those of `Prompts`.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Loop:
         self.waiting = list[Job]()
         self.counts = Counts()
         self.rounds_by_tokens = [0] * (len(SIZES) + 1)
-        self._burst, self._stall = burst, stall
+        self.prompts = Prompts(self.device, self.holdings, self._count, burst, stall)
         self._unread = deque[Read]()  # in the order in which the device computes them
 
     @property
@@ -64,18 +62,6 @@ class Loop:
     def quiet(self) -> bool:
         """Whether no text is under way; requests that have no token yet may wait."""
         return not (self.running or self._unread or any(job.begun for job in self.waiting))
-
-    @property
-    def burst(self) -> int:
-        """The chunks of the smallest size that may run now between two calls of steps. A small one
-        takes more than its part of a large one's time, so whole large ones count if any fits."""
-        sizes, known = sorted(self.device.programs.chunk), False
-        for size in reversed(sizes):
-            if seconds := self.device.time.lasted("prefill_seconds", size):
-                known, fit = True, min(self._stall / seconds, self._burst)
-                if fit >= 1:
-                    return min(self._burst, int(fit) * (size // sizes[0]))
-        return 1 if known else self._burst
 
     def new_weights(self, params: Params) -> None:
         """Takes other parameters of the same shapes; the loop must be quiet."""
@@ -157,13 +143,8 @@ class Loop:
             self._admit(job)
         self.device.time.begin()
         chunked = jobs(what.chunks)
-        passes = [
-            (job, over)
-            for job, run in itertools.groupby(chunked)
-            if job.slot is not None
-            for over in self._passes(job, len(list(run)))
-        ]
-        reads = [read for some in self._together(passes) for read in some]
+        reads = self.prompts.dispatch(chunked)
+        self._drop_failed(chunked)
         self._unread += reads
         left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.last), default=0)
         ready = {id(job): job for job in chunked if not job.end}.values()
@@ -195,10 +176,9 @@ class Loop:
         return [*self.waiting, *self.running]
 
     def _plan(self) -> Plan:
-        sizes = self.device.programs.chunk
         return planned(
-            self.waiting, self.running, self.holdings, chunk=min(sizes), burst=self.burst,
-            each=max(LARGE_CHUNK, *sizes) // min(sizes),
+            self.waiting, self.running, self.holdings, chunk=self.prompts.smallest,
+            burst=self.prompts.now, each=self.prompts.each,
             slots=self.slots.count(None), still=self.held or self.asleep,
         )  # fmt: skip
 
@@ -214,37 +194,6 @@ class Loop:
             job.cached, job.queued = job.computed, time.monotonic() - job.submitted
             self._count(prompt_tokens=job.end, cached_tokens=job.cached)
         self.device.admit(job)
-
-    def _passes(self, job: Job, chunks: int) -> Iterable[Pass]:
-        """The passes for so many chunks of a text, which stop where its states are copied."""
-        ends = (*job.borders, job.end)
-        return passes(job.computed, ends, list(self.device.programs.chunk), chunks)
-
-    def _together(self, passes: Sequence[tuple[Job, Pass]]) -> Iterable[list[Read]]:
-        """Dispatches passes in their order, some of them in one program."""
-        together = lambda each: self.device.together(*each)  # noqa: E731
-        for count, run in itertools.groupby(passes, together):
-            some = list(run)
-            for first in range(0, len(some), max(1, count)):
-                yield self._compute(some[first : first + max(1, count)], count > 0)
-
-    def _compute(self, some: Sequence[tuple[Job, Pass]], whole: bool) -> list[Read]:
-        """Dispatches these passes as one program, which chooses first tokens too if `whole`."""
-        _, size = self.device.whole_sizes([over for _, over in some])
-        tables = [self.holdings.table(job, job.computed, job.computed + size) for job, _ in some]
-        tokens = sum(over.end - job.computed for job, over in some)
-        if whole:
-            reads = self.device.whole(some, tables, self.holdings.no_pages)
-        else:
-            reads = [self.device.chunk(*some[0], tables[0])]
-        self._count(chunks=1, computed=tokens)
-        for job, _ in some:
-            self.holdings.name(job, job.computed)
-            place = self.holdings.place(job)
-            if place is not None:
-                self.device.keep(job, place)
-        self._drop_failed([job for job, _ in some])
-        return reads
 
     def _step_with_forms(self, jobs: Sequence[Job]) -> Read:
         """A step of these requests, some of which have a grammar. The others take part before the

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
+from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout
 from pallas_kernels.block_attention import PAGE
@@ -251,7 +252,7 @@ def test_a_long_prompt_keeps_no_text_waiting(pair, burst, seconds, monkeypatch):
     takes so many seconds that more would pass the engine's STALL."""
     monkeypatch.setattr(DeviceTime, "lasted", lambda *_: seconds)
     loop, texts = loop_of(pair, burst=8 if seconds else burst), dict[int, list[int]]()
-    loop._stall = STALL
+    loop.prompts.stall = STALL
     requests = [
         Request(prompt_ids=p, max_tokens=n)
         for p, n in zip(prompts(3, seed=2, low=180, high=181), (50, 9, 9), strict=True)
@@ -284,8 +285,8 @@ def test_whole_chunks_fit_into_the_stall(seconds, burst):
     """Of chunks that take so long: a small one takes more than its part of a large one's time."""
     time = SimpleNamespace(lasted=lambda part, size: seconds.get(size, 0.0))
     device = SimpleNamespace(time=time, programs=SimpleNamespace(chunk={512: None, 128: None}))
-    loop: Any = SimpleNamespace(device=device, _stall=0.045, _burst=16)
-    assert Loop.burst.__get__(loop) == burst
+    prompts = Prompts(cast(Any, device), cast(Any, None), dict, burst=16, stall=0.045)
+    assert prompts.now == burst
 
 
 def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch):

@@ -1,0 +1,94 @@
+"""What is dispatched of prompts: how many chunks, by which passes, and which together."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from jflash.programs import LARGE_CHUNK
+from jflash.serving.device import Device
+from jflash.serving.holdings import Holdings
+from jflash.serving.job import Job, Read
+from jflash.serving.schedule import Pass, passes
+
+
+class Prompts:
+    """Dispatches passes over texts; used by the loop's thread, and `count` is the loop's.
+
+    At most `burst` chunks run between two calls of steps, and once the device has shown how long
+    one takes, only as many as fit into `stall` seconds, at least one.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        holdings: Holdings,
+        count: Callable[..., None],
+        burst: int = 4,
+        stall: float = math.inf,
+    ) -> None:
+        self.device, self.holdings = device, holdings
+        self.burst, self.stall = burst, stall
+        self._count = count
+
+    @property
+    def smallest(self) -> int:
+        """The tokens of a chunk."""
+        return min(self.device.programs.chunk)
+
+    @property
+    def each(self) -> int:
+        """The chunks of one text that run before a call of steps, at most: those of a large one."""
+        sizes = self.device.programs.chunk
+        return max(LARGE_CHUNK, *sizes) // min(sizes)
+
+    @property
+    def now(self) -> int:
+        """The chunks of the smallest size that may run now between two calls of steps. A small one
+        takes more than its part of a large one's time, so whole large ones count if any fits."""
+        sizes, known = sorted(self.device.programs.chunk), False
+        for size in reversed(sizes):
+            if seconds := self.device.time.lasted("prefill_seconds", size):
+                known, fit = True, min(self.stall / seconds, self.burst)
+                if fit >= 1:
+                    return min(self.burst, int(fit) * (size // sizes[0]))
+        return 1 if known else self.burst
+
+    def dispatch(self, chunks: Sequence[Job]) -> list[Read]:
+        """Dispatches chunks of texts in their order; `chunks` has a text once for each."""
+        every = [
+            (job, over)
+            for job, run in itertools.groupby(chunks)
+            if job.slot is not None
+            for over in self._passes(job, len(list(run)))
+        ]
+        return [read for some in self._together(every) for read in some]
+
+    def _passes(self, job: Job, chunks: int) -> Iterable[Pass]:
+        """The passes for so many chunks of a text, which stop where its states are copied."""
+        ends = (*job.borders, job.end)
+        return passes(job.computed, ends, list(self.device.programs.chunk), chunks)
+
+    def _together(self, every: Sequence[tuple[Job, Pass]]) -> Iterable[list[Read]]:
+        """Dispatches passes in their order, some of them in one program."""
+        together = lambda each: self.device.together(*each)  # noqa: E731
+        for count, run in itertools.groupby(every, together):
+            some = list(run)
+            for first in range(0, len(some), max(1, count)):
+                yield self._compute(some[first : first + max(1, count)], count > 0)
+
+    def _compute(self, some: Sequence[tuple[Job, Pass]], whole: bool) -> list[Read]:
+        """Dispatches these passes as one program, which chooses first tokens too if `whole`."""
+        _, size = self.device.whole_sizes([over for _, over in some])
+        tables = [self.holdings.table(job, job.computed, job.computed + size) for job, _ in some]
+        tokens = sum(over.end - job.computed for job, over in some)
+        if whole:
+            reads = self.device.whole(some, tables, self.holdings.no_pages)
+        else:
+            reads = [self.device.chunk(*some[0], tables[0])]
+        self._count(chunks=1, computed=tokens)
+        for job, _ in some:
+            self.holdings.name(job, job.computed)
+            place = self.holdings.place(job)
+            if place is not None:
+                self.device.keep(job, place)
+        return reads
