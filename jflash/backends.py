@@ -13,7 +13,7 @@ from typing import Any
 
 from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig
 from jflash.kept import in_fragments
-from jflash.kernels import AUTO, BACKENDS, Kernels
+from jflash.kernels import AUTO, BACKENDS, ONE_ARITHMETIC, Kernels
 from jflash.mesh import local
 from jflash.pair import Models
 from jflash.specs import AttentionSpec, MoeSpec
@@ -34,7 +34,8 @@ def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Mode
 
     `asked` names some of BACKENDS: ValueError, with the reason, for one that cannot run here. The
     others, and AUTO, are the best that the device has for the pair's sizes, 'xla' if no kernel is
-    or the pair has no such operation.
+    or the pair has no such operation; ValueError for devices that share the pair, if their parts
+    have no arithmetic that one device alone has.
     """
     assert set(asked) <= set(BACKENDS), f"{set(asked) - set(BACKENDS)} name no operation"
     models = models.of_dtype(dtype)
@@ -43,10 +44,27 @@ def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Mode
         sizes, name = sizes_of(local(models)), asked.get(f"{op}_backend", AUTO)
         if name == AUTO:
             chosen[op] = best(module, sizes, device) if sizes else "xla"
+            _check_shared(op, models, chosen[op], device)
         else:
             check(op, module, name, sizes, device)
             chosen[op] = name
     return in_fragments(replace(models, kernels=Kernels(**chosen)))
+
+
+def _check_shared(op: str, models: Models, chosen: str, device: Any) -> None:
+    """ValueError if one device alone has one arithmetic for an operation, and its parts do not."""
+    forms = ONE_ARITHMETIC.get(op, (chosen,))
+    if models.mesh is None or chosen in forms:
+        return
+    module, sizes_of = OPS[op]
+    whole, parts = sizes_of(replace(models, mesh=None)), sizes_of(local(models))
+    alone = best(module, whole, device) if whole else chosen
+    if alone in forms:
+        reason = next(filter(None, (module.refusal(alone, part, device) for part in parts)))
+        raise ValueError(
+            f"{models.mesh.size} devices would give other bits than one: {op} backend {alone!r} "
+            f"{reason}. Use fewer devices, or name a backend, as {op}_backend {chosen!r}"
+        )
 
 
 def named(kernels: Kernels) -> dict[str, str]:
@@ -75,9 +93,12 @@ def _products(models: Models) -> list[matmul.Sizes]:
 
 
 def _experts(models: Models) -> list[grouped_matmul.Sizes]:
-    target = models.target.config
-    inner = {moe.intermediate_size for moe in target.experts}
-    return [grouped_matmul.Sizes(target.hidden_size, size, models.dtype) for size in inner]
+    width = models.target.config.hidden_size
+    weights = set[tuple[int, int]]()
+    for moe in models.target.config.experts:
+        inner = moe.intermediate_size
+        weights |= {(width, inner), (inner * moe.cut, width // moe.cut)}
+    return [grouped_matmul.Sizes(*weight, models.dtype) for weight in weights]
 
 
 def _norms(models: Models) -> list[rms_norm.Sizes]:

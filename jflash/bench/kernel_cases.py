@@ -152,7 +152,7 @@ def grouped_case(where: Where, shape: GroupedShape) -> Case:
     op, M, k, E, K, N = shape
     plain = op == "grouped_matmul"
     run, reference = _both(getattr(grouped_matmul, op), backend)
-    sizes = grouped_matmul.Sizes(N if plain else K, K if plain else N // 2, dtype)
+    sizes = grouped_matmul.Sizes(K, N if plain else N // 2, dtype)
     check("grouped matmul", grouped_matmul, backend, [sizes], jax.devices()[0])
     arrays = (((M * k, K), dtype), ((E, K, N), dtype), ((E,), "int32"))
     jax.eval_shape(run, *(jax.ShapeDtypeStruct(*array) for array in arrays))

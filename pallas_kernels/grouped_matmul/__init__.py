@@ -53,10 +53,10 @@ CONVERTING = ("canonical", "cpu", "triton")  # kept weights, part by part
 
 
 class Sizes(NamedTuple):
-    """What a backend must be able to take: a token's width, an expert's, and the dtype."""
+    """What a backend must be able to take: a weight's K and columns (gate_up's: one half)."""
 
-    hidden_size: int
-    intermediate_size: int
+    K: int
+    columns: int
     dtype: Any
 
 
@@ -114,11 +114,11 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     lacking = device_refusal(kinds[backend], device) if backend in kinds else None
     if lacking or backend not in ("triton", "canonical"):
         return lacking
-    hidden, inner, dtype = sizes.hidden_size, sizes.intermediate_size, jnp.dtype(sizes.dtype).name
+    dtype = jnp.dtype(sizes.dtype).name
     if dtype != "bfloat16":
         return f"has only bfloat16, not {dtype}"
-    if not (triton.divides(hidden, inner) and triton.divides(inner, hidden)):
-        return f"has sizes that its tiles divide, not {hidden} and {inner}"
+    if not triton.divides(sizes.K, sizes.columns):
+        return f"takes K in 64s and columns in 16s, not {sizes.K} and {sizes.columns}"
     return None
 
 

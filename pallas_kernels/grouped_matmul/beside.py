@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul.tokens_of import Tiles
-from pallas_kernels.grouped_matmul.triton import BLOCK_K, BLOCK_N, divides, one_tile
+from pallas_kernels.grouped_matmul.triton import BLOCK_K, divides, one_tile, width_of
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import few_rows
 from pallas_kernels.matmul.kept_tiles import depth_of
@@ -26,8 +26,9 @@ from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.tuning import SMS
 
 ROWS = 16
-WIDE = few_rows.Tile(rows=ROWS, columns=BLOCK_N, depth=BLOCK_K)
+WIDE = few_rows.Tile(rows=ROWS, columns=64, depth=BLOCK_K)
 NARROW = few_rows.Tile(rows=ROWS, columns=32, depth=BLOCK_K, stages=8)
+NARROWEST = few_rows.Tile(rows=ROWS, columns=16, depth=BLOCK_K, stages=8)
 
 
 def tile_of(columns: int, count: int) -> few_rows.Tile:
@@ -36,7 +37,10 @@ def tile_of(columns: int, count: int) -> few_rows.Tile:
     A program waits for memory, so where there are fewer than multiprocessors each is to have half
     as many columns and more steps over K on their way.
     """
-    return NARROW if columns // BLOCK_N * count < SMS else WIDE
+    width = width_of(columns)
+    if width < NARROW.columns:
+        return NARROWEST
+    return NARROW if width < WIDE.columns or columns // width * count < SMS else WIDE
 
 
 def fits(M: int, w: Any, shared: Any) -> bool:

@@ -24,7 +24,7 @@ from pallas_kernels.matmul.few_rows import silu_times
 from pallas_kernels.matmul.kept_tiles import depth_of, load_groups, load_tile
 from pallas_kernels.matmul.quantised import Quantised
 
-BLOCK_N = 64
+BLOCK_N = (64, 32, 16)  # columns of a tile: the most that divide those of the output
 BLOCK_K = 64
 Gate = Callable[[Array, Array], Array]  # of gate and up, in float32
 
@@ -72,7 +72,12 @@ def of_tokens(
 
 def divides(K: int, columns: int) -> bool:
     """Whether the kernel's tiles divide a product summed over K with so many columns of output."""
-    return K % BLOCK_K == 0 and columns % BLOCK_N == 0
+    return K % BLOCK_K == 0 and columns % min(BLOCK_N) == 0
+
+
+def width_of(columns: int) -> int:
+    """The columns of a tile, which change no bit."""
+    return next(width for width in BLOCK_N if columns % width == 0)
 
 
 def tiles_of(sizes: Int[Array, " E"], rows: int, block: int) -> Tiles:
@@ -111,14 +116,16 @@ def _call(
     stored = x.dtype if isinstance(w, Quantised) else w.dtype
     if not (x.dtype == stored == jnp.bfloat16 and divides(K, columns)):
         raise ValueError(
-            f"the Triton grouped matmul needs bfloat16, K in {BLOCK_K}s and columns in {BLOCK_N}s, "
-            f"got {x.dtype} by {stored}, K {K}, {columns} columns: use the backend 'xla'"
+            f"the Triton grouped matmul needs bfloat16, K in {BLOCK_K}s and columns in "
+            f"{min(BLOCK_N)}s, got {x.dtype} by {stored}, K {K}, {columns} columns: "
+            "use the backend 'xla'"
         )
     how = {"depth": depth_of(w, BLOCK_K), "firsts": firsts, "gate": gate, "share": R // len(x)}
+    how["width"] = width = width_of(columns)
     return pl.pallas_call(
         functools.partial(_kernel, **how),
         name="grouped_gate_up" if len(firsts) > 1 else "grouped_matmul",
-        grid=(columns // BLOCK_N, len(tiles.expert)),
+        grid=(columns // width, len(tiles.expert)),
         out_shape=jax.ShapeDtypeStruct((R, columns), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
@@ -131,8 +138,7 @@ def _kernel(tiles, x_ref, w_ref, bias_ref, out_ref, **how):
 
 
 def one_tile(
-    tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, firsts, gate, share,
-    width=BLOCK_N,
+    tiles, x_ref, w_ref, bias_ref, out_ref, column, tile, *, depth, firsts, gate, share, width,
 ):  # fmt: skip
     """What the program of a tile of `width` columns and one of rows does; `share`: rows of an x."""
     expert, R, block = tiles.expert[tile], out_ref.shape[0], tiles.members.shape[1]

@@ -36,7 +36,7 @@ Qwen3-4B, Llama-3.1-8B and SmolLM2 and P from 1 to 8, by mma (Triton, 16 and 32 
 differ from one M to another. `reference.canonical` is the form in plain jnp.
 
 "reference", "xla" and "cpu" take any shape and dtype; "cpu" is for CPUs, and multiplies fixed tiles
-of rows. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 32s.
+of rows. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 16s.
 """
 
 from typing import Any, NamedTuple

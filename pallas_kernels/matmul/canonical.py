@@ -23,7 +23,7 @@ from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.tiles import AnyTile, Product, by_rule, few_rows_tile, tile_for
-from pallas_kernels.matmul.tuning import HEADS, Tuning
+from pallas_kernels.matmul.tuning import HEADS, LEAST_SWIZZLE, Tuning
 from pallas_kernels.matmul.wide_mosaic import Wide
 
 SUMS = ("matmul", "residual", "pieces")  # whose K may be cut
@@ -176,8 +176,8 @@ def rounded(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
 
 def refusal(K: int, columns: int) -> str | None:
     """Why no kernel takes a weight that sums over K; gate_up's `columns` are those of one half."""
-    if K % 64 or columns % 32:
-        return f"takes K in 64s and columns in 32s, not {K} and {columns}"
+    if K % 64 or columns % LEAST_SWIZZLE:
+        return f"takes K in 64s and columns in {LEAST_SWIZZLE}s, not {K} and {columns}"
     return None
 
 

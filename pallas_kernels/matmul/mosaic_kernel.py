@@ -42,7 +42,7 @@ def scratch(plan: Plan) -> dict[str, Any]:
     if plan.op in ARGMAX:
         return shared
     item = plan.out_bytes
-    columns = plan.half_n if plan.is_head else math.gcd(plan.half_n, plan.N)
+    columns = math.gcd(plan.half_n, plan.N)
     out_tile = tiled(plgpu.find_swizzle(columns * item * 8), item)
     out = plgpu.SMEM(
         (plan.consumers, WARPGROUP_ROWS, plan.half_n), out_dtype(plan), transforms=out_tile

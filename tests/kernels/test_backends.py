@@ -75,6 +75,22 @@ def test_published_sizes_have_one_arithmetic(name):
     assert with_backends(of_shape(name), "bfloat16", HOPPER).one_arithmetic
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith("tiny")])
+def test_devices_that_share_published_sizes_have_one_arithmetic_or_refuse(name, devices):
+    """No number of them gives other bits in silence."""
+    models = of_shape(name)
+    if name == "smollm2-135m":  # its nine heads divide by neither
+        return
+    models = over(models, device_mesh(H200, devices, AXIS), "columns")
+    if (name, devices) == ("qwen3.5-27b", 4):
+        with pytest.raises(ValueError, match="4 devices would give other bits than one: matmul ba"):
+            with_backends(models, "bfloat16", HOPPER)
+        assert with_backends(models, "bfloat16", HOPPER, matmul_backend="xla").kernels.matmul
+        return
+    assert with_backends(models, "bfloat16", HOPPER).one_arithmetic
+
+
 ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA, GATHER = BACKENDS
 
 
@@ -115,7 +131,7 @@ def test_sizes_and_layers_that_a_backend_lacks_are_refused():
     with pytest.raises(ValueError, match=unknown):
         with_backends(of_shape("tiny-moe"), "bfloat16", HOPPER, experts_backend="mosaic_gpu")
     narrow = grouped_matmul.Sizes(64, 40, "bfloat16")
-    with pytest.raises(ValueError, match="its tiles divide, not 64 and 40: use 'xla'"):
+    with pytest.raises(ValueError, match="columns in 16s, not 64 and 40: use 'xla'"):
         check("experts", grouped_matmul, "triton", [narrow], HOPPER)
 
 
@@ -166,7 +182,7 @@ def test_a_weight_that_the_canonical_products_lack():
     odd = Target(replace(models.target.config, vocab_size=151_937))
     chosen = with_backends(replace(models, target=odd), "bfloat16", HOPPER).kernels
     assert (chosen.matmul, chosen.attention) == ("xla", "canonical")
-    with pytest.raises(ValueError, match="columns in 32s, not 4096 and 151937: use 'xla'"):
+    with pytest.raises(ValueError, match="columns in 16s, not 4096 and 151937: use 'xla'"):
         with_backends(replace(models, target=odd), "bfloat16", HOPPER, matmul_backend="canonical")
 
 

@@ -49,7 +49,7 @@ def operands(M: int):
     )
 
 
-@pytest.fixture(params=[beside.WIDE, beside.NARROW], ids=["wide", "narrow"])
+@pytest.fixture(params=[beside.WIDE, beside.NARROWEST], ids=["wide", "narrowest"])
 def tile(request, monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(beside, "tile_of", lambda columns, count: request.param)
@@ -61,6 +61,8 @@ def test_few_programs_have_narrow_tiles():
     """Qwen3.5-35B-A3B's first and second product for one token, and for eight."""
     tiles = [beside.tile_of(512, 9), beside.tile_of(2048, 10), beside.tile_of(512, 66)]
     assert tiles == [beside.NARROW, beside.WIDE, beside.WIDE]
+    # Columns of one device of several, which wider tiles do not divide.
+    assert [beside.tile_of(n, 66) for n in (352, 176)] == [beside.NARROW, beside.NARROWEST]
 
 
 @pytest.mark.parametrize("M", [1, 5, 16])
