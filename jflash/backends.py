@@ -16,7 +16,7 @@ from jflash.kept import in_fragments
 from jflash.kernels import AUTO, BACKENDS, ONE_ARITHMETIC, Kernels
 from jflash.mesh import local
 from jflash.pair import Models
-from jflash.specs import AttentionSpec, MoeSpec
+from jflash.specs import AttentionSpec, DeltaSpec, LayerConfig, MoeSpec
 from pallas_kernels import (
     block_attention,
     gated_delta,
@@ -27,6 +27,7 @@ from pallas_kernels import (
     rms_norm,
 )
 from pallas_kernels.choice import best, check
+from pallas_kernels.matmul.pieces import pieces
 
 
 def with_backends(models: Models, dtype: str, device: Any, **asked: str) -> Models:
@@ -115,14 +116,15 @@ def _gathers(models: Models) -> list[gather.Sizes]:
     return [gather.Sizes(shards)] if shards > 1 else []
 
 
-def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
-    """What each product sums over, and its columns: of gate and up those of one of them."""
+def _weights(config: DecoderConfig) -> Iterator[tuple[Any, ...]]:
+    """What each product sums over, and its columns: of gate and up those of one of them. And
+    whether it is plain, see `matmul.Sizes`."""
     width = config.hidden_size
     shards = config.shards
     yield width, config.vocab_size // shards
     for layer in config.layers:
         mixer = layer.mixer
-        yield width, mixer.inputs_width
+        yield width, mixer.inputs_width, _inputs_plain(layer, config)
         yield mixer.out_width * shards, width if mixer.whole_out else width // shards
         if isinstance(layer.mlp, MoeSpec):
             yield width, layer.mlp.num_experts
@@ -141,6 +143,14 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[int, int]]:
     if isinstance(config, Drafter2Config):
         groups = width // config.conv_group_size
         yield width, 2 * config.conv_kernel_size * groups
+
+
+def _inputs_plain(layer: LayerConfig, config: DecoderConfig) -> bool:
+    """Whether a layer's first product is plain: a delta net's array, if K is summed whole."""
+    mixer = layer.mixer
+    if not isinstance(mixer, DeltaSpec) or layer.kept:
+        return False
+    return pieces("matmul", config.hidden_size, mixer.inputs_width * mixer.shards) == 1
 
 
 # Each operation, and the sizes that a pair has for it.

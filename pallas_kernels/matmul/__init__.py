@@ -36,7 +36,8 @@ Qwen3-4B, Llama-3.1-8B and SmolLM2 and P from 1 to 8, by mma (Triton, 16 and 32 
 differ from one M to another. `reference.canonical` is the form in plain jnp.
 
 "reference", "xla" and "cpu" take any shape and dtype; "cpu" is for CPUs, and multiplies fixed tiles
-of rows. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 16s.
+of rows. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 16s, of
+plain products in 8s.
 """
 
 from typing import Any, NamedTuple
@@ -60,11 +61,15 @@ Head = Float[Array, "V K"] | Rounded
 
 
 class Sizes(NamedTuple):
-    """The sizes that a backend must support: a weight's K and columns (gate_up's: one half)."""
+    """The sizes that a backend must support: a weight's K and columns (gate_up's: one half).
+
+    `plain`: its product has no other half, no residual, and one piece of K.
+    """
 
     dtype: Any
     K: int = 64
     columns: int = 64
+    plain: bool = False
 
 
 def matmul(
@@ -170,7 +175,7 @@ def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:
     dtype = jnp.dtype(sizes.dtype).name
     if dtype != "bfloat16":
         return f"has only bfloat16, not {dtype}"
-    return canonical.refusal(sizes.K, sizes.columns) or device_refusal("mosaic_gpu", device)
+    return canonical.refusal(*sizes[1:]) or device_refusal("mosaic_gpu", device)
 
 
 def _taken(x: Float[Array, "M K"], w: Exact, backend: str) -> Exact:

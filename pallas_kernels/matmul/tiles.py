@@ -15,6 +15,7 @@ from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tuning import (
     COLUMNS,
     HEADS,
+    LEAST_SWIZZLE,
     SMS,
     WASTE,
     Tuning,
@@ -22,7 +23,7 @@ from pallas_kernels.matmul.tuning import (
     make_plan,
     with_ring,
 )
-from pallas_kernels.matmul.wide_mosaic import ROWS, Wide, one_turn
+from pallas_kernels.matmul.wide_mosaic import ROWS, Wide, in_turns, one_turn
 
 FEW_ROWS = 64
 AnyTile = Tile | Tuning | Wide  # by Pallas-Triton, or by one of the Mosaic GPU kernels
@@ -96,8 +97,16 @@ def by_rule(product: Product) -> AnyTile:
     """A tile by sizes alone. ValueError: no kernel serves the shape."""
     if product.M <= FEW_ROWS:
         return few_rows_tile(product)
+    if _odd(product):
+        return in_turns(product.K)
     op = "matmul" if product.op == "pieces" else product.op
     return wide_tile(product) or canonical_tuning(op, *product[1:])
+
+
+def _odd(product: Product) -> bool:
+    """Whether a plain product has columns that are no whole swizzles, even of the least bytes."""
+    plain = product.op in ("matmul", "pieces") and product.pieces == 1
+    return plain and product.N % LEAST_SWIZZLE > 0
 
 
 def wide_tile(product: Product) -> Wide | None:
@@ -151,7 +160,7 @@ def candidates(product: Product) -> list[AnyTile]:
     found = [rule]
     if product.M <= 2 * FEW_ROWS:
         found += _few_rows_candidates(product)
-    if product.M > FEW_ROWS:
+    if product.M > FEW_ROWS and not _odd(product):
         general = "matmul" if product.op == "pieces" else product.op
         found += [canonical_tuning(general, *product[1:]), *_many_rows_candidates(product)]
     if product.op == "pieces":  # what a consumer pays for several is not seen in their product

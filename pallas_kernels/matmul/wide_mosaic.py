@@ -1,4 +1,4 @@
-"""Canonical products of 65 to 128 rows on Hopper in tiles of any multiple of 8 columns: one turn.
+"""Canonical products of many rows on Hopper in tiles of any multiple of 8 columns.
 
 Tiles of whole swizzles, 64 columns, leave a last turn to few CTAs where their number is a little
 above that of multiprocessors. Here w lies in shared memory as chunks of 64 columns, and wgmma takes
@@ -73,6 +73,12 @@ def one_turn(K: int, columns: int, halves: int) -> Wide | None:
     slot = 2 * STEP * (ROWS + halves * _chunks(width) * CHUNK)
     ring = min(8, K // STEP, (SHARED_MEMORY - 2 * ROWS * width) // slot)
     return Wide(width=width, ring=ring) if ring >= LEAST_RING else None
+
+
+def in_turns(K: int) -> Wide:
+    """A tile of one swizzle for any number of rows, and of columns that divides by 8."""
+    slot = 2 * STEP * (ROWS + CHUNK)
+    return Wide(width=CHUNK, ring=min(8, K // STEP, (SHARED_MEMORY - 2 * ROWS * CHUNK) // slot))
 
 
 def _chunks(width: int) -> int:

@@ -23,6 +23,7 @@ AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="
 BLACKWELL = SimpleNamespace(platform="gpu", compute_capability="10.0", device_kind="NVIDIA B200")
 OLD = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+PUBLISHED = [name for name in SHAPES if not name.startswith("tiny")]
 
 
 def of_shape(name: str, head_dim: int | None = None) -> Models:
@@ -69,26 +70,26 @@ def test_heads_of_512_in_some_layers_attend_by_the_kernel_of_one_arithmetic():
         with_backends(models, "bfloat16", HOPPER, **{ATTENTION: "triton"})
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith("tiny")])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_one_arithmetic(name):
     """On one Hopper, so that the law holds for their targets."""
     assert with_backends(of_shape(name), "bfloat16", HOPPER).one_arithmetic
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith("tiny")])
-def test_devices_that_share_published_sizes_have_one_arithmetic_or_refuse(name, devices):
-    """No number of them gives other bits in silence."""
-    models = of_shape(name)
-    if name == "smollm2-135m":  # its nine heads divide by neither
-        return
-    models = over(models, device_mesh(H200, devices, AXIS), "columns")
-    if (name, devices) == ("qwen3.5-27b", 4):
-        with pytest.raises(ValueError, match="4 devices would give other bits than one: matmul ba"):
-            with_backends(models, "bfloat16", HOPPER)
-        assert with_backends(models, "bfloat16", HOPPER, matmul_backend="xla").kernels.matmul
-        return
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "smollm2-135m"])
+def test_devices_that_share_published_sizes_have_one_arithmetic(name, devices):
+    models = over(of_shape(name), device_mesh(H200, devices, AXIS), "columns")
     assert with_backends(models, "bfloat16", HOPPER).one_arithmetic
+
+
+def test_devices_whose_bits_would_not_be_those_of_one_are_refused():
+    """A part of GLM-4.5-Air's first MLP has 1,368 columns on eight devices."""
+    models = over(of_shape("glm-4.5-air"), device_mesh(H200, 8, AXIS), "columns")
+    with pytest.raises(ValueError, match="8 devices would give other bits than one: matmul ba"):
+        with_backends(models, "bfloat16", HOPPER)
+    named = with_backends(models, "bfloat16", HOPPER, matmul_backend="xla", experts_backend="xla")
+    assert not named.one_arithmetic
 
 
 ATTENTION, MATMUL, HEADS, EXPERTS, NORM, DELTA, GATHER = BACKENDS

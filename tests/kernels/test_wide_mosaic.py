@@ -10,6 +10,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import canonical, reference, wide_mosaic
+from pallas_kernels.matmul.canonical import by_tile
+from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tiles import Product, by_rule
 from pallas_kernels.matmul.tuning import SMS, Tuning
 from pallas_kernels.matmul.wide_mosaic import CHUNK, LEAST_RING, Wide, one_turn, product
@@ -54,6 +56,19 @@ def test_products(in_jnp, M, width, firsts):
     else:
         got, want = (np.asarray(v, np.float32) for v in (got, want))
         np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-6 * np.abs(want).max())
+
+
+@interpreted
+def test_columns_that_are_no_whole_swizzles_have_the_bits_of_other_tiles(in_jnp):
+    """As a fourth of Qwen3.5-27B's delta nets' inputs: 4,120 columns; so by few rows, and many."""
+    x, w = in_steps(0, 300, 256, 408)
+    tiles = [by_rule(Product.of("matmul", M, 256, 392, 1)) for M in (16, 100, 300)]
+    assert [type(tile) for tile in tiles] == [Tile, Wide, Wide]
+    whole, part = reference.canonical(x, w, 1, 64).astype(x.dtype), w[:, 8:400]
+    for M, tile in zip((16, 100, 300), tiles, strict=True):
+        product = Product.of("matmul", M, 256, 392, 1)
+        got = by_tile(tile, product, x[:M], part, interpret=isinstance(tile, Tile))
+        np.testing.assert_array_equal(bits(got), bits(whole[:M, 8:400]))
 
 
 def test_a_tile_takes_one_turn_of_the_gpu():
