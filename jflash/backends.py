@@ -117,14 +117,14 @@ def _gathers(models: Models) -> list[gather.Sizes]:
 
 
 def _weights(config: DecoderConfig) -> Iterator[tuple[Any, ...]]:
-    """What each product sums over, and its columns: of gate and up those of one of them. And
-    whether it is plain, see `matmul.Sizes`."""
+    """What each product sums over, and its columns: of gate and up those of one of them. Some with
+    their kind, see `matmul.Sizes`."""
     width = config.hidden_size
     shards = config.shards
-    yield width, config.vocab_size // shards
+    yield width, config.vocab_size // shards, "head"
     for layer in config.layers:
         mixer = layer.mixer
-        yield width, mixer.inputs_width, _inputs_plain(layer, config)
+        yield width, mixer.inputs_width, _inputs_kind(layer, config)
         yield mixer.out_width * shards, width if mixer.whole_out else width // shards
         if isinstance(layer.mlp, MoeSpec):
             yield width, layer.mlp.num_experts
@@ -145,12 +145,13 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[Any, ...]]:
         yield width, 2 * config.conv_kernel_size * groups
 
 
-def _inputs_plain(layer: LayerConfig, config: DecoderConfig) -> bool:
-    """Whether a layer's first product is plain: a delta net's array, if K is summed whole."""
+def _inputs_kind(layer: LayerConfig, config: DecoderConfig) -> str:
+    """A layer's first product is plain if it is a delta net's array and K is summed whole."""
     mixer = layer.mixer
     if not isinstance(mixer, DeltaSpec) or layer.kept:
-        return False
-    return pieces("matmul", config.hidden_size, mixer.inputs_width * mixer.shards) == 1
+        return "any"
+    whole = pieces("matmul", config.hidden_size, mixer.inputs_width * mixer.shards) == 1
+    return "plain" if whole else "any"
 
 
 # Each operation, and the sizes that a pair has for it.

@@ -37,10 +37,10 @@ differ from one M to another. `reference.canonical` is the form in plain jnp.
 
 "reference", "xla" and "cpu" take any shape and dtype; "cpu" is for CPUs, and multiplies fixed tiles
 of rows. "canonical" is for Hopper and bfloat16, and takes K in 64s and columns in 16s, of
-plain products in 8s.
+plain products in 8s, of a head any.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -63,13 +63,13 @@ Head = Float[Array, "V K"] | Rounded
 class Sizes(NamedTuple):
     """The sizes that a backend must support: a weight's K and columns (gate_up's: one half).
 
-    `plain`: its product has no other half, no residual, and one piece of K.
+    A `plain` product has no other half, no residual, and one piece of K; a `head` any columns.
     """
 
     dtype: Any
     K: int = 64
     columns: int = 64
-    plain: bool = False
+    kind: Literal["any", "plain", "head"] = "any"
 
 
 def matmul(

@@ -174,12 +174,9 @@ def rounded(x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def refusal(K: int, columns: int, plain: bool = False) -> str | None:
-    """Why no kernel takes a weight that sums over K; gate_up's `columns` are those of one half.
-
-    `plain`: its product has no other half, no residual, and one piece of K.
-    """
-    least = LEAST_SWIZZLE // 2 if plain else LEAST_SWIZZLE
+def refusal(K: int, columns: int, kind: str = "any") -> str | None:
+    """Why no kernel takes a weight of a kind of products (see the folder's Sizes)."""
+    least = {"any": LEAST_SWIZZLE, "plain": LEAST_SWIZZLE // 2, "head": 1}[kind]
     if K % 64 or columns % least:
         return f"takes K in 64s and columns in {least}s, not {K} and {columns}"
     return None

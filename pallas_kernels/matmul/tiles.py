@@ -95,12 +95,17 @@ def tile_for(product: Product) -> AnyTile:
 
 def by_rule(product: Product) -> AnyTile:
     """A tile by sizes alone. ValueError: no kernel serves the shape."""
-    if product.M <= FEW_ROWS:
+    if product.M <= FEW_ROWS or _no_swizzle(product):
         return few_rows_tile(product)
     if _odd(product):
         return in_turns(product.K)
     op = "matmul" if product.op == "pieces" else product.op
     return wide_tile(product) or canonical_tuning(op, *product[1:])
+
+
+def _no_swizzle(product: Product) -> bool:
+    """Whether a head's ids are no whole tiles of 8, by which Mosaic's kernel copies them."""
+    return product.op in HEADS and product.N % 8 > 0
 
 
 def _odd(product: Product) -> bool:
@@ -160,7 +165,7 @@ def candidates(product: Product) -> list[AnyTile]:
     found = [rule]
     if product.M <= 2 * FEW_ROWS:
         found += _few_rows_candidates(product)
-    if product.M > FEW_ROWS and not _odd(product):
+    if product.M > FEW_ROWS and not (_odd(product) or _no_swizzle(product)):
         general = "matmul" if product.op == "pieces" else product.op
         found += [canonical_tuning(general, *product[1:]), *_many_rows_candidates(product)]
     if product.op == "pieces":  # what a consumer pays for several is not seen in their product

@@ -178,12 +178,16 @@ def test_what_promises_nothing():
 
 
 def test_a_weight_that_the_canonical_products_lack():
-    """One of them, and the pair's products all go to the next best."""
+    """One of them, and the pair's products all go to the next best; a head may have any columns."""
     models = qwen3()
-    odd = Target(replace(models.target.config, vocab_size=151_937))
+    config = models.target.config
+    tuned = Target(replace(config, vocab_size=151_937))  # with a token of one's own
+    assert with_backends(replace(models, target=tuned), "bfloat16", HOPPER).one_arithmetic
+    layers = [replace(x, mlp=replace(x.mlp, intermediate_size=12_296)) for x in config.layers]
+    odd = Target(replace(config, layers=tuple(layers)))
     chosen = with_backends(replace(models, target=odd), "bfloat16", HOPPER).kernels
     assert (chosen.matmul, chosen.attention) == ("xla", "canonical")
-    with pytest.raises(ValueError, match="columns in 16s, not 4096 and 151937: use 'xla'"):
+    with pytest.raises(ValueError, match="columns in 16s, not 4096 and 12296: use 'xla'"):
         with_backends(replace(models, target=odd), "bfloat16", HOPPER, matmul_backend="canonical")
 
 

@@ -93,6 +93,17 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(op):
 
 
 @interpreted
+def test_nor_for_a_head_of_an_odd_number_of_ids():
+    """Which the kernel for few rows serves, however many there are."""
+    x, w = in_steps(0, 100, 320, 331)
+    for op in HEADS:
+        check_every_number_of_rows(run_of(op, w), x, (1, 20))
+    wide = jnp.pad(w, ((0, 0), (0, 5)))
+    whole = run_of("head_logits", wide)(x)[:, :331]
+    np.testing.assert_array_equal(bits(run_of("head_logits", w)(x)), bits(whole))
+
+
+@interpreted
 @pytest.mark.parametrize("op", ["matmul", "gate_up", "head_logits"])
 def test_nor_on_512_rows(op):
     """Of few columns, for the interpreter walks each tile; `matmul` is cut in two pieces of K."""
