@@ -13,6 +13,7 @@ from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
+from jflash.parts import OVER
 from pallas_kernels import grouped_matmul
 from pallas_kernels.choice import check
 from tests.support.described_gpu import H200, device_mesh
@@ -79,8 +80,9 @@ def test_published_sizes_have_one_arithmetic(name):
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "smollm2-135m"])
 def test_devices_that_share_published_sizes_have_one_arithmetic(name, devices):
-    models = over(of_shape(name), device_mesh(H200, devices, AXIS), "columns")
-    assert with_backends(models, "bfloat16", HOPPER).one_arithmetic
+    models, mesh = of_shape(name), device_mesh(H200, devices, AXIS)
+    for how in OVER if models.target.config.experts else OVER[:1]:
+        assert with_backends(over(models, mesh, how), "bfloat16", HOPPER).one_arithmetic
 
 
 def test_devices_whose_bits_would_not_be_those_of_one_are_refused():

@@ -22,7 +22,6 @@ from jflash.kept import in_fragments
 from jflash.mesh import EVERYWHERE, over, spread
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.parts import OVER
 from jflash.programs import lower_run
 from jflash.proof.compiled import inspect
 from jflash.proof.devices import added_over_devices
@@ -272,13 +271,6 @@ def test_two_devices_with_whole_experts_gather_once_for_them():
     kernel = re.compile(r"= bf16\[128,(\d+)\]\S+ custom-call\(.*__gpu\$xla\.gpu\.triton")
     assert sorted(kernel.findall(program.hlo)) == ["2048", "768"]
     assert "bf16[64,2048,1536]" in program.hlo and "bf16[128,2048,1536]" not in program.hlo
-
-
-def test_experts_that_no_tile_divides_by_columns_keep_their_kernel_whole():
-    """Half of gpt-oss's 2,880 columns is no multiple of 64."""
-    models, mesh = models_of(model_shape("gpt-oss-120b")).plain(), device_mesh(H200, 2, AXIS)
-    found = {how: on_h200(over(models, mesh, how)).kernels.experts for how in OVER}
-    assert found == {"columns": "xla", "devices": "canonical"}
 
 
 def test_a_sum_over_devices_fails_the_gather_gate():
