@@ -45,15 +45,20 @@ def added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """The fault, as an interceptor: a layer's last product by rows, summed over the devices."""
     module = context.module
     named = context.method_name == "__call__"
-    if not (named and isinstance(module, Output)) or module.use_bias:
+    if not (named and isinstance(module, Output)):
         return call(*args, **kwargs)
     x, _, residual = args
-    kernel = module.kernel
-    if not module.whole:
-        kernel = jax.lax.all_gather(kernel, AXIS, axis=1, tiled=True)
+
+    def whole(part: jax.Array) -> jax.Array:
+        if module.whole:
+            return part
+        return jax.lax.all_gather(part, AXIS, axis=part.ndim - 1, tiled=True)
+
     first = jax.lax.axis_index(AXIS) * x.shape[-1]
-    own = jax.lax.dynamic_slice_in_dim(kernel, first, x.shape[-1])
+    own = jax.lax.dynamic_slice_in_dim(whole(module.kernel), first, x.shape[-1])
     out = jax.lax.psum(jnp.matmul(x, own, precision="highest"), AXIS)
+    if module.use_bias:
+        out = out + whole(module.bias)
     return out if residual is None else residual + out
 
 

@@ -46,7 +46,11 @@ print(json.dumps(largest_differences(4) | {
     "rounding": rounded,
     "devices": sorted({d.id for x in jax.tree.leaves(pair.params) for d in x.devices()}),
     "gathered": [output_differences(2), output_differences(4), output_differences(4, whole=True)],
-    "summed": [output_differences(4, psum=True, whole=whole) for whole in (False, True)],
+    "with a bias": [output_differences(4, whole=whole, bias=True) for whole in (False, True)],
+    "summed": [
+        output_differences(4, psum=True, whole=whole, bias=bias)
+        for whole in (False, True) for bias in (False, True)
+    ],
     "random": random_parts(4),
     "kept": kept_from_files(2),
     "whole again": whole_again(2),
@@ -94,6 +98,7 @@ def test_a_step_over_four_devices_is_that_of_one(found):
     skips roundings to bfloat16 inside a fusion, which a gather ends: no step has equal bits there.
     """
     assert found["gathered"] == [0, 0, 0] and min(found["summed"]) > 0
+    assert found["with a bias"] == [0, 0]
     assert found["tokens"] == 0 and found["logits"] < 1e-5 and found["states"] < 1e-5
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3

@@ -147,31 +147,35 @@ def largest_differences(devices: int, experts_over: str = "columns") -> dict[str
     }
 
 
-def output_differences(devices: int, psum: bool = False, whole: bool = False) -> int:
+def output_differences(
+    devices: int, psum: bool = False, whole: bool = False, bias: bool = False
+) -> int:
     """How many numbers of a layer's last product differ from one device's.
 
     `whole`: every device has all of its kernel.
     """
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (1, 8, 256), (256, 64), (1, 8, 64)
-    x, kernel, residual = (
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (1, 8, 256), (256, 64), (1, 8, 64), (64,)
+    x, kernel, residual, added = (
         jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
     )
+    params = {"kernel": kernel} | ({"bias": added} if bias else {})
 
     def product(shards: int) -> Callable:
         leaf = Leaf((256, 64 if whole else 64 // shards), ("mlp", "embed"), whole=64)
-        module = Output(leaf, shards=shards, whole=whole)
-        return lambda x, w, residual: module.apply({"params": {"kernel": w}}, x, "cpu", residual)
+        module = Output(leaf, bias, shards=shards, whole=whole)
+        return lambda x, w, residual: module.apply({"params": w}, x, "cpu", residual)
 
     def faulty(*args):
         with nn.intercept_methods(added_over_devices):
             return product(devices)(*args)
 
-    kernels = EVERYWHERE if whole else PartitionSpec(None, AXIS)
+    columns = {"kernel": PartitionSpec(None, AXIS), "bias": PartitionSpec(AXIS)}
+    kernels = {name: EVERYWHERE if whole else columns[name] for name in params}
     takes = PartitionSpec(None, None, AXIS), kernels, EVERYWHERE
     several = faulty if psum else product(devices)
-    shared = spread(tensor_mesh(devices), several, takes, EVERYWHERE)(x, kernel, residual)
-    return int((np.asarray(shared) != np.asarray(product(1)(x, kernel, residual))).sum())
+    shared = spread(tensor_mesh(devices), several, takes, EVERYWHERE)(x, params, residual)
+    return int((np.asarray(shared) != np.asarray(product(1)(x, params, residual))).sum())
 
 
 def random_parts(devices: int) -> dict[str, Any]:
