@@ -29,6 +29,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul.sums import Shared
 from pallas_kernels.matmul import (
+    Fragments,
     added,
     gate_up,
     gelu_times,
@@ -114,17 +115,21 @@ class Experts(nn.Module):
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         # Rows of other devices' experts belong to no expert here, and hold anything.
         own = own_first(ids, c.held, over)
-        by_tokens, pieces = kernels.experts in BY_TOKENS, None
-        if by_tokens and self._beside(flat, kernels):
+        by_tokens, pieces, places = kernels.experts in BY_TOKENS, None, None
+        if isinstance(self.gate_up.kernel, Fragments):
+            both = self.gate_up.kernel, self.down.kernel
+            outputs, places = canonical.of_fragments(flat, own, *both, self.gate_up.leaf.firsts)
+        elif by_tokens and self._beside(flat, kernels):
             outputs, pieces = self._with_shared(flat, own)
         else:
             outputs = (self._by_tokens if by_tokens else self._by_expert)(flat, own, kernels)
-        outputs = of_owners(outputs.reshape(*ids.shape, -1), ids // c.held, over)
+        if places is None:
+            outputs = of_owners(outputs.reshape(*ids.shape, -1), ids // c.held, over)
         if residual is not None:
             residual = share(residual.reshape(flat.shape), c.cut)
         if by_tokens:
             shared = self._shared_pieces(flat, pieces, kernels)
-            out = canonical.expert_sum(outputs, weights, shared, residual)
+            out = canonical.expert_sum(outputs, weights, shared, residual, places)
         else:
             out = self._added(flat, outputs, weights, residual, kernels)
         return gather(out.reshape(*x.shape[:-1], -1), c.cut)

@@ -6,7 +6,7 @@ import jax
 
 from jflash.device import device_memory
 from jflash.io.checkpoint import Checkpoint
-from jflash.kept import has_fragments, in_fragments
+from jflash.kept import fragment_paths, in_fragments
 from jflash.kernels import AUTO
 from jflash.leaves import Leaf
 from jflash.models.decoder import Target
@@ -17,9 +17,10 @@ from jflash.specs import Kept
 KEPT = "kept"
 QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
 # The share of a device's memory that arrays may take before all weights stay codes by themselves:
-# experts' codes are slower at few rows, and FP8 at many. A step of Qwen3-8B's pair on an H200 takes
-# 5.7 ms with arrays, 4.6 with FP8 and 4.1 with INT4 at batch 1, 7.3, 7.4 and 6.8 at 8, and 18.3,
-# 20.8 and 18.3 at 32 (benchmarks/README.md). So INT4 stays in codes wherever they lie in fragments.
+# dense FP8 is slower in codes at many rows, and so are experts' codes that do not lie in fragments
+# at few. A step of Qwen3-8B's pair on an H200 takes 5.7 ms with arrays, 4.6 with FP8 and 4.1 with
+# INT4 at batch 1, 7.3, 7.4 and 6.8 at 8, and 18.3, 20.8 and 18.3 at 32 (benchmarks/README.md). So
+# dense INT4 stays in codes wherever it lies in fragments; experts there win in either form.
 ROOMY = 2 / 3
 
 
@@ -34,7 +35,8 @@ def keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     forms, leaves = target.kept(config), leaf_paths(config)
     kept = {path: form for path, form in forms.items() if form}
     if not asked and _roomy(models):
-        kept = {path: form for path, form in kept.items() if _wins(leaves[path], form)}
+        wins = {path for path in fragment_paths(models, kept) if _wins(leaves[path], kept[path])}
+        kept = {path: form for path, form in kept.items() if path in wins}
     if asked and not kept:
         raise ValueError(f"{target.path} has no quantised weights that may be kept in memory")
     if asked and (whole := [p for p in forms if leaves[p].experts and not forms[p]]):
@@ -50,8 +52,8 @@ def keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
 
 
 def _wins(leaf: Leaf, form: Kept) -> bool:
-    """Whether no step is slower with codes than with the array, in so far as it was measured."""
-    return form.form == "int4" and has_fragments(replace(leaf, kept=form))
+    """Whether no step is slower with codes in fragments than with arrays, as far as measured."""
+    return form.form == "int4" or leaf.experts > 0
 
 
 def _roomy(models: Models) -> bool:

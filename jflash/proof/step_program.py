@@ -19,6 +19,7 @@ from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, run, run_limits
 from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS
+from pallas_kernels.grouped_matmul.kept import tile_sizes
 
 FLOAT32 = 4  # bytes
 # Bytes that do not grow with the batch: partial sums of attention and of matrix products, which are
@@ -73,7 +74,8 @@ def temporary_bound(models: Models, batch: int, capacity: int) -> int:
     These are one array of float32 logits [B, W, V] if logits are written (draft and verify take
     turns), ROOM, and twice the widest activation (one is read, one is written): a layer's gate and
     up [B, W, 2 F], or the rows of all its experts, gathered from all devices that have some. Beside
-    them lie the pieces of attention with wide heads, which no CTA walks however large the batch.
+    them lie the pieces of attention with wide heads, which no CTA walks however large the batch,
+    and the tiles of experts whose codes lie in fragments, which have more rows than tokens have.
     """
     rows, size = batch * models.block_size, jnp.dtype(models.dtype).itemsize
     widths = [2 * c.intermediate_size for c in models.configs]
@@ -83,7 +85,19 @@ def temporary_bound(models: Models, batch: int, capacity: int) -> int:
         widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, gathered))
     widest = max(widths) * size
     logits = models.target.config.vocab_size * FLOAT32 if writes_logits(models) else 0
-    return rows * (logits + 2 * widest) + _wide_pieces(models, batch, capacity) + ROOM
+    beside = _wide_pieces(models, batch, capacity) + size * _in_tiles(models, rows)
+    return rows * (logits + 2 * widest) + beside + ROOM
+
+
+def _in_tiles(models: Models, tokens: int) -> int:
+    """Numbers of a layer's rows, inner rows and outputs, in tiles of experts in fragments."""
+    config, sizes = models.target.config, [0]
+    for i, moe in zip(config.sparse_layers, config.experts, strict=True):
+        name = f"{config.layers[i].experts_name}/gate_up/kernel"
+        if any(leaf == name and form.fragments for leaf, form in config.layers[i].kept):
+            tiles, rows = tile_sizes(tokens, moe.experts_per_token, moe.num_experts)
+            sizes.append(tiles * rows * (2 * config.hidden_size + moe.intermediate_size))
+    return max(sizes)
 
 
 def _wide_pieces(models: Models, batch: int, capacity: int) -> int:

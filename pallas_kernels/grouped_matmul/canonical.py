@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.grouped_matmul.kept import of_fragments
 from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.grouped_matmul.routes import route
 from pallas_kernels.grouped_matmul.sums import expert_sum
@@ -26,6 +27,7 @@ __all__ = [
     "expert_sum",
     "grouped_gate_up",
     "grouped_matmul",
+    "of_fragments",
     "of_tokens",
     "route",
     "sigmoids",

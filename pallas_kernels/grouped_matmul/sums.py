@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.routes import added_pieces, rounded
 from pallas_kernels.in_pairs import sum_in_pairs
@@ -31,15 +31,19 @@ class Shared(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def expert_sum(
-    outputs: Float[Array, "M k D"],
+    outputs: Float[Array, "M k D"] | Float[Array, "TR D"],
     weights: Float[Array, "M k"],
     shared: Shared | None = None,
     residual: Float[Array, "M D"] | None = None,
+    places: Int[Array, " R"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "M D"]:
-    """Σ weights · outputs, plus the shared expert, plus the residual, each sum rounded."""
-    M, _, D = outputs.shape
+    """Σ weights · outputs, plus the shared expert, plus the residual, each sum rounded.
+
+    With `places`, where each token's outputs lie among rows of `outputs`, these are [_, D].
+    """
+    M, D = len(weights), outputs.shape[-1]
     return pl.pallas_call(
         _kernel,
         name="expert_sum",
@@ -47,10 +51,10 @@ def expert_sum(
         out_shape=jax.ShapeDtypeStruct((M, D), outputs.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-    )(outputs, weights, shared, residual)
+    )(outputs, weights, shared, residual, places)
 
 
-def _kernel(outputs_ref, weights_ref, shared, residual_ref, out_ref):
+def _kernel(outputs_ref, weights_ref, shared, residual_ref, places_ref, out_ref):
     D, row = out_ref.shape[1], pl.program_id(1)
     columns = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
     rows, inside = jnp.full(columns.shape, row), columns < D
@@ -58,10 +62,16 @@ def _kernel(outputs_ref, weights_ref, shared, residual_ref, out_ref):
     def load(ref, *at):
         return plt.load(ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
 
-    def term(i):
-        return weights_ref[row, i] * load(outputs_ref, rows, jnp.full(columns.shape, i), columns)
+    k = weights_ref.shape[1]
 
-    total = rounded(functools.reduce(jnp.add, map(term, range(outputs_ref.shape[1]))))
+    def term(i):
+        if places_ref is None:
+            own = load(outputs_ref, rows, jnp.full(columns.shape, i), columns)
+        else:
+            own = load(outputs_ref, jnp.full(columns.shape, places_ref[row * k + i]), columns)
+        return weights_ref[row, i] * own
+
+    total = rounded(functools.reduce(jnp.add, map(term, range(k))))
     if shared is not None:
         count = shared.pieces.shape[0]
         own = added_pieces(

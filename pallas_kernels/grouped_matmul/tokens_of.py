@@ -49,7 +49,7 @@ def tiles_of_tokens(ids: Int[Array, "M k"], experts: int, interpret: bool = Fals
     return (_counted if R <= MOST_COUNTED else _sorted)(flat, experts, block, interpret)
 
 
-def _count(rows: int, experts: int, block: int) -> int:
+def tile_count(rows: int, experts: int, block: int) -> int:
     """Tiles that are enough for any routing, and one for rows that have none."""
     return min(rows, rows // block + experts) + 1
 
@@ -65,7 +65,7 @@ def _first_tile(first: Array, ids: Array, rows: int, experts: int, block: int) -
 # An inner jit: all layers then share what is traced, lowered and compiled once.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _counted(ids: Int[Array, " R"], experts: int, block: int, interpret: bool) -> Tiles:
-    R, T = len(ids), _count(len(ids), experts, block)
+    R, T = len(ids), tile_count(len(ids), experts, block)
     return Tiles(*pl.pallas_call(
         functools.partial(_kernel, experts=experts, block=block),
         name="tiles_of_tokens",
@@ -105,7 +105,7 @@ def _kernel(ids_ref, expert_ref, members_ref, places_ref, *, experts: int, block
 def _sorted(ids: Int[Array, " R"], experts: int, block: int, interpret: bool) -> Tiles:
     """The same tiles for many rows, by XLA's sort."""
     del interpret
-    R, T = len(ids), _count(len(ids), experts, block)
+    R, T = len(ids), tile_count(len(ids), experts, block)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     own = ids[order]
     first = jnp.sum(ids < jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)[own]
@@ -114,4 +114,5 @@ def _sorted(ids: Int[Array, " R"], experts: int, block: int, interpret: bool) ->
     tile = jnp.where(own < experts, tile, T - 1)  # whose expert is none
     members = jnp.full((T, block), -1, jnp.int32).at[tile, rank % block].set(order)
     expert = jnp.full(T, experts, jnp.int32).at[tile].set(own)
-    return Tiles(expert, members, None)
+    places = jnp.where(own < experts, tile * block + rank % block, -1)
+    return Tiles(expert, members, jnp.full(R, -1, jnp.int32).at[order].set(places))

@@ -29,10 +29,13 @@ MAGIC = 128  # of bfloat16, whose last bit then counts ones
 )
 @dataclass(frozen=True)
 class Fragments:
-    """Tiles [N / 64, K / 128, rows, 64] of words; of an abstract weight their shape and dtype."""
+    """Tiles [N / 64, K / 128, rows, 64] of words; of an abstract weight their shape and dtype.
+
+    Those of experts have an axis before these.
+    """
 
     words: Any
-    shape: tuple[int, int]  # of the weight, [K, N]
+    shape: tuple[int, ...]  # of the weight, [K, N], or of all experts', [E, K, N]
     bits: int  # of a code: 8 of float8_e4m3fn, or 4
     groups: int  # along K in a tile
     narrow: bool  # four bits whose scales are numbers of bfloat16
@@ -44,7 +47,8 @@ class Fragments:
 
 def refusal(w: Quantised, pieces: int = 1) -> str | None:
     """Why a weight has no such form."""
-    (K, N), group = w.shape, w.group
+    *_, K, N = w.shape
+    group = w.group
     if K % (DEPTH * pieces) or N % COLUMNS:
         return f"takes pieces of K in {DEPTH}s and columns in {COLUMNS}s, not {K} and {N}"
     if group < K and group % DEPTH and (DEPTH % group or group < 16):
@@ -56,16 +60,20 @@ def abstract(w: Quantised) -> Fragments:
     """The shapes of `fragments`. ValueError as there."""
     if why := refusal(w):
         raise ValueError(f"the form of fragments {why}")
-    (K, N), bits, groups = w.shape, 4 if w.packed else 8, max(1, DEPTH // w.group)
+    *lead, K, N = w.shape
+    bits, groups = 4 if w.packed else 8, max(1, DEPTH // w.group)
     rows = DEPTH * COLUMNS * bits // 32 // ROW + groups * (1 + w.packed)
-    words = jax.ShapeDtypeStruct((N // COLUMNS, K // DEPTH, rows, ROW), jnp.uint32)
-    return Fragments(words, (K, N), bits, groups, w.packed and w.scales.dtype == jnp.bfloat16)
+    words = jax.ShapeDtypeStruct((*lead, N // COLUMNS, K // DEPTH, rows, ROW), jnp.uint32)
+    return Fragments(words, w.shape, bits, groups, w.packed and w.scales.dtype == jnp.bfloat16)
 
 
 @jax.jit
 def fragments(w: Quantised) -> Fragments:
     """The same weight in this order. ValueError: it has none."""
     form = abstract(w)
+    if len(w.shape) == 3:  # one by one: a word a code is much more memory
+        words = lax.map(lambda own: fragments(own).words, w)
+        return replace(form, words=words)
     (K, N), packed, groups = w.shape, w.packed, form.groups
     codes = lax.bitcast_convert_type(w.codes, jnp.uint8)
     if packed:

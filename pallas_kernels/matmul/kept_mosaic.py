@@ -143,35 +143,44 @@ def _kernel(
             registers = min((512 - PRODUCER_REGISTERS) // consumers // 8 * 8, 240)
             plgpu.set_max_registers(registers, action="increase")
 
-        def sums(*accs):
-            @pl.loop(0, steps)
-            def _(step):
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(full.at[slot])
-                for k in range(deep):
-                    for part, acc in enumerate(accs):
-                        numbers = _converted(ring.at[slot, wg, part, k], w)
-                        of_rows = x_ring.at[slot, slice(None), pl.ds(k * DEPTH, DEPTH)]
-                        plgpu.wgmma(acc, numbers, of_rows.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[slot])
-
-            return [acc[...] for acc in accs]
+        def of_columns(*accs):
+            own = ring.at[:, wg]
+            return sums(accs, own, x_ring, full, empty, w=w, steps=steps, stages=stages, deep=deep)
 
         accs = [plgpu.WGMMAAccumulatorRef((COLUMNS, rows)) for _ in firsts]
-        values = pl.run_scoped(sums, *accs)
+        values = pl.run_scoped(of_columns, *accs)
         value = values[0]
         if len(values) == 2:
             value = silu_times(value, values[1], out_smem.dtype)
         out = out_smem.at[wg]
-        _store(out, value.astype(out_smem.dtype))
+        store(out, value.astype(out_smem.dtype))
         plgpu.commit_smem()
         target = out_gmem.at[piece] if len(out_gmem.shape) == 3 else out_gmem
         plgpu.copy_smem_to_gmem(out, target.at[row, pl.ds((column + wg) * COLUMNS, COLUMNS)])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store(ref, value):
+def sums(
+    accs, ring, x_ring, full, empty, *, w: Fragments, steps: int, stages: int, deep: int, begin=0
+):  # fmt: skip
+    """What a consumer's accumulators hold after `steps` of the ring's turns, from `begin` on."""
+
+    @pl.loop(begin, begin + steps)
+    def _(turn):
+        slot = lax.rem(turn, stages)
+        plgpu.barrier_wait(full.at[slot])
+        for k in range(deep):
+            for part, acc in enumerate(accs):
+                numbers = converted(ring.at[slot, part, k], w)
+                of_rows = x_ring.at[slot, slice(None), pl.ds(k * DEPTH, DEPTH)]
+                plgpu.wgmma(acc, numbers, of_rows.transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(empty.at[slot])
+
+    return [acc[...] for acc in accs]
+
+
+def store(ref, value):
     """Writes y^T, as wgmma leaves it, as rows of y."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
@@ -184,7 +193,7 @@ def _store(ref, value):
     store(ref, value)  # pyright: ignore[reportCallIssue]
 
 
-def _converted(ref, w: Fragments):
+def converted(ref, w: Fragments):
     """A tile's numbers [64, 128], columns before K, each made by the thread that gives it on."""
     strided = plgpu.Layout.WG_STRIDED((w.code_rows, ROW), vec_size=4)
     words = plgpu.load(ref.at[pl.ds(0, w.code_rows)], layout=strided)

@@ -16,6 +16,7 @@ from pallas_kernels.grid import grid
 from pallas_kernels.matmul.quantised import MIDDLE, Quantised
 
 LEAST = 16  # rows of a step
+MOST = 2**31  # bytes of codes: Pallas-Triton counts up to 2^32 of them in signed 32 bits
 
 
 def depth_of(w: Any, most: int) -> int:
@@ -58,6 +59,8 @@ def load_tile(
     k = first + jnp.arange(depth)
     if not isinstance(w_ref, Quantised):
         return plt.load(grid(w_ref, k, columns, *lead))
+    if math.prod(w_ref.codes.shape) >= MOST:
+        raise ValueError(f"Triton kernels read less than {MOST} codes, not {w_ref.codes.shape}")
     packed = w_ref.packed
     codes = plt.load(grid(w_ref.codes, k // 2 if packed else k, columns, *lead))
     if not groups:

@@ -10,12 +10,16 @@ import pytest
 
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import model_shape, quantised
 from jflash.io import configure_pair, keeping, load, load_weights
 from jflash.io.keeping import QUANTISED
-from jflash.kernels import XLA
+from jflash.kept import in_fragments
+from jflash.kernels import XLA, Kernels
 from jflash.memory import memory_budget
+from jflash.models.decoder import Target
+from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, leaf_paths
+from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.specs import Kept
 from pallas_kernels.matmul.quantised import Quantised, dequantised
@@ -170,7 +174,7 @@ def test_int4_is_kept_by_itself_where_it_lies_in_fragments(tmp_path, monkeypatch
     quantise(pair.target, CASES["ct-int4-group"])
     as_on_hopper(monkeypatch, 2**40)
     assert configure_pair(pair.target, pair.drafter).models.target.config.layers[0].kept == ()
-    monkeypatch.setattr(keeping, "has_fragments", lambda leaf: not leaf.experts)
+    monkeypatch.setattr(keeping, "fragment_paths", lambda models, forms: set(forms))
     assert configure_pair(pair.target, pair.drafter).models.target.config.layers[0].kept
     asked = configure_pair(pair.target, pair.drafter, quantised="dequantised").models
     assert asked.target.config.layers[0].kept == ()
@@ -178,12 +182,37 @@ def test_int4_is_kept_by_itself_where_it_lies_in_fragments(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("shape", "form", "wins"),
-    [("qwen3-8b", "int4", True), ("qwen3-8b", "fp8", False), ("qwen3-coder-30b", "int4", False)],
-)
-def test_only_dense_int4_is_never_slower_in_codes(shape, form, wins):
+    [
+        ("qwen3-8b", "int4", True), ("qwen3-8b", "fp8", False),
+        ("qwen3-coder-30b", "int4", True), ("qwen3-coder-30b", "fp8", True),
+    ],
+)  # fmt: skip
+def test_dense_fp8_alone_is_slower_in_codes(shape, form, wins):
     config = model_shape(shape)[0]
     leaf = leaf_paths(config)["layers_0/mlp/gate_up/kernel"]
     assert keeping._wins(leaf, Kept(form, 128, "bfloat16", False)) == wins
+
+
+@pytest.mark.parametrize(
+    ("shape", "form", "lies"),
+    [
+        ("qwen3-coder-30b", "fp8", True), ("qwen3-coder-30b", "int4", True),
+        ("qwen3.5-35b-a3b", "fp8", True), ("glm-4.5-air", "int4", True),
+        ("minimax-m2", "int4", True),
+        ("gpt-oss-20b", "mxfp4", False), ("gemma-4-26b-a4b", "fp8", False),
+    ],
+)  # fmt: skip
+def test_experts_lie_in_fragments_if_their_activation_is_swiglus(shape, form, lies):
+    """gpt-oss's are clamped and have biases, and Gemma's have another activation."""
+    target, drafter = model_shape(shape)
+    models = Models(Target(quantised(target, form)), Drafter(drafter), 8)
+    canonical = Kernels(**dict.fromkeys(XLA._fields, "canonical"))
+    leaves = leaf_paths(in_fragments(replace(models, kernels=canonical)).target.config)
+    experts = [leaf for leaf in leaves.values() if leaf.kept and leaf.experts]
+    assert experts and {leaf.kept.fragments for leaf in experts if leaf.kept} == {lies}
+    by_triton = replace(models, kernels=canonical._replace(experts="triton"))
+    others = leaf_paths(in_fragments(by_triton).target.config)
+    assert not any(leaf.kept.fragments for leaf in others.values() if leaf.kept and leaf.experts)
 
 
 def test_experts_beside_a_shared_one_are_kept_and_gates_of_one_column_are_not(tmp_path):

@@ -186,6 +186,20 @@ def test_the_step_with_kept_weights_and_a_float8_drafter_passes(order: str):
     assert (tiles if order == "in fragments" else {"u8"}) <= set(arrays)
 
 
+@pytest.mark.parametrize(("batch", "tiles"), [(1, 128), (2, 145)])
+def test_the_step_with_experts_in_fragments_passes(batch: int, tiles: int):
+    """Of 16 tokens each expert has a tile, of more the rows do; the words go into the kernels."""
+    shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)
+    shape = shape._replace(target=quantised(shape.target, "fp8"))
+    models = in_fragments(on_h200(models_of(shape).plain()))
+    program = compiled(step := step_program(replace(models, block_size=1), 16 * batch, CAPACITY))
+    assert not failed(program, step.temporary_bound)
+    words = set(re.findall(r"= u32\[128,(\d+),(\d+),33,64\]\S+ parameter", program.hlo))
+    assert words == {("24", "16"), ("32", "6")}
+    kernels = re.findall(r"= bf16\[(\d+),(\d+)\]\S+ custom-call\(.*mosaic_gpu", program.hlo)
+    assert {(str(16 * tiles), "768"), (str(16 * tiles), "2048")} <= set(kernels)
+
+
 def test_the_step_with_experts_kept_in_mxfp4_passes():
     """gpt-oss-120b's experts are read as codes of one byte, by both grouped products."""
     shape = cut(model_shape("gpt-oss-120b"), target_layers=1, drafter_layers=1)

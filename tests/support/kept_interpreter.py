@@ -1,0 +1,58 @@
+"""Kernels for weights in fragments, in Pallas's interpreter, which knows no registers.
+
+So what threads do in registers is written here in jnp: the conversion, the first operand of wgmma
+(the interpreter's lies in shared memory) and the turned result. The rest is the kernel's own.
+"""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import kept_mosaic
+from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, Fragments
+from pallas_kernels.matmul.mosaic_kernel import tiled
+
+
+def converted(ref, w: Fragments):
+    """As `kept_mosaic.converted`, of FP8 in one group a tile; thread, word, half, pair."""
+    words = ref[...]
+    mine = words[: w.code_rows].reshape(4, 128, 4).swapaxes(0, 1).reshape(4, 8, 4, 16, 1, 1)
+    shifts = 16 * jnp.arange(2)[:, None] + 8 * jnp.arange(2)
+    codes = (mine >> shifts.astype(jnp.uint32) & 255).astype(jnp.uint8)
+    numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    numbers = numbers.transpose(0, 4, 1, 3, 2, 5).reshape(COLUMNS, DEPTH)
+    scales = lax.bitcast_convert_type(words[w.code_rows], jnp.float32)
+    return (numbers * scales[:, None]).astype(jnp.bfloat16)
+
+
+def store(ref, value):
+    ref[...] = value.T
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    launch, wgmma, own = plgpu.kernel, plgpu.wgmma, []
+
+    def kernel(body, *, scratch_types, num_threads, **how):
+        first = plgpu.SMEM((num_threads, COLUMNS, DEPTH), jnp.bfloat16, transforms=tiled(128, 2))
+
+        def with_first(*refs, first, **named):
+            own.append(first)
+            body(*refs, **named)
+
+        how |= {"num_threads": num_threads, "interpret": plgpu.InterpretGPUParams()}
+        return launch(with_first, scratch_types={**scratch_types, "first": first}, **how)
+
+    def multiply(acc, numbers, rows):
+        mine = own[-1].at[lax.axis_index("wg")]
+        mine[...] = numbers
+        plgpu.commit_smem()
+        wgmma(acc, mine, rows)
+        plgpu.wgmma_wait(0)  # the next numbers lie where these do
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    monkeypatch.setattr(plgpu, "wgmma", multiply)
+    monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
+    monkeypatch.setattr(kept_mosaic, "converted", converted)
+    monkeypatch.setattr(kept_mosaic, "store", store)
