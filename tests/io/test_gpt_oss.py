@@ -101,6 +101,7 @@ def test_logits_of_packed_experts_are_transformers():
         ({"quantization_config": {"quant_method": "quark"}}, r"\(quark\): not supported"),
         ({"num_local_experts": 5}, "wrong shape: model.layers.0.mlp.router.weight"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 must be within 1 … 4"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5 is not supported, only None or 1.702"),
         ({"swiglu_limit": 6.0}, "swiglu_limit 6.0 is not supported, only None or 7"),
         ({"intermediate_size": 40}, "columns in 32s, not 40"),
         ({"attention_bias": False}, "unknown: model.layers.0.self_attn.q_proj.bias"),

@@ -1,7 +1,7 @@
 """gpt-oss 20b and 120b: attention sinks, windows in every second layer, and clamped experts.
 
 Published files hold the experts in MXFP4, transformers' in [E, in, out]; in both gate and up take
-turns. The experts' activation is fixed, and another limit than its 7 is refused.
+turns. The experts' activation is fixed: another alpha than 1.702 or limit than 7 is refused.
 """
 
 from dataclasses import replace
@@ -55,7 +55,7 @@ NAMES = replace(
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a gpt-oss."""
-    refuse(raw, swiglu_limit=(None, 7))
+    refuse(raw, swiglu_alpha=(None, 1.702), swiglu_limit=(None, 7))
     given = checked(raw, (*DEFAULTS, "layer_types"))
     if not (given.get("rope_parameters") or given.get("rope_scaling")):
         given["rope_parameters"] = ROPE
