@@ -58,7 +58,7 @@ _KEYS = {
     POSITIVE: "rms_norm_eps partial_rotary_factor query_pre_attn_scalar rope_local_base_freq"
     " routed_scaling_factor post_norm_eps qk_scale_factor",
     SWITCH: "attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window"
-    " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor"
+    " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor shift_label"
     " attention_k_eq_v enable_moe_block use_double_wide_mlp",
     _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling text_config"
     " transformer_layer_config weight_map per_layer_config",

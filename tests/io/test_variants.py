@@ -48,6 +48,7 @@ REFUSED = [
     (FULL, {"rope_is_neox_style": False}, "rope_is_neox_style False", "heads that turn by halves"),
     (FULL, {"projector_type": "domino"}, "projector_type 'domino'", "only plain DFlash drafts"),
     (FULL, {"sample_from_anchor": True}, "sample_from_anchor True", "only plain DFlash drafts"),
+    (FULL, {"shift_label": True}, "shift_label True", "only plain DFlash drafts"),
 ]
 
 
@@ -68,7 +69,7 @@ def test_every_key_has_a_refusal():
 
 PLAIN = {"attention_sink_bias": False, "add_swa_attention_sink_bias": False}
 PLAIN |= {"attention_value_scale": 1.0, "is_neox_style": True, "rope_is_neox_style": True}
-PLAIN |= {"projector_type": "dflash", "sample_from_anchor": False}
+PLAIN |= {"projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
 COMPUTED = [
     (FULL, PLAIN | {"use_swa": False, "causal": False}),
     (FULL, {"use_swa": False, "swa_window_size": 1024}),  # no layer has that window

@@ -16,7 +16,7 @@ from jflash.io.names import ROTARY
 MODEL_TYPE = "speculators_model_type"
 KINDS = {"dflash": DRAFTER, "dflash2": DRAFTER_2}
 _KEYS = (MODEL_TYPE, "transformer_layer_config", "aux_hidden_state_layer_ids", "draft_vocab_size")
-_KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type")
+_KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type", "shift_label")
 _KEYS += ("target_hidden_size", "block_size", "mask_token_id", *OF_DRAFTER_2)
 _ENDS = {"embedding": ("embed_tokens.weight",), "head": ("lm_head.weight",), "d2t": ("d2t",)}
 NAMES = replace(

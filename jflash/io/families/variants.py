@@ -25,6 +25,7 @@ _INSTEAD = {
     "rope_is_neox_style": _HALVES,
     "projector_type": _PLAIN,
     "sample_from_anchor": _PLAIN,
+    "shift_label": _PLAIN,
 }
 KEYS = tuple(_INSTEAD)
 _COMPUTED: dict[str, tuple[Any, ...]] = {
@@ -35,6 +36,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "rope_is_neox_style": (True,),
     "projector_type": ("dflash",),
     "sample_from_anchor": (False,),
+    "shift_label": (False,),
 }
 
 
