@@ -18,14 +18,17 @@ from jflash.config import Drafter2Config
 from jflash.decoding import Sampling
 from jflash.drafts import Rule, choose_places
 from jflash.generate import Pair
+from jflash.io import configure_pair
 from jflash.io.hf_config import drafter_config
 from jflash.pair import Params
 from jflash.sampling import filters_of
 from jflash.speculative import apply
 from tests.support.reference import record
+from tests.support.small_checkpoints import edit_tensors
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 DENSE, WINDOW = REFERENCE / "cases" / "pair02", REFERENCE / "window_cases" / "pair00"
+GEMMA = REFERENCE / "cases" / "pair13"  # its target multiplies its rows by 5.657
 
 
 def rewritten(folder: Path, into: Path, ids: np.ndarray | None = None, **changes) -> Path:
@@ -141,6 +144,21 @@ def test_ends_that_the_file_leaves_out_are_the_targets(tmp_path):
         windowed = raw | {"transformer_layer_config": layer, "sliding_window_non_causal": denied}
         seen = [(m.window, m.causal) for m in drafter_config(windowed).mixers]
         assert seen == [(9, not denied), (None, False)]
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_rows_of_a_target_that_scales_its_own_are_raw(embedded, tmp_path):
+    """Whether the file repeats them or not; a scale that the config states holds."""
+    folder = rewritten(GEMMA, tmp_path / "own")
+    if not embedded:
+        edit_tensors(folder, drop=("embed_tokens.weight",))
+    files = configure_pair(GEMMA / "target", folder, dtype="float32")
+    assert files.models.target.config.embedding_scale > 5
+    c = files.models.drafter.config
+    assert (c.own_embedding, c.input_embedding_scale, files.targets_scale) == (embedded, 1.0, None)
+    stated = rewritten(GEMMA, tmp_path / "stated", input_embedding_scale=5.5)
+    files = configure_pair(GEMMA / "target", stated, dtype="float32")
+    assert files.models.drafter.config.input_embedding_scale == 5.5
 
 
 @pytest.mark.parametrize(

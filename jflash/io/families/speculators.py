@@ -2,7 +2,8 @@
 
 The layers' config is nested, tapped layers are counted from the embedding (ids + 1), and the number
 of the target's layers is absent. A file may hold an embedding and a head; a head of fewer tokens
-comes with `d2t`: a draft's id plus its `d2t` is the target's id.
+comes with `d2t`: a draft's id plus its `d2t` is the target's id. That library trains with a plain
+table of the target's rows (its core.py), so these are not scaled, whichever file holds them.
 """
 
 from dataclasses import replace
@@ -17,7 +18,8 @@ MODEL_TYPE = "speculators_model_type"
 KINDS = {"dflash": DRAFTER, "dflash2": DRAFTER_2}
 _KEYS = (MODEL_TYPE, "transformer_layer_config", "aux_hidden_state_layer_ids", "draft_vocab_size")
 _KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type", "shift_label")
-_KEYS += ("target_hidden_size", "block_size", "mask_token_id", *OF_DRAFTER_2)
+_KEYS += ("target_hidden_size", "block_size", "mask_token_id", "input_embedding_scale")
+_KEYS += OF_DRAFTER_2
 _ENDS = {"embedding": ("embed_tokens.weight",), "head": ("lm_head.weight",), "d2t": ("d2t",)}
 NAMES = replace(
     dflash.NAMES,
@@ -43,14 +45,14 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     sight: dict[str, Any] = {"use_sliding_window": sliding}
     if value.get("sliding_window_non_causal"):
         sight["is_causal"] = False
-    kept = ("block_size", "mask_token_id", *OF_DRAFTER_2, *variants.KEYS)
+    kept = ("block_size", "mask_token_id", "input_embedding_scale", *OF_DRAFTER_2, *variants.KEYS)
     drafting = {key: value[key] for key in kept if key in value}
     name = KINDS[kind]
     size = value.get("draft_vocab_size", layer.get("vocab_size"))
     if name == DRAFTER_2 and size != layer.get("vocab_size"):
         raise ValueError(f"draft_vocab_size {size}: a DFlash 2 drafter has its target's vocabulary")
     return {
-        **layer, **sight, "block_size": 8, **drafting,
+        **layer, **sight, "block_size": 8, "input_embedding_scale": 1.0, **drafting,
         "architectures": [name],
         "target_layer_ids": [i - 1 for i in ids],
         "draft_vocab_size": size,
