@@ -118,7 +118,8 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     """A drafter's config, version 1 or 2; ValueError for another or an unsupported feature."""
     if speculators.MODEL_TYPE in raw:
         raw = speculators.flat(raw)
-        return drafter(raw, architecture(raw), counted=False)
+        defaults = speculators.defaults(raw)
+        return drafter(raw, architecture(raw), counted=False, defaults=defaults)
     name = architecture(raw)
     if name == muse_assistant.ARCHITECTURE:
         return drafter(muse_assistant.flat(raw), DRAFTER, counted=False)

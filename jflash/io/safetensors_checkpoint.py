@@ -4,7 +4,7 @@ import collections
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
+from jflash.io.families import speculators
 from jflash.io.families.variants import refuse_own_mask
 from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
 from jflash.io.folder import Fill, Folder
@@ -53,7 +54,8 @@ class Safetensors(Folder):
         config, stored = super().config(read), self._stored()
         if isinstance(config, DrafterConfig):
             refuse_own_mask(self.path)
-        config = with_own_ends(config, self.names, stored)
+        own = [self.names.canonical(name) for name in stored]
+        config = speculators.with_own_tensors(config, self.raw, own)
         check_problems(self.path, _miscounted(config, self.names, stored))
         return config
 
@@ -187,22 +189,6 @@ def save_safetensors(
         for part, piece in zip(parts, np.split(rows, edges), strict=True):
             tensors[part.name] = np.ascontiguousarray(piece)
     save_file(tensors, file, metadata={"format": "pt"})
-
-
-def with_own_ends[C: TargetConfig | DrafterConfig](config: C, names: Names, stored: list[str]) -> C:
-    """The config of a drafter in the speculators format, with the ends that its file holds.
-
-    Without a head in the file, a full vocabulary means the target's head.
-    """
-    if not isinstance(config, DrafterConfig) or config.draft_vocab_size is None:
-        return config
-    there = {names.canonical(name) for name in stored}
-    full = config.draft_vocab_size == config.vocab_size and "lm_head.weight" not in there
-    return replace(
-        config,
-        own_embedding="embed_tokens.weight" in there,
-        draft_vocab_size=None if full else config.draft_vocab_size,
-    )
 
 
 def _files(folder: Path) -> list[Path]:

@@ -23,7 +23,8 @@ from jflash.io.hf_config import drafter_config
 from jflash.pair import Params
 from jflash.sampling import filters_of
 from jflash.speculative import apply
-from tests.support.reference import record
+from tests.step.test_reference_parity import CONTEXT, recorded_forward
+from tests.support.reference import close, record
 from tests.support.small_checkpoints import edit_tensors
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -159,6 +160,89 @@ def test_rows_of_a_target_that_scales_its_own_are_raw(embedded, tmp_path):
     stated = rewritten(GEMMA, tmp_path / "stated", input_embedding_scale=5.5)
     files = configure_pair(GEMMA / "target", stated, dtype="float32")
     assert files.models.drafter.config.input_embedding_scale == 5.5
+
+
+HEADS, HEAD = 2, 20  # of DENSE's drafter as a Llama's, whose heads share its 40 columns
+
+
+def as_llama(into: Path, normed: bool) -> Path:
+    """DENSE's drafter with layers of Llama's config, which leaves out the width of a head."""
+    layer = json.loads((DENSE / "drafter" / "config.json").read_text())
+    for key in ("head_dim", "dflash_config", "num_target_layers", "block_size", "architectures"):
+        del layer[key]
+    folder = rewritten(DENSE, into, transformer_layer_config=layer | {"model_type": "llama"})
+    rng, layers = np.random.default_rng(3), ("layers.0.self_attn.", "layers.1.self_attn.")
+    shapes = {"q_proj": (40, 40), "k_proj": (20, 40), "v_proj": (20, 40), "o_proj": (40, 40)}
+    made = {
+        f"{layer}{name}.weight": rng.standard_normal(shape, np.float32) * 0.3
+        for layer in layers
+        for name, shape in shapes.items()
+    }
+    norms = [f"{layer}{x}_norm.weight" for layer in layers for x in "qk"]
+    weights = {name: 1 + 0.3 * rng.standard_normal(HEAD, np.float32) for name in norms}
+    edit_tensors(folder, drop=() if normed else tuple(norms), **made, **weights if normed else {})
+    return folder
+
+
+def written_out(folder: Path, features: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Hidden states of a block after `features`, in float64: Llama's layers that see all rows."""
+    w = {name: x.astype(float) for name, x in load_file(folder / "model.safetensors").items()}
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        scale = w.get(name)
+        return x if scale is None else x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def turned(x: np.ndarray, first: int) -> np.ndarray:
+        angles = np.arange(first, first + len(x))[:, None] / 5e5 ** (np.arange(0, HEAD, 2) / HEAD)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    x = w["embed_tokens.weight"][block]
+    context = norm(features @ w["fc.weight"].T, "hidden_norm.weight")
+    for at in ("layers.0.", "layers.1."):
+        normed = norm(x, f"{at}input_layernorm.weight")
+        q, k, v, o = (w[f"{at}self_attn.{y}_proj.weight"].T for y in "qkvo")
+        rows = np.concatenate([context, normed])
+        queries = norm((normed @ q).reshape(-1, HEADS, HEAD), f"{at}self_attn.q_norm.weight")
+        keys = norm((rows @ k).reshape(-1, 1, HEAD), f"{at}self_attn.k_norm.weight")
+        queries, keys = turned(queries, len(context)), turned(keys, 0)[:, 0]
+        scores = np.einsum("tnh,sh->tns", queries, keys) * HEAD**-0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        x = x + np.einsum("tns,sh->tnh", weights, rows @ v).reshape(len(x), -1) @ o
+        normed = norm(x, f"{at}post_attention_layernorm.weight")
+        gate, up, down = (w[f"{at}mlp.{y}_proj.weight"].T for y in ("gate", "up", "down"))
+        x = x + (normed @ gate / (1 + np.exp(-(normed @ gate))) * (normed @ up)) @ down
+    return norm(x, "norm.weight")
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_layers_of_llamas_class(normed, tmp_path):
+    """With norms of queries and keys where the file has them, and without where it has none."""
+    folder = as_llama(tmp_path / "own", normed)
+    pair = load_pair(DENSE / "target", folder, dtype="float32")
+    c = pair.models.drafter.config
+    assert {(m.qk_norm, m.head_dim, m.num_heads) for m in c.mixers} == {(normed, HEAD, HEADS)}
+    tokens = load_file(DENSE / "tensors.safetensors")["prompt_ids"].reshape(1, -1)
+    _, features, hidden, _ = recorded_forward(pair, jnp.asarray(tokens, jnp.int32))
+    block = np.full(c.block_size, c.mask_token_id)
+    block[0] = tokens[0, CONTEXT]
+    want = written_out(folder, np.asarray(features[0, :CONTEXT], float), block)
+    close(hidden[0], want)
+
+
+def test_norms_of_some_layers_and_of_no_qwen3_are_missing(tmp_path):
+    """A file without any is a Llama's; with some, the others were lost."""
+    folder = as_llama(tmp_path / "own", True)
+    edit_tensors(folder, drop=("layers.1.self_attn.q_norm.weight",))
+    with pytest.raises(ValueError, match=r"missing: layers\.1\.self_attn\.q_norm\.weight"):
+        load_pair(DENSE / "target", folder, dtype="float32")
+    folder = rewritten(DENSE, tmp_path / "qwen3")
+    names = [f"layers.{i}.self_attn.{x}_norm.weight" for i in range(2) for x in "qk"]
+    edit_tensors(folder, drop=tuple(names))
+    with pytest.raises(ValueError, match=r"missing: layers\.0\.self_attn\.q_norm\.weight"):
+        load_pair(DENSE / "target", folder, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,16 @@ NAMES = Names(
 )
 
 
-def drafter(raw: dict[str, Any], name: str, counted: bool = True) -> DrafterConfig:
+def drafter(
+    raw: dict[str, Any],
+    name: str,
+    counted: bool = True,
+    defaults: dict[str, Any] = qwen3.DEFAULTS,
+) -> DrafterConfig:
     """The config of a drafter; its keys stand in `dflash_config` or at the top level.
 
     `name` is its architecture: version 1 or 2. `counted`: the file must say how many layers the
-    target has, as dflash's own do.
+    target has, as dflash's own do. `defaults` are those of its layers' class.
     """
     given = checked(raw, ("num_target_layers", "dflash_config", *_OF_DRAFTER))
     nested = given.get("dflash_config", {})
@@ -58,8 +63,8 @@ def drafter(raw: dict[str, Any], name: str, counted: bool = True) -> DrafterConf
         missing.insert(0, "num_target_layers")
     if missing:
         raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
-    trunk, defaults = read_trunk(raw, qwen3.DEFAULTS)
-    bias, targets = defaults["attention_bias"], value.get("num_target_layers")
+    trunk, filled = read_trunk(raw, defaults)
+    bias, targets = filled["attention_bias"], value.get("num_target_layers")
     ids = value.get("target_layer_ids")
     if ids is None:
         assert targets is not None

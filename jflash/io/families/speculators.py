@@ -3,13 +3,16 @@
 The layers' config is nested, tapped layers are counted from the embedding (ids + 1), and the number
 of the target's layers is absent. A file may hold an embedding and a head; a head of fewer tokens
 comes with `d2t`: a draft's id plus its `d2t` is the target's id. That library trains with a plain
-table of the target's rows (its core.py), so these are not scaled, whichever file holds them.
+table of the target's rows (its core.py), so these are not scaled, whichever file holds them. The
+layers are Qwen3's whatever class their config has, of Qwen3 or of Llama; as vLLM makes those of a
+Llama, files may leave out the norms of queries and keys.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from jflash.io.families import dflash, variants
+from jflash.config import DrafterConfig, TargetConfig
+from jflash.io.families import dflash, llama, qwen3, variants
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, OF_DRAFTER_2
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
@@ -21,6 +24,7 @@ _KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type", "
 _KEYS += ("target_hidden_size", "block_size", "mask_token_id", "input_embedding_scale")
 _KEYS += OF_DRAFTER_2
 _ENDS = {"embedding": ("embed_tokens.weight",), "head": ("lm_head.weight",), "d2t": ("d2t",)}
+_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 NAMES = replace(
     dflash.NAMES,
     ends=dflash.NAMES.ends | _ENDS,
@@ -57,3 +61,32 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
         "target_layer_ids": [i - 1 for i in ids],
         "draft_vocab_size": size,
     }  # fmt: skip
+
+
+def defaults(layer: dict[str, Any]) -> dict[str, Any]:
+    """What keys mean that the layers' config leaves out, by its class."""
+    return llama.DEFAULTS if _is_llama(layer) else qwen3.DEFAULTS
+
+
+def with_own_tensors[C: TargetConfig | DrafterConfig](
+    config: C, raw: dict[str, Any], stored: list[str]
+) -> C:
+    """A drafter's config with what its file holds, by the names in NAMES: ends and norms.
+
+    Without a head in the file, a full vocabulary means the target's head. Any other config stays.
+    """
+    if MODEL_TYPE not in raw or not isinstance(config, DrafterConfig):
+        return config
+    full = config.draft_vocab_size == config.vocab_size and _ENDS["head"][0] not in stored
+    normed = not stored or any(name.endswith(_NORMS) for name in stored)
+    if _is_llama(raw["transformer_layer_config"]) and not normed:
+        config = config.attending(*[{"qk_norm": False}] * config.num_layers)
+    return replace(
+        config,
+        own_embedding=_ENDS["embedding"][0] in stored,
+        draft_vocab_size=None if full else config.draft_vocab_size,
+    )
+
+
+def _is_llama(layer: dict[str, Any]) -> bool:
+    return layer.get("model_type") == llama.MODEL_TYPE
