@@ -77,6 +77,24 @@ def test_a_re_export_may_prefix_every_name(pair):
     jax.tree.map(np.testing.assert_array_equal, want, load_drafter(pair.drafter)[1])
 
 
+@pytest.mark.parametrize("lead", ["", "model."])
+def test_codebooks_as_dflash_saves_them(pair, lead):
+    """Its save_pretrained names them as weights of embeddings; both names are too many."""
+    want = load_drafter(pair.drafter)[1]
+    stored = load_file(pair.drafter / "model.safetensors")
+    saved = {
+        f"{lead}{name}.weight" if name.endswith("codebook") else f"{lead}{name}": tensor
+        for name, tensor in stored.items()
+    }
+    assert len(saved.keys() - stored.keys()) >= 2
+    save_file(saved, pair.drafter / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, want, load_drafter(pair.drafter)[1])
+    name = "candidate_selector.successor_codebook"
+    edit_tensors(pair.drafter, **{name: stored[name]})
+    with pytest.raises(ValueError, match=rf"given twice: {name} \("):
+        load_drafter(pair.drafter)
+
+
 def test_what_does_not_fit_is_listed(pair):
     edit_tensors(
         pair.drafter,

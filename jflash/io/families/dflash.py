@@ -26,20 +26,25 @@ _CONVOLUTIONS = {
     )
 }
 _SELECTOR = "candidate_selector"
+_CODEBOOKS = tuple(f"{_SELECTOR}.{x}_codebook" for x in ("predecessor", "successor"))
 NAMES = Names(
     ends={
         "fc/kernel": ("fc.weight",),
         "hidden_norm/scale": ("hidden_norm.weight",),
         "norm/scale": ("norm.weight",),
-        f"{_SELECTOR}/predecessor_codebook": (f"{_SELECTOR}.predecessor_codebook",),
-        f"{_SELECTOR}/successor_codebook": (f"{_SELECTOR}.successor_codebook",),
+        **{name.replace(".", "/"): (name,) for name in _CODEBOOKS},
         f"{_SELECTOR}/hidden_projection/kernel": (f"{_SELECTOR}.hidden_projection.weight",),
     },
     every=NORMS | _CONVOLUTIONS,
     mixers={AttentionSpec: ATTENTION},
     mlps={DenseSpec: MLP},
     layer="layers.{i}.",
-    prefixes=(("model.", ""),),  # some re-exported drafters prefix every tensor
+    # Some re-exported drafters prefix every tensor, and what dflash 0.1.0 saves is not named as
+    # published files are: its codebooks are embeddings, with a weight.
+    prefixes=(
+        *((f"{lead}{name}.weight", name) for lead in ("model.", "") for name in _CODEBOOKS),
+        ("model.", ""),
+    ),
 )
 
 
