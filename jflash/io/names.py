@@ -64,6 +64,11 @@ class Names:
         theirs, ours = next(matching, ("", ""))
         return ours + name.removeprefix(theirs)
 
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """What a tensor or a module may be called: its name in the table, and those in files."""
+        pairs = (pair for pair in self.prefixes if name.startswith(pair[1]))
+        return name, *(theirs + name.removeprefix(ours) for theirs, ours in pairs)
+
     def fitting(self, stored: Iterable[str]) -> "Names":
         """The table for a file with tensors of these names: its experts may be in another form."""
         if self.inputs_first and any(name.endswith("_blocks") for name in stored):

@@ -142,7 +142,8 @@ class Safetensors(Folder):
         headers = {name: Header(t.shape, t.dtype) for name, (t, *_) in owners.items()}
         shapes = {part.name: part.shape for parts in sources.values() for part in parts}
         try:
-            return find_weights(scheme_of(raw), shapes, headers) if raw else {}
+            scheme = scheme_of(raw) if raw else None
+            return find_weights(scheme, shapes, headers, self.names.spellings)
         except ValueError as error:
             raise ValueError(f"{self.path} does not fit: {error}") from None
 

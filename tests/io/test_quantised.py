@@ -1,5 +1,9 @@
 """Quantised checkpoints against their formats' definitions, written out in numpy, bit for bit."""
 
+import json
+import shutil
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ from tests.support.quantised_files import CASES, of_compressed, of_gptq, quantis
 from tests.support.small_checkpoints import edit_config, make_pair
 
 Q = "model.layers.0.self_attn.q_proj"
+INT4 = CASES["ct-int4-group"]
+SMALL_HYBRID = Path(__file__).parents[1] / "reference" / "cases" / "pair05" / "target"
 
 
 @pytest.fixture
@@ -108,6 +114,45 @@ def test_modules_outside_all_groups_and_named_by_a_pattern(target):
     load_target(target)
 
 
+@pytest.fixture
+def seeing(tmp_path) -> Path:
+    """A Qwen3.5 in the names of its vision model, whose projections are INT4."""
+    folder = shutil.copytree(SMALL_HYBRID, tmp_path / "seeing")
+    quantise(folder, INT4, endings=("gate_proj.weight", "up_proj.weight"))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": raw}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_targets_name_modules_as_the_file_does(seeing):
+    """Or as the text model does: by patterns of the whole name, and by the name itself."""
+    config = of_compressed("pack-quantized", num_bits=4, type="int", group_size=16)
+    ups = [r"re:model\.layers\.\d+\.mlp\.up_proj"]
+    one = "model.language_model.layers.{}.mlp.gate_proj"
+    every = [one.format(i) for i in range(3)]
+    for gates in ([r"re:model\.language_model\.layers\..*gate_proj"], every):
+        config["config_groups"]["group_0"]["targets"] = gates + ups
+        edit_config(seeing, quantization_config=config)
+        load_target(seeing)
+    config["config_groups"]["group_0"]["targets"] = every[:2] + ups
+    edit_config(seeing, quantization_config=config)
+    assert "model.layers.2.mlp.gate_proj is quantised, and quantization_" in problem(seeing)
+
+
+def test_lists_leave_out_modules_by_the_names_of_the_file(seeing):
+    name = "model.language_model.layers.0.mlp.gate_proj"
+    for ignored in (name, f"re:{name}", "model.language_model.layers.0", "model.*.gate_proj"):
+        edit_config(seeing, quantization_config=INT4.config | {"ignore": [ignored]})
+        said = "model.layers.0.mlp.gate_proj is quantised, and quantization_config leaves it out"
+        assert said in problem(seeing)
+    edit_config(seeing, quantization_config=INT4.config | {"ignore": [name.replace("0", "9")]})
+    load_target(seeing)
+
+
 def test_an_order_of_groups_needs_its_tensor(target):
     """Files without act-order need none: `weight` only changes how numbers were chosen."""
     int4 = dict(num_bits=4, type="int", group_size=16)
@@ -170,7 +215,7 @@ def test_a_config_of_another_type_is_refused():
 def test_a_block_past_the_weight_takes_no_memory():
     """Its scales would be repeated two thousand million times, for 8 TB."""
     block = {"quant_method": "fp8", "weight_block_size": [2**31 - 1, 2**31 - 1]}
-    layout = scheme_of(block).layout("q_proj", (4, 8), {"weight_scale_inv": (1, 1)})
+    layout = scheme_of(block).layout(["q_proj"], (4, 8), {"weight_scale_inv": (1, 1)})
     rows = layout.scales.decode(np.full((1, 1024), 2, np.float32), 4)
     np.testing.assert_array_equal(rows, np.full((4, 1024), 2))
 

@@ -5,7 +5,7 @@ A module belongs to the group that names it, else to that of its class, `Linear`
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jflash.io.hf_values import shown
@@ -21,8 +21,8 @@ _REFUSED = ("sparsity_config", "transform_config")
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
-def layouts(raw: Mapping[str, Any]) -> Callable[[str], Layouts | None]:
-    """The layouts of a module's weight, by its name; None where no group has the module."""
+def layouts(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts | None]:
+    """The layouts of a module's weight, by its names; None where no group has the module."""
     for key in _REFUSED:
         if (value := raw.get(key)) and value != {"format": "dense"}:
             raise ValueError(f"{key} {shown(value)} is not supported")
@@ -31,8 +31,8 @@ def layouts(raw: Mapping[str, Any]) -> Callable[[str], Layouts | None]:
         raise ValueError(f"config_groups must be an object of objects, got {shown(groups)}")
     read = [(_targets(group), _layouts(group, raw.get("format"))) for group in groups.values()]
 
-    def of(module: str) -> Layouts | None:
-        named = (form for targets, form in read if any(matches(module, t) for t in targets))
+    def of(modules: Sequence[str]) -> Layouts | None:
+        named = (f for targets, f in read if any(matches(m, t) for t in targets for m in modules))
         linear = (form for targets, form in read if "Linear" in targets)
         return next(named, None) or next(linear, None)
 

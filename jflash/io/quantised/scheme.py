@@ -7,7 +7,7 @@ activations and of caches are known by name and not read.
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +31,21 @@ class Scheme:
     """The form of a checkpoint's quantised weights."""
 
     method: str
-    of: Callable[[str], Layouts | None]  # by a module's name
+    of: Callable[[Sequence[str]], Layouts | None]  # by a module's names
     ignored: tuple[str, ...]  # modules, and patterns of them
 
     def layout(
-        self, module: str, shape: tuple[int, int], found: Mapping[str, tuple[int, ...]]
+        self, modules: Sequence[str], shape: tuple[int, int], found: Mapping[str, tuple[int, ...]]
     ) -> Layout:
         """The layout of a module's weight [O, I], whose tensors have these shapes.
 
-        ValueError if the config leaves the module out, or if the shape is none that the format has.
+        `modules` are its names: the config may mean it by any. ValueError, by the first, if the
+        config leaves the module out, or if the shape is none that the format has.
         """
-        layouts = self.of(module)
-        if layouts is None or any(_excludes(module, name) for name in self.ignored):
-            raise ValueError(f"{module} is quantised, and quantization_config leaves it out")
+        layouts = self.of(modules)
+        excluded = any(_excludes(module, name) for name in self.ignored for module in modules)
+        if layouts is None or excluded:
+            raise ValueError(f"{modules[0]} is quantised, and quantization_config leaves it out")
         return layouts(shape, found)
 
 
@@ -76,33 +78,33 @@ def scheme_of(raw: Mapping[str, Any]) -> Scheme:
         raise ValueError(f"quantization_config ({_printed(method)}): {error}") from None
 
 
-def _one(layouts: Layouts) -> Callable[[str], Layouts]:
-    return lambda module: layouts
+def _one(layouts: Layouts) -> Callable[[Sequence[str]], Layouts]:
+    return lambda modules: layouts
 
 
-def _fp8(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
+def _fp8(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts]:
     return _one(functools.partial(fp8.layout, block=fp8.check_fp8(raw)))
 
 
-def _fbgemm(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
+def _fbgemm(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts]:
     return _one(functools.partial(fp8.layout, block=None))
 
 
-def _modelopt(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
+def _modelopt(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts]:
     fp8.check_modelopt(raw)
     return _fbgemm(raw)
 
 
-def _awq(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
+def _awq(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts]:
     group = awq.check(raw)
     return _one(lambda shape, found: awq.layout(shape, group))
 
 
-def _gptq(raw: Mapping[str, Any]) -> Callable[[str], Layouts]:
+def _gptq(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts]:
     return _one(functools.partial(gptq.layout, **gptq.check(raw)))
 
 
-_METHODS: dict[Any, Callable[[Mapping[str, Any]], Callable[[str], Layouts | None]]] = {
+_METHODS: dict[Any, Callable[[Mapping[str, Any]], Callable[[Sequence[str]], Layouts | None]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "compressed-tensors": compressed.layouts,

@@ -4,7 +4,7 @@ A weight's tensors have its module's name and a suffix. Experts in one tensor [E
 module each: the suffix's ending follows the tensor's name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,12 +72,19 @@ class Weight(NamedTuple):
             yield {suffix: _expert(tensor, e) for suffix, tensor in tensors.items()}
 
 
+def only(name: str) -> tuple[str, ...]:
+    return (name,)
+
+
 def find_weights(
-    scheme: Scheme | None, shapes: Mapping[str, tuple[int, ...]], headers: Mapping[str, Header]
+    scheme: Scheme | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    headers: Mapping[str, Header],
+    spellings: Callable[[str], tuple[str, ...]] = only,
 ) -> dict[str, Weight]:
     """The quantised ones of the weights with these names and shapes.
 
-    ValueError for one that the scheme leaves out.
+    The scheme may mean a module by any of its `spellings`. ValueError for one that it leaves out.
     """
     weights = {}
     for source, shape in shapes.items() if scheme else ():
@@ -88,7 +95,8 @@ def find_weights(
         assert scheme
         experts = shape[0] if len(shape) == 3 else 0
         seen = {suffix: header.shape[bool(experts) :] for suffix, header in found.items()}
-        layout = scheme.layout(source.removesuffix(".weight"), (shape[-2], shape[-1]), seen)
+        modules = spellings(source.removesuffix(".weight"))
+        layout = scheme.layout(modules, (shape[-2], shape[-1]), seen)
         weights[source] = Weight(source, layout, experts)
     return weights
 
