@@ -70,7 +70,8 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
     family = _family(name)
     if family is not None:
         tied = family.DEFAULTS["tie_word_embeddings"]
-        return family.target(text_config(raw, tied) if _sees(family, name) else raw)
+        seen = getattr(family, "UNREAD", {})
+        return family.target(text_config(raw, tied, seen) if _sees(family, name) else raw)
     drafts = "DFlash" in name or name == muse_assistant.ARCHITECTURE
     hint = " (a drafter: give it as --drafter)" if drafts else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
@@ -100,18 +101,21 @@ def _sees(family: Any, name: str) -> bool:
     return name in (getattr(family, "SEEING", None), *getattr(family, "ALIKE", ()))
 
 
-def text_config(raw: dict[str, Any], tied: bool = False) -> dict[str, Any]:
+def text_config(raw: dict[str, Any], tied: bool, unread: dict[str, int]) -> dict[str, Any]:
     """The text model's config in that of a vision-language model, with the shared keys added.
 
-    `tied`: whether the head is the embedding where the whole config does not say it.
+    Where the whole config does not say it, `tied` is whether the head is the embedding, and
+    `unread` has the ids that stand for images, videos and sound, by their keys.
     """
     whole = checked(raw, ("text_config", "tie_word_embeddings", "quantization_config"))
     if "text_config" not in whole:
         raise ValueError(f"config.json of {architecture(raw)} lacks text_config")
     kept = ["quantization_config", "image_token_index"]
     kept += [f"{kind}_token_id" for kind in ("image", "video", "audio")]
-    tie = {"tie_word_embeddings": whole.get("tie_word_embeddings", tied)}
-    return whole["text_config"] | tie | {key: whole[key] for key in kept if key in whole}
+    text = whole["text_config"]
+    shared = {"tie_word_embeddings": whole.get("tie_word_embeddings", tied)}
+    shared |= {key: token for key, token in unread.items() if text.get(key) is None}
+    return text | shared | {key: whole[key] for key in kept if key in whole}
 
 
 def drafter_config(raw: dict[str, Any]) -> DrafterConfig:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from jflash.checks import check_request
 from jflash.decoding import Decoding
 from jflash.io import configure_pair
-from jflash.io.hf_config import TARGETS
+from jflash.io.hf_config import TARGETS, target_config
 from tests.support.reference import record
 
 CASES = sorted((Path(__file__).parents[1] / "reference" / "cases").glob("pair*"))
@@ -85,3 +86,32 @@ def test_an_image_in_a_prompt_is_refused(family, tmp_path):
     models = configure_pair(target, dtype="float32").models
     with pytest.raises(ValueError, match="token id 7 stands for an image or a video"):
         check_request(models, [1, 7], Decoding(max_new_tokens=1))
+
+
+SEEING = {  # classes of models that see, their configs in transformers, and kinds of tokens
+    "Qwen3_5ForConditionalGeneration": (transformers.Qwen3_5Config, ("image", "video")),
+    "Qwen3_5MoeForConditionalGeneration": (transformers.Qwen3_5MoeConfig, ("image", "video")),
+    "Gemma3ForConditionalGeneration": (transformers.Gemma3Config, ("image",)),
+    "Gemma4ForConditionalGeneration": (transformers.Gemma4Config, ("image", "video", "audio")),
+    "Gemma4UnifiedForConditionalGeneration": (
+        transformers.Gemma4UnifiedConfig, ("image", "video", "audio"),
+    ),
+    "MuseGlimmerForConditionalGeneration": (transformers.MuseGlimmerConfig, ("image", "video")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_ids_that_a_config_leaves_out_are_transformers(name):
+    """Of a model that sees, and of no text model; an id that the config names takes its place."""
+    theirs, kinds = SEEING[name]
+    keys = [f"{kind}_token_id" for kind in kinds]
+    usual = tuple(getattr(theirs(), key) for key in keys)
+    raw = {"architectures": [name], "text_config": {"hidden_size_per_layer_input": 0}}
+    assert target_config(raw).unread_ids == usual
+    assert target_config(raw | dict.fromkeys(keys)).unread_ids == usual
+    assert target_config(raw | {keys[0]: 7}).unread_ids == (7, *usual[1:])
+    inner = {"text_config": raw["text_config"] | {keys[0]: 8}}
+    assert target_config(raw | inner).unread_ids == (8, *usual[1:])
+    text = name.replace("ForConditionalGeneration", "ForCausalLM")
+    if text in TARGETS:
+        assert target_config({"architectures": [text]} | raw["text_config"]).unread_ids == ()

@@ -108,7 +108,7 @@ def test_gemma_4_and_its_kinds():
     assert (full.num_kv_heads, full.head_dim, full.window, full.shared_kv) == (2, 512, None, True)
     assert full.rope and full.rope.scaling == ProportionalScaling(turning=64, factor=1.0)
     assert config.layers[0].beside and config.layers[0].beside.num_experts == 128
-    assert config.unread_ids == (258880,) and config.windows[-1] is None
+    assert config.unread_ids == (258880, 258884, 258881) and config.windows[-1] is None
     given = {"per_layer_config": {f"{i:02}": {"head_dim": 512, "num_key_value_heads": 2}
                                   for i in range(5, 30, 6)}}  # fmt: skip
     assert target_config(name | {"text_config": FOUR | EXPERTS | given}) == config

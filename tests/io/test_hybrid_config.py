@@ -73,7 +73,7 @@ def test_a_model_that_sees_has_the_same_text_tower(tmp_path):
     save_file(moved, tmp_path / "model.safetensors")
     plain, want = load_target(DENSE / "target", "float32")
     model, got = load_target(tmp_path, "float32")
-    assert model.config.layers == plain.config.layers and model.config.unread_ids == (3,)
+    assert model.config.layers == plain.config.layers and model.config.unread_ids == (3, 248057)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

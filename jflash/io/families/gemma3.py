@@ -14,6 +14,9 @@ from jflash.io.names import ROTARY
 
 ARCHITECTURE, MODEL_TYPE = "Gemma3ForCausalLM", "gemma3_text"
 SEEING = "Gemma3ForConditionalGeneration"
+UNREAD = {
+    "image_token_index": 262144
+}  # of the vision model, whose class calls it image_token_id too
 DEFAULTS: dict[str, Any] = (
     {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216}
@@ -24,8 +27,8 @@ DEFAULTS: dict[str, Any] = (
 )
 WINDOWED, FULL = LAYER_TYPES = ("sliding_attention", "full_attention")
 THETAS = {WINDOWED: 1e4, FULL: 1e6}
-_OPTIONAL = ("final_logit_softcapping", "attn_logit_softcapping", "layer_types", *(
-    "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "image_token_index",
+_OPTIONAL = ("final_logit_softcapping", "attn_logit_softcapping", "layer_types", *UNREAD, *(
+    "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "image_token_id",
 ))  # fmt: skip
 NORMS = {
     "input_norm/scale": ("input_layernorm.weight",),
@@ -52,7 +55,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     value = DEFAULTS | checked(raw, (*DEFAULTS, *_OPTIONAL))
     refuse(value, attn_logit_softcapping=(None,), use_bidirectional_attention=(False,))
     kinds = layer_types(value, value["sliding_window_pattern"])
-    image = value.get("image_token_index")
+    image = value.get("image_token_id", value.get("image_token_index"))
     config = TargetConfig.alike(
         **read_sizes(value),
         **common(value),

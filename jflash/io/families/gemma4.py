@@ -19,6 +19,8 @@ from jflash.specs import AttentionSpec, MoeSpec
 ARCHITECTURE, MODEL_TYPE = "Gemma4ForCausalLM", "gemma4_text"
 SEEING = "Gemma4ForConditionalGeneration"
 ALIKE = ("Gemma4UnifiedForConditionalGeneration",)  # 12B
+# Of the vision models.
+UNREAD = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
 DEFAULTS: dict[str, Any] = (
     {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     | {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216}
@@ -34,8 +36,8 @@ ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 _OPTIONAL = ("final_logit_softcapping", "layer_types", "rope_parameters", "global_head_dim")
-_OPTIONAL += ("num_global_key_value_heads", "num_experts", "top_k_experts", "image_token_id")
-_OPTIONAL += ("moe_intermediate_size", "per_layer_config", "video_token_id", "audio_token_id")
+_OPTIONAL += ("num_global_key_value_heads", "num_experts", "top_k_experts")
+_OPTIONAL += ("moe_intermediate_size", "per_layer_config", *UNREAD)
 EVERY = gemma3.NORMS | {
     "scalar": ("layer_scalar",),
     "dense_norm/scale": ("post_feedforward_layernorm_1.weight",),
@@ -66,7 +68,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     )  # fmt: skip
     kinds = gemma3.layer_types(value, 6)
     kinds = [*kinds[:-1], FULL]  # as transformers does
-    seen = (value.get(f"{x}_token_id") for x in ("image", "video", "audio"))
+    seen = (value.get(key) for key in UNREAD)
     config = TargetConfig.alike(
         **read_sizes(value),
         **gemma3.common(value),

@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = (
     | {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4}
 )
 LAYER_TYPES = ("linear_attention", "full_attention")
-_SEEN = ("image_token_id", "video_token_id")
+UNREAD = {"image_token_id": 248056, "video_token_id": 248057}  # of the vision model
 DELTA = {
     "attention/inputs/kernel": tuple(
         f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")
@@ -53,7 +53,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
 def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
     """The config of a hybrid with dense MLPs, which a caller may replace by experts."""
     trunk, value = read_trunk(raw, defaults)
-    bias, seen = value["attention_bias"], checked(raw, (*_SEEN, "layer_types"))
+    bias, seen = value["attention_bias"], checked(raw, (*UNREAD, "layer_types"))
     config = TargetConfig.alike(
         **trunk,
         tie_embeddings=value["tie_word_embeddings"],
@@ -62,7 +62,7 @@ def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
         qkv_bias=bias,
         out_bias=bias,
         norm_shift=1.0,
-        unread_ids=tuple(seen[key] for key in _SEEN if key in seen),
+        unread_ids=tuple(seen[key] for key in UNREAD if key in seen),
     )
     delta = DeltaSpec(
         num_key_heads=value["linear_num_key_heads"],

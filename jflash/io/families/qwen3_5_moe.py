@@ -9,7 +9,7 @@ from jflash.io.hf_values import checked
 from jflash.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3_5MoeForCausalLM", "qwen3_5_moe"
-SEEING = "Qwen3_5MoeForConditionalGeneration"
+SEEING, UNREAD = "Qwen3_5MoeForConditionalGeneration", qwen3_5.UNREAD
 DEFAULTS: dict[str, Any] = (
     qwen3_5.HYBRID
     | {"vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 512}  # dense: no layer
