@@ -51,12 +51,12 @@ class Safetensors(Folder):
 
     def config[C: TargetConfig | DrafterConfig](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config; its numbers of layers and experts must be those of any weights."""
-        config, stored = super().config(read), self._stored()
+        config = super().config(read)
         if isinstance(config, DrafterConfig):
             refuse_own_mask(self.path)
-        own = [self.names.canonical(name) for name in stored]
+        own = [self.names.canonical(name) for name in self._stored()]
         config = speculators.with_own_tensors(config, self.raw, own)
-        check_problems(self.path, _miscounted(config, self.names, stored))
+        check_problems(self.path, _miscounted(config, self.names, own))
         return config
 
     @functools.cached_property
@@ -231,14 +231,14 @@ def _miscounted(config: TargetConfig | DrafterConfig, names: Names, stored: list
     """Problems if the names show other numbers of layers or experts than `config` has.
 
     The check comes before anything is made for each of them: a config.json may have any number.
+    Tensors that are never read do not count: a vision tower has layers too.
     """
     counts = {"num_hidden_layers": (LAYER, config.num_layers)}
     if config.experts:
         counts["num_experts"] = (EXPERT, config.experts[0].num_experts)
     problems = []
+    stored = [name for name in stored if not names.is_dropped(config, name)]
     for key, (pattern, count) in counts.items():
-        if names.predicting and key == "num_hidden_layers":
-            stored = [name for name in stored if not names.is_dropped(config, name)]
         there = max((int(m[1]) for m in map(pattern.search, stored) if m), default=-1) + 1
         if there and there != count:
             problems.append(f"{key} is {count}, the tensors are those of {there}")

@@ -63,15 +63,21 @@ def rewritten(folder: Path, changes: dict) -> Path:
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_a_model_that_sees_has_the_same_text_tower(prefix, tmp_path):
-    """Both prefixes of vision models, and tensors of no use: the same bits."""
+    """Both prefixes of vision models, and tensors of no use, of more layers: the same bits."""
     text = json.loads((GEMMA3 / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(SEEING | {"text_config": text}))
     tensors = load_file(GEMMA3 / "target" / "model.safetensors")
     moved = {name.replace("model.", prefix): x for name, x in tensors.items()}
     moved["model.vision_tower.head.weight"] = np.zeros(4, np.float32)
+    for lead in ("", "model."):
+        moved[f"{lead}vision_tower.encoder.layers.26.mlp.fc1.bias"] = np.zeros(4, np.float32)
     save_file(moved, tmp_path / "model.safetensors")
     got, want = load_target(tmp_path, "float32")[1], load_target(GEMMA3 / "target", "float32")[1]
     jax.tree.map(np.testing.assert_array_equal, got, want)
+    fewer = {"num_hidden_layers": 3, "layer_types": text["layer_types"][:3]}
+    rewritten(tmp_path, {"text_config": text | fewer})
+    with pytest.raises(ValueError, match=r"num_hidden_layers is 3, the tensors are those of 4$"):
+        load_target(tmp_path, "float32")
 
 
 @pytest.mark.parametrize(
