@@ -19,11 +19,13 @@ from jflash.io import (
     open_checkpoint,
     pair_models,
 )
+from jflash.io.hf_write import to_hf_config
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
 from jflash.training.data import Conversation
 from jflash.training.drafter import (
     check_sizes,
+    check_trainable,
     default_mask_token_id,
     drafter_config_for,
     split_held_out,
@@ -93,6 +95,8 @@ def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
         source = open_checkpoint(args.init_from)
         drafter = pair_models(args.target, source).drafter
         assert drafter is not None
+        check_trainable(drafter.config)
+        to_hf_config(drafter.config, "bfloat16")  # refuses what could not be saved
         if source.path.resolve() == args.output.resolve():
             why = f"{source.path} is both trained on and written: choose another --output"
             raise ValueError(why)

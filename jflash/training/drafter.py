@@ -183,6 +183,12 @@ def split_held_out(
     )
 
 
+def check_trainable(config: DrafterConfig) -> None:
+    """ValueError for a drafter that the trainer cannot go on with."""
+    if config.own_embedding or config.draft_vocab_size:
+        raise ValueError("a drafter that brings an embedding or a head is not trained further")
+
+
 def check_sizes(target: TargetConfig, row_length: int, anchors: int) -> None:
     if not 1 <= anchors <= row_length:
         raise ValueError(f"anchors must be within 1 … {row_length} (the row length), got {anchors}")
@@ -208,8 +214,7 @@ def make_lesson(
     `start` holds the parameters to begin with; None makes a new drafter's. ValueError for settings
     that do not fit, before anything runs.
     """
-    if config.own_embedding or config.draft_vocab_size:
-        raise ValueError("a drafter that brings an embedding or a head is not trained further")
+    check_trainable(config)
     check_sizes(target.config, rows.tokens.shape[1], anchors)
     check_tokens(rows, target.config.vocab_size)
     configs: list[DecoderConfig] = [target.config, config]

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jflash import load_pair
-from jflash.cli import main
+from jflash.cli import main, training_run
 from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
 from jflash.decoding import GREEDY, Decoding, Sampling
@@ -34,7 +34,7 @@ from jflash.training.drafter import (
 from jflash.training.recipe import WHOLE, Share
 from jflash.training.trainer import LOCK, Trained
 from tests.support.pairs import prompts
-from tests.support.small_checkpoints import edit_config, make_pair
+from tests.support.small_checkpoints import edit_config, edit_tensors, make_pair
 from tests.training.test_answers import PAIR
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +261,31 @@ def test_bad_input_is_a_line(place, capsys):
     assert "itself-work is in use by another process" in capsys.readouterr().err
     assert (place / "itself/config.json").exists()
     assert not (place / "bad").exists() and not (place / "bad-work").exists()
+
+
+def test_a_drafter_that_cannot_be_trained_further_is_refused_first(place, capsys, monkeypatch):
+    """One with an embedding or a head of its own, or in no form that is written: by its config."""
+    loaded = []
+    monkeypatch.setattr(training_run, "load_weights", lambda *_, **__: loaded.append(1))
+    layer = json.loads((place / "drafter/config.json").read_text())
+    table = np.zeros((layer["vocab_size"], layer["hidden_size"]), np.float32)
+    own = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [1, 2]}
+    own |= {"block_size": layer["block_size"], "mask_token_id": 299}
+    norms = ("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight")
+    bad = "brings an embedding or a head is not trained further"
+    for kind, drop, tensors, said in (
+        ("qwen3", (), {"embed_tokens.weight": table}, bad),
+        ("qwen3", (), {"lm_head.weight": table}, bad),
+        ("llama", norms, {}, "only models of Qwen3's shape can be written"),
+    ):
+        shutil.rmtree(place / "brings", ignore_errors=True)
+        shutil.copytree(place / "drafter", place / "brings")
+        edit_config(place / "brings", **own, transformer_layer_config=layer | {"model_type": kind})
+        edit_tensors(place / "brings", drop, **tensors)
+        assert command(place, "bad", **NO_FORM | {"init_from": place / "brings"}) == 2
+        err = capsys.readouterr().err
+        assert said in err.splitlines()[-1] and err.count("\n") == 1
+    assert not loaded and not (place / "bad").exists()
 
 
 def test_ctrl_c_ends_where_all_is_saved(place, capsys, monkeypatch):
