@@ -18,10 +18,11 @@ from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.io import gguf_drafter
 from jflash.io.assemble import fill_leaves
 from jflash.io.folder import Fill, check_tokenizer, read_config
 from jflash.io.foreign import named
-from jflash.io.gguf_config import ROPE_FACTORS, hf_config_of, stop_ids
+from jflash.io.gguf_config import ROPE_FACTORS, architecture, hf_config_of, stop_ids
 from jflash.io.gguf_file import GgufFile, read_gguf
 from jflash.io.gguf_header import Stored
 from jflash.io.gguf_tokenizer import gguf_tokenizer, has_gguf_tokenizer
@@ -50,7 +51,12 @@ class Gguf:
     @functools.cached_property
     def raw(self) -> dict[str, Any]:
         """The file's metadata as a config.json."""
-        return hf_config_of(self.file)
+        read = gguf_drafter.config_of if self.is_drafter else hf_config_of
+        return read(self.file)
+
+    @property
+    def is_drafter(self) -> bool:
+        return architecture(self.file) == gguf_drafter.ARCHITECTURE
 
     def config[C](self, read: Callable[[dict[str, Any]], C]) -> C:
         """The config through one of hf_config's readers; its errors name the file."""
@@ -64,7 +70,7 @@ class Gguf:
         """The files that describe the model in Hugging Face's form, by name."""
         config = json.dumps(self.raw, indent=2) + "\n"
         files = {"config.json": config.encode()}
-        if self.has_tokenizer():
+        if self.has_tokenizer() and not self.is_drafter:  # whose tokenizer is its target's
             with tempfile.TemporaryDirectory() as folder:
                 self.tokenizer().save_pretrained(folder)
                 files |= {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -94,8 +100,7 @@ class Gguf:
         ValueError with every unknown, missing or wrongly shaped tensor, and every type of tensor
         that is not supported.
         """
-        assert isinstance(config, TargetConfig)
-        sources = leaf_sources(config, names_of(hf_config_of(self.file)))
+        sources = leaf_sources(config, names_of(self.raw))
         names = _fitting_names(self.file, config, sources)
         turned = _heads_to_turn(self.file, config)
         plan: dict[str, list[Piece]] = {leaf: [] for leaf in sources}
@@ -112,13 +117,16 @@ def open_gguf(path: Path) -> Gguf:
 
 
 def _fitting_names(
-    file: GgufFile, config: TargetConfig, sources: dict[str, tuple[Source, ...]]
+    file: GgufFile, config: TargetConfig | DrafterConfig, sources: dict[str, tuple[Source, ...]]
 ) -> dict[str, str]:
     """The file's names by Hugging Face's; ValueError if the file is unfit."""
     parts = [part for parts in sources.values() for part in parts]
-    table = get_tensor_name_map(_NAMES[file.need("general.architecture")], config.num_layers)
-    endings = (".weight", ".bias")
-    names = {part.name: table.get_name(part.name, endings) or part.name for part in parts}
+    if isinstance(config, DrafterConfig):
+        names = {part.name: gguf_drafter.stored_name(part.name) for part in parts}
+    else:
+        table = get_tensor_name_map(_NAMES[architecture(file)], config.num_layers)
+        endings = (".weight", ".bias")
+        names = {part.name: table.get_name(part.name, endings) or part.name for part in parts}
     expected = {names[part.name]: part for part in parts}
     problems = [f"missing: {name}" for name in expected if name not in file.tensors]
     for name, stored in file.tensors.items():
@@ -139,7 +147,7 @@ def _problems(name: str, stored: Stored, expected: Source) -> list[str]:
     return problems
 
 
-def _heads_to_turn(file: GgufFile, config: TargetConfig) -> Mapping[str, int]:
+def _heads_to_turn(file: GgufFile, config: TargetConfig | DrafterConfig) -> Mapping[str, int]:
     """Head width by the names of tensors whose rows llama.cpp stores in another order.
 
     Its rotary embedding for `llama` rotates neighbouring rows of a head; ours and transformers'

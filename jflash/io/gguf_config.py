@@ -1,10 +1,11 @@
-"""GGUF metadata to the config.json that the same model has in Hugging Face layout.
+"""GGUF metadata to the config.json that the same target has in Hugging Face layout.
 
 The result goes through hf_config like any other: nothing is guessed, and nothing is ignored.
 Unknown metadata is refused by its name unless it is 0, false or empty.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +25,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
 }
 LAYER = re.compile(r"blk\.(\d+)\.")
-_NEEDED = {
+NEEDED = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -53,46 +54,60 @@ EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freq
 
 def hf_config_of(file: GgufFile) -> dict[str, Any]:
     """config.json of the model in `file`; ValueError for what is missing or not supported."""
-    file.check({"general.architecture": TEXT})
-    name = file.need("general.architecture")
-    if "dflash" in name:  # llama.cpp's drafters, and those of its forks
+    name = architecture(file)
+    if "dflash" in name:  # the drafters of llama.cpp's forks
         raise ValueError(
-            f"{file.path}: drafters in GGUF ({shown(name)}) are not read: give the drafter's "
-            "folder of safetensors"
+            f"{file.path}: drafters of the architecture {shown(name)} are not read, only those of "
+            "'dflash', llama.cpp's: give the drafter's folder of safetensors"
         )
     if name not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: unsupported GGUF architecture {name!r}; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    file.check({f"{name}.{key}": kind for kind, keys in _KEYS.items() for key in keys.split()})
     metadata = _metadata(file, name)
     if EMBEDDING not in file.tensors:
         raise ValueError(f"{file.path} does not fit: missing: {EMBEDDING}")
     if len(shape := file.tensors[EMBEDDING].shape) != 2:
         raise ValueError(f"{file.path} does not fit: wrong shape: {EMBEDDING} is {shape}")
-    config = {key: file.need(f"{name}.{source}") for key, source in _NEEDED.items()}
-    _check_layers(file, config["num_hidden_layers"])
-    heads = config["num_attention_heads"]
-    config |= {
+    config = trunk_of(file, name, metadata) | {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
         "vocab_size": metadata.get("vocab_size", shape[0]),
-        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
-        "head_dim": metadata.get("attention.key_length", config["hidden_size"] // heads),
-        "rope_theta": metadata.get("rope.freq_base", DEFAULT_ROPE_THETA),
         "tie_word_embeddings": HEAD not in file.tensors,
-        "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
-    _check_heads(file, metadata, config["head_dim"])
     if name == "gemma3":
         config |= _gemma(file, metadata, config)
     if ROPE_FACTORS in file.tensors:
         config["rope_scaling"] = _rope_scaling(file, config["rope_theta"], config["head_dim"])
     stops = stop_ids(file)
     return config | ({"eos_token_id": stops} if stops else {})
+
+
+def architecture(file: GgufFile) -> str:
+    """The name of the file's architecture."""
+    file.check({"general.architecture": TEXT})
+    return file.need("general.architecture")
+
+
+def trunk_of(file: GgufFile, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What targets and drafters share of a config.json: sizes, heads and RoPE's theta.
+
+    `metadata` is that of the architecture `name`, without its prefix.
+    """
+    config = {key: file.need(f"{name}.{source}") for key, source in NEEDED.items()}
+    _check_layers(file, config["num_hidden_layers"])
+    heads = config["num_attention_heads"]
+    config |= {
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "head_dim": metadata.get("attention.key_length", config["hidden_size"] // heads),
+        "rope_theta": metadata.get("rope.freq_base", DEFAULT_ROPE_THETA),
+        "hidden_act": "silu",
+    }
+    _check_heads(file, metadata, config["head_dim"])
+    return config
 
 
 def _gemma(file: GgufFile, metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -127,21 +142,34 @@ def _check_layers(file: GgufFile, num_layers: int) -> None:
 
 
 def _metadata(file: GgufFile, name: str) -> dict[str, Any]:
-    """The metadata with its architecture's prefix, without it; ValueError for unknown keys."""
-    prefix = f"{name}."
-    metadata = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    """The metadata of a target's architecture; ValueError for what is not supported."""
+    metadata = metadata_of(file, name)
     scaling = metadata.get("rope.scaling.type", "none")
     gemma = name == "gemma3"
     if scaling != "none" and not (gemma and scaling == "linear"):
         raise ValueError(f"{file.path}: {name}.rope.scaling.type {scaling!r} is not supported")
     if not metadata.get("attention.causal", True):
         raise ValueError(f"{file.path}: {name}.attention.causal: false is not supported")
-    known = {*_NEEDED.values(), *_ALSO_KNOWN, *(_OF_GEMMA if gemma else ())}
-    foreign = [key for key in metadata if metadata[key] and key not in known]
-    if foreign:
-        named = ", ".join(f"{prefix}{key} ({shown(metadata[key])})" for key in foreign)
-        raise ValueError(f"{file.path}: not supported: {' '.join(named.split())}")
+    refuse_foreign(file, name, metadata, _OF_GEMMA if gemma else set())
     return metadata
+
+
+def metadata_of(file: GgufFile, name: str) -> dict[str, Any]:
+    """The metadata with its architecture's prefix, without it; values are of their known kinds."""
+    file.check({f"{name}.{key}": kind for kind, keys in _KEYS.items() for key in keys.split()})
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+
+
+def refuse_foreign(
+    file: GgufFile, name: str, metadata: dict[str, Any], known: Collection[str]
+) -> None:
+    """ValueError for keys that are neither those of all architectures nor in `known`."""
+    every = {*NEEDED.values(), *_ALSO_KNOWN, *known}
+    foreign = [key for key in metadata if metadata[key] and key not in every]
+    if foreign:
+        named = ", ".join(f"{name}.{key} ({shown(metadata[key])})" for key in foreign)
+        raise ValueError(f"{file.path}: not supported: {' '.join(named.split())}")
 
 
 def _check_heads(file: GgufFile, metadata: dict[str, Any], head_dim: int) -> None:

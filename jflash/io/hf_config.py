@@ -28,7 +28,7 @@ from jflash.io.families import (
     qwen3_next,
     speculators,
 )
-from jflash.io.families.dflash import DRAFTER, DRAFTER_2, drafter
+from jflash.io.families.dflash import DRAFTER, DRAFTER_2, UNCOUNTED, drafter
 from jflash.io.hf_values import checked
 from jflash.io.names import Names
 
@@ -130,7 +130,7 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
     if name not in (DRAFTER, DRAFTER_2):
         known = ", ".join((DRAFTER, DRAFTER_2, muse_assistant.ARCHITECTURE))
         raise ValueError(f"unsupported drafter {_printed(name)}; supported: {known}")
-    return drafter(raw, name)
+    return drafter(raw, name, counted=raw.get("model_type") != UNCOUNTED)
 
 
 def _printed(name: str) -> str:

@@ -278,7 +278,7 @@ Q = (np.zeros((256, 84), np.uint8), Kind.Q2_K)
 SQUARE = (np.zeros((WIDTH, WIDTH), np.float32), Kind.F32)
 BAD = {
     "architecture": (dict(arch="gemma2"), {}, "unsupported GGUF architecture 'gemma2'; supported"),
-    "drafter": (dict(arch="dflash"), {}, r"drafters in GGUF \('dflash'\) are not read: give the"),
+    "drafter": (dict(arch="dflash-draft"), {}, "architecture 'dflash-draft' are not read, only"),
     "no key": ({}, {"llama.block_count": None}, "the metadata lacks llama.block_count"),
     "mixture": ({}, {"llama.expert_count": 8}, r"not supported: llama\.expert_count \(8\)"),
     "yarn": ({}, {"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type 'yarn' is not"),
@@ -343,7 +343,7 @@ def test_places_that_are_no_target(tmp_path, capsys):
         (["--target", "models/none.gguf"], "models/none.gguf: no such file"),
         (["--target", str(tmp_path / "m.bin")], "expected a checkpoint folder or a .gguf file"),
         (["--target", str(file), "--drafter", str(file)], "unsupported drafter LlamaForCausalLM"),
-        (["--target", str(file), "--drafter", str(drafter)], "drafters in GGUF ('dflash-draft')"),
+        (["--target", str(file), "--drafter", str(drafter)], "'dflash-draft' are not read"),
     ):
         assert run("generate", ["--drafter", "none", *arguments, "--prompt-ids", "1,2"]) == 2
         assert said in capsys.readouterr().err

@@ -13,6 +13,7 @@ from jflash.specs import AttentionSpec, DenseSpec
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTER = "DFlashDraftModel"
 DRAFTER_2 = "DFlash2DraftModel"
+UNCOUNTED = "dflash"  # model_type of GGUF's, which do not say how many layers the target has
 _SIGHT_KEYS = ("is_causal", "layer_types", "sliding_window", "use_sliding_window")
 OF_DRAFTER_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OF_DRAFTER = ("block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale")
