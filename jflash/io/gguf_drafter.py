@@ -1,4 +1,4 @@
-"""DFlash drafters in GGUF, version 1: metadata to a config.json of dflash's, and tensors' names.
+"""DFlash drafters in GGUF: metadata to a config.json of dflash's, and the names of tensors.
 
 They are llama.cpp's: its `src/models/dflash.cpp` names keys and tensors, and its converter
 (DFlashModel in `conversion/qwen.py`) says what they hold. `target_layers` are the layers whose
@@ -9,7 +9,7 @@ The vocabulary is the tokenizer's, which is the target's; how many layers that h
 import re
 from typing import Any
 
-from jflash.io.families.dflash import DRAFTER, OF_DRAFTER_2, UNCOUNTED
+from jflash.io.families.dflash import DRAFTER, DRAFTER_2, OF_DRAFTER_2, UNCOUNTED
 from jflash.io.gguf_config import metadata_of, refuse_foreign, trunk_of
 from jflash.io.gguf_file import GgufFile
 from jflash.io.hf_values import ID, NUMBER, SIZE, SWITCH, TEXTS, WHOLES, Kind, shown
@@ -30,6 +30,15 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+_WHOLE_NAMES = {  # of version 2, where one of the two has no ".weight"
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
 }
 _OWN_ENDS = ("token_embd.weight", "output.weight", "d2t")
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -46,7 +55,7 @@ _KINDS: dict[str, Kind] = {
     "block_size": SIZE, "target_layers": WHOLES, "target_hidden_size": SIZE, _SECTIONS: WHOLES,
     _PATTERN: _SWITCHES,
 }  # fmt: skip
-_KINDS |= dict.fromkeys(_SCALES, NUMBER)
+_KINDS |= dict.fromkeys(_SCALES, NUMBER) | dict.fromkeys(OF_DRAFTER_2, SIZE)
 _MASK = "tokenizer.ggml.mask_token_id"
 
 
@@ -59,8 +68,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config = trunk_of(file, ARCHITECTURE, metadata)
     _check_sizes(file, metadata, config)
     scales = {ours: metadata[key] for key, ours in _SCALES.items() if key in metadata}
-    return config | scales | _sight(file, metadata, config["num_hidden_layers"]) | {
-        "architectures": [DRAFTER],
+    second = {key: metadata[key] for key in OF_DRAFTER_2 if key in metadata}
+    return config | scales | second | _sight(file, metadata, config["num_hidden_layers"]) | {
+        "architectures": [DRAFTER_2 if second else DRAFTER],
         "model_type": UNCOUNTED,
         "vocab_size": metadata.get("vocab_size") or len(file.need(_TOKENS)),
         "attention_bias": False,
@@ -73,24 +83,19 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 def stored_name(name: str) -> str:
     """What GGUF calls the tensor that dflash calls `name`."""
     layer = re.match(r"layers\.(\d+)\.", name)
-    module, _, last = name.removeprefix(layer[0] if layer else "").rpartition(".")
-    return (f"blk.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{last}"
+    name = name.removeprefix(layer[0] if layer else "")
+    module, _, last = name.rpartition(".")
+    prefix = f"blk.{layer[1]}." if layer else ""
+    return prefix + (_WHOLE_NAMES.get(name) or f"{_NAMES[module]}.{last}")
 
 
 def _refuse(file: GgufFile, metadata: dict[str, Any]) -> None:
     """ValueError for what llama.cpp's drafters may have and this reader does not know."""
-    instead = "give the drafter's folder of safetensors"
-    second = [key for key in OF_DRAFTER_2 if metadata.get(key)]
-    if second:
-        raise ValueError(
-            f"{file.path}: {ARCHITECTURE}.{second[0]}: drafters of version 2 are not read from "
-            f"GGUF: {instead}"
-        )
     own = [name for name in _OWN_ENDS if name in file.tensors]
     if own:
         raise ValueError(
             f"{file.path}: {own[0]}: drafters that bring an embedding or a head are not read from "
-            f"GGUF: {instead}"
+            "GGUF: give the drafter's folder of safetensors"
         )
     scaling = metadata.get("rope.scaling.type", "none")
     if scaling != "none":

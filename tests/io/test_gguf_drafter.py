@@ -5,6 +5,7 @@ Files are written as llama.cpp's converter names keys and tensors, of the drafte
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,49 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
 from jflash.cli.main import run
-from jflash.config import DrafterConfig
-from jflash.io import configure_pair, convert_checkpoint, load_drafter, open_checkpoint
+from jflash.config import DrafterConfig, second_version
+from jflash.io import (
+    configure_pair,
+    convert_checkpoint,
+    load_drafter,
+    open_checkpoint,
+    save_checkpoint,
+)
 from jflash.io.hf_config import drafter_config
+from tests.support.small_checkpoints import DRAFTER, make_pair, unit_gain_params
 
 PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny-math"
 FOLDER = PAIR / "drafter"
+SECOND = second_version(
+    DRAFTER, conv_kernel_size=3, conv_group_size=4, selector_rank=6, selector_top_k=5
+)
 Kind = GGMLQuantizationType
 KINDS = (Kind.F16, Kind.BF16, Kind.Q8_0)
-ENDS = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
-LAYER = {
+NAMES = {
+    "fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "mlp.down_proj": "ffn_down", "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
 }  # fmt: skip
+NAMES = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in NAMES.items()} | {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
 WINDOWS: dict[str, Any] = {"dflash.attention.sliding_window": 24}
 WINDOWS |= {"dflash.attention.sliding_window_pattern": [True, False]}
 
 
 def stored_name(name: str) -> str:
     if not name.startswith("layers."):
-        return ENDS[name.removesuffix(".weight")] + ".weight"
-    _, i, module = name.removesuffix(".weight").split(".", 2)
-    return f"blk.{i}.{LAYER[module]}.weight"
+        return NAMES[name]
+    _, i, module = name.split(".", 2)
+    return f"blk.{i}.{NAMES[module]}"
 
 
 def metadata(**changes: Any) -> dict[str, Any]:
@@ -63,7 +82,9 @@ def metadata(**changes: Any) -> dict[str, Any]:
     )
 
 
-def write(path: Path, kind: Kind, changes: dict, data: dict[str, np.ndarray | None]) -> Path:
+def write(
+    path: Path, kind: Kind, changes: dict, data: dict[str, np.ndarray | None], folder: Path = FOLDER
+) -> Path:
     """The drafter as GGUF: matrices of a kind, vectors in float32, as the converter writes them."""
     writer = GGUFWriter(path, "dflash")
     for key, value in metadata(**changes).items():
@@ -77,10 +98,10 @@ def write(path: Path, kind: Kind, changes: dict, data: dict[str, np.ndarray | No
             writer.add_string(key, value)
         elif value is not None:
             writer.add_array(key, value)
-    stored = {stored_name(k): v for k, v in load_file(FOLDER / "model.safetensors").items()}
+    stored = {stored_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
     for name, value in (stored | data).items():
         if value is not None:
-            plain = value.ndim < 2
+            plain = value.ndim != 2
             numbers = np.asarray(value, np.float32)
             rows = numbers if plain else quantize(numbers, kind)
             writer.add_tensor(name, rows, raw_dtype=Kind.F32 if plain else kind)
@@ -133,6 +154,37 @@ def test_the_same_text_in_the_same_steps(file):
     assert runs[0] == runs[1] == runs[2] and max(runs[0][1]) > 1
 
 
+def test_version_2(tmp_path):
+    """Its convolutions and its selector; and the text is that of its folder."""
+    folders = make_pair(tmp_path)
+    save_checkpoint(folders.drafter, SECOND, unit_gain_params(SECOND, 7), "float32")
+    theirs, want = load_drafter(folders.drafter)
+    mixer = DRAFTER.mixers[0]
+    sizes = {
+        "block_count": 1, "embedding_length": 32, "feed_forward_length": 48, "context_length": 240,
+        "attention.head_count": mixer.num_heads, "attention.head_count_kv": mixer.num_kv_heads,
+        "attention.key_length": 16, "attention.value_length": 16, "block_size": 4,
+        "target_layers": [1, 2], "attention.causal": False, "embedding_scale": 1.0,
+        "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5,
+    }  # fmt: skip
+    changes = {f"dflash.{key}": value for key, value in sizes.items()} | {
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(300)], "tokenizer.ggml.mask_token_id": 299,
+    }  # fmt: skip
+    file = write(tmp_path / "second.gguf", Kind.F32, changes, {}, folders.drafter)
+    ours, got = load_drafter(file)
+    rounded = pytest.approx(theirs.config.rms_norm_eps)
+    assert ours.config.rms_norm_eps == rounded and ours.config.num_target_layers is None
+    known = dict(rms_norm_eps=theirs.config.rms_norm_eps, num_target_layers=2)
+    assert replace(ours.config, **known) == theirs.config
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    runs = [
+        generate(load_pair(folders.target, drafter), [[5, 6, 7]], max_new_tokens=12)[0]
+        for drafter in (folders.drafter, file)
+    ]
+    assert runs[0].token_ids == runs[1].token_ids
+    assert runs[0].acceptance_lengths == runs[1].acceptance_lengths
+
+
 def config(file: Path) -> DrafterConfig:
     return open_checkpoint(file).config(drafter_config)
 
@@ -175,7 +227,7 @@ BAD: dict[str, tuple[dict, dict, str]] = {
     "tokens": ({"tokenizer.ggml.tokens": None}, {}, "the metadata lacks tokenizer.ggml.tokens"),
     "no tokens": ({"tokenizer.ggml.tokens": 9}, {}, "ggml.tokens must be a list of names"),
     "anchor": ({"dflash.sample_from_anchor": True}, {}, "dflash.sample_from_anchor (True)"),
-    "second": ({"dflash.selector_rank": 4}, {}, "drafters of version 2 are not read"),
+    "second": ({"dflash.selector_rank": 4}, {}, "lacks conv_kernel_size, conv_group_size,"),
     "embedding": ({}, {"token_embd.weight": TABLE}, "token_embd.weight: drafters that"),
     "head": ({}, {"output.weight": TABLE}, "output.weight: drafters that bring an embedding"),
     "d2t": ({}, {"d2t": np.ones(4)}, "d2t: drafters that bring an embedding or a head"),
