@@ -159,8 +159,8 @@ class DrafterConfig(DecoderConfig):
     Its layers see the context, and of the block all rows unless they are causal or have a window.
     Embedding and head are the target's, but for drafters that bring both: `own_embedding`, and
     a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it,
-    and `input_embedding_scale` too: in a pair it is the target's then (`meeting`). `products` says
-    what its products are rounded to while it decodes: 'float8', or nothing.
+    and `input_embedding_scale` too: in a pair they are the target's then (`meeting`). `products`
+    says what its products are rounded to while it decodes: 'float8', or nothing.
     """
 
     block_size: int
@@ -176,10 +176,11 @@ class DrafterConfig(DecoderConfig):
 
     def meeting(self, target: TargetConfig) -> "DrafterConfig":
         """The config in a pair: drafters of a target that scales its rows were trained on these."""
-        if self.input_embedding_scale is not None:
-            return self
-        scale = 1.0 if self.own_embedding else target.embedding_scale
-        return replace(self, input_embedding_scale=scale)
+        scale = self.input_embedding_scale
+        if scale is None:
+            scale = 1.0 if self.own_embedding else target.embedding_scale
+        count = self.num_target_layers or target.num_layers
+        return replace(self, input_embedding_scale=scale, num_target_layers=count)
 
     @property
     def has_head(self) -> bool:

@@ -185,6 +185,17 @@ def test_version_2(tmp_path):
     assert runs[0].acceptance_lengths == runs[1].acceptance_lengths
 
 
+def test_what_a_pair_learnt_from_it_is_saved_as_a_folder(file, tmp_path):
+    """With the number of the target's layers, which its own file does not say."""
+    drafter = load_pair(PAIR / "target", file, dtype="float32").models.drafter
+    assert drafter and drafter.config.num_target_layers == 8
+    params = load_drafter(file, "float32")[1]
+    save_checkpoint(tmp_path / "learnt", drafter.config, params, "float32")
+    again, got = load_drafter(tmp_path / "learnt", "float32")
+    assert again.config == drafter.config
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
 def config(file: Path) -> DrafterConfig:
     return open_checkpoint(file).config(drafter_config)
 

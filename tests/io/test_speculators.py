@@ -134,7 +134,7 @@ def test_ends_that_the_file_leaves_out_are_the_targets(tmp_path):
     save_file({k: v for k, v in tensors.items() if "embed" not in k}, folder / "model.safetensors")
     pair = load_pair(DENSE / "target", folder, dtype="float32")
     c = pair.models.drafter.config
-    assert not c.own_embedding and c.draft_vocab_size is None and c.num_target_layers is None
+    assert not c.own_embedding and c.draft_vocab_size is None and c.num_target_layers == 4
     raw = json.loads((folder / "config.json").read_text())
     second = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=8)
     got = drafter_config(raw | {"speculators_model_type": "dflash2"} | second)
