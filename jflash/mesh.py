@@ -79,15 +79,23 @@ def local(models: Models) -> Models:
     return _local(models)
 
 
+def check_divisible(models: Models, devices: int, experts_over: str = "columns") -> None:
+    """ValueError naming all that so many devices cannot share; asks no device."""
+    problems = []
+    for name, model in (("target", models.target), ("drafter", models.drafter)):
+        if model is not None:
+            config = with_experts_over(model.config, experts_over)
+            problems += [f"the {name}'s {what}" for what in indivisible(config, devices)]
+    if problems:
+        raise ValueError(f"{devices} devices cannot share " + "; ".join(dict.fromkeys(problems)))
+
+
 @functools.lru_cache(maxsize=64)
 def _local(models: Models) -> Models:
     assert models.mesh is not None
-    shards, problems, parts = models.mesh.size, [], []
-    for name, model in (("target", models.target), ("drafter", models.drafter)):
-        if model is not None:
-            problems += [f"the {name}'s {what}" for what in indivisible(model.config, shards)]
-    if problems:
-        raise ValueError(f"{shards} devices cannot share " + "; ".join(dict.fromkeys(problems)))
+    shards, parts = models.mesh.size, []
+    moes = models.target.config.experts
+    check_divisible(models, shards, moes[0].over if moes else "columns")
     for model in (models.target, models.drafter):
         parts.append(model and model.clone(config=part_of(model.config, shards)))
     return replace(models, target=parts[0], drafter=parts[1], mesh=None)

@@ -23,7 +23,8 @@ def cluster(address: str | None, processes: int) -> Iterator[None]:
     """Ray for the block: the cluster at `address`, or one of this machine."""
     import ray
 
-    own: dict[str, Any] = {"num_cpus": max(processes, os.cpu_count() or 1)}
+    # "local": by itself Ray would join one that already runs here, or that RAY_ADDRESS names.
+    own: dict[str, Any] = {"address": "local", "num_cpus": max(processes, os.cpu_count() or 1)}
     if address is not None:
         own = {"address": address}
     ray.init(logging_level=logging.ERROR, include_dashboard=False, **own)

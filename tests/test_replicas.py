@@ -33,6 +33,7 @@ def test_a_lost_part_is_made_again_and_an_error_is_the_commands(tmp_path, monkey
         folder.mkdir()
         return made(functools.partial(part, folder, lost), parts, 1)
 
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # another cluster's, which is not asked
     with cluster(None, 4):
         want = [f"{index} of 3 in {tmp_path}" for index in range(3)]
         assert run("once", (1, 1), 3) == want

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -37,6 +38,7 @@ from jflash.cli.options.pair import drafter_choice, drafter_name
 from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
 from jflash.io import pair_models
 from jflash.io.foreign import one_line
+from jflash.mesh import check_divisible
 from jflash.replicas import cluster, gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
@@ -135,7 +137,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     that of RAY_ADDRESS, or of this machine.
     """
     argv = []
-    for name, value in args.items():
+    for name, value in (args | _absolute(args)).items():
         option = "--" + name.replace("_", "-")
         values = value if isinstance(value, list) else [value]
         argv += [part for each in values for part in (option, str(each))]
@@ -146,6 +148,12 @@ def app(args: dict[str, Any]) -> serve.Application:
     if not ray.is_initialized():  # `serve run` would be later than the question for GPUs
         ray.init(namespace="serve")
     return application(options)
+
+
+def _absolute(args: dict[str, Any]) -> dict[str, str]:
+    """The pair's folders, for processes that run in others; what is none may be a hub id."""
+    named = {name: Path(str(args[name])) for name in ("target", "drafter") if name in args}
+    return {name: str(path.absolute()) for name, path in named.items() if path.exists()}
 
 
 def application(options: argparse.Namespace) -> serve.Application:
@@ -181,9 +189,12 @@ def serve_replicas(options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     listener.close()  # Ray's proxy listens
     source, _ = drafter_choice(drafter_name(options))
-    pair_models(options.target, source, options.block_size)  # refuses what is not there or unfit
+    # Refused here in one line: what is not there, or does not fit or divide.
+    models = pair_models(options.target, source, options.block_size)
+    if options.tensor_parallel > 1:
+        check_divisible(models, options.tensor_parallel, options.experts_over)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with cluster(None, options.replicas):
+    with cluster(None, options.max_replicas or options.replicas):
         _serve(options, host, port)
 
 

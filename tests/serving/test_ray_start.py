@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jflash.cli.main import run
 from tests.support.ray_marks import MARKS
 
 pytestmark = MARKS
@@ -45,3 +46,9 @@ def test_a_fleet_that_starts_ends_at_a_signal_without_a_trace(number):
     _, errors = server.communicate(timeout=120)
     assert server.returncode == 128 + number and "received at time" not in errors
     assert "listen on" not in errors and not controllers() - others
+
+
+def test_devices_that_cannot_share_the_pair_are_refused_before_anything_starts(capsys):
+    assert run("serve", ["--replicas", "2", "--tensor-parallel", "3"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "3 devices cannot share the target's attention heads" in line
