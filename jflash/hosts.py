@@ -173,7 +173,7 @@ def joined(coordinator: str | None, count: int | None, index: int | None) -> Ite
         yield Hosts()
         return
     met: list[Hosts] = []
-    _on_abort(met)
+    _on_abort(met, index)
     _initialize(coordinator, count, index)
     hosts = Hosts(global_state.process_id, global_state.num_processes, global_state.client)
     met.append(hosts)
@@ -218,7 +218,7 @@ def _end(line: str) -> NoReturn:
     os._exit(LOST)
 
 
-def _on_abort(met: list[Hosts]) -> None:
+def _on_abort(met: list[Hosts], index: int | None) -> None:
     """Makes the lost host's line the last one where JAX aborts this process.
 
     JAX's client does so as soon as host 0's service is gone, from another thread and before
@@ -228,6 +228,8 @@ def _on_abort(met: list[Hosts]) -> None:
     def aborted(_: int) -> None:
         if met:
             met[0].gone()
+        if index == 0:  # it has the service itself
+            _end(f"\nthe other hosts did not come within {MEET} seconds; host 0 ends\n")
         _end("\nhost 0 is lost: it does not answer\n")
 
     _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted))

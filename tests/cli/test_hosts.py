@@ -168,3 +168,14 @@ def test_hosts_that_contradict_themselves_are_refused(argv, why, capsys):
     many = [] if "without --prompts" in why else ["--prompts", "in.jsonl", "--output", "out.jsonl"]
     assert main.run("generate", [*many, *argv]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_host_0_says_that_no_other_came(address):
+    """It has the service itself, so it is not the one that is lost."""
+    early = OTHER.replace("from jflash.hosts import joined", "import jflash.hosts")
+    early = early.replace("with joined(", "jflash.hosts.MEET = 3\nwith jflash.hosts.joined(")
+    alone = start("-c", early, address, "0", "wait")
+    errors = alone.communicate(timeout=120)[1]
+    assert alone.returncode == 1
+    line = "the other hosts did not come within 3 seconds; host 0 ends"
+    assert errors.splitlines()[-1] == line
