@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from jflash.bench.shapes import SHAPES
 from jflash.cli.command import Options
+from jflash.cli.options.check_lossless import DEVICES
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.io import default_dtype
@@ -84,7 +85,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
     case = load_case(
         name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers, args.drafter_dtype
     )
-    result = check_devices(case, args.tensor_parallel, args.seed, args.experts_over)
+    result = check_devices(case, args.tensor_parallel or DEVICES, args.seed, args.experts_over)
     for each in [*result["compared"], result["planted"]]:
         what = "planted psum" if each is result["planted"] else "gathers"
         counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"

@@ -56,3 +56,11 @@ def test_a_command_asks_for_the_devices_before_weights_are_read(name, arguments,
 def test_a_shape_is_for_one_device(name, more, capsys):
     assert run(name, ["--shape", "tiny", *more, "--tensor-parallel", "2"]) == 2
     assert "--tensor-parallel is for a real pair, not for --shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--checks", "ops"]])
+def test_devices_are_compared_only_if_asked(more, capsys):
+    """Without the check the option would be read and nothing compared."""
+    assert run("check-lossless", ["--tensor-parallel", "1,2,4", *more]) == 2
+    why = "--tensor-parallel 1,2,4 is for --checks devices"
+    assert why in capsys.readouterr().err

@@ -18,6 +18,7 @@ from jflash.parts import OVER
 from jflash.proof.pairs import PAIRS
 
 CHECKS = ("law", "oracle", "devices", "ops", "kept")
+DEVICES = (2, 4)
 KEPT = "written there too"
 
 
@@ -32,8 +33,8 @@ def declare(parser: Parser) -> None:
     )
     add("--checks", type=names, default=CHECKS[:1], help=f"of {','.join(CHECKS)}; default law")
     add("--whole", action="store_true", help="the law by three times as many programs")
-    several = "of the devices' check, default 2,4"
-    add("--tensor-parallel", type=counts, default=(2, 4), metavar="1,2,4", help=several)
+    several = f"for --checks devices, default {','.join(map(str, DEVICES))}"
+    add("--tensor-parallel", type=counts, metavar="1,2,4", help=several)
     experts = "of that check too: the devices share each expert's columns (default), or whole ones"
     add("--experts-over", choices=OVER, default=OVER[0], help=experts)
     oracle = parser.add_argument_group("of the oracle's check").add_argument
@@ -57,8 +58,11 @@ def check(args: Options) -> None:
         refuse(name not in PAIRS, why)
     wrong = set(args.checks) - set(CHECKS)
     refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
-    several = "devices" in args.checks and max(args.tensor_parallel) < 2
-    refuse(several, "--tensor-parallel 1: one device is what others are compared with")
+    if args.tensor_parallel is not None:
+        asked = ",".join(map(str, args.tensor_parallel))
+        refuse("devices" not in args.checks, f"--tensor-parallel {asked} is for --checks devices")
+        alone = f"--tensor-parallel {asked}: one device is what others are compared with"
+        refuse(max(args.tensor_parallel) < 2, alone)
     alone = args.experts_over != OVER[0] and "devices" not in args.checks
     refuse(alone, f"--experts-over {args.experts_over} is for --checks devices")
     shared = args.drafter_dtype and "devices" in args.checks
