@@ -6,6 +6,7 @@ from typing import Any
 
 from jflash.cli.command import require
 from jflash.cli.generate import configured, loaded
+from jflash.cli.options.pair import shared_note
 from jflash.device import describe_device
 from jflash.generate import Pair
 from jflash.io import default_dtype
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
         **({"pair": args.pair, "layers": args.layers} if args.pair else {}),
         "dtype": pair.models.dtype,
         "tensor_parallel": args.tensor_parallel,
+        **shared_note(args),
         "backends": pair.models.kernels._asdict(),
         **result,
     }
