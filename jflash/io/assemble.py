@@ -79,7 +79,9 @@ def fill_leaves(
             made[leaf] = place(leaf, made[leaf])
     params = {leaf: made.pop(leaf) for leaf in plan}
     for path, leaf in kept.items():
-        params[path] = leaf.of_arrays({name: params.pop(f"{path}/{name}") for name in leaf.arrays})
+        arrays = {name: params.pop(f"{path}/{name}") for name in leaf.arrays}
+        params[path] = leaf.of_arrays(arrays)
+        jax.block_until_ready(params[path])  # one at a time lies twice, in its two orders
     return nest(params)
 
 

@@ -5,23 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape, quantised
-from jflash.io import configure_pair, keeping, load, load_weights
+from jflash.io import configure_pair, keeping, load, load_weights, save_checkpoint
 from jflash.io.keeping import QUANTISED
 from jflash.kept import in_fragments
 from jflash.kernels import XLA, Kernels
 from jflash.memory import memory_budget
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.params import abstract_params, leaf_paths
+from jflash.models.params import abstract_params, leaf_paths, random_params
 from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.specs import Kept
+from pallas_kernels.matmul.fragments import Fragments, fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair
@@ -213,6 +215,28 @@ def test_experts_lie_in_fragments_if_their_activation_is_swiglus(shape, form, li
     by_triton = replace(models, kernels=canonical._replace(experts="triton"))
     others = leaf_paths(in_fragments(by_triton).target.config)
     assert not any(leaf.kept.fragments for leaf in others.values() if leaf.kept and leaf.experts)
+
+
+@pytest.mark.parametrize("case", ["fp8-block", "ct-int4-zeros"])
+def test_experts_are_brought_into_fragments_as_they_are_read(tmp_path, case):
+    """The loader's words are those of the codes that it reads without that order."""
+    target = model_shape("tiny-moe").target
+    moe = replace(target.experts[0], num_experts=3, intermediate_size=128)
+    target = target.with_experts(moe, (0, 2))
+    save_checkpoint(tmp_path, target, random_params(target, 0), "bfloat16")
+    endings = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    quantise(tmp_path, CASES[case], endings=endings)
+    files = configure_pair(tmp_path, quantised="kept", dtype="bfloat16")
+    canonical = Kernels(**dict.fromkeys(XLA._fields, "canonical"))
+    models = in_fragments(replace(files.models, kernels=canonical))
+    got = load_weights(replace(files, models=models)).params.target
+    codes = load_weights(files).params.target
+    for i in (0, 2):
+        for name in ("gate_up", "down"):
+            word, code = (x[f"layers_{i}"]["mlp"][name]["kernel"] for x in (got, codes))
+            want = [fragments(code.of_expert(jnp.int32(e))).words for e in range(3)]
+            assert isinstance(word, Fragments) and word.shape == code.shape
+            np.testing.assert_array_equal(word.words, np.stack(want))
 
 
 def test_experts_beside_a_shared_one_are_kept_and_gates_of_one_column_are_not(tmp_path):
