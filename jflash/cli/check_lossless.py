@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from jflash.bench.shapes import SHAPES
 from jflash.cli.command import Options
-from jflash.cli.options.check_lossless import DEVICES
+from jflash.cli.options.check_lossless import DEVICES, checks_of
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.io import default_dtype
@@ -42,20 +42,20 @@ def check(args: Options) -> dict[str, Any]:
     if args.drafter_dtype:
         report["drafter_dtype"] = args.drafter_dtype
     failed: list[str] = []
-    if "law" in args.checks:
+    if "law" in checks_of(args):
         report["law"] = [check_pair(name, args, dtype) for name in args.pairs]
         failed += [line for law in report["law"] for line in law_failures(law)]
         failed += [line for law in report["law"] for line in shortfalls(law)]
-    if "oracle" in args.checks:
+    if "oracle" in checks_of(args):
         report |= check_oracle(args, dtype)
         failed += failures(report, args)
-    if "devices" in args.checks:
+    if "devices" in checks_of(args):
         report["devices"] = [_check_devices(name, args, dtype) for name in args.pairs]
         failed += [line for each in report["devices"] for line in failures_over_devices(each)]
-    if "ops" in args.checks:
+    if "ops" in checks_of(args):
         report["ops"] = [_check_ops(name, args, dtype) for name in args.pairs]
         failed += [line for each in report["ops"] for line in failures_of_ops(each)]
-    if "kept" in args.checks:
+    if "kept" in checks_of(args):
         report["kept"] = [each for name in args.pairs for each in _check_kept(name, args, dtype)]
         failed += [line for each in report["kept"] for line in law_failures(each)]
     return report | {"failures": failed}

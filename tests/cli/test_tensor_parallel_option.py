@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jflash.cli.main import COMMANDS, make_parser, run
+from jflash.cli.options.check_lossless import checks_of
 from jflash.embedded import EMBEDDED_PAIR
 
 TARGET, DRAFTER = (str(EMBEDDED_PAIR / name) for name in ("target", "drafter"))
@@ -58,9 +59,11 @@ def test_a_shape_is_for_one_device(name, more, capsys):
     assert "--tensor-parallel is for a real pair, not for --shape" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [[], ["--checks", "ops"]])
-def test_devices_are_compared_only_if_asked(more, capsys):
-    """Without the check the option would be read and nothing compared."""
-    assert run("check-lossless", ["--tensor-parallel", "1,2,4", *more]) == 2
+def test_devices_are_compared_if_their_number_is_given(capsys):
+    """By itself, and never read beside another check, which would compare nothing."""
+    parser = make_parser("check-lossless")
+    asked = parser.parse_args(["--tensor-parallel", "1,2,4"])
+    assert checks_of(asked) == ("devices",) and checks_of(parser.parse_args([])) == ("law",)
+    assert run("check-lossless", ["--tensor-parallel", "1,2,4", "--checks", "ops"]) == 2
     why = "--tensor-parallel 1,2,4 is for --checks devices"
     assert why in capsys.readouterr().err

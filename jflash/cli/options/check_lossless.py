@@ -31,9 +31,10 @@ def declare(parser: Parser) -> None:
         type=int,
         help="of the targets with random weights, by default all of a named pair's",
     )
-    add("--checks", type=names, default=CHECKS[:1], help=f"of {','.join(CHECKS)}; default law")
+    usual = "default law, or with --tensor-parallel devices"
+    add("--checks", type=names, help=f"of {','.join(CHECKS)}; {usual}")
     add("--whole", action="store_true", help="the law by three times as many programs")
-    several = f"for --checks devices, default {','.join(map(str, DEVICES))}"
+    several = f"of the devices' check, default {','.join(map(str, DEVICES))}"
     add("--tensor-parallel", type=counts, metavar="1,2,4", help=several)
     experts = "of that check too: the devices share each expert's columns (default), or whole ones"
     add("--experts-over", choices=OVER, default=OVER[0], help=experts)
@@ -52,22 +53,28 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split(",")))
 
 
+def checks_of(args: Options) -> tuple[str, ...]:
+    """The checks that are asked for, by name or by what only one of them reads."""
+    return args.checks or (CHECKS[:1] if args.tensor_parallel is None else ("devices",))
+
+
 def check(args: Options) -> None:
+    checks = checks_of(args)
     for name in args.pairs or ():
         why = f"--pairs: no pair is called {name!r}, use {','.join(PAIRS)}"
         refuse(name not in PAIRS, why)
-    wrong = set(args.checks) - set(CHECKS)
-    refuse(wrong, f"--checks {','.join(args.checks)}: of {','.join(CHECKS)}")
+    wrong = set(checks) - set(CHECKS)
+    refuse(wrong, f"--checks {','.join(checks)}: of {','.join(CHECKS)}")
     if args.tensor_parallel is not None:
         asked = ",".join(map(str, args.tensor_parallel))
-        refuse("devices" not in args.checks, f"--tensor-parallel {asked} is for --checks devices")
+        refuse("devices" not in checks, f"--tensor-parallel {asked} is for --checks devices")
         alone = f"--tensor-parallel {asked}: one device is what others are compared with"
         refuse(max(args.tensor_parallel) < 2, alone)
-    alone = args.experts_over != OVER[0] and "devices" not in args.checks
+    alone = args.experts_over != OVER[0] and "devices" not in checks
     refuse(alone, f"--experts-over {args.experts_over} is for --checks devices")
-    shared = args.drafter_dtype and "devices" in args.checks
+    shared = args.drafter_dtype and "devices" in checks
     refuse(shared, f"--drafter-dtype {args.drafter_dtype}: not for devices that share the pair")
-    rounded = args.drafter_dtype and "kept" in args.checks
+    rounded = args.drafter_dtype and "kept" in checks
     refuse(rounded, f"--drafter-dtype {args.drafter_dtype}: not for a target that is kept as codes")
     at_least_1(args, "tokens", "min_count", "min_distinct", "layers")
     check_seed(args.seed)
