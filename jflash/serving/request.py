@@ -4,9 +4,12 @@ Nothing here knows text: a caller with the tokenizer makes the prompt's ids, wat
 stop strings, and cancels. Several samples of one prompt are requests that differ in their `index`.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from numbers import Integral, Real
+from threading import TIMEOUT_MAX
+from typing import Any, Literal, NamedTuple
 
 from jflash.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling
 from jflash.serving.grammar import Grammar
@@ -70,13 +73,12 @@ class Request:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
-        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        for name, value in _checked_types(self).items():
+            object.__setattr__(self, name, value)
         for name in ("seed", "index"):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and 0 <= value < KEYS):
-                raise ValueError(f"{name} {value} must be a whole number within 0 … {KEYS - 1}")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            if not 0 <= (getattr(self, name) or 0) < KEYS:
+                span = f"0 … {KEYS - 1}"
+                raise ValueError(f"{name} {getattr(self, name)} must be within {span}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(
                 f"min_tokens {self.min_tokens} must be within 0 … max_tokens {self.max_tokens}"
@@ -102,8 +104,9 @@ class Request:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} must be one of {known}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout {self.timeout} must be above 0 seconds")
+        if self.timeout is not None and not 0 < self.timeout <= TIMEOUT_MAX:
+            span = f"above 0 seconds, at most {TIMEOUT_MAX:g}; None waits without a limit"
+            raise ValueError(f"timeout {self.timeout} must be {span}")
 
     @property
     def needs_logits(self) -> bool:
@@ -131,6 +134,57 @@ class Request:
             seed=self.seed or 0,
             oracle=not self.speculate,
         )
+
+
+WHOLE = ("max_tokens", "seed", "index", "priority", "min_tokens", "top_logprobs", "prompt_logprobs")
+REAL = ("timeout", "repetition_penalty", "frequency_penalty", "presence_penalty")
+TYPES: Mapping[str, type] = {
+    "sampling": Sampling, "speculate": bool, "logprobs": bool, "cache_salt": str, "grammar": Grammar
+}  # fmt: skip
+OPTIONAL = ("seed", "timeout", "prompt_logprobs", "grammar")  # may be None
+
+
+def _checked_types(request: Request) -> dict[str, Any]:
+    """The numbers of a request as Python's own; ValueError for a field that holds another type,
+    which would otherwise fail later, in the engine's thread."""
+    given = {name: getattr(request, name) for name in (*WHOLE, *REAL, *TYPES)}
+    given = {n: value for n, value in given.items() if value is not None or n not in OPTIONAL}
+    for name, kind in TYPES.items():
+        if name in given and not isinstance(given[name], kind):
+            raise ValueError(f"{name} {given[name]!r} must be of the type {kind.__name__}")
+    try:
+        request.cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"cache_salt {request.cache_salt!r} has no UTF-8: {error}") from None
+    if not isinstance(request.logit_bias, Mapping):
+        raise ValueError(f"logit_bias {request.logit_bias!r} must map tokens to numbers")
+    bias = {_whole("logit_bias", token): bias for token, bias in request.logit_bias.items()}
+    return (
+        {name: _whole(name, given[name]) for name in WHOLE if name in given}
+        | {name: _real(name, given[name]) for name in REAL if name in given}
+        | {name: _all_whole(name, getattr(request, name)) for name in ("prompt_ids", "stop_ids")}
+        | {"logit_bias": {token: _real("logit_bias", value) for token, value in bias.items()}}
+    )
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} {value!r} must be a whole number")
+    return int(value)
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} {value!r} must be a number")
+    return value if isinstance(value, int) else float(value)
+
+
+def _all_whole(name: str, values: Any) -> tuple[int, ...]:
+    """Ids may be numbers of NumPy or JAX, too."""
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as error:
+        raise ValueError(f"{name} must be whole numbers: {error}") from None
 
 
 class Event(NamedTuple):

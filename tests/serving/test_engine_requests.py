@@ -1,6 +1,7 @@
 """The engine from outside: events and results, ends of every kind, readers in threads and loops."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jflash.decoding import Decoding
@@ -128,6 +130,38 @@ def test_refusals(pair, engine):
     for handle in handles:
         handle.cancel()
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_salt", "\ud800"), ("cache_salt", None), ("cache_salt", b"x"),
+        ("top_logprobs", 2.5), ("prompt_logprobs", 2.5), ("index", None), ("index", -1),
+        ("timeout", math.inf), ("timeout", math.nan), ("timeout", "1"), ("prompt_ids", [1.5]),
+        ("prompt_ids", 5), ("prompt_ids", "ab"), ("stop_ids", [None]), ("logit_bias", {1.5: 1.0}),
+        ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("priority", "x"), ("priority", 0.5),
+        ("seed", 1.5), ("seed", True), ("max_tokens", None), ("min_tokens", 0.5),
+        ("frequency_penalty", "x"), ("repetition_penalty", None), ("sampling", None),
+        ("speculate", "no"), ("logprobs", 3), ("grammar", "a"), ("draft_rule", 1),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_type_is_refused_by_its_name(field, value):
+    """Most of these would fail in the engine's thread, and end it for all."""
+    fields: dict[str, Any] = {"prompt_ids": [1], "logprobs": True, field: value}
+    with pytest.raises(ValueError, match=f"^{field} "):
+        Request(**fields)
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    fields: dict[str, Any] = dict(
+        prompt_ids=np.arange(3), stop_ids=np.array([7]), max_tokens=np.int32(4), seed=np.uint32(9),
+        timeout=np.float32(0.5), logit_bias={np.int64(2): np.float32(1.5)},
+    )  # fmt: skip
+    request = Request(**fields)
+    assert request == Request(
+        prompt_ids=[0, 1, 2], stop_ids=[7], max_tokens=4, seed=9, timeout=0.5, logit_bias={2: 1.5}
+    )
+    assert {type(token) for token in (*request.prompt_ids, request.seed)} == {int}
 
 
 def test_new_weights_are_a_new_engine(pair):
