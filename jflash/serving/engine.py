@@ -18,9 +18,9 @@ from jflash.generate import Pair
 from jflash.memory import used_memory
 from jflash.programs import Shape, engine_chunk
 from jflash.serving.grammar import Matcher
-from jflash.serving.handle import Handle
+from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job
-from jflash.serving.limits import check
+from jflash.serving.limits import check, check_sizes
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
@@ -74,18 +74,11 @@ class Engine:
         pages = max_batch * columns if pages is None else pages
         if prefill_chunk is None:
             prefill_chunk = engine_chunk(pair.models, columns * PAGE)
-        for name, value in (
-            ("max_batch", max_batch),
-            ("max_context", self.max_context),
-            ("pages", pages),
-            ("max_queue", max_queue),
-            ("steps_per_call", steps_per_call),
-            ("prefill_chunk", prefill_chunk),
-            ("prefill_between", prefill_between),
-            ("prompts_at_once", 1 if prompts_at_once is None else prompts_at_once),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_sizes(
+            max_batch=max_batch, max_context=self.max_context, pages=pages, max_queue=max_queue,
+            steps_per_call=steps_per_call, prefill_chunk=prefill_chunk,
+            prefill_between=prefill_between, prompts_at_once=prompts_at_once,
+        )  # fmt: skip
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
         refusal = refusal_of_prompts(pair.models)
@@ -102,12 +95,12 @@ class Engine:
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._room = threading.Condition(lock), threading.Condition(lock)
         self._inbox = list[Job]()
         self._actions = deque[tuple[Callable[[], Any], Future]]()
-        self._arrived = 0
+        self._arrived, self._closing = 0, False
         self._ended: dict[FinishReason, int] = {}
-        self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._guarded, name="jflash-engine", daemon=True)
         self._thread.start()
@@ -148,8 +141,11 @@ class Engine:
         return handle
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """Submits the requests, waits, and returns their results in order."""
-        return [handle.result() for handle in [self.submit(r) for r in requests]]
+        """Submits the requests as the queue has room, waits, and returns their results in order.
+
+        An error, such as that of one that is refused, cancels the others.
+        """
+        return results_of(requests, self.submit, self._wait_for_room)
 
     def stats(self) -> Stats:
         """A snapshot."""
@@ -211,6 +207,7 @@ class Engine:
         with self._changed:
             self._closing = True
             self._changed.notify()
+            self._room.notify_all()
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -234,6 +231,12 @@ class Engine:
     def _waiting(self) -> int:
         return len(self._inbox) + len(self._loop.waiting)
 
+    def _wait_for_room(self) -> None:
+        """Until `submit` would not raise Full, though another thread may come first."""
+        with self._room:
+            ended = lambda: self._closing or self._error is not None  # noqa: E731
+            self._room.wait_for(lambda: ended() or self._waiting() < self._max_queue)
+
     def _cancel(self, job: Job) -> None:
         with self._changed:
             job.cancelled = True
@@ -249,6 +252,7 @@ class Engine:
                 self._error = error
                 left, self._inbox = [*self._loop.drop(), *self._inbox], []
                 actions, self._actions = self._actions, deque()
+                self._room.notify_all()
             for _, done in actions:
                 done.set_exception(error)
             for job in left:
@@ -261,6 +265,7 @@ class Engine:
         """One round, or a wait for work; False once closed and empty."""
         loop = self._loop
         with self._changed:
+            self._room.notify_all()  # the last round may have begun some that waited
             self._changed.wait_for(
                 lambda: self._inbox or self._closing or self._actions or not loop.idle,
                 loop.patience,

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 
-from jflash.serving.request import Event, FinishReason, Request, Result
+from jflash.serving.request import Event, FinishReason, Full, Request, Result
 
 
 class Alarm:
@@ -205,3 +205,26 @@ def result_of(request: Request, events: list[Event]) -> Result:
         ),
         version=events[-1].version,
     )
+
+
+def results_of(
+    requests: Iterable[Request],
+    submit: Callable[[Request], Handle],
+    wait_for_room: Callable[[], None],
+) -> list[Result]:
+    """The results of requests, which are submitted as the queue takes them; an error cancels those
+    that have been."""
+    handles = list[Handle]()
+    try:
+        for request in requests:
+            while True:
+                try:
+                    handles.append(submit(request))
+                    break
+                except Full:
+                    wait_for_room()
+        return [handle.result() for handle in handles]
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise

@@ -7,6 +7,13 @@ from jflash.serving.slots import BIASED, Layout, most_of
 from pallas_kernels.block_attention import PAGE
 
 
+def check_sizes(**sizes: int | None) -> None:
+    """ValueError for one of an engine's sizes that is given and holds nothing."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def check(request: Request, models: Models, layout: Layout, max_context: int) -> None:
     """ValueError, naming the field and its value, for a request that the engine never serves."""
     check_request(models, request.prompt_ids, request.decoding)

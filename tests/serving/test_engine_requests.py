@@ -132,6 +132,40 @@ def test_refusals(pair, engine):
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
 
 
+def test_generate_waits_for_room_and_cancels_all_after_an_error(pair, engine):
+    """The engine has two slots, and room for three requests that wait."""
+    requests = [Request(prompt_ids=[1, 2 + i % 9], max_tokens=3 + i % 4) for i in range(12)]
+    got = [result.token_ids for result in engine.generate(iter(requests))]
+    assert got == [by_itself(pair, request).token_ids for request in requests]
+    before = engine.stats().ended.get("cancelled", 0)
+    long = Request(prompt_ids=[1, 2], max_tokens=200)
+    with pytest.raises(ValueError, match="token id 67"):
+        engine.generate([long, long, long, Request(prompt_ids=[67])])
+    engine.generate([requests[0]])  # begins once a slot is free again
+    assert engine.stats().ended["cancelled"] > before
+    engine.sleep()  # until no text runs
+    engine.wake()
+    assert engine.stats().ended["cancelled"] == before + 3
+
+
+def test_generate_that_waits_for_room_hears_of_the_end(pair):
+    engine = Engine(pair, max_batch=1, max_context=240, max_queue=1, prefill_chunk=64)
+    engine.sleep()
+    failed = Future[BaseException]()
+
+    def run() -> None:
+        try:
+            engine.generate([Request(prompt_ids=[1], max_tokens=2)] * 3)
+        except RuntimeError as error:
+            failed.set_result(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not engine.stats().waiting:
+        time.sleep(0.01)
+    engine.close()
+    assert "closed" in str(failed.result(20))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
