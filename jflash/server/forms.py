@@ -16,6 +16,9 @@ FIELDS: tuple[tuple[str, Kind], ...] = (
     ("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar"),
 )  # fmt: skip
 NO_OTHER = {"additionalProperties": False}
+# Keywords of JSON Schema: with schemas under names of the client's, and with values as they are.
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("const", "enum", "default", "examples")
 
 
 class Form(NamedTuple):
@@ -115,9 +118,10 @@ def answer_form(
 def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call: bool) -> Form:
     """At least one call of one of the tools, and nothing else."""
     ways = []
-    for tool in tools:
+    for place, tool in enumerate(tools):
         function = tool["function"]
         arguments = function.get("parameters") or {"type": "object"}
+        arguments = _moved(arguments, f"#/anyOf/{place}/properties/arguments")
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         way = {"type": "object", "properties": properties, "required": [*properties]} | NO_OTHER
         ways.append(way)
@@ -127,3 +131,21 @@ def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call:
     more = "" if one_call else ' ("\\n" call)*'
     text = f'start: call{more}\ncall: {opens} "\\n" body "\\n" {closes}\nbody: %json {schema}'
     return Form("grammar", text, "tools")
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that will lie at `to` in another one, to which its own pointers lead then. One with
+    an `$id` stays, for there they lead to itself."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
+        return schema
+    moved = dict(schema)
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
+            moved[keyword] = to + value[1:]
+        elif keyword in NAMED and isinstance(value, dict):
+            moved[keyword] = {name: _moved(each, to) for name, each in value.items()}
+        elif keyword not in VALUES:
+            moved[keyword] = _moved(value, to)
+    return moved

@@ -1,0 +1,78 @@
+"""Forms of answers, as the routes compile them: the texts they take, and what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from jflash.serving.grammar import Grammar
+from tests.support.letters import END, letters_tokenizer
+from tests.support.reciting import Reciting, client_of
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "abc"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Reciting:
+    return Reciting(letters_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def client(engine) -> Iterator[TestClient]:
+    with client_of(engine, END) as client:
+        yield client
+
+
+@pytest.fixture
+def grammar(engine, client):
+    """The grammar of the answer to a request with these fields."""
+
+    def of(**how: Any) -> Grammar:
+        engine.text = "</think>a<end>"
+        answer = client.post(CHAT, json={"messages": MESSAGES} | how)
+        assert answer.status_code == 200, answer.text
+        grammar = engine.asked[-1].grammar
+        assert grammar is not None
+        return grammar
+
+    return of
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """Whether the whole text has the form; marks in it are the tokens of their names."""
+    ids = letters_tokenizer().encode(text)
+    matcher = grammar.start.deep_copy()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name":"{name}","arguments":{arguments}}}\n</tool_call>'
+
+
+def tool(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TREE = {
+    "type": "object", "required": ["v"], "additionalProperties": False,
+    "properties": {
+        "v": {"$ref": "#/$defs/V"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "default": {"$ref": "#/$defs/W/items"},
+    },
+    "$defs": {"V": {"$ref": "#/$defs/W"}, "W": {"type": "array", "items": {"type": "boolean"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "two"}}])
+def test_the_pointers_of_a_tools_schema_lead_to_itself(grammar, choice):
+    """Among others it lies deeper than where it came from."""
+    own = {"$id": "http://schemas.example/one"} | TREE
+    tools = [tool("one", own), tool("two", TREE)]
+    form = grammar(tools=tools, tool_choice=choice)
+    for name in ("one", "two") if choice == "required" else ("two",):
+        assert takes(form, called(name, '{"v":[true],"next":{"v":[]}}'))
+        assert takes(form, called(name, '{"v":[],"next":null,"default":true}'))
+        assert not takes(form, called(name, '{"v":[1]}'))
+        assert not takes(form, called(name, '{"v":[],"next":{"v":[1]}}'))
