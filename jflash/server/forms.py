@@ -73,6 +73,9 @@ def _schema(value: Any, param: str) -> str:
             raise invalid(param, "is no JSON") from None
     if not isinstance(value, dict | bool):
         raise invalid(param, "must be a JSON schema")
+    if value is False:
+        raise invalid(param, "false allows no text")
+    value = {} if value is True else value  # which llguidance takes only as an object
     return msgspec.json.encode(value).decode()
 
 

@@ -42,7 +42,8 @@ def grammar(engine, client):
 
 def takes(grammar: Grammar, text: str) -> bool:
     """Whether the whole text has the form; marks in it are the tokens of their names."""
-    ids = letters_tokenizer().encode(text)
+    tokenizer: Any = letters_tokenizer()
+    ids = tokenizer.encode(text)
     matcher = grammar.start.deep_copy()
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -76,3 +77,14 @@ def test_the_pointers_of_a_tools_schema_lead_to_itself(grammar, choice):
         assert takes(form, called(name, '{"v":[],"next":null,"default":true}'))
         assert not takes(form, called(name, '{"v":[1]}'))
         assert not takes(form, called(name, '{"v":[],"next":{"v":[1]}}'))
+
+
+def test_the_schema_true_is_any_json_and_false_is_none(client, grammar):
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
+    for how in ({"guided_json": True}, {"guided_json": "true"}, {"response_format": named}):
+        form = grammar(**how)
+        assert takes(form, '{"a":[1]}') and takes(form, "7") and not takes(form, "}")
+    refused = client.post(CHAT, json={"messages": MESSAGES, "guided_json": False})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "guided_json"
+    assert "false allows no text" in error["message"]
