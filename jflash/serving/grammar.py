@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jflash.serving.token_names import Names, as_letters
+
 Kind = Literal["json_schema", "lenient_json_schema", "regex", "grammar", "choice"]
 KEPT = 128  # compiled grammars
 SHOWN = 40  # first characters of a grammar in an error
@@ -70,6 +72,7 @@ class Grammars:
         known = max(vocabulary, 1 + max(tokenizer.get_vocab().values()))
         self._words = -(-known // 32)
         self._tokens = from_tokenizer(tokenizer, n_vocab=known, eos_token=list(stop_ids))
+        self._names = Names.of(self._tokens, known)
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
 
     def compile(self, kind: Kind, text: str, opens: Opening | None = None) -> Grammar:
@@ -93,10 +96,15 @@ class Grammars:
             return text
         return json.dumps(text)
 
+    @functools.cached_property
+    def _as_letters(self) -> Any:
+        return as_letters(self._tokens, self._names, self._stop_ids)
+
     def _compile(self, kind: Kind, text: str) -> Any:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokens, _source(kind, text), log_level=0)
+        tokens = self._as_letters if self._names.within(text) else self._tokens
+        matcher = LLMatcher(tokens, _source(kind, text), log_level=0)
         if matcher.is_error():
             raise ValueError(_brief(matcher.get_error(), text))
         return matcher

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from jflash.decoding import Sampling
+from jflash.embedded import EMBEDDED_PAIR
 from jflash.generate import Pair
+from jflash.io import load_tokenizer
 from jflash.logprobs import scored
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars, Kind, Matcher, Opening, fill
@@ -333,6 +335,32 @@ def test_a_tokenizer_of_more_tokens_than_the_model():
     free = [np.flatnonzero(row).tolist() for row in bits.reshape(6, 64)]
     letter = LETTERS.index("x")
     assert free[3] == [*DIGITS] and free[4] == [letter, 63] and free[0] == [*range(64)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("choice", '["a<|im_end|>b"]', "a<|im_end|>b"),
+        ("choice", '["<|mask|><|im_end|>"]', "<|mask|><|im_end|>"),
+        ("json_schema", '{"const": "x<|im_end|>y"}', '"x<|im_end|>y"'),
+        ("regex", r"x<\|im_end\|>y{2}", "x<|im_end|>yy"),
+        ("grammar", 'start: "a" <|im_start|> "b<|im_start|>"', "a<|im_start|>b<|im_start|>"),
+    ],
+)
+def test_names_of_special_tokens_in_a_form_are_letters(kind, source, text):
+    """Of the embedded pair, whose 4 first tokens are special and whose texts end with the third;
+    where the grammar names a token without quotes, it is the token."""
+    tokenizer: Any = load_tokenizer(EMBEDDED_PAIR / "target")
+    matcher, ids = Matcher(Grammars(tokenizer, 4096, [2]).compile(kind, source)), list[int]()
+    while not ids or ids[-1] != 2:
+        masks = np.full((1, 1, 128), -1, np.int32)
+        fill(masks, [(0, matcher, [])])
+        assert not matcher.error
+        [token] = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
+        ids.append(int(token))
+        matcher.take(ids[-1:])
+    assert tokenizer.decode(ids[:-1]) == text
+    assert [i for i in ids[:-1] if i < 4] == ([1] if kind == "grammar" else [])
 
 
 def test_wrong_grammars_are_refused(engines, grammars):
