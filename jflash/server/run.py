@@ -130,13 +130,16 @@ async def watch(service: Service, hang_timeout: float, end: Callable[[], None]) 
     seen, since = None, time.monotonic()
     while not service.failures:
         await asyncio.sleep(LOOK_EVERY)
-        stats = service.engine.stats()
-        now = (stats.new_tokens, stats.prompt_tokens, sum(stats.ended.values()))
-        if now != seen or not stats.running + stats.waiting:
+        stats, unanswered = service.engine.stats(), service.engine.unanswered()
+        now = unanswered  # of an engine that has nothing to do, as far as it has said
+        if busy := stats.running + stats.waiting:
+            now = (stats.new_tokens, stats.computed, stats.prompt_tokens, sum(stats.ended.values()))
+        if now != seen or not (busy or unanswered is not None):
             seen, since = now, time.monotonic()
         elif time.monotonic() - since > hang_timeout:
             hung = Failed(f"the device has not answered for {hang_timeout:g} seconds")
             service.failures.append(str(hung))
+            service.engine.give_up(hung)
             for handle in list(service.live):
                 handle.fail(hung)
     LOG.error("ends: %s", service.failures[0])

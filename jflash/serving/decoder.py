@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jflash.serving.handle import Handle
-from jflash.serving.request import Request
+from jflash.serving.request import Failed, Request
 from jflash.serving.stats import Stats
 
 if TYPE_CHECKING:  # a process that only passes requests on has no models
@@ -29,6 +29,15 @@ class Decoder(Protocol):
 
     def stats(self) -> Stats: ...
 
+    def unanswered(self) -> int | None:
+        """If a request waits to be queued, a count that rises as long as the engine is there; else
+        None."""
+        ...
+
+    def give_up(self, why: Failed) -> None:
+        """Fails the requests that wait to be queued, and all that come."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -40,6 +49,15 @@ class Local:
         self.max_context = engine.max_context
         self.vocabulary = engine.pair.models.target.config.vocab_size
         self.stats, self.close = engine.stats, engine.close
+        self._given_up: Failed | None = None
 
     async def submit(self, request: Request) -> Handle:
+        if self._given_up is not None:
+            raise self._given_up
         return self._engine.submit(request)
+
+    def unanswered(self) -> None:
+        """It queues a request at once."""
+
+    def give_up(self, why: Failed) -> None:
+        self._given_up = why

@@ -84,6 +84,7 @@ class Remote:
         self._waiting = dict[int, asyncio.Future[None]]()
         self._came, self._giving = deque[Came](), False  # to hand on, which is under way
         self._lost: Failed | None = None
+        self._heard = 0  # news
 
     async def __aenter__(self) -> "Remote":
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read)
@@ -113,6 +114,21 @@ class Remote:
     def stats(self) -> Stats:
         return self._stats
 
+    def unanswered(self) -> int | None:
+        """How many news have come, if a request waits to be queued: its grammar may be compiled
+        meanwhile, but an engine that is there sends news."""
+        return self._heard if self._waiting else None
+
+    def give_up(self, why: Failed) -> None:
+        """Fails all requests, and reads no more news."""
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._lost = why
+        for future in self._waiting.values():
+            _answer(future, why)
+        for handle in self._handles.values():
+            if not handle.ended:
+                handle.fail(why)
+
     def close(self) -> None:
         """Ends the connection, and so the other end."""
         hang_up(self._pipe)
@@ -134,20 +150,15 @@ class Remote:
             self._take(news)
 
     def _lose(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-        self._lost = lost = Failed("the engine's process has ended")
+        lost = Failed("the engine's process has ended")
         while self._came:
             self._give(*self._came.popleft())
         if self.on_lost is not None:
             self.on_lost(str(lost))
-        for future in self._waiting.values():
-            _answer(future, lost)
-        for handle in self._handles.values():
-            if not handle.ended:
-                handle.fail(lost)
+        self.give_up(lost)
 
     def _take(self, news: News) -> None:
-        self._stats = news.stats
+        self._stats, self._heard = news.stats, self._heard + 1
         if news.compiled > self._compiled and self.on_compiled is not None:
             self.on_compiled(news.compiled - self._compiled)
             self._compiled = news.compiled
@@ -170,6 +181,8 @@ class Remote:
 
     def _give(self, number: int, what: list[tuple[Any, ...]] | Exception) -> None:
         handle = self._handles[number]
+        if handle.ended:  # it was given up
+            return
         if isinstance(what, Exception):
             handle.fail(what)
         else:

@@ -1,11 +1,13 @@
 """The process that speaks HTTP, beside a small engine: one of the two fails, hangs or is killed."""
 
+import asyncio
 import contextlib
 import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ from jflash.decoding import Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.server.front import Front
-from jflash.server.run import listen
+from jflash.server.run import LOOK_EVERY, listen, watch
 from jflash.server.service import Settings
 from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
+from jflash.serving.stats import Stats
+from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
+from tests.support.reciting import NOTHING, Reciting, service_of
 
 TEXT = "/v1/completions"
 LONG = {"prompt": [1, 2, 3], "max_tokens": 150, "ignore_eos": True, "stream": True}
@@ -109,6 +114,43 @@ def test_a_device_that_hangs_ends_streams_health_and_both_processes(served):
         let_go.set()
     served.thread.join(ENDED)
     assert served.well is False
+
+
+def test_an_idle_engine_that_hears_nothing_ends_the_server(served):
+    """As after SIGSTOP: no news come, and the request stays in the pipe."""
+    let_go, stats, submit = threading.Event(), served.engine.stats, served.engine.submit
+
+    def stopped[T](do: Callable[..., T]) -> Callable[..., T]:
+        return lambda *given: let_go.wait(ENDED) and do(*given)
+
+    served.engine.stats, served.engine.submit = stopped(stats), stopped(submit)
+    try:
+        time.sleep(2 * HANG)  # nobody waits
+        assert served.health().status_code == 200
+        head = {"Authorization": "Bearer key"}
+        refused = httpx.post(served.url + TEXT, json=LONG, headers=head, timeout=ENDED)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
+        assert "has not answered for 1 seconds" in refused.json()["error"]["message"]
+        assert served.process.wait(ENDED) == 1
+    finally:
+        let_go.set()
+    served.thread.join(ENDED)
+    assert served.well is False
+
+
+def test_a_prompt_of_many_chunks_is_progress():
+    """The watch's figures of a long prompt: only the computed tokens grow."""
+    chunks, ended = iter(range(10**6)), list[bool]()
+    engine = Reciting(letters_tokenizer())
+    engine.stats = lambda: replace(Stats(**NOTHING), running=1, computed=next(chunks))
+    service = service_of(engine, END)
+
+    async def watched() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(watch(service, 2 * LOOK_EVERY, lambda: ended.append(True)), 2.5)
+
+    asyncio.run(watched())
+    assert not service.failures and not ended
 
 
 def test_the_http_process_has_no_jax(served):

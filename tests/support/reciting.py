@@ -11,7 +11,7 @@ from jflash.server.metrics import Metrics
 from jflash.server.service import Service
 from jflash.serving.grammar import Grammars
 from jflash.serving.handle import Handle
-from jflash.serving.request import Event, FinishReason, Request
+from jflash.serving.request import Event, Failed, FinishReason, Request
 from jflash.serving.stats import SIZES, Stats
 
 NOTHING = {field.name: 0 for field in fields(Stats)} | {
@@ -35,6 +35,10 @@ class Reciting:
     def stats(self) -> Stats:
         known: dict[str, Any] = NOTHING | {"waiting": self.waiting}
         return Stats(**known)
+
+    def unanswered(self) -> None: ...
+
+    def give_up(self, why: Failed) -> None: ...
 
     def close(self) -> None: ...
 
