@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,7 +20,8 @@ from jflash.serving.request import Failed
 
 LOG = logging.getLogger("jflash.server")
 LOOK_EVERY = 0.5  # seconds between two looks at the engine
-LAST_WORDS = 2.0  # seconds for a failed server to end its streams with the error
+SOON = 0.1  # seconds, as often as uvicorn looks
+LAST_WORDS = 2.0  # seconds for a server that ends to end its answers with the error
 HEADER_BYTES = 64 * 1024  # of a request's head
 SWITCH = 0.0001  # Python's default lets the engine's thread wait 5 ms at each of its system calls
 
@@ -54,7 +56,7 @@ def server_of(app: Starlette, shutdown_timeout: float) -> uvicorn.Server:
     config = uvicorn.Config(
         app, http=_protocol(), log_config=None, access_log=False, server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        timeout_graceful_shutdown=math.ceil(shutdown_timeout + LAST_WORDS),
         h11_max_incomplete_event_size=HEADER_BYTES,
     )  # fmt: skip
     return uvicorn.Server(config)
@@ -89,7 +91,12 @@ def serve(
     server = server_of(app, shutdown_timeout)
 
     async def main() -> None:
-        async with beside or contextlib.nullcontext(), _watched(service, server, hang_timeout):
+        def end() -> None:
+            server.should_exit = True
+
+        watched = _beside(watch(service, hang_timeout, end))
+        drained = _beside(_drain(service, server, shutdown_timeout))
+        async with beside or contextlib.nullcontext(), watched, drained:
             await server.serve(sockets=[listener])
 
     with _signals_end_there():
@@ -112,17 +119,24 @@ def _signals_end_there():
 
 
 @contextlib.asynccontextmanager
-async def _watched(
-    service: Service, server: uvicorn.Server, hang_timeout: float
-) -> AsyncIterator[None]:
-    def end() -> None:
-        server.should_exit = True
-
-    task = asyncio.create_task(watch(service, hang_timeout, end))
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
     try:
         yield
     finally:
         task.cancel()
+
+
+async def _drain(service: Service, server: uvicorn.Server, seconds: float) -> None:
+    """Cancels the requests that still run so many seconds after the server was told to end: their
+    readers hear of it, before uvicorn cuts off who has not."""
+    while not server.should_exit:
+        await asyncio.sleep(SOON)
+    await asyncio.sleep(seconds)
+    while True:
+        for handle in list(service.live):
+            handle.cancel()
+        await asyncio.sleep(SOON)  # others may have waited for their grammars
 
 
 async def watch(service: Service, hang_timeout: float, end: Callable[[], None]) -> None:

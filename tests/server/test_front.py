@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,13 +162,13 @@ def test_the_http_process_has_no_jax(served):
     assert "tokenizers" in mapped and "jaxlib" not in mapped
 
 
-def check_cancelled(engine) -> None:
-    """The one request frees its slot soon."""
+def check_cancelled(engine, count: int = 1) -> None:
+    """The requests free their slots soon."""
     end = time.monotonic() + ENDED
     while engine.stats().running:
         assert time.monotonic() < end, "a slot is stuck"
         time.sleep(0.05)
-    assert engine.stats().ended == {"cancelled": 1}
+    assert engine.stats().ended == {"cancelled": count}
 
 
 def test_whoever_kills_the_http_process_ends_the_server(served):
@@ -193,26 +194,36 @@ def test_sigterm_lets_what_runs_finish(served):
 
 
 @pytest.mark.parametrize("served", [1.0], indirect=True)
-def test_what_outlasts_the_shutdowns_time_is_cut_off(served):
-    """The client sees a broken stream, its slot comes free, and the server has ended well."""
-    round_ = served.engine._loop.round
+def test_what_outlasts_the_shutdowns_time_is_told_so(served, capfd):
+    """A stream ends with the error, a plain answer is one; their slots come free, and the server
+    has ended well."""
+    round_, plain, head = served.engine._loop.round, dict(LONG), {"Authorization": "Bearer key"}
+    del plain["stream"]
 
     def slow(*given: Any) -> None:
         time.sleep(0.3)  # of each of the 30 rounds or more that its text takes
         round_(*given)
 
     served.engine._loop.round = slow
-    with pytest.raises(httpx.RemoteProtocolError), served.stream() as answer:
+    with ThreadPoolExecutor(1) as pool, served.stream() as answer:
         lines = answer.iter_lines()
         next(lines)
+        asked = pool.submit(
+            httpx.post, served.url + TEXT, json=plain, headers=head, timeout=ENDED
+        )  # fmt: skip
+        while served.engine.stats().running < 2:
+            time.sleep(0.05)
         began = time.monotonic()
         served.front.end()
-        for _ in lines:
-            pass
+        *_, error, done = [line for line in lines if line]
+        refused = asked.result()
     assert 0.5 < time.monotonic() - began < 5
+    assert json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     served.thread.join(ENDED)
     assert served.well is True
-    check_cancelled(served.engine)
+    check_cancelled(served.engine, 2)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_without_an_engine_the_process_ends():
