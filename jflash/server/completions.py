@@ -15,7 +15,7 @@ from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
 from jflash.server.requests import requests_of, stops_of
-from jflash.server.scores import CompletionLogprobs, joined, prompt_logprobs
+from jflash.server.scores import CompletionLogprobs, joined, prompt_logprobs, scoring, whole_prompt
 from jflash.server.service import Service
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
@@ -43,6 +43,8 @@ async def completions(request: HttpRequest) -> Response:
         stop_token_ids=asked.stop_token_ids or (), n=n,
         grammar=await service.grammar(form, thinks=False), top_logprobs=asked.logprobs,
     )  # fmt: skip
+    if scores_only:
+        requests = [scoring(request) for request in requests]
     echoes = [service.plain_text(list(ids)) if asked.echo else "" for ids in prompts]
     echoes = [echo for echo in echoes for _ in range(n)]
     handles = await service.submit(requests, "prompt")
@@ -52,7 +54,7 @@ async def completions(request: HttpRequest) -> Response:
         values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
         return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
-        whole = _whole(service, asked, handles, stops, usage, echoes, scores_only)
+        whole = _whole(service, asked, prompts, handles, stops, usage, echoes, scores_only)
         return await while_there(request, whole)
     finally:
         service.release(handles)
@@ -96,6 +98,7 @@ def _choice(
 async def _whole(
     service: Service,
     asked: Completion,
+    prompts: Sequence[Sequence[int]],
     handles: Sequence[Handle],
     stops: Sequence[str],
     usage: Usage,
@@ -112,10 +115,11 @@ async def _whole(
         i, request = step.answer, handles[step.answer].request
         ends[i] = step.finish or ""
         if step.first:
-            ids = request.prompt_ids
-            of_prompts[i] = prompt_logprobs(service, ids, step.event, asked.prompt_logprobs)
-            if asked.echo and request.logprobs:
-                scores[i].append(writers[i].prompt(ids, step.event, request.top_logprobs))
+            ids = prompts[i // usage.each]
+            event = whole_prompt(request, ids, step.event) if scores_only else step.event
+            of_prompts[i] = prompt_logprobs(service, ids, event, asked.prompt_logprobs)
+            if asked.echo and asked.logprobs is not None:
+                scores[i].append(writers[i].prompt(ids, event, asked.logprobs))
         if scores_only:
             usage.new, ends[i] = 0, "length"
             continue

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jflash.server.service import Service
-from jflash.serving.request import Event, Top
+from jflash.serving.request import STRONGEST, Event, Request, Top
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
@@ -38,6 +38,34 @@ def _shown(given: bytes) -> str:
 
 def _finite(number: float) -> float:
     return number if math.isfinite(number) else LEAST
+
+
+def scoring(request: Request) -> Request:
+    """A request for the numbers of its prompt alone: the last token is its one new token, so the
+    prompt may fill the context. `whole_prompt` puts them together."""
+    *before, last = request.prompt_ids
+    if not before:
+        return request
+    most = request.prompt_logprobs
+    numbers: dict[str, Any] = {}
+    if most is not None:
+        bias = {last: STRONGEST}
+        numbers = dict(logprobs=True, top_logprobs=most, prompt_logprobs=most, logit_bias=bias)
+    return Request(
+        prompt_ids=before, max_tokens=1, priority=request.priority, timeout=request.timeout,
+        cache_salt=request.cache_salt, **numbers,
+    )  # fmt: skip
+
+
+def whole_prompt(request: Request, ids: Sequence[int], event: Event) -> Event:
+    """The first event of `scoring` with the numbers of the prompt `ids`."""
+    if len(ids) == len(request.prompt_ids) or event.prompt_logprobs is None:
+        return event
+    tops = (event.prompt_top_logprobs or ()) + (event.top_logprobs or ())
+    return event._replace(
+        prompt_logprobs=(*event.prompt_logprobs, *(event.logprobs or ())),
+        prompt_top_logprobs=tops or None,
+    )
 
 
 class CompletionLogprobs:

@@ -258,6 +258,29 @@ def test_logprobs_of_tokens_prompts_and_chunks(client, model):
         assert places is None if own is None else all(len(place) == 1 for place in places[1:])
 
 
+def test_a_prompt_that_fills_the_context_is_scored(client, model):
+    """Of 512 tokens; its last token's numbers are those that a text has which goes on after it."""
+    ids = [5 + i * i % 4000 for i in range(512)]
+    how: dict = dict(model=model, max_tokens=0, logprobs=2, echo=True)
+    whole = client.completions.create(prompt=ids, extra_body={"prompt_logprobs": 0}, **how)
+    [choice] = whole.choices
+    assert whole.usage.prompt_tokens == 512 and whole.usage.completion_tokens == 0
+    assert len(choice.prompt_logprobs) == len(choice.logprobs.tokens) == 512
+    assert [*choice.prompt_logprobs[-1]] == [str(ids[-1])]
+    first = client.completions.create(prompt=ids[:510], **(how | {"max_tokens": 1})).choices[0]
+    short = client.completions.create(prompt=ids[:510], **how).choices[0]
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        numbers = getattr(short.logprobs, name)
+        assert numbers == getattr(choice.logprobs, name)[:510]
+        assert numbers == getattr(first.logprobs, name)[:510]
+    one = client.completions.create(prompt=ids[:1], **how).choices[0]
+    assert one.logprobs.token_logprobs == [None] and one.text == short.text[:1]
+    silent = client.completions.create(model=model, prompt=ids, max_tokens=0, echo=True)
+    assert silent.choices[0].text == choice.text and silent.choices[0].logprobs is None
+    refused = httpx.post(f"{client.base_url}completions", json=how | {"prompt": [*ids, 5]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+
+
 def test_penalties_bias_and_a_least_length_reach_the_engine(client, model):
     def answer(most: int = 40, **how) -> str:
         got = client.chat.completions.create(
