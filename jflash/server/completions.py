@@ -45,8 +45,11 @@ async def completions(request: HttpRequest) -> Response:
     )  # fmt: skip
     if scores_only:
         requests = [scoring(request) for request in requests]
-    echoes = [service.plain_text(list(ids)) if asked.echo else "" for ids in prompts]
-    echoes = [echo for echo in echoes for _ in range(n)]
+    unseen = [_added(service, asked, ids) for ids in prompts]
+    echoes = [
+        service.echo(list(ids[first:])) if asked.echo else ""
+        for ids, first in zip(prompts, unseen, strict=True) for _ in range(n)
+    ]  # fmt: skip
     handles = await service.submit(requests, "prompt")
     usage = Usage(prompt=sum(map(len, prompts)), each=n)
     request.state.usage = usage
@@ -54,7 +57,7 @@ async def completions(request: HttpRequest) -> Response:
         values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
         return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
-        whole = _whole(service, asked, prompts, handles, stops, usage, echoes, scores_only)
+        whole = _whole(service, asked, prompts, unseen, handles, stops, usage, echoes, scores_only)
         return await while_there(request, whole)
     finally:
         service.release(handles)
@@ -79,6 +82,13 @@ async def _prompts(service: Service, asked: Completion) -> list[list[int]]:
     raise invalid("prompt", "texts, token ids and lists of token ids cannot be mixed")
 
 
+def _added(service: Service, asked: Completion, ids: Sequence[int]) -> int:
+    """How many tokens the tokenizer has put before the prompt's text, which an echo leaves out."""
+    text = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], str)
+    begin = service.tokenizer.bos_token_id if text and asked.add_special_tokens else None
+    return int(begin is not None and len(ids) > 0 and ids[0] == begin)
+
+
 def _frame(service: Service) -> dict[str, Any]:
     return {
         "id": f"cmpl-{uuid.uuid4().hex}",
@@ -99,6 +109,7 @@ async def _whole(
     service: Service,
     asked: Completion,
     prompts: Sequence[Sequence[int]],
+    unseen: Sequence[int],
     handles: Sequence[Handle],
     stops: Sequence[str],
     usage: Usage,
@@ -119,7 +130,8 @@ async def _whole(
             event = whole_prompt(request, ids, step.event) if scores_only else step.event
             of_prompts[i] = prompt_logprobs(service, ids, event, asked.prompt_logprobs)
             if asked.echo and asked.logprobs is not None:
-                scores[i].append(writers[i].prompt(ids, event, asked.logprobs))
+                first = unseen[i // usage.each]
+                scores[i].append(writers[i].prompt(ids, event, asked.logprobs, first))
         if scores_only:
             usage.new, ends[i] = 0, "length"
             continue

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jflash.io.incremental import Incremental
 from jflash.server.service import Service
 from jflash.serving.request import STRONGEST, Event, Request, Top
 
@@ -73,32 +74,47 @@ class CompletionLogprobs:
 
     def __init__(self, service: Service) -> None:
         self._service, self._offset = service, 0
+        self._text = Incremental(service.plain_text)
 
-    def prompt(self, ids: Sequence[int], event: Event, most: int) -> dict[str, Any]:
-        """Those of an echoed prompt, whose first token has none, with `most` likeliest tokens."""
+    def prompt(
+        self, ids: Sequence[int], event: Event, most: int, unseen: int = 0
+    ) -> dict[str, Any]:
+        """Those of an echoed prompt, whose first token has none, with `most` likeliest tokens. The
+        first `unseen` ones have no part in its text."""
         numbers = (None, *(event.prompt_logprobs or ()))
         likely: list[Top | None] = [None] * len(ids)
         if most:
             likely[1:] = [top[:most] for top in event.prompt_top_logprobs or ()]
-        return self._body(ids, numbers, likely)
+        text = Incremental(self._service.echo)
+        offsets = [self._offset] * unseen + self._offsets(text, ids[unseen:])
+        self._offset += len(text.push([], last=True))
+        return self._body(ids, numbers, likely, offsets)
 
     def step(self, event: Event) -> dict[str, Any] | None:
         if event.logprobs is None:
             return None
         tops = event.top_logprobs or (None,) * len(event.logprobs)
-        return self._body(event.token_ids, event.logprobs, tops)
+        return self._body(
+            event.token_ids, event.logprobs, tops, self._offsets(self._text, event.token_ids)
+        )
+
+    def _offsets(self, text: Incremental, ids: Sequence[int]) -> list[int]:
+        """Where each token's text begins, as far as the text has it: a part of a character begins
+        with the character, and what the text leaves out has no length."""
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset)
+            self._offset += len(text.push([token], last=False))
+        return offsets
 
     def _body(
         self,
         ids: Sequence[int],
         numbers: Sequence[float | None],
         tops: Sequence[Top | None],
+        offsets: list[int],
     ) -> dict[str, Any]:
         texts = [_shown(self._service.token_bytes(token)) for token in ids]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
         likely = [
             None if top is None or number is None else self._likely(token, number, top)
             for token, number, top in zip(ids, numbers, tops, strict=True)

@@ -73,6 +73,10 @@ class Service(Settings):
         """Tokens as text, without special tokens."""
         return decode(self.tokenizer, ids)
 
+    def echo(self, ids: list[int]) -> str:
+        """A prompt's tokens as its text, with the special tokens that it has."""
+        return decode(self.tokenizer, ids, marks=True)
+
     def answer_text(self, ids: list[int]) -> str:
         """Tokens of a chat's answer as text, with the marks of its channels if it has any."""
         return decode(self.tokenizer, ids, marks=self.harmony)

@@ -97,13 +97,12 @@ def test_completions_of_texts_and_ids_with_echo_stops_and_several_answers(client
         model=model, prompt=[prompt, "The answer"], max_tokens=60, echo=True,
         stop=["21 cray", "zzz"],
     ).choices  # fmt: skip
-    asked = f"user\n{QUESTION}\nassistant\n"
-    assert one.text == f"{asked}Each player gets 168 / 8 = " and one.finish_reason == "stop"
+    assert one.text == f"{prompt}Each player gets 168 / 8 = " and one.finish_reason == "stop"
     assert two.text.startswith("The answer") and two.index == 1
     chunks = client.completions.create(
         model=model, prompt=ids, max_tokens=60, stop="crayons", stream=True, echo=True
     )
-    assert "".join(c.choices[0].text for c in chunks) == f"{asked}Each player gets 168 / 8 = 21 "
+    assert "".join(c.choices[0].text for c in chunks) == f"{prompt}Each player gets 168 / 8 = 21 "
 
 
 def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
@@ -279,6 +278,28 @@ def test_a_prompt_that_fills_the_context_is_scored(client, model):
     assert silent.choices[0].text == choice.text and silent.choices[0].logprobs is None
     refused = httpx.post(f"{client.base_url}completions", json=how | {"prompt": [*ids, 5]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+
+
+def test_offsets_index_the_text_with_its_special_tokens_and_characters_of_several(client, model):
+    prompt = "<|im_start|>user\nh🎉i<|im_end|>\n"
+    how: dict = dict(model=model, prompt=prompt, logprobs=0, echo=True)
+    for new in (0, 9):
+        extra = {"ignore_eos": True, "logit_bias": {"1": 30}}  # of which an answer's text has none
+        [choice] = client.completions.create(max_tokens=new, extra_body=extra, **how).choices
+        assert choice.text == prompt
+        numbers, known = choice.logprobs, len(prompt)
+        assert numbers.tokens[-new:] == ["<|im_start|>"] * new or not new
+        assert numbers.text_offset[len(numbers.tokens) - new :] == [known] * new
+        places = [*zip(numbers.tokens, numbers.text_offset, strict=True)]
+        whole = [(token, at) for token, at in places[: len(places) - new] if token[:6] != "bytes:"]
+        assert len(whole) > 6 and [choice.text[at : at + len(x)] for x, at in whole] == [
+            token for token, _ in whole
+        ]
+        assert {at for token, at in places if token[:6] == "bytes:"} == {prompt.index("🎉")}
+    streamed = client.completions.create(
+        model=model, prompt=prompt, max_tokens=1, echo=True, stream=True
+    )
+    assert next(iter(streamed)).choices[0].text == prompt
 
 
 def test_penalties_bias_and_a_least_length_reach_the_engine(client, model):
