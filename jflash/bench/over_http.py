@@ -40,6 +40,7 @@ def settings_of(engine: Engine, tokenizer: Any, stop_ids: Sequence[int]) -> Sett
         created=int(time.time()),
         max_accept=engine.pair.models.max_accept,
         max_body=2**20,
+        slots=engine.max_batch,
         max_queue=1024,
         request_timeout=600.0,
     )

@@ -120,6 +120,7 @@ def loaded(options: argparse.Namespace) -> Loaded:
         created=int(time.time()),
         max_accept=files.models.max_accept,
         max_body=options.max_body,
+        slots=options.max_batch,
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
     )

@@ -42,6 +42,7 @@ class Settings:
     created: int
     max_accept: int  # drafts that a step may keep
     max_body: int  # bytes
+    slots: int  # requests that run at once
     max_queue: int  # requests that may wait
     request_timeout: float  # seconds, from the submission to the last token
 

@@ -88,7 +88,7 @@ class Engine:
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
-        self.pair = pair
+        self.pair, self.max_batch = pair, max_batch
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         self._layout = Layout(shape, pages, steps_per_call, kinds, states, prompts_at_once)
         self._max_queue = max_queue

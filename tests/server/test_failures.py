@@ -39,7 +39,8 @@ class Running:
             "tokenizer": load_tokenizer(EMBEDDED_PAIR / "target"), "name": "small",
             "version": "jflash", "template": "", "stop_ids": (), "sampling": Sampling(),
             "grammars": Grammars(load_tokenizer(EMBEDDED_PAIR / "target"), 4096, [2]),
-            "reasoning": False, "created": 0, "max_body": 1000, "max_queue": 4, "max_accept": 3,
+            "reasoning": False, "created": 0, "max_body": 1000, "slots": 2, "max_queue": 4,
+            "max_accept": 3,
             "request_timeout": 60.0, "metrics": Metrics("small", 3, self.engine.stats),
         }  # fmt: skip
         self.service = Service(engine=Local(self.engine), **(values | service))

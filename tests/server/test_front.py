@@ -48,7 +48,7 @@ class Served:
         settings = Settings(
             tokenizer=tokenizer, name="small", version="jflash", template="", stop_ids=(2,),
             sampling=Sampling(), reasoning=False, created=0, max_accept=3, max_body=1000,
-            max_queue=4, request_timeout=60.0,
+            slots=2, max_queue=4, request_timeout=60.0,
         )  # fmt: skip
         self.well: bool | None = None
 

@@ -28,7 +28,14 @@ from jflash.serving.request import Request
 from jflash.serving.slots import Layout
 from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import random_pair
-from tests.support.reciting import MOST_WAITING, QUEUED, Reciting, client_of, service_of
+from tests.support.reciting import (
+    MOST_WAITING,
+    QUEUED,
+    SLOTS,
+    Reciting,
+    client_of,
+    service_of,
+)
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES: list = [{"role": "user", "content": "abc"}]
@@ -270,6 +277,21 @@ def test_what_the_pages_never_hold_is_refused_at_once(engine, client, monkeypatc
     error = refused.json()["error"]
     assert refused.status_code == 400 and "2 pages of 64 tokens" in error["message"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_more_requests_than_slots_and_queue_are_refused_by_their_field(engine, client):
+    engine.text, fits = "a<end>", SLOTS + MOST_WAITING
+    chat, text = {"messages": MESSAGES, "n": fits}, {"prompt": ["x"] * fits}
+    for route, body, more in (
+        (CHAT, chat, {"n": fits + 1}),
+        (TEXT, text, {"prompt": ["x"] * (fits + 1)}),
+        (TEXT, text, {"n": 2}),
+    ):
+        assert client.post(route, json=body).status_code == 200
+        refused = client.post(route, json=body | more)
+        assert refused.status_code == 400 and "retry-after" not in refused.headers
+        assert refused.json()["error"]["param"] == next(iter(more))
+        assert f"at most {fits} requests" in refused.json()["error"]["message"]
 
 
 def test_a_full_queue_is_not_ready_and_is_well(engine, client):

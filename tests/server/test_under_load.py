@@ -101,11 +101,27 @@ def test_sixteen_streams_at_once_have_the_texts_they_have_alone(server):
 
 
 def test_a_full_queue_refuses_with_a_time_to_wait(server):
-    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 45}
-    answer = httpx.post(server.url + TEXT, json=body, timeout=PATIENCE)
+    """Of 6 clients with 8 requests each: 4 run, and 40 wait."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 8}
+
+    async def refused() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+            asked = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(6)]
+            try:
+                for answer in asyncio.as_completed(asked):
+                    got = await answer
+                    if got.status_code != 200:
+                        return got
+            finally:
+                for task in asked:
+                    task.cancel()
+        raise AssertionError("all were served")
+
+    answer = asyncio.run(refused())
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "queue_full"
     idle(server)
+    assert httpx.post(server.url + TEXT, json=body | {"max_tokens": 1}).status_code == 200
 
 
 def test_a_client_that_reads_nothing_holds_no_slot(server):

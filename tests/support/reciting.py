@@ -18,7 +18,7 @@ NOTHING = {field.name: 0 for field in fields(Stats)} | {
     "pages": 1, "pages_available": 1, "ended": {}, "steps_by_rows": {}, "device_bytes": None,
     "rounds_by_tokens": (0,) * (len(SIZES) + 1),
 }  # fmt: skip
-MOST_WAITING = 4
+MOST_WAITING, SLOTS = 4, 2
 QUEUED = 0.25  # seconds for which a request waited
 
 
@@ -62,6 +62,7 @@ def service_of(engine: Reciting, end: int) -> Service:
         name="small", version="jflash", template=tokenizer.chat_template, stop_ids=(end,),
         sampling=Sampling(), reasoning=True, created=0, max_accept=3, max_body=9000,
         metrics=Metrics("small", 3, engine.stats), max_queue=MOST_WAITING, request_timeout=9.0,
+        slots=SLOTS,
     )  # fmt: skip
 
 
