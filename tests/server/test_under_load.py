@@ -6,6 +6,8 @@ import random
 import signal
 import socket
 import time
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -125,14 +127,34 @@ def test_a_full_queue_refuses_with_a_time_to_wait(server):
 
 
 def test_a_client_that_reads_nothing_holds_no_slot(server):
+    """Its answer is served, and longer than what the system keeps of it at most."""
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True})
+    count = 8
+
+    def body(n: int) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "user", "content": "x"}], "n": n, "max_tokens": 400,
+            "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20,
+            "stream_options": {"continuous_usage_stats": True},
+        }  # fmt: skip
+
+    def served() -> float:
+        return server.metric("request_success_total", finished_reason="length")
+
+    one = httpx.post(server.url + CHAT, json=body(1), timeout=PATIENCE)
+    before, asked = served(), json.dumps(body(count)).encode()
     with socket.create_connection((host, int(port))) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        slow.sendall((head + body).encode())
-        time.sleep(0.2)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(asked)}\r\n\r\n"
+        slow.sendall(head.encode() + asked)
+        end = time.monotonic() + 2 * PATIENCE
+        while served() < before + count:
+            assert time.monotonic() < end, "it was refused, or holds a slot"
+            time.sleep(0.1)
         idle(server)
+        kept = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[-1])
+        kept += slow.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    assert one.status_code == 200 and len(one.content) * count > kept + 2**20, len(one.content)
 
 
 def test_a_soak_of_a_minute_finds_nothing(server):
