@@ -6,7 +6,7 @@ llguidance compiles and follows them. This file knows token ids and masks of bit
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -80,10 +80,7 @@ class Grammars:
 
         `kind` grammar is llguidance's Lark or GBNF, choice a JSON list of texts.
         """
-        start = self._compiled(kind, text)
-        return Grammar(
-            start, self._vocabulary, self._words, self._stop_ids, kind, text, opens
-        )  # fmt: skip
+        return replace(self._compiled(kind, text), opens=opens)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for in a text."""
@@ -100,14 +97,29 @@ class Grammars:
     def _as_letters(self) -> Any:
         return as_letters(self._tokens, self._names, self._stop_ids)
 
-    def _compile(self, kind: Kind, text: str) -> Any:
+    def _compile(self, kind: Kind, text: str) -> Grammar:
         from llguidance import LLMatcher
 
         tokens = self._as_letters if self._names.within(text) else self._tokens
         matcher = LLMatcher(tokens, _source(kind, text), log_level=0)
         if matcher.is_error():
             raise ValueError(_brief(matcher.get_error(), text))
-        return matcher
+        grammar = Grammar(
+            matcher, self._vocabulary, self._words, self._stop_ids, kind, text
+        )  # fmt: skip
+        _take_time(grammar)
+        return grammar
+
+
+def _take_time(grammar: Grammar) -> None:
+    """Makes the mask of the first token, which may take seconds, where only this request waits: all
+    texts of the grammar share what is known then. The second one fails at once if the first has
+    used up what llguidance allows."""
+    for _ in range(2):
+        first = Matcher(grammar)
+        fill(np.full((1, 1, grammar.words), -1, np.int32), [(0, first, ())])
+        if first.error:
+            raise ValueError(first.error)
 
 
 def _brief(error: str, text: str) -> str:
@@ -156,8 +168,10 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot be followed any more: it became too complex; else empty."""
-        return " ".join(self._matcher.get_error().split())
+        """Why the grammar cannot be followed any more, in one short line: it became too complex;
+        else empty."""
+        what, _, _ = self._matcher.get_error().partition("<state>")
+        return _brief(what, self._grammar.text)
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Follows the text's next tokens."""

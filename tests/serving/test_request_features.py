@@ -337,6 +337,16 @@ def test_a_tokenizer_of_more_tokens_than_the_model():
     assert free[3] == [*DIGITS] and free[4] == [letter, 63] and free[0] == [*range(64)]
 
 
+def test_a_grammar_is_too_complex_where_only_its_request_waits(grammars):
+    """Its first mask took 0.7 s in the engine's thread, and its error had the whole grammar."""
+    with pytest.raises(ValueError, match=r"^lexer error: too many expressions constructed$"):
+        grammars[0].compile("regex", "(b{1000}){1000}")
+    later = Matcher(grammars[0].compile("regex", "a{9}"))
+    assert not later.error
+    later.take([LETTERS.index("b")])
+    assert later.error.startswith("Parser Error") and "<state>" not in later.error
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "text"),
     [
