@@ -12,6 +12,7 @@ from starlette.responses import Response
 from jflash.server.answers import Step, Usage, one_by_one, steps
 from jflash.server.conversation import (
     Reader,
+    begins_inside,
     call_body,
     call_delta,
     must_call,
@@ -69,9 +70,10 @@ async def chat(request: HttpRequest) -> Response:
         grammar=await service.grammar(form, thinks(service, prompt, names)),
         top_logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )  # fmt: skip
-    readers = [reader(service, prompt, bool(tools), one_call) for _ in range(n)]
+    inside = begins_inside(service, prompt, names, form)
+    readers = [reader(service, inside, bool(tools), one_call) for _ in range(n)]
     usage = Usage(prompt=len(ids), each=n)
-    thoughts = [thought_counter(service, prompt) for _ in range(n)]
+    thoughts = [thought_counter(service, inside) for _ in range(n)]
     handles = await service.submit(requests, "messages")
     talk = Talk(service, handles, readers, thoughts, stops, usage)
     request.state.usage = usage

@@ -10,10 +10,11 @@ from jflash.io.harmony import ANALYSIS, CHANNEL, END
 from jflash.io.text import through_template
 from jflash.server.calls import CallPart
 from jflash.server.errors import ApiError, invalid, unsupported
+from jflash.server.forms import Form
 from jflash.server.harmony import AnalysisTokens, Channels
 from jflash.server.protocol import Message
 from jflash.server.reasoning import Reasoning, ThoughtTokens, opened
-from jflash.server.service import Service
+from jflash.server.service import Service, thinks
 from jflash.server.tools import Parts, Tools, forced
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -91,7 +92,7 @@ def _arguments(given: str | dict[str, Any], where: str) -> dict[str, Any]:
 
 
 class Reader:
-    """Splits one answer into its parts as it streams. `inside`: the prompt ends within thoughts."""
+    """Splits one answer into its parts as it streams. `inside`: it begins within thoughts."""
 
     def __init__(self, inside: bool, tools: bool, one_call: bool) -> None:
         self._reasoning = Reasoning(inside)
@@ -119,19 +120,25 @@ def must_call(
     return must
 
 
-def reader(service: Service, prompt: str, tools: bool, one_call: bool) -> Reader | Channels:
-    """What splits an answer to the prompt."""
+def begins_inside(service: Service, prompt: str, names: dict[str, Any], form: Form | None) -> bool:
+    """Whether an answer begins within thoughts: the prompt has opened them, or the answer's form
+    waits for their end, whether or not the model opens them."""
+    return opened(prompt) or (form is not None and thinks(service, prompt, names))
+
+
+def reader(service: Service, inside: bool, tools: bool, one_call: bool) -> Reader | Channels:
+    """What splits an answer."""
     if service.harmony:
         return Channels(1 if one_call else None)
-    return Reader(opened(prompt), tools, one_call)
+    return Reader(inside, tools, one_call)
 
 
-def thought_counter(service: Service, prompt: str) -> ThoughtTokens | AnalysisTokens:
+def thought_counter(service: Service, inside: bool) -> ThoughtTokens | AnalysisTokens:
     """What counts the tokens of an answer's thoughts."""
     if service.harmony:
         marks = (service.marks(text)[0] for text in (CHANNEL, ANALYSIS, END))
         return AnalysisTokens(*marks)
-    return ThoughtTokens(opened(prompt), service.thought_marks)
+    return ThoughtTokens(inside, service.thought_marks)
 
 
 def call_body(name: str) -> dict[str, Any]:

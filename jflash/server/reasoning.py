@@ -16,14 +16,14 @@ class Split(NamedTuple):
 
 
 class Reasoning:
-    """Splits one answer. `inside`: the prompt has already opened the thoughts.
+    """Splits one answer. `inside`: it begins within thoughts, and may open them once more.
 
     Otherwise an answer that begins with `<think>` opens them. The marks and the line breaks around
     them belong to neither part.
     """
 
     def __init__(self, inside: bool) -> None:
-        self._place = "inside" if inside else "before"
+        self._place, self._inside = "before", inside
         self._held = ""
         self._fresh = True  # no text of this part yet: leading line breaks are dropped
 
@@ -36,6 +36,8 @@ class Reasoning:
                 return Split("", "")  # empty, or the mark may still come
             if begin.startswith(OPEN):
                 self._held, self._place = begin.removeprefix(OPEN), "inside"
+            elif self._inside:
+                self._place = "inside"
             else:
                 self._place, self._fresh = "after", False
         if self._place == "inside":

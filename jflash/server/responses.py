@@ -14,7 +14,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jflash.server.answers import Step, Usage, steps
-from jflash.server.conversation import Reader, must_call, prompt_text, reader, thought_counter
+from jflash.server.conversation import (
+    Reader,
+    begins_inside,
+    must_call,
+    prompt_text,
+    reader,
+    thought_counter,
+)
 from jflash.server.errors import ApiError, invalid, json_response, unsupported
 from jflash.server.forms import answer_form
 from jflash.server.harmony import AnalysisTokens, Channels
@@ -50,8 +57,9 @@ async def responses(request: HttpRequest) -> Response:
         service, asked, [ids], max_tokens=asked.max_output_tokens, limit_name="max_output_tokens",
         grammar=await service.grammar(form, thinks(service, prompt, names)),
     )  # fmt: skip
-    parts = reader(service, prompt, bool(tools), one_call)
-    thoughts = thought_counter(service, prompt)
+    inside = begins_inside(service, prompt, names, form)
+    parts = reader(service, inside, bool(tools), one_call)
+    thoughts = thought_counter(service, inside)
     usage = Usage(prompt=len(ids))
     request.state.usage = usage
     [handle] = await service.submit(requests, "input")

@@ -22,11 +22,12 @@ from jflash.programs import Shape
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics, Times
 from jflash.server.run import listen, server_of
+from jflash.serving.grammar import Opening
 from jflash.serving.handle import Handle
 from jflash.serving.limits import check
 from jflash.serving.request import Request
 from jflash.serving.slots import Layout
-from tests.support.letters import END, letters_tokenizer
+from tests.support.letters import END, END_OF_THOUGHTS, letters_tokenizer
 from tests.support.pairs import random_pair
 from tests.support.reciting import (
     MOST_WAITING,
@@ -232,6 +233,34 @@ def test_thoughts_whole_and_streamed(engine, sdk):
     thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
     assert "".join(thoughts) == "so\nis" and len([x for x in thoughts if x]) > 2
     assert "".join(delta.content or "" for delta in deltas) == "yes"
+
+
+@pytest.mark.parametrize("opens", ["", "<think>", "\n<think>\n"])
+def test_a_form_that_waits_for_the_end_of_thoughts_has_them_before_it(opens):
+    """The template leaves it to the model to open them: both the grammar and the reader begin
+    within thoughts then. Without a form, an answer that opens none has none."""
+    tokenizer = letters_tokenizer()
+    mode = "{% if not enable_thinking %}</think>{% endif %}"
+    tokenizer.chat_template = "{{ messages[0].content }}" + mode
+    engine, form = Reciting(tokenizer), {"type": "json_object"}
+    engine.text = f"{opens}so</think>{{}}<end>"
+    with client_of(engine, END) as client:
+        chat = client.post(CHAT, json={"messages": MESSAGES, "response_format": form}).json()
+        grammar = engine.asked[-1].grammar
+        assert grammar is not None and grammar.opens == Opening(END_OF_THOUGHTS)
+        flat = client.post(RESPONSES, json={"input": "abc", "text": {"format": form}}).json()
+        plain = client.post(CHAT, json={"messages": MESSAGES}).json()["choices"][0]["message"]
+        engine.text = "{}<end>"
+        how = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+        none = client.post(CHAT, json=how | {"response_format": form}).json()
+    message, thoughts = chat["choices"][0]["message"], chat["usage"]["completion_tokens_details"]
+    assert (message["reasoning_content"], message["content"]) == ("so", "{}")
+    assert thoughts["reasoning_tokens"] == len(tokenizer.tokenize(f"{opens}so</think>"))
+    assert [item["type"] for item in flat["output"]] == ["reasoning", "message"]
+    assert flat["output"][1]["content"][0]["text"] == "{}"
+    assert ("reasoning_content" in plain) == bool(opens)
+    assert none["choices"][0]["message"]["content"] == "{}"
+    assert engine.asked[-1].grammar is not None and engine.asked[-1].grammar.opens is None
 
 
 def test_usage_in_the_chunks_of_completions(engine, sdk):

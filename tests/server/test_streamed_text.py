@@ -124,6 +124,9 @@ def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
     [
         (False, "<think>\nso\n\nit is\n</think>\n\nYes\n", "so\n\nit is", "Yes\n"),
         (True, "so\n\n</think>\n\nYes", "so", "Yes"),
+        (True, "\n<think>\nso</think>Yes", "so", "Yes"),
+        (True, " <so <think>", " <so <think>", ""),
+        (True, "<th", "<th", ""),
         (True, "never ends </thin", "never ends </thin", ""),
         (False, "\n plain <think> text </think>", "", "\n plain <think> text </think>"),
         (False, "<th", "", "<th"),
