@@ -79,6 +79,46 @@ def test_plain_beside_speculative_gives_equal_texts(page):
     page.uncheck("#both")
 
 
+def test_drawn_texts_are_equal_too(page):
+    page.click("#reset")
+    page.check("#both")
+    page.fill("#temperature", "1")
+    ask(page, QUESTION)
+    expect(page.locator(".verdict")).to_have_text("✓ equal texts", timeout=20_000)
+    page.fill("#temperature", "0")
+    page.uncheck("#both")
+
+
+def test_two_errors_are_no_equal_texts(page):
+    page.click("#reset")
+    page.check("#both")
+    page.fill("#tokens", "9999")
+    ask(page, "hi")
+    expect(page.locator(".error")).to_have_count(2)
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator(".verdict")).to_have_count(0)
+    page.fill("#tokens", "256")
+    page.uncheck("#both")
+
+
+def test_a_reset_forgets_the_answer_that_streams(page):
+    """What is asked next does not bring the old turn with it."""
+    page.click("#reset")
+    page.fill("#tokens", "400")
+    page.fill("#temperature", "2")
+    ask(page, "first")
+    expect(page.locator(".text span").nth(1)).to_be_visible()
+    page.click("#reset")
+    expect(page.locator("#send")).to_be_enabled()
+    page.fill("#tokens", "4")
+    page.fill("#prompt", "second")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.keyboard.press("Enter")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "second"}]
+    expect(page.locator(".answer[data-done]")).to_have_count(1)
+    page.fill("#temperature", "0")
+
+
 def test_stop_ends_an_answer_and_its_slot(page, server):
     page.click("#reset")
     page.fill("#tokens", "400")
