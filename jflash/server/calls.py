@@ -48,11 +48,41 @@ class Calls:
         return [CallPart(self.count - 1, name, arguments, self._arguments.ended)]
 
 
+class Strings:
+    """Tells the strings of JSON from the rest, in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._quoted = self._escaped = False
+
+    def inside(self, letter: str) -> bool:
+        """Whether the text's next letter belongs to a string, as its quotation marks do."""
+        quoted = self._quoted
+        if self._escaped:
+            self._escaped = False
+        elif quoted:
+            self._escaped, self._quoted = letter == "\\", letter != '"'
+        else:
+            self._quoted = letter == '"'
+        return quoted or self._quoted
+
+    def until(self, mark: str, text: str, last: bool) -> tuple[int, bool]:
+        """How many letters stand before the mark, and whether it is there; before what may become
+        the mark unless this text is the `last`. The rest is to be given again."""
+        for i, letter in enumerate(text):
+            if letter == mark[0] and not self._quoted:
+                if text.startswith(mark, i):
+                    return i, True
+                if not last and mark.startswith(text[i:]):
+                    return i, False
+            self.inside(letter)
+        return len(text), False
+
+
 class _Object:
     """Finds the end of a JSON object whose text comes in pieces."""
 
     def __init__(self) -> None:
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._depth, self._strings = 0, Strings()
         self.ended = False
 
     def take(self, text: str) -> str:
@@ -60,13 +90,9 @@ class _Object:
         if self.ended:
             return ""
         for i, letter in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = letter == "\\", letter != '"'
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{[":
+            if self._strings.inside(letter):
+                continue
+            if letter in "{[":
                 self._depth += 1
             elif letter in "]}":
                 self._depth -= 1

@@ -2,7 +2,7 @@
 
 A call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Its arguments are given as they
 come if the name stands before them, and else once it is whole. Text between the marks that is no
-call stays text.
+call stays text. Within a string of JSON a mark is a part of the string.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jflash.io.incremental import held_back
-from jflash.server.calls import OBJECT, CallPart, Calls
+from jflash.server.calls import OBJECT, CallPart, Calls, Strings
 from jflash.server.errors import invalid, unsupported
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -31,6 +31,7 @@ class Tools:
 
     def __init__(self, most: int | None = None) -> None:
         self._held, self._begun, self._calls = "", False, Calls(most)
+        self._strings = Strings()  # of the arguments under way
 
     @property
     def count(self) -> int:
@@ -48,18 +49,18 @@ class Tools:
                     self._held = before[end:]
                     return text + before[:end], parts
                 text, self._held = text + before, inside
-            body, closed, rest = self._held.partition(CLOSE)
-            if not self._begun and (head := _head(body)) is not None:
+            if not self._begun and (head := _head(self._held)) is not None:
                 name, end = head
                 parts += self._calls.begin(name)
-                self._begun, body = True, body[end:]
+                self._begun, self._held, self._strings = True, self._held[end:], Strings()
             if self._begun:
-                end = len(body) - (0 if closed or last else held_back(body, [CLOSE]))
-                parts += self._calls.add(body[:end])
-                self._begun, self._held = not closed, rest if closed else body[end:]
+                end, closed = self._strings.until(CLOSE, self._held, last)
+                parts += self._calls.add(self._held[:end])
+                self._begun, self._held = not closed, self._held[end + len(CLOSE) * closed :]
                 if self._begun:
                     return text, parts
                 continue
+            body, closed, rest = _closed(self._held, last)
             if not closed and not last:
                 self._held = OPEN + self._held
                 return text, parts
@@ -73,11 +74,30 @@ class Tools:
 
 class _Call(msgspec.Struct):
     name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+    arguments: msgspec.Raw
+
+
+class _Bare(msgspec.Struct, forbid_unknown_fields=True):
+    """A call without arguments: what has other fields is none."""
+
+    name: str
+
+
+def _closed(held: str, last: bool) -> tuple[str, str, str]:
+    """The text before the mark that closes a call, the mark or nothing, and the text after it. A
+    text that ends within a string is no JSON, and any mark in it counts."""
+    if held.lstrip().startswith("{"):
+        end, closed = Strings().until(CLOSE, held, last)
+        if closed:
+            return held[:end], CLOSE, held[end + len(CLOSE) :]
+        if not last:
+            return held, "", ""
+    return held.partition(CLOSE)
 
 
 def _head(body: str) -> tuple[str, int] | None:
-    """The name of a call whose arguments have begun, and their place in its text."""
+    """The name of a call whose arguments have begun, and their place in its text, which others may
+    follow."""
     found = HEAD.match(body)
     if found is None:
         return None
@@ -89,6 +109,10 @@ def _head(body: str) -> tuple[str, int] | None:
 
 def _call(body: str) -> _Call | None:
     """A whole call."""
+    try:
+        return _Call(msgspec.json.decode(body, type=_Bare).name, msgspec.Raw(b"{}"))
+    except (msgspec.DecodeError, RecursionError):
+        pass
     try:
         call = msgspec.json.decode(body, type=_Call)
     except (msgspec.DecodeError, RecursionError):

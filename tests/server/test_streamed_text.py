@@ -165,19 +165,38 @@ def test_calls_are_read_at_any_cut_and_the_rest_stays_text():
 
 
 BEGUN = '<tool_call>{"name": "a\\n", "arguments": {"x": [1, "'
+WITHIN = '{"x": [1, "</tool_call>'
+GOOD, ONE = '<tool_call>{"name": "c"}</tool_call>', [("c", "{}", True)]
+LATE = [("b", '{"x": "</tool_call>"}', True)]
 
 
 @pytest.mark.parametrize(
     ("whole", "text", "calls"),
     [
         (BEGUN, "", [("a\n", '{"x": [1, "', False)]),  # cut by the limit
-        (BEGUN + '</tool_call> and"', ' and"', [("a\n", '{"x": [1, "', False)]),
+        (BEGUN + '</tool_call> and"', "", [("a\n", '{"x": [1, "</tool_call> and"', False)]),
+        (BEGUN + '</tool_call>"]}}</tool_call>.', ".", [("a\n", WITHIN + '"]}', True)]),
+        (
+            BEGUN + '\\"</tool_call>"]}</tool_call>',
+            "",
+            [("a\n", '{"x": [1, "\\"</tool_call>"]}', True)],
+        ),
+        (BEGUN + '"</tool_call>.', ".", [("a\n", '{"x": [1, ""', False)]),
         (BEGUN + '}\\"]}"]}, "id": 3', "", [("a\n", '{"x": [1, "}\\"]}"]}', True)]),
         (BEGUN[:-10], BEGUN[:-10], []),
         ('<tool_call>{"name": "\\x", "arguments": {"x": 1}}', None, []),  # no escape of JSON
         ('<tool_call>{"name": "a", "arguments": [{"x": 1}]}</tool_call>', None, []),
         ('<tool_call>{"name": "a", "arguments": {x: 1}}</tool_call>.', None, []),
-        ('<tool_call>{"name": "a</tool_call>", "arguments": {"x": 1}', None, []),
+        (
+            '<tool_call>{"name": "a</tool_call>", "arguments": {"x": 1}',
+            "",
+            [("a</tool_call>", '{"x": 1}', True)],
+        ),
+        ('<tool_call>{"arguments": {"x": "</tool_call>"}, "name": "b"}</tool_call>.', ".", LATE),
+        (f'<tool_call>{{"a": "b</tool_call>{GOOD}', '<tool_call>{"a": "b</tool_call>', ONE),
+        (f'<tool_call>a "b</tool_call>{GOOD}', '<tool_call>a "b</tool_call>', ONE),
+        ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', None, []),
+        ('<tool_call>{"name": "a"}</tool_call>', "", [("a", "{}", True)]),
         ('<tool_call>{"arguments": {"x" :1}, "name": "b"}', "", [("b", '{"x" :1}', True)]),
         ('<tool_call>{"name": "c", "id": 1, "arguments": { }}', "", [("c", "{ }", True)]),
         ('<tool_call>{"name": "c", "id": 1, "arguments": {"x"', None, []),
