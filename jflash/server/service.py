@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,6 +23,7 @@ from jflash.serving.request import Failed, Full, Request, TooLong
 
 # Characters, 0.7 ms on a slow core: beside 32 streams a thread's result comes back later than that.
 SHORT = 2000
+RESERVED = ("messages", "tools", "tokenizer", "add_generation_prompt", "tokenize")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
 HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
 # Fields that the engine checks, as its messages name them.
@@ -223,13 +225,20 @@ def thinks(service: Service, prompt: str, names: dict[str, Any]) -> bool:
     return opened(prompt) or mode
 
 
+@functools.cache
+def _options(tokenizer: type) -> frozenset[str]:
+    """What a tokenizer's `apply_chat_template` keeps from the template; documents it gives on."""
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    return frozenset(taken) - {"documents", "kwargs"}
+
+
 def thinking(
     service: Service, effort: str | None, names: dict[str, Any], field: str = "reasoning_effort"
 ) -> dict[str, Any]:
     """The template's variables: the request's `names` override the server's thinking mode. `field`
     is that of `effort`."""
-    for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template"):
-        if name in names:
+    for name in names:
+        if name in RESERVED or name in _options(type(service.tokenizer)):
             raise invalid(f"chat_template_kwargs.{name}", "cannot be set by a request")
     known: dict[str, Any] = {"enable_thinking": service.reasoning}
     if effort is not None:

@@ -406,7 +406,10 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"tool_choice": "maybe"}, "tool_choice", "invalid_value"),
         (CHAT, {"store": True}, "store", "unsupported_parameter"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
-        (CHAT, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", None),
+        *(
+            (CHAT, {"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}", None)
+            for name in ("tools", "messages", "conversation", "padding", "return_dict", "tokenizer")
+        ),
         (TEXT, {"logprobs": 21}, "logprobs", "invalid_type"),
         (TEXT, {"prompt": []}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [[]]}, "prompt", "invalid_value"),
