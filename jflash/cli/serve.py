@@ -67,6 +67,8 @@ def api_keys(options: argparse.Namespace) -> list[str]:
             lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise ValueError(f"--api-key-file {options.api_key_file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"--api-key-file {options.api_key_file} is no text in UTF-8") from None
         stripped = [line.strip() for line in lines if line.strip()]
         if not stripped:
             raise ValueError(f"--api-key-file {options.api_key_file} holds no key")

@@ -100,6 +100,9 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
         keys(str(file))
+    file.write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match=f"--api-key-file {file} is no text in UTF-8"):
+        keys(str(file))
     with pytest.raises(ValueError, match=f"--api-key-file {tmp_path}/none: No such file"):
         keys(f"{tmp_path}/none")
 
