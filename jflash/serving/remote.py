@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jflash.serving.grammar import Kind, Opening
 from jflash.serving.handle import Handle
+from jflash.serving.outbox import Outbox
 from jflash.serving.request import Event, Failed, Request
 from jflash.serving.stats import Stats
 
@@ -76,7 +77,8 @@ class Remote:
 
     def __init__(self, pipe: Connection, sizes: Sizes, first: News) -> None:
         self.max_context, self.vocabulary = sizes
-        self._pipe, self._stats, self._compiled = pipe, first.stats, first.compiled
+        self._pipe, self._outbox = pipe, Outbox(pipe)
+        self._stats, self._compiled = first.stats, first.compiled
         self.on_compiled: Callable[[int], None] | None = None  # told how many more programs
         self.on_lost: Callable[[str], None] | None = None  # told that no token comes any more
         self._numbers = itertools.count()
@@ -103,7 +105,7 @@ class Remote:
             request = replace(request, grammar=None)
         taken = asyncio.get_running_loop().create_future()
         self._handles[number], self._waiting[number] = handle, taken
-        self._send(Asked(number, request, source))
+        self._outbox.send(Asked(number, request, source))
         try:
             await taken
         except asyncio.CancelledError:
@@ -135,11 +137,7 @@ class Remote:
 
     def _leave(self, number: int) -> None:
         if self._lost is None:
-            self._send(Left(number))
-
-    def _send(self, message: Asked | Left) -> None:
-        with contextlib.suppress(OSError):  # `_read` finds the end too, and tells every request
-            self._pipe.send(message)
+            self._outbox.send(Left(number))
 
     def _read(self) -> None:
         try:
