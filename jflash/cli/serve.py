@@ -1,10 +1,12 @@
 """serve: a pair with OpenAI's routes, until SIGTERM."""
 
 import argparse
+import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.monitoring
+from tqdm import tqdm
 
 from jflash.cli.command import note_idle_gpu, require
 from jflash.cli.generate import configured, with_sampling
@@ -24,7 +27,7 @@ from jflash.pair import Models
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.request import Request
-from jflash.serving.room import pages_within
+from jflash.serving.room import need_of, pages_within
 from pallas_kernels.block_attention import PAGE
 
 if TYPE_CHECKING:
@@ -101,16 +104,21 @@ def loaded(options: argparse.Namespace) -> Loaded:
     jax.block_until_ready(pair.params)
     name = options.served_model_name or _name(options.target)
     slots = f"{options.max_batch} requests at once of at most {context} tokens"
-    memory = f"{pages} pages, {pages * PAGE} tokens in all"
+    sizes = options.max_batch, context, options.steps_per_call, options.states
+    taken = pages * need_of(files.models, *sizes).page / 1e9
+    memory = f"{pages} pages, {pages * PAGE} tokens in all, {taken:.3g} GB"
     print(f"{name}: {slots}; {memory}; compiles", file=sys.stderr, flush=True)
     begin = time.perf_counter()
-    engine = Engine(
-        pair, max_batch=options.max_batch, max_context=context, pages=pages,
-        max_queue=options.max_queue, steps_per_call=options.steps_per_call, states=options.states,
-    )  # fmt: skip
-    grammars = Grammars(tokenizer, files.models.target.config.vocab_size, stop_ids)
-    _warm_up(engine, grammars, tuple(stop_ids))
-    print(f"compiled in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    with _progress() as compiled:
+        engine = Engine(
+            pair, max_batch=options.max_batch, max_context=context, pages=pages,
+            max_queue=options.max_queue, steps_per_call=options.steps_per_call,
+            states=options.states,
+        )  # fmt: skip
+        grammars = Grammars(tokenizer, files.models.target.config.vocab_size, stop_ids)
+        _warm_up(engine, grammars, tuple(stop_ids))
+    took = f"compiled {compiled()} programs in {time.perf_counter() - begin:.1f} s"
+    print(took, file=sys.stderr, flush=True)
     settings = Settings(
         tokenizer=tokenizer,
         name=name,
@@ -136,6 +144,20 @@ def _warm_up(engine: Engine, grammars: Grammars, stop_ids: tuple[int, ...]) -> N
     formed = replace(plain, grammar=grammars.compile("json_schema", '{"type": "object"}'))
     for request in (plain, replace(plain, sampling=Sampling(temperature=1.0)), formed):
         engine.generate([request])
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[], int]]:
+    """Counts programs as they are compiled in the block; a terminal sees the number grow."""
+    with tqdm(desc="compiling", unit=" programs", disable=None, leave=False) as bar:
+        ended = threading.Event()
+
+        def another() -> None:
+            if not ended.is_set():
+                bar.update()
+
+        yield counted_compilations(another)
+        ended.set()
 
 
 def counted_compilations(also: Callable[[], None] = lambda: None) -> Callable[[], int]:

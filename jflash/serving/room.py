@@ -50,6 +50,18 @@ def needed(
     return Need(budget.weights, others, page)
 
 
+def need_of(
+    models: Models,
+    batch: int,
+    context: int,
+    steps: int = STEPS_PER_CALL,
+    states: int | None = None,
+) -> Need:
+    """The bytes of an engine for `batch` requests of `context` tokens; others as `needed`."""
+    slots = -(-context // PAGE) * PAGE
+    return needed(models, Shape.of(batch, slots, chunk=engine_chunk(models, slots)), steps, states)
+
+
 def pages_within(
     models: Models,
     batch: int,
@@ -69,8 +81,7 @@ def pages_within(
     kept = states_kept(models, batch, states)
     if limit is None:
         return wanted
-    slots = columns * PAGE
-    need = needed(models, Shape.of(batch, slots, chunk=engine_chunk(models, slots)), steps, kept)
+    need = need_of(models, batch, context, steps, kept)
     most = max(0, limit - need.of(0)) // need.page
     takes = (
         f"weights take {_gb(need.weights)}, {batch} slots {_gb(need.others)} and each page of "
