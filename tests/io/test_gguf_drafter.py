@@ -27,6 +27,7 @@ from jflash.io import (
     save_checkpoint,
 )
 from jflash.io.hf_config import drafter_config
+from tests.support.gguf_files import finished, put
 from tests.support.small_checkpoints import DRAFTER, make_pair, unit_gain_params
 
 PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny-math"
@@ -88,16 +89,7 @@ def write(
     """The drafter as GGUF: matrices of a kind, vectors in float32, as the converter writes them."""
     writer = GGUFWriter(path, "dflash")
     for key, value in metadata(**changes).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, value)
+        put(writer, key, value)
     stored = {stored_name(k): v for k, v in load_file(folder / "model.safetensors").items()}
     for name, value in (stored | data).items():
         if value is not None:
@@ -105,11 +97,7 @@ def write(
             numbers = np.asarray(value, np.float32)
             rows = numbers if plain else quantize(numbers, kind)
             writer.add_tensor(name, rows, raw_dtype=Kind.F32 if plain else kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finished(writer, path)
 
 
 @pytest.fixture

@@ -126,10 +126,14 @@ def write_gguf(
     writer = GGUFWriter(path, arch)
     known = HEADS.get(arch) and arch
     for key, value in (metadata(known or "llama") | (change or {})).items():
-        _put(writer, key, value)
+        put(writer, key, value)
     for name, value in (tensors(known or "llama", kind, seed, tied) | (data or {})).items():
         if value is not None:
             writer.add_tensor(name, value[0], raw_dtype=value[1])
+    return finished(writer, path)
+
+
+def finished(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,7 +141,7 @@ def write_gguf(
     return path
 
 
-def _put(writer: GGUFWriter, key: str, value: Any) -> None:
+def put(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
