@@ -142,3 +142,21 @@ def test_triton_sums_k_of_kept_weights_in_the_order_of_arrays(tmp_path):
         begin = text.index("IR Dump Before AllocateSharedMemoryNv")
         kernel = text[begin : text.index("IR Dump", begin + 8)]
         assert set(re.findall(r"kWidth = (\d)", kernel)) == {"2"}, file.name
+
+
+@pytest.mark.parametrize(("experts", "refused"), [(227, False), (228, True)])
+def test_codes_that_a_kernel_would_misplace_are_refused(experts, refused):
+    """Sizes of MiniMax-M2's experts in FP8: those of the last ones begin beyond 2^31 bytes."""
+    K, N = 3072, 3072
+    make = jax.ShapeDtypeStruct
+    w = Quantised(
+        make((experts, K, N), jnp.float8_e4m3fn),
+        make((experts, K // 128, N), jnp.float32), None, 128,
+    )  # fmt: skip
+    sizes = make((experts,), jnp.int32)
+    product = functools.partial(jax.eval_shape, triton.grouped_matmul, make((8, K), jnp.bfloat16))
+    if refused:
+        with pytest.raises(ValueError, match="Triton kernels read less than 2147483648 codes"):
+            product(w, sizes)
+    else:
+        assert product(w, sizes).shape == (8, N)
