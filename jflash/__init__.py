@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jflash.io import encode_prompt, load_pair, load_tokenizer, stop_token_ids
     from jflash.serving.engine import Engine
     from jflash.serving.request import Request
+    from jflash.serving.texts import Answer, TextReader, answers
 
 _HOMES = {
     **dict.fromkeys(("Chunk", "Generation", "Pair", "generate", "stream"), "jflash.generate"),
@@ -23,16 +24,20 @@ _HOMES = {
     "stop_token_ids": "jflash.io",
     "Engine": "jflash.serving.engine",
     "Request": "jflash.serving.request",
+    **dict.fromkeys(("Answer", "TextReader", "answers"), "jflash.serving.texts"),
     "Sampling": "jflash.decoding",
 }
 
 __all__ = [
+    "Answer",
     "Chunk",
     "Engine",
     "Generation",
     "Pair",
     "Request",
     "Sampling",
+    "TextReader",
+    "answers",
     "encode_prompt",
     "generate",
     "load_pair",

@@ -7,13 +7,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jflash.io.incremental import Incremental
 from jflash.server.errors import ApiError
 from jflash.server.metrics import Times
 from jflash.server.service import Service
 from jflash.serving.grammar import GrammarError
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed
+from jflash.serving.texts import Reading
 
 Decode = Callable[[list[int]], str]
 MOST_AT_ONCE = 16  # steps of one write
@@ -119,7 +119,7 @@ async def _one(
     service: Service, answer: int, handle: Handle, stops: Sequence[str], decode: Decode
 ) -> AsyncGenerator[list[Step]]:
     request = handle.request
-    text = Incremental(decode, stops, request.min_tokens)
+    reading = Reading(request, decode, stops)
     metrics, prompt_tokens = service.metrics, len(request.prompt_ids)
     begin = last = time.perf_counter()
     first_seconds, tokens, finish, queued = 0.0, 0, None, None
@@ -128,14 +128,11 @@ async def _one(
         async for events in handle.several(MOST_AT_ONCE):
             now, given = time.perf_counter(), list[Step]()
             for event in events:
-                first, finish, queued = not tokens, event.finish_reason, event.queued
-                shown = event.token_ids
-                if finish == "stop" and shown:  # by its stop id, of which the answer has no text
-                    shown = shown[:-1]
-                piece = text.push(shown, last=finish is not None)
-                if text.stopped:
+                first, queued = not tokens, event.queued
+                piece, event = reading.take(event)
+                finish = event.finish_reason
+                if reading.text.stopped:
                     handle.cancel()
-                    event, finish = _cut(event, text.taken), "stop"
                 metrics.step(event, prompt_tokens, now - last, first)
                 first_seconds, last = now - begin if first else first_seconds, now
                 tokens += len(event.token_ids)
@@ -160,16 +157,6 @@ async def _one(
     finally:
         seconds = time.perf_counter() - begin
         metrics.ended(finish or "abort", request, tokens, Times(queued, first_seconds, seconds))
-
-
-def _cut(event: Event, count: int) -> Event:
-    """The event of the first `count` tokens, with which plain decoding would have ended."""
-    return event._replace(
-        token_ids=event.token_ids[:count],
-        accepted=min(event.accepted, max(count - 1, 0)),
-        logprobs=event.logprobs and event.logprobs[:count],
-        top_logprobs=event.top_logprobs and event.top_logprobs[:count],
-    )
 
 
 def _ended_early(service: Service, reason: str) -> ApiError:

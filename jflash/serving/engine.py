@@ -145,7 +145,13 @@ class Engine:
 
         An error, such as that of one that is refused, cancels the others.
         """
-        return results_of(requests, self.submit, self._wait_for_room)
+        return results_of(requests, self.submit, self.wait_for_room)
+
+    def wait_for_room(self) -> None:
+        """Until `submit` would not raise Full, though another thread may come first."""
+        with self._room:
+            ended = lambda: self._closing or self._error is not None  # noqa: E731
+            self._room.wait_for(lambda: ended() or self._waiting() < self._max_queue)
 
     def stats(self) -> Stats:
         """A snapshot."""
@@ -230,12 +236,6 @@ class Engine:
 
     def _waiting(self) -> int:
         return len(self._inbox) + len(self._loop.waiting)
-
-    def _wait_for_room(self) -> None:
-        """Until `submit` would not raise Full, though another thread may come first."""
-        with self._room:
-            ended = lambda: self._closing or self._error is not None  # noqa: E731
-            self._room.wait_for(lambda: ended() or self._waiting() < self._max_queue)
 
     def _cancel(self, job: Job) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
 """Requests to the engine and their results: plain records without arrays.
 
-Nothing here knows text: a caller with the tokenizer makes the prompt's ids, watches the events for
-stop strings, and cancels. Several samples of one prompt are requests that differ in their `index`.
+Nothing here knows text: a caller with the tokenizer makes the prompt's ids, and `texts` watches the
+events for stop strings. Several samples of one prompt are requests that differ in their `index`.
 """
 
 import operator

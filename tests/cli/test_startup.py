@@ -140,7 +140,7 @@ def test_another_process_imports_the_same_jflash(tmp_path, monkeypatch):
 
 
 def test_the_public_names_come_when_they_are_used():
-    light = "import jflash\nassert 'generate' in dir(jflash) and len(jflash.__all__) == 12\n"
+    light = "import jflash\nassert 'generate' in dir(jflash) and len(jflash.__all__) == 15\n"
     light += f"assert not {SLOW!r} & set(sys.modules)\n"
     # A module and a function are called jflash.generate: the function is the public one.
     forms = ("import jflash", "import jflash.generate", "from jflash.generate import Pair")
