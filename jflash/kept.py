@@ -8,7 +8,7 @@ from jflash.leaves import Leaf
 from jflash.models.decoder import Target
 from jflash.models.params import leaf_paths
 from jflash.pair import Models
-from jflash.specs import Kept
+from jflash.specs import DenseSpec, Kept
 from pallas_kernels.matmul import fragments
 from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
@@ -24,8 +24,20 @@ def in_fragments(models: Models) -> Models:
     if not forms or models.mesh is not None or models.kernels.matmul != "canonical":
         return models
     lies = fragment_paths(models, forms)
-    kept = {path: form._replace(fragments=path in lies) for path, form in forms.items()}
+    kept = {
+        path: form._replace(fragments=path in lies, pairs=path in lies and _gated(config, path))
+        for path, form in forms.items()
+    }
     return replace(models, target=Target(config.keeping(kept)))
+
+
+def _gated(config: TargetConfig, path: str) -> bool:
+    """Whether the leaf is gate and up of an MLP whose product gates in its kernel."""
+    layer, _, rest = path.partition("/")
+    if rest != "mlp/gate_up/kernel":
+        return False
+    mlp = config.layers[int(layer.removeprefix("layers_"))].mlp
+    return isinstance(mlp, DenseSpec) and mlp.activation == "silu" and not mlp.bias
 
 
 def fragment_paths(models: Models, forms: Mapping[str, Kept]) -> set[str]:

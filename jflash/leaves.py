@@ -134,8 +134,14 @@ class Leaf:
         kernel = Quantised(**{"zeros": None, **arrays}, group=self.kept.group)
         if not self.kept.fragments:
             return kernel
+        return self.in_fragments(kernel)
+
+    def in_fragments(self, kernel: Quantised) -> Fragments:
+        """The kept kernel, which may be abstract, in the order in which the leaf lies."""
+        assert self.kept and self.kept.fragments
+        pairs = self.firsts if self.kept.pairs else None
         whole = isinstance(kernel.codes, jax.Array)
-        return fragments.fragments(kernel) if whole else fragments.abstract(kernel)
+        return (fragments.fragments if whole else fragments.abstract)(kernel, pairs)
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct | Quantised | Fragments | Rounded:

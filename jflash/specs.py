@@ -215,6 +215,7 @@ class Kept(NamedTuple):
     scales: str  # their dtype
     zeros: bool  # each group has a zero
     fragments: bool = False  # in the order of pallas_kernels.matmul.fragments
+    pairs: bool = False  # there a gate's columns and an up's lie in turns
 
 
 FLOAT8 = Kept("float8", 0, "float32", False)

@@ -18,8 +18,8 @@ KEPT = "kept"
 QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
 # The share of a device's memory that arrays may take before all weights stay codes by themselves:
 # dense FP8 is slower in codes at many rows, and so are experts' codes that do not lie in fragments
-# at few. A step of Qwen3-8B's pair on an H200 takes 5.7 ms with arrays, 4.6 with FP8 and 4.1 with
-# INT4 at batch 1, 7.3, 7.4 and 6.8 at 8, and 18.3, 20.8 and 18.3 at 32 (benchmarks/README.md). So
+# at few. A step of Qwen3-8B's pair on an H200 takes 5.7 ms with arrays, 4.6 with FP8 and 3.7 with
+# INT4 at batch 1, 7.3, 7.4 and 6.7 at 8, and 18.3, 20.3 and 17.8 at 32 (benchmarks/README.md). So
 # dense INT4 stays in codes wherever it lies in fragments; experts there win in either form at up to
 # 512 rows, which is a prefill's chunk too (FP8 takes 751 µs of 2,048 rows, and arrays 648).
 ROOMY = 2 / 3

@@ -20,7 +20,7 @@ from jflash.proof.cases import Case
 from jflash.proof.law import REFERENCE
 from jflash.proof.law_bench import Bench, compared, decoded
 from jflash.proof.law_forms import OWN, REPLAY, Way
-from pallas_kernels.matmul.fragments import Fragments, fragments
+from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised
 
 FORMS = ("fp8", "int4")
@@ -83,7 +83,7 @@ def as_arrays_and_codes(case: Case, form: str, seed: int) -> tuple[Case, Case]:
     leaves = abstract_params(models.target.config)
 
     def kept(leaf, w):
-        return fragments(w) if leaf.kept and leaf.kept.fragments else w
+        return leaf.in_fragments(w) if leaf.kept and leaf.kept.fragments else w
 
     params = jax.tree.map(kept, leaves, drawn)
     return _of_target(case, arrays), _of_target(case._replace(models=models), params)

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import few_rows, kept_mosaic, mosaic_gpu, wide_mosaic
+from pallas_kernels.matmul import few_rows, kept_alone, kept_mosaic, mosaic_gpu, wide_mosaic
 from pallas_kernels.matmul.add import add_pieces
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.fragments import Fragments
@@ -203,6 +203,9 @@ def _few_rows(x, w, residual, P: int, tile: Tile, interpret: bool):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _kept(x, w: Fragments, P: int, firsts: Firsts | None):
+    assert firsts or not w.paired, "columns in pairs are for gate_up"
+    if w.paired and len(x) <= kept_alone.MOST_ROWS[w.bits]:
+        return kept_alone.gated(x, w)
     tile = kept_mosaic.by_rule(len(x), w, P, 2 if firsts else 1)
     return kept_mosaic.product(x, w, pieces=P, tile=tile, halves=firsts)
 

@@ -4,6 +4,9 @@ A tile is 128 rows of K by 64 columns, and each thread of a warpgroup finds its 
 whole words of 32 bits, in the order of wgmma's registers (columns are wgmma's rows). After the
 codes lie the tile's scales and, of four bits, what is taken off each code, for every group in it.
 So one copy brings all that a tile needs, and no thread asks another one for a code.
+
+A gate and an up may lie in pairs: 8 columns of the one, 8 of the other, in turns. A thread's sums
+then have both of a column, so that one tile is 32 whole columns of the gated product.
 """
 
 import functools
@@ -15,17 +18,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, UInt32
 
+from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul.quantised import MIDDLE, Quantised
 
 DEPTH, COLUMNS = 128, 64  # of a tile
 ROW = 64  # words; what a copy takes has at most 256 along an axis
+PAIRED = 8  # columns of a turn; wgmma leaves rows so far apart in one thread
 MAGIC = 128  # of bfloat16, whose last bit then counts ones
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["words"],
-    meta_fields=["shape", "bits", "groups", "narrow"],
+    meta_fields=["shape", "bits", "groups", "narrow", "paired"],
 )
 @dataclass(frozen=True)
 class Fragments:
@@ -39,6 +44,7 @@ class Fragments:
     bits: int  # of a code: 8 of float8_e4m3fn, or 4
     groups: int  # along K in a tile
     narrow: bool  # four bits whose scales are numbers of bfloat16
+    paired: bool = False  # a gate and an up
 
     @property
     def code_rows(self) -> int:
@@ -56,7 +62,7 @@ def refusal(w: Quantised, pieces: int = 1) -> str | None:
     return None
 
 
-def abstract(w: Quantised) -> Fragments:
+def abstract(w: Quantised, pairs: Firsts | None = None) -> Fragments:
     """The shapes of `fragments`. ValueError as there."""
     if why := refusal(w):
         raise ValueError(f"the form of fragments {why}")
@@ -64,13 +70,21 @@ def abstract(w: Quantised) -> Fragments:
     bits, groups = 4 if w.packed else 8, max(1, DEPTH // w.group)
     rows = DEPTH * COLUMNS * bits // 32 // ROW + groups * (1 + w.packed)
     words = jax.ShapeDtypeStruct((*lead, N // COLUMNS, K // DEPTH, rows, ROW), jnp.uint32)
-    return Fragments(words, w.shape, bits, groups, w.packed and w.scales.dtype == jnp.bfloat16)
+    narrow = w.packed and w.scales.dtype == jnp.bfloat16
+    return Fragments(words, w.shape, bits, groups, narrow, pairs is not None)
 
 
-@jax.jit
-def fragments(w: Quantised) -> Fragments:
-    """The same weight in this order. ValueError: it has none."""
-    form = abstract(w)
+@functools.partial(jax.jit, static_argnums=1)
+def fragments(w: Quantised, pairs: Firsts | None = None) -> Fragments:
+    """The same weight in this order; in pairs, if gate and up begin at the columns `pairs`.
+
+    ValueError: it has none.
+    """
+    form = abstract(w, pairs)
+    if pairs is not None:
+        columns = _in_pairs(w.shape[1] // 2, pairs)
+        zeros = None if w.zeros is None else w.zeros[:, columns]
+        w = Quantised(w.codes[:, columns], w.scales[:, columns], zeros, w.group)
     if len(w.shape) == 3:  # one by one: a word a code is much more memory
         words = lax.map(lambda own: fragments(own).words, w)
         return replace(form, words=words)
@@ -96,6 +110,12 @@ def fragments(w: Quantised) -> Fragments:
         zeros = jnp.full(w.scales.shape, MIDDLE) if w.zeros is None else w.zeros
         parts.append(_by_tile(MAGIC + zeros.astype(jnp.float32), w.group, K, groups))
     return replace(form, words=jnp.concatenate(parts, axis=2))
+
+
+def _in_pairs(columns: int, pairs: Firsts) -> Array:
+    """The columns of a weight in the order of pairs."""
+    turns = jnp.arange(columns).reshape(-1, 1, PAIRED)
+    return (turns + jnp.asarray(pairs)[:, None]).ravel()
 
 
 def _by_tile(numbers: Array, group: int, K: int, groups: int) -> UInt32[Array, "N k g 64"]:

@@ -20,6 +20,7 @@ from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels.halves import Firsts
+from pallas_kernels.matmul import kept_pairs
 from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, ROW, Fragments
 from pallas_kernels.matmul.mosaic_kernel import PRODUCER_REGISTERS, silu_times, tiled
 
@@ -60,8 +61,9 @@ def product(
     tile: Kept,
     halves: Firsts | None = None,
 ) -> Float[Array, "..."]:
-    """As `few_rows.product` without a residual."""
+    """As `few_rows.product` without a residual; paired columns are two halves by themselves."""
     (M, K), N = x.shape, w.shape[1]
+    halves = (0, COLUMNS) if w.paired else halves  # two tiles beside one another
     if M > 8 and M % 8:
         return product(
             jnp.pad(x, ((0, -M % 8), (0, 0))), w, pieces=pieces, tile=tile, halves=halves
@@ -80,6 +82,7 @@ def product(
         functools.partial(
             _kernel, w=jax.tree.map(lambda a: None, w), steps=steps, stages=stages, deep=tile.deep,
             consumers=C, firsts=tuple(first // COLUMNS for first in halves or (0,)),
+            apart=2 if w.paired else 1,
         ),
         out_type=jax.ShapeDtypeStruct(shape, dtype),
         scratch_types={
@@ -100,7 +103,7 @@ def product(
 
 def _kernel(
     x_gmem, w_gmem, out_gmem, *, ring, x_ring, out_smem, full, empty,
-    w: Fragments, steps: int, stages: int, deep: int, consumers: int, firsts,
+    w: Fragments, steps: int, stages: int, deep: int, consumers: int, firsts, apart: int,
 ):  # fmt: skip
     wg, piece = lax.axis_index("wg"), lax.axis_index("piece")
     column = lax.axis_index("column") * consumers
@@ -117,7 +120,7 @@ def _kernel(
             for part, first in enumerate(firsts * codes):
                 for consumer in range(consumers):
                     plgpu.copy_gmem_to_smem(
-                        w_gmem.at[first + column + consumer, pl.ds(k, deep)],
+                        w_gmem.at[first + apart * (column + consumer), pl.ds(k, deep)],
                         ring.at[slot, consumer, part], full.at[slot],
                     )  # fmt: skip
             if numbers:
@@ -149,11 +152,16 @@ def _kernel(
 
         accs = [plgpu.WGMMAAccumulatorRef((COLUMNS, rows)) for _ in firsts]
         values = pl.run_scoped(of_columns, *accs)
-        value = values[0]
-        if len(values) == 2:
-            value = silu_times(value, values[1], out_smem.dtype)
         out = out_smem.at[wg]
-        store(out, value.astype(out_smem.dtype))
+        if w.paired:
+            for part, value in enumerate(values):
+                own = pl.ds(part * kept_pairs.OWN, kept_pairs.OWN)
+                kept_pairs.store_gated(out_smem.at[wg, slice(None), own], value)
+        else:
+            value = values[0]
+            if len(values) == 2:
+                value = silu_times(value, values[1], out_smem.dtype)
+            store(out, value.astype(out_smem.dtype))
         plgpu.commit_smem()
         target = out_gmem.at[piece] if len(out_gmem.shape) == 3 else out_gmem
         plgpu.copy_smem_to_gmem(out, target.at[row, pl.ds((column + wg) * COLUMNS, COLUMNS)])

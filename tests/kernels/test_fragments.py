@@ -76,6 +76,16 @@ def test_each_thread_finds_its_codes(kind):
     assert abstract(w).words.shape == made.words.shape
 
 
+@pytest.mark.parametrize("firsts", [(0, 128), (128, 0)])
+def test_pairs_are_columns_of_gate_and_up_in_turns(firsts):
+    w, numbers = kept("int4-zeros", 128, 256), np.arange(128).reshape(-1, 8)
+    made = fragments(w, firsts)
+    columns = np.stack([numbers + firsts[0], numbers + firsts[1]], axis=1).ravel()
+    np.testing.assert_array_equal(read_back(made), dequantised(w, "float32")[:, columns])
+    assert jax.tree.structure(made) == jax.tree.structure(abstract(w, firsts))
+    assert made.paired and not fragments(w).paired
+
+
 @pytest.mark.parametrize(
     ("K", "N", "group", "why"),
     [
@@ -93,10 +103,12 @@ def test_a_weight_without_this_form_is_refused(K, N, group, why):
 
 @pytest.mark.parametrize("rows", [1, 16, 40, 128, 512])
 def test_no_product_spills_or_makes_its_tensor_cores_wait(rows):
-    """Registers decide that: an FP8 gate and up, and INT4 in two pieces with a residual."""
+    """Registers decide that: a gate and an up in FP8, in FP8 pairs and in INT4 pairs, and INT4 in
+    two pieces with a residual."""
 
-    def run(x, wide, w, v, r):
+    def run(x, wide, w, pairs, v, r):
         y = gate_up(x, w, backend="canonical")
+        y += sum(gate_up(x, both, backend="canonical") for both in pairs)
         pieces = partial_products(wide, v, backend="canonical")
         return matmul(y, v, r, backend="canonical"), pieces
 
@@ -105,8 +117,14 @@ def test_no_product_spills_or_makes_its_tensor_cores_wait(rows):
         jax.eval_shape(lambda k=k, s=s: fragments(kept(k, *s)))
         for k, s in (("fp8", (1024, 8192)), ("int4", (4096, 1024)))
     )
+    pairs = [
+        jax.eval_shape(lambda k=k: fragments(kept(k, 1024, 8192), (0, 4096)))
+        for k in ("fp8", "int4")
+    ]
     r = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
-    program = inspect(lambda options: compile_for(H200, run, x, wide, w, v, r, options=options))
+    program = inspect(
+        lambda options: compile_for(H200, run, x, wide, w, pairs, v, r, options=options)
+    )
     assert "kept_gate_up" in program.assembler and "kept_rows" in program.assembler
     assert "0 bytes spill stores" in program.assembler
     assert "Performance Loss" not in program.assembler

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.matmul import kept_alone
 from pallas_kernels.matmul.fragments import fragments
 from pallas_kernels.matmul.kept_mosaic import Kept, product
 from pallas_kernels.matmul.quantised import Quantised, dequantised
@@ -30,13 +31,19 @@ K, N, F = 1024, 256, 128
     ],
     ids=str,
 )
-@pytest.mark.parametrize("M", [1, 20])
+@pytest.mark.parametrize("M", [1, 12, 20])
 def test_products(interpreted, M, tile, pieces, halves):
     rng = np.random.default_rng(M)
     codes = jnp.asarray(rng.integers(-8, 9, (K, N)), jnp.float8_e4m3fn)
     scales = jnp.asarray(2.0 ** rng.integers(-3, 0, (K // 128, N)), jnp.float32)
     w, x = Quantised(codes, scales, None, 128), jnp.asarray(rng.integers(-4, 5, (M, K)), "bfloat16")
     got = product(x, fragments(w), pieces=pieces, tile=tile, halves=halves)
+    if halves:
+        paired = fragments(w, halves)
+        others = [product(x, paired, pieces=1, tile=tile)]
+        others += [kept_alone.gated(x[:m], paired) for m in (1, M) if m <= 16]
+        for same in others:
+            np.testing.assert_array_equal(np.asarray(same), np.asarray(got)[: len(same)])
     cuts = [slice(p * K // pieces, (p + 1) * K // pieces) for p in range(pieces)]
     array = np.asarray(dequantised(w, "float32"))
     want = np.stack([np.asarray(x, np.float32)[:, cut] @ array[cut] for cut in cuts])

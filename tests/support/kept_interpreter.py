@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import kept_mosaic
-from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, Fragments
+from pallas_kernels.matmul import kept_mosaic, kept_pairs
+from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, PAIRED, Fragments
 from pallas_kernels.matmul.mosaic_kernel import tiled
 
 
@@ -30,22 +30,29 @@ def store(ref, value):
     ref[...] = value.T
 
 
+def gate_and_up(value):
+    turns = value.reshape(-1, 2, PAIRED, value.shape[1])
+    return turns[:, 0].reshape(-1, value.shape[1]), turns[:, 1].reshape(-1, value.shape[1])
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
-    launch, wgmma, own = plgpu.kernel, plgpu.wgmma, []
+    launch, wgmma, own, threads = plgpu.kernel, plgpu.wgmma, [], []
 
-    def kernel(body, *, scratch_types, num_threads, **how):
+    def kernel(body, *, scratch_types, num_threads=1, **how):
         first = plgpu.SMEM((num_threads, COLUMNS, DEPTH), jnp.bfloat16, transforms=tiled(128, 2))
 
         def with_first(*refs, first, **named):
             own.append(first)
+            threads.append(num_threads)
             body(*refs, **named)
 
-        how |= {"num_threads": num_threads, "interpret": plgpu.InterpretGPUParams()}
+        how |= {"interpret": plgpu.InterpretGPUParams()}
+        how |= {"num_threads": num_threads} if num_threads > 1 else {}
         return launch(with_first, scratch_types={**scratch_types, "first": first}, **how)
 
     def multiply(acc, numbers, rows):
-        mine = own[-1].at[lax.axis_index("wg")]
+        mine = own[-1].at[lax.axis_index("wg") if threads[-1] > 1 else 0]
         mine[...] = numbers
         plgpu.commit_smem()
         wgmma(acc, mine, rows)
@@ -56,3 +63,5 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
     monkeypatch.setattr(kept_mosaic, "converted", converted)
     monkeypatch.setattr(kept_mosaic, "store", store)
+    monkeypatch.setattr(kept_pairs, "store", store)
+    monkeypatch.setattr(kept_pairs, "gate_and_up", gate_and_up)
