@@ -26,6 +26,11 @@ def with_key(results: list[Result], *keys: str) -> list[dict[str, Any]]:
     return [r.content | {"file": r.name} for r in results if r.content.keys() >= {*keys}]
 
 
+def step_rows(file: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one device in a file of bench-steps; those of several are in no table."""
+    return [row for row in file["step_times"] if row.get("tensor_parallel", 1) == 1]
+
+
 def all_cases(results: list[Result]) -> list[dict[str, Any]]:
     return [case for _, case in pairs_of(results)]
 

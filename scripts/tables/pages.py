@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tables.cells import Result, table, with_key
+from tables.cells import Result, step_rows, table, with_key
 from tables.steps import kind_name
 
 ORDERS = ("pages", "shuffled")
@@ -12,7 +12,7 @@ def pages(results: list[Result]) -> str:
     """A line for each step that one file timed over slots and over pages."""
     rows, used = [], []
     for file in with_key(results, "step_times"):
-        found = beside_slots(file["step_times"])
+        found = beside_slots(step_rows(file))
         rows += [
             [shape, kind_name(kind), batch, context, f"{times['slots']:.2f}", *(
                 f"{times[order]:.2f} ({times[order] / times['slots']:.3f} ×)"

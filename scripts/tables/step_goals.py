@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tables.cells import Result, table, with_key
+from tables.cells import Result, step_rows, table, with_key
 
 CONTEXT = 1024
 # What, the shape, the kind, and the goal in ms by batch at CONTEXT of 2048 tokens.
@@ -26,7 +26,7 @@ def step_goals(results: list[Result]) -> str:
     last = {
         (row["shape"], row["kind"], row["context"], row["batch"]): (row["ms"], file)
         for file in found
-        for row in file["step_times"]
+        for row in step_rows(file)
         if row.get("places", "slots") == "slots" and row.get("quantised") is None
     }
     if not found:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tables.cells import Result, percent, table, with_key
+from tables.cells import Result, percent, step_rows, table, with_key
 from tables.steps import kept_as, kind_name
 
 LONGEST = 5  # that a line names
@@ -14,7 +14,7 @@ def step_kernels(results: list[Result]) -> str:
     last = {
         (kept_as(row), row["kind"], row["context"], row["batch"]): (row, file)
         for file in files
-        for row in file["step_times"]
+        for row in step_rows(file)
         if row.get("kernels") and row.get("places", "slots") == "slots"
     }
     rows = [

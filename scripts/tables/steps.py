@@ -15,6 +15,7 @@ from tables.cells import (
     ms,
     percent,
     share,
+    step_rows,
     table,
     the_one,
     with_key,
@@ -108,7 +109,7 @@ def whole_steps(results: list[Result]) -> str:
     last = {
         (kept_as(row), row["kind"], row["context"], row["batch"]): (row, file)
         for file in found
-        for row in file["step_times"]
+        for row in step_rows(file)
         if row.get("places", "slots") == "slots"
     }
     times = {key: row for key, (row, _) in last.items()}

@@ -168,7 +168,9 @@ def whole_steps_of(name: str, ms: float, batch: int) -> Result:
     row = {"shape": "qwen9", "kind": "step", "context": 656, "batch": batch, "ms": ms}
     kept = row | {"quantised": "fp8", "share_of_floor": 0.75}
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
-    return Result(name, where | {"step_times": [row, row | {"batch": 64, "ms": ms + 1}, kept]})
+    several = row | {"tensor_parallel": 2, "ms": 1.0}  # no table's
+    rows = [row, row | {"batch": 64, "ms": ms + 1}, kept, several]
+    return Result(name, where | {"step_times": rows})
 
 
 def traced(name: str, us: float) -> Result:
@@ -183,7 +185,8 @@ def traced(name: str, us: float) -> Result:
         dict(zip(("name", "launches", "us"), kernel, strict=True)) for kernel in kernels
     ]
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "today"}
-    return Result(name, where | {"step_times": [row]})
+    several = row | {"tensor_parallel": 2, "ms": 1.0}
+    return Result(name, where | {"step_times": [row, several]})
 
 
 def whole_steps_in_pages() -> Result:
@@ -191,6 +194,7 @@ def whole_steps_in_pages() -> Result:
     row = {"shape": "qwen9", "kind": "plain", "context": 656, "batch": 1, "ms": 4.0}
     row["places"] = "slots"
     rows = [row, row | {"places": "shuffled", "ms": 4.1}, row | {"places": "pages", "batch": 2}]
+    rows.append(row | {"tensor_parallel": 2, "ms": 1.0})
     where = {"device": "GPU", "versions": {"jax": "1"}, "date": "an earlier day"}
     return Result("x.json", where | {"step_times": rows})
 
@@ -302,7 +306,8 @@ def test_steps_stand_beside_their_goals_and_vllms():
     whole.content["step_times"] = [row | {"shape": "qwen3-8b"}, row | {
         "shape": "qwen3-8b", "context": 1024, "ms": 8.0}, row | {
         "shape": "qwen3-8b", "context": 1024, "ms": 9.9, "places": "pages"}, row | {
-        "shape": "qwen3-8b", "context": 1024, "ms": 9.9, "quantised": "fp8"}]  # fmt: skip
+        "shape": "qwen3-8b", "context": 1024, "ms": 9.9, "quantised": "fp8"}, row | {
+        "shape": "qwen3-8b", "context": 1024, "ms": 9.9, "tensor_parallel": 2}]  # fmt: skip
     made = step_goals([beside, whole])
     assert "| qwen3-8b, DFlash step, batch 8 | 6.4 | 8.00 (1.25 ×) | 6.50 | 9.00 |" in made
     assert "| qwen3-8b, plain, batch 1 | 4.3 | not measured |  | 6.00 |" in made
