@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from jflash.bench.step_cases import PLACES
@@ -39,6 +40,8 @@ def lower_run_in_pages(models: Models, params: Params, shape: Shape) -> jax.stag
     layout = layout_of(models, shape)
     state = jax.eval_shape(functools.partial(empty_in_pages, models, shape))
     where = state_specs(models, layout)
+    if models.mesh is not None:
+        where = where.with_sequences(**dict.fromkeys(DRAWN))
     takes = (param_specs(models, params), where, *[EVERYWHERE] * 3)
     inner = functools.partial(_run, local(models))
     jitted = spread(models.mesh, inner, takes, (where, EVERYWHERE), donate=(1,))
@@ -58,11 +61,13 @@ def _run(
     return with_table(state, None), report
 
 
-def with_table_of(program: Any, shape: Shape, places: str) -> Callable[..., Any]:
+def with_table_of(models: Models, program: Any, shape: Shape, places: str) -> Callable[..., Any]:
     """The program with a table whose pages lie one after another, or anywhere in the pool."""
     columns = shape.capacity // PAGE
     pages = np.arange(shape.batch * columns, dtype=np.int32)
     if places == PLACES[2]:
         pages = np.random.default_rng(0).permutation(pages)
-    table = jax.device_put(pages.reshape(shape.batch, columns))
+    # On every device that shares the models, so that no timed call moves it there.
+    where = None if models.mesh is None else NamedSharding(models.mesh, EVERYWHERE)
+    table = jax.device_put(pages.reshape(shape.batch, columns), where)
     return lambda params, state, *limits: program(params, state, table, *limits)

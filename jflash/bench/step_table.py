@@ -50,7 +50,9 @@ class Plan(NamedTuple):
     steps: int  # of a repeat
     repeats: int
     backends: dict[str, str]  # by the options' names; jflash chooses the others
-    kernels: int = 0  # so many of the longest are told
+    kernels: int = 0  # so many of the longest are told, of the first device
+    tensor_parallel: int = 1  # devices that share each pair
+    experts_over: str = "columns"  # or "devices": what they share of experts
 
     def window(self, models: Models, context: int) -> Window:
         return window_around(context, self.capacity, models.block_size, self.steps, self.repeats)
@@ -62,6 +64,7 @@ class Plan(NamedTuple):
             backends=self.backends, steps=self.steps, repeats=self.repeats, prompts=(),
             max_new_tokens=1, stop_token_ids=(), quantised=case.quantised,
             drafter_dtype="float8" if case.kind == "float8" else "",
+            tensor_parallel=self.tensor_parallel, experts_over=self.experts_over,
         )  # fmt: skip
 
     def shape(self, case: Case) -> Shape:
@@ -100,7 +103,7 @@ def step_times(
                 window = plan.window(models[case], context)
                 shape, (program, *routed), empty = plan.shape(case), programs[case], None
                 if case.places != SLOTS:
-                    program = with_table_of(program, shape, case.places)
+                    program = with_table_of(models[case], program, shape, case.places)
                     empty = empty_in_pages(models[case], shape)
                 state = busy_state(models[case], shape, window, empty)
                 del empty
@@ -150,7 +153,10 @@ def _models(plan: Plan, case: Case) -> Models:
 
 
 def _lowered(plan: Plan, case: Case, models: Models) -> list[Any]:
-    """The case's program; and, of whole blocks in slots, the one that tells the experts read."""
+    """The case's program; and, of whole blocks in slots, the one that tells the experts read.
+
+    Of devices that share the pair only the first: their floor takes the expected number.
+    """
 
     def abstract(config: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.struct, decoding_params(config))
@@ -162,7 +168,7 @@ def _lowered(plan: Plan, case: Case, models: Models) -> list[Any]:
         return [settled(lambda: lower_run_in_pages(models, params, shape))]
     state = jax.eval_shape(lambda: new_state(models, shape))
     lowered = [settled(lambda: lower_run(models, params, state))]
-    if models.target.config.experts and models.rows is None:
+    if models.target.config.experts and models.rows is None and models.mesh is None:
         lowered.append(jax.jit(functools.partial(routes, models)).lower(params, state))
     return lowered
 

@@ -9,6 +9,7 @@ from jflash.bench.case import log
 from jflash.bench.floors import Rates, measure_rates
 from jflash.bench.step_table import Plan, step_times
 from jflash.cli.command import Options
+from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.device import describe_device
@@ -19,13 +20,17 @@ from jflash.platform import autotunes
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
     sizes = args.capacity, args.steps, args.repeats
-    plan = Plan(args.cases, args.contexts, *sizes, chosen_backends(args), args.kernels)
+    plan = Plan(
+        args.cases, args.contexts, *sizes, chosen_backends(args), args.kernels,
+        args.tensor_parallel, args.experts_over,
+    )  # fmt: skip
     refuse(args.kernels and jax.default_backend() != "gpu", "--kernels: only a GPU's are traced")
     result: dict[str, Any] = describe_device() | {
         "autotune": autotunes(),
         "capacity": plan.capacity,
         "timed_steps": plan.steps,
         "repeats": plan.repeats,
+        **shared_note(args),
         "step_times": [],
     }
     with in_turn(args.in_turn) as wait:
@@ -36,14 +41,15 @@ def run(args: Options) -> Iterator[dict[str, Any]]:
             return Rates(found["bytes_per_second"], found["operations_per_second"])
 
         for row in step_times(plan, log, rates):
+            devices = f"on {args.tensor_parallel} devices " if args.tensor_parallel > 1 else ""
             print(
                 f"{row['shape']:18} {row['quantised'] or '':5} batch {row['batch']:<3} "
-                f"{row['kind']:7} {row['places']:8} context {row['context']:6} {row['ms']:8.3f} "
-                f"ms, floor {row['floor_ms']:.3f}, {row['share_of_floor']:.1%}",
+                f"{row['kind']:7} {row['places']:8} context {row['context']:6} {devices}"
+                f"{row['ms']:8.3f} ms, floor {row['floor_ms']:.3f}, {row['share_of_floor']:.1%}",
                 flush=True,
             )
             for kernel in row.get("kernels", ()):
                 each = f"{kernel['us']:9.1f} us of {kernel['launches']:5g} launches"
                 print(f"  {each}: {kernel['name'][:90]}", flush=True)
-            result["step_times"].append(row)
+            result["step_times"].append(row | shared_note(args))
             yield result

@@ -7,11 +7,15 @@ import pytest
 
 from jflash.bench import step_table
 from jflash.bench.finite import check_timed
+from jflash.bench.floors import add, draft_work, verify_work
 from jflash.bench.shapes import model_shape
+from jflash.bench.step_time import window_around
 from jflash.cli import main
 from jflash.models.decoder import Target
 from jflash.pair import Models
+from jflash.parts import part_of
 from jflash.programs import Shape, new_state
+from tests.support.virtual_devices import result, start
 
 SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]
 
@@ -39,6 +43,35 @@ def test_it_times_every_case_at_every_context(tmp_path, capsys):
     assert (result["capacity"], result["timed_steps"], result["repeats"]) == (256, 2, 2)
     assert result["floors"]["bytes_per_second"] > 0
     assert capsys.readouterr().out.count(" ms, floor ") == len(rows)
+
+
+ON_TWO = f"""
+import sys
+from jflash.cli.main import run
+cases = "tiny-moe:2:step:shuffled,tiny-moe:2:plain"
+sys.exit(run("bench-steps", ["--cases", cases, "--contexts", "40", *{SMALL},
+                             "--tensor-parallel", "2", "--experts-over", "devices"]))
+"""
+
+
+def test_two_devices_share_a_pair_and_the_floor_is_of_ones_part():
+    """In slots and in pages; the floor's experts are the expected ones."""
+    found = result(start(ON_TWO))
+    step, plain = found["step_times"]
+    for of in (found, step, plain):
+        assert (of["tensor_parallel"], of["experts_over"]) == (2, "devices")
+    assert (step["kind"], step["places"], plain["kind"]) == ("step", "shuffled", "plain")
+    assert step["ms"] > 0 and plain["ms"] > 0 and "experts_read" not in plain
+    whole = model_shape("tiny-moe")
+    part = whole._replace(target=part_of(whole.target, 2), drafter=part_of(whole.drafter, 2))
+    at, alone = (window_around(40, 256, width, 2, 2).context for width in (8, 1))
+    for name in ("bytes", "operations"):
+        own, all_of = (
+            getattr(add(verify_work(x.target, 2, 8, at), draft_work(x.drafter, 2, 8, at)), name)
+            for x in (part, whole)
+        )
+        assert step[name] == own and 0.5 < own / all_of < 0.65
+        assert plain[name] == getattr(verify_work(part.target, 2, 1, alone), name)
 
 
 @pytest.mark.long
@@ -114,6 +147,13 @@ def test_it_refuses_what_does_not_fit_before_it_compiles(capsys, monkeypatch):
         ("--cases tiny+:1:step", "tiny cannot be kept as ''"),
         ("--cases tiny+mxfp4:1:step", "mxfp4 is a form of experts, and tiny has none"),
         ("--kernels -1", "--kernels -1: 0 or more"),
+        ("--tensor-parallel 0", "--tensor-parallel 0: at least 1"),
+        ("--cases tiny:1:step --tensor-parallel 99", "over 99 devices: this host has"),
+        ("--experts-over devices", "--experts-over devices needs --tensor-parallel of 2 or more"),
+        (
+            "--cases tiny-moe:1:step,tiny:1:step --tensor-parallel 2 --experts-over devices",
+            "--experts-over devices: tiny has no experts",
+        ),
         ("--cases tiny:1:step --kernels 9", "--kernels: only a GPU's are traced"),
         ("--capacity 2049", "--capacity 2049: in 64s"),
         (

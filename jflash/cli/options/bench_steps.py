@@ -10,6 +10,7 @@ from pathlib import Path
 from jflash.bench.shapes import QUANTISED, check_quantised, form_of, model_shape
 from jflash.bench.step_cases import KINDS, PLACES, ROWS, Case, rows_of
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
@@ -39,6 +40,7 @@ def declare(parser: Parser) -> None:
     add("--repeats", type=int, default=5, help="the median counts, default 5")
     add("--kernels", type=int, default=0, metavar="N", help=longest)
     add("--in-turn", type=Path, metavar="FILE", help=turn)
+    shared_options(parser, "the pair of every case")
     backend_options(parser)
 
 
@@ -59,12 +61,16 @@ def cases_of(text: str) -> tuple[Case, ...]:
 
 
 def check(args: Options) -> None:
+    check_shared(args)
     for case in args.cases:
-        width = model_shape(case.shape).drafter.block_size
+        target, drafter = model_shape(case.shape)
+        width = drafter.block_size
         few = f"{case.shape}:{case.batch}:{case.kind}: a block of {case.shape} has {width} rows"
         refuse((rows_of(case.kind) or 1) >= width, f"--cases {few}")
         if case.quantised is not None:
             check_quantised(case.shape, case.quantised)
+        dense = args.experts_over == "devices" and not target.experts
+        refuse(dense, f"--experts-over devices: {case.shape} has no experts")
     at_least_1(args, "steps", "repeats")
     refuse(args.kernels < 0, f"--kernels {args.kernels}: 0 or more")
     longest, most = max(args.contexts), args.capacity - args.steps - WIDEST
