@@ -105,7 +105,8 @@ def right_logits(results: list[Result]) -> str:
     cases = with_key(results, "right_logits")
     rows = [
         [
-            f"{case['shape']}, {case['layers']} layers, embedding {case['embedding_scale']:g}",
+            f"{case['shape']}, {case['layers']} layers{_on(case)}, "
+            f"embedding {case['embedding_scale']:g}",
             f"{r['batch']} / {r['width']}", f"{r['experts_reached']:.0f}",
             *(f"{r[n]['mean_nats']:.1e} / {r[n]['most_nats']:.1e}" for n in ("ours", "xla")),
             " / ".join(f"{r[n]['largest_difference']:.3f}" for n in ("ours", "xla")),
@@ -127,6 +128,11 @@ def right_logits(results: list[Result]) -> str:
         "ours at this width against width 1: nats, largest difference, same best",
     ]
     return table(head, rows, cases)
+
+
+def _on(case: dict[str, Any]) -> str:
+    devices = case.get("tensor_parallel", 1)
+    return f" on {devices} devices" if devices > 1 else ""
 
 
 def _of_fault(fault: dict[str, Any]) -> str:

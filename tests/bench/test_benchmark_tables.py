@@ -10,6 +10,7 @@ from scripts import benchmark_tables
 from tables.cells import Result
 from tables.documents import MARKED, TABLES, documents, read_results, with_tables
 from tables.evidence import CELLS
+from tables.losslessness import right_logits
 from tables.step_goals import step_goals
 from tables.steps import spent
 
@@ -295,6 +296,11 @@ def test_every_table_shows_its_numbers(results):
             assert part in made, made
         assert with_tables(made, results) == made
         assert "Not measured yet." in with_tables(text, []) or name in ("goals", "several_gpus")
+
+
+def test_logits_of_devices_that_share_a_target_say_so():
+    made = right_logits([Result("r.json", right().content | {"tensor_parallel": 2})])
+    assert "| p, 8 layers on 2 devices, embedding 0.02 | 1 / 1 |" in made
 
 
 def test_steps_stand_beside_their_goals_and_vllms():
