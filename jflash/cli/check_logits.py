@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,9 +11,12 @@ import jax.numpy as jnp
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options
+from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device, device_memory
-from jflash.memory import check_memory
+from jflash.kernels import XLA
+from jflash.memory import check_memory, weight_bytes
+from jflash.mesh import over, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models
@@ -33,14 +37,25 @@ def targets(args: Options) -> list[Models]:
         raise ValueError(f"--shape {args.shape} takes hours on a CPU: use --shape tiny-moe here")
     config = cut(shape, min(args.layers, shape.target.num_layers), 1).target
     judge_of(config)  # before weights are made
-    both = []
+    mesh, both = tensor_mesh(args.tensor_parallel), []
     for width in (1, shape.drafter.block_size):
-        models = Models(Target(config), None, width)
+        models = over(Models(Target(config), None, width), mesh, args.experts_over)
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
+        if mesh is not None:
+            models = replace(models, kernels=models.kernels._replace(gather=XLA.gather))
         decoding = Shape.of(args.batch[-1], CAPACITY, chunk=CHUNK)
-        check_memory(models, decoding, PROMPT + ROWS, device_memory())
+        check_memory(models, decoding, PROMPT + ROWS, room(models))
         both.append(models)
     return both
+
+
+def room(models: Models) -> int | None:
+    """Bytes that the pass may take of the first device, which has the whole target if several
+    share it."""
+    limit = device_memory()
+    if limit is None or models.mesh is None:
+        return limit
+    return limit - weight_bytes(models.configs)
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -94,6 +109,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
         "dtype": DTYPE,
         "embedding_scale": args.embedding_scale,
         "seed": args.seed,
+        **shared_note(args),
         "backends": {str(m.block_size): named(m.kernels) for m in models},
         "prompt_tokens": PROMPT,
         "judge": judge_of(config),

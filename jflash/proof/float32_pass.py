@@ -58,6 +58,7 @@ def _plain_mlp(mlp: DenseSpec | MoeSpec) -> bool:
     usual = MoeSpec(
         num_experts=mlp.num_experts, experts_per_token=mlp.experts_per_token,
         intermediate_size=mlp.intermediate_size, renormalise=mlp.renormalise,
+        over=mlp.over,  # where experts lie changes no number
     )  # fmt: skip
     return mlp == usual
 

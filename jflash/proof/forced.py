@@ -1,7 +1,8 @@
 """A given text through the program that decodes: prompts in chunks, then block after block.
 
 The passes are prefill's and verify's, with their kernels and caches; only the next token is given
-instead of chosen. Besides logits it keeps the experts of each token.
+instead of chosen. Besides logits it keeps the experts of each token. Devices that share the target
+gather by XLA here: their places for pushes are of a state, and there is none.
 Axes: B batch, T tokens, W block width, R rows of the blocks, V vocabulary, X layers with experts,
 k experts a token.
 """
@@ -17,8 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from jflash.experts import ROUTING
 from jflash.kernels import XLA
+from jflash.mesh import EVERYWHERE, local, param_specs, placed, shared, specs
 from jflash.models.decoder import Caches
-from jflash.pair import Models
+from jflash.pair import Models, Params
 from jflash.passes import Block, Chunk, Pass
 from jflash.speculative import apply
 
@@ -34,20 +36,51 @@ class Seen(NamedTuple):
 
 
 def forced(models: Models, params: Any, text: Int[Array, "B T"]) -> Seen:
-    """The text through `models` without a drafter; blocks follow the first PROMPT tokens."""
+    """The text through `models` without a drafter; blocks follow the first PROMPT tokens.
+
+    The target lies whole on the first device, and so do the results; devices that share it get
+    their parts of it for this text alone.
+    """
     assert (text.shape[1] - PROMPT) % models.block_size == 0 and text.shape[1] <= CAPACITY
     # A prompt's chunks do not know the width: both widths take the same executable.
+    params = placed(models.mesh, models.target.config, params)
     caches, prompt = _prompt(replace(models, block_size=1), params, text)
     logits, choices, rows = _blocks(models, params, text, caches)
-    return Seen(logits, choices, jnp.concatenate([prompt, rows], axis=2))
+    seen = Seen(logits, choices, jnp.concatenate([prompt, rows], axis=2))
+    return seen if models.mesh is None else jax.device_put(seen, models.mesh.devices.flat[0])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _prompt(models: Models, params: Any, text: Array) -> tuple[Caches, Array]:
     """The caches of all prompts, and the experts of their tokens [X, B, PROMPT, k]."""
+    where = param_specs(models, Params(params)), EVERYWHERE
+    gives = _cache_specs(models), EVERYWHERE
+    over_own = functools.partial(_prompt_of, local(models))
+    return shared(models.mesh, over_own, where, gives)(Params(params), text)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _blocks(models: Models, params: Any, text: Array, caches: Caches) -> tuple[Array, Array, Array]:
+    """Logits, choices and experts of all rows after the prompt."""
+    where = param_specs(models, Params(params)), EVERYWHERE, _cache_specs(models)
+    over_own = functools.partial(_blocks_of, local(models))
+    return shared(models.mesh, over_own, where, (EVERYWHERE,) * 3)(Params(params), text, caches)
+
+
+def _cache_specs(models: Models) -> Any:
+    """Where the caches lie, of however many texts."""
+    return specs(models, functools.partial(_empty, batch=1))
+
+
+def _empty(models: Models, batch: int) -> Caches:
+    return models.target.empty_states(batch, CAPACITY, CHUNK, models.dtype)
+
+
+def _prompt_of(models: Models, both: Params, text: Array) -> tuple[Caches, Array]:
+    params = both.target
     batch, chunks = len(text), -(-PROMPT // CHUNK)
     room = jnp.zeros((batch, chunks * CHUNK), text.dtype).at[:, :PROMPT].set(text[:, :PROMPT])
-    empty = models.target.empty_states(batch, CAPACITY, CHUNK, models.dtype)
+    empty = _empty(models, batch)
 
     def chunk(caches: Caches, place: tuple[Array, Array]) -> tuple[Caches, Array]:
         slot, offset = place
@@ -65,10 +98,10 @@ def _prompt(models: Models, params: Any, text: Array) -> tuple[Caches, Array]:
     return caches, experts.reshape(layers, batch, chunks * CHUNK, k)[:, :, :PROMPT]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _blocks(models: Models, params: Any, text: Array, caches: Caches) -> tuple[Array, Array, Array]:
-    """Logits, choices and experts of all rows after the prompt."""
-    batch, width = len(text), models.block_size
+def _blocks_of(
+    models: Models, both: Params, text: Array, caches: Caches
+) -> tuple[Array, Array, Array]:
+    params, batch, width = both.target, len(text), models.block_size
 
     def block(caches: Caches, begin: Array) -> tuple[Caches, tuple[Array, Array, Array]]:
         tokens = lax.dynamic_slice_in_dim(text, begin, width, axis=1)

@@ -122,7 +122,7 @@ def by_modules(models: Models, params: Any, text: Int[Array, "B T"]) -> Float[Ar
     beside transformers.
     """
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return forced(replace(models.of_dtype("float32"), kernels=XLA), wide, text).logits
+    return forced(replace(models.of_dtype("float32"), kernels=XLA, mesh=None), wide, text).logits
 
 
 def between(one: Seen, other: Seen) -> dict[str, float]:
@@ -173,7 +173,10 @@ def _exchanged(share: int, kernel: Float[Array, "D FF"]) -> Float[Array, "D FF"]
 def check_batch(
     models: list[Models], params: Any, batch: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """One result a width, for targets without drafters that differ only in width and kernels."""
+    """One result a width, for targets without drafters that differ only in width and kernels.
+
+    Devices may share our pass; what it is compared with is of one, which has the whole `params`.
+    """
     config, widest = models[0].target.config, max(m.block_size for m in models)
     length = PROMPT + ROWS - ROWS % widest
     key = jax.random.fold_in(jax.random.key(seed), batch)
@@ -184,7 +187,7 @@ def check_batch(
         judged = by_modules(max(models, key=lambda m: m.block_size), params, text)
     for one in models:
         seen = {"ours": forced(one, params, text),
-                "xla": forced(replace(one, kernels=XLA), params, text)}  # fmt: skip
+                "xla": forced(replace(one, kernels=XLA, mesh=None), params, text)}  # fmt: skip
         result: dict[str, Any] = {"batch": batch, "width": one.block_size}
         result["experts_reached"] = experts_reached(seen["ours"].experts)
         for name, program in seen.items():

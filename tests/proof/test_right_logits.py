@@ -27,6 +27,7 @@ from jflash.proof.right_logits import (
 )
 from jflash.proof.usual_weights import LEAST, MOST, usual_weights
 from jflash.specs import Llama3Scaling, RopeConfig
+from tests.support import virtual_devices
 
 TINY, MOE = (model_shape(name).target for name in ("tiny", "tiny-moe"))
 ROPE = RopeConfig(
@@ -88,6 +89,32 @@ def test_the_command_passes_and_its_planted_fault_is_caught(shape, batches, caps
         assert 0 < result["ours"]["mean_nats"] < NATS  # bfloat16 rounds
         assert result["fault"]["most_nats"] > FACTOR * result["xla"]["most_nats"]
     assert all(0 <= wide["against"]["ours"]["mean_nats"] < NATS for wide in results[1::2])
+
+
+ON_DEVICES = """
+import json
+from jflash.cli.check_logits import run, targets
+from jflash.cli.main import make_parser
+argv = ["--shape", "tiny-moe", "--batch", "1"]
+found = []
+for more in ([], ["--tensor-parallel", "2", "--experts-over", "devices"]):
+    options = make_parser("check-logits").parse_args([*argv, *more])
+    [report] = run(options)
+    sizes = [models.mesh.size if models.mesh else 1 for models in targets(options)]
+    found.append([sizes, report])
+print(json.dumps(found))
+"""
+
+
+def test_two_devices_that_share_the_target_have_one_devices_logits():
+    """To the last number, also with the planted fault; the rest is one device's in both runs."""
+    (alone, one), (shared, two) = virtual_devices.result(virtual_devices.start(ON_DEVICES))
+    assert (alone, shared) == ([1, 1], [2, 2])
+    assert "tensor_parallel" not in one
+    assert (two["tensor_parallel"], two["experts_over"]) == (2, "devices")
+    assert two["failures"] == [] and two["judge"] == "float32_pass"
+    assert two["right_logits"] == one["right_logits"]
+    assert 0 < two["right_logits"][0]["ours"]["mean_nats"] < NATS
 
 
 def gemma_like() -> ModelShape:
@@ -223,6 +250,13 @@ def test_what_is_no_pass():
     [
         ("--shape qwen3-8b", "--shape qwen3-8b takes hours on a CPU"),
         ("--layers 0", "--layers 0: at least 1"),
+        ("--tensor-parallel 0", "--tensor-parallel 0: at least 1"),
+        ("--shape tiny --tensor-parallel 99", "over 99 devices: this host has"),
+        ("--experts-over devices", "--experts-over devices needs --tensor-parallel of 2 or more"),
+        (
+            "--tensor-parallel 2 --gather-backend push",
+            "--gather-backend push: devices gather by xla here",
+        ),
         ("--embedding-scale 0", "--embedding-scale 0.0: a number above 0"),
         ("--shape qwen3-4b --embedding-scale 1", "the head of qwen3-4b is its embedding"),
         (
