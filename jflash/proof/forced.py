@@ -42,8 +42,8 @@ def forced(models: Models, params: Any, text: Int[Array, "B T"]) -> Seen:
     their parts of it for this text alone.
     """
     assert (text.shape[1] - PROMPT) % models.block_size == 0 and text.shape[1] <= CAPACITY
-    # A prompt's chunks do not know the width: both widths take the same executable.
     params = placed(models.mesh, models.target.config, params)
+    # A prompt's chunks do not know the width: both widths take the same executable.
     caches, prompt = _prompt(replace(models, block_size=1), params, text)
     logits, choices, rows = _blocks(models, params, text, caches)
     seen = Seen(logits, choices, jnp.concatenate([prompt, rows], axis=2))
