@@ -1,4 +1,4 @@
-"""check-program: the step of all layers, compiled for this GPU, held to the gates."""
+"""check-program: the step of all layers, compiled for GPUs of this host, held to the gates."""
 
 import sys
 import time
@@ -10,9 +10,12 @@ import jax
 from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options
+from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
+from jflash.mesh import over, tensor_mesh
 from jflash.platform import leave_compilation_cache
+from jflash.programs import lower_run
 from jflash.proof.compiled import inspect
 from jflash.proof.gates import Result, check
 from jflash.proof.step_program import StepProgram, models_of, step_program
@@ -25,6 +28,7 @@ SHOWN = 3  # offences of a gate
 def programs(args: Options) -> dict[str, StepProgram]:
     """The programs to compile, by name: plain decoding and the pair's step at every batch size."""
     pair = models_of(model_shape(args.shape))
+    pair = over(pair, tensor_mesh(args.tensor_parallel), args.experts_over)
     found = {}
     for kind, models in (("plain", pair.plain()), ("step", pair)):
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
@@ -36,7 +40,7 @@ def programs(args: Options) -> dict[str, StepProgram]:
 def check_one(program: StepProgram) -> tuple[list[Result], float]:
     """The gates' verdicts, and the seconds it took to compile."""
     begin = time.perf_counter()
-    lowered = jax.jit(program.run, donate_argnums=1).lower(*program.arguments)
+    lowered = lower_run(program.models, *program.arguments[:2])
     left = inspect(lambda options: lowered.compile(compiler_options=dict(options)))
     seconds = time.perf_counter() - begin
     return check(left, program.temporary_bound), seconds
@@ -60,6 +64,7 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     todo = programs(args)
     leave_compilation_cache()  # the assembler reports only on a program that it compiles
     report: dict[str, Any] = {**describe_device(), "shape": args.shape, "capacity": args.capacity}
+    report |= shared_note(args)
     models = next(iter(todo.values())).models
     report |= named(models.kernels) | {"programs": {}, "failed": 0}
     for name, program in todo.items():

@@ -7,9 +7,15 @@ import json
 
 import jax
 import pytest
+from flax import linen as nn
 
+from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli import check_program, main
+from jflash.gather import AXIS
+from jflash.proof.devices import FAULTS
 from jflash.proof.gates import Result
+from jflash.proof.step_program import cut
+from tests.support.described_gpu import H200, device_mesh
 
 SMALL = ["--shape", "tiny", "--capacity", "512"]
 FINE = Result("one command buffer", 61, "61 launches", ())
@@ -63,9 +69,48 @@ def test_the_report(on_gpu, broken, monkeypatch, capsys, tmp_path):
         assert len(report["programs"][broken][COPIES.gate]["offences"]) == 5
 
 
+@pytest.fixture
+def two_h200s(monkeypatch):
+    """Described ones, until the programs are made."""
+    monkeypatch.setattr(jax, "local_devices", lambda: list(device_mesh(H200, 2, AXIS).devices.flat))
+    monkeypatch.setattr(jax, "devices", lambda: list(device_mesh(H200, 2, AXIS).devices.flat))
+    monkeypatch.setitem(SHAPES, "small", cut(model_shape("qwen3-coder-30b"), 1, 1))
+
+
+def test_the_step_of_two_gpus_is_held_to_the_gates(two_h200s, monkeypatch):
+    """They push what they exchange. A planted sum of what each adds up of its experts is found."""
+    argv = ["--shape", "small", "--batch", "1", "--capacity", "512"]
+    argv += ["--tensor-parallel", "2", "--experts-over", "devices"]
+    made = check_program.programs(main.make_parser("check-program").parse_args(argv))
+    monkeypatch.undo()
+    assert list(made) == ["plain B=1", "step B=1"]
+    for program in made.values():
+        models = program.models
+        assert models.mesh is not None and models.mesh.size == 2
+        assert models.kernels.gather == "push"
+        assert [moe.over for moe in models.target.config.experts] == ["devices"]
+    results, _ = check_program.check_one(made["plain B=1"])
+    assert results[-1].gate == "only gathers"
+    assert all(result.passed for result in results), results
+    with nn.intercept_methods(FAULTS["devices"]):
+        *_, crossing = check_program.check_one(made["plain B=1"])[0]
+    assert any("all-reduce" in offence for offence in crossing.offences)
+
+
+def test_the_report_of_devices_that_share_the_pair_says_so(on_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(check_program, "tensor_mesh", lambda n: device_mesh(H200, n, AXIS))
+    monkeypatch.setattr(check_program, "check_one", lambda _: ([FINE], 1.0))
+    assert run("--batch", "1", "--tensor-parallel", "2") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["tensor_parallel"], report["experts_over"]) == (2, "columns")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ("--tensor-parallel 0", "--tensor-parallel 0: at least 1"),
+        ("--tensor-parallel 99", "over 99 devices: this host has"),
+        ("--experts-over devices", "--experts-over devices needs --tensor-parallel of 2 or more"),
         ("--shape huge", "no shape is called 'huge'"),
         ("--capacity 1000", "--capacity 1000"),
         ("--batch 0", "'0' is no list"),
