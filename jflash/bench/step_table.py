@@ -31,11 +31,11 @@ from jflash.bench.step_time import (
 )
 from jflash.device import device_memory
 from jflash.memory import check_memory
-from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.programs import Shape, lower_run, new_state
 from jflash.row_choice import with_rows
 from jflash.state import State
+from jflash.structs import param_structs
 from jflash.tiles import settled
 
 SLOTS, PAGES, _ = PLACES
@@ -157,13 +157,7 @@ def _lowered(plan: Plan, case: Case, models: Models) -> list[Any]:
 
     Of devices that share the pair only the first: their floor takes the expected number.
     """
-
-    def abstract(config: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.struct, decoding_params(config))
-
-    drafter = None if models.drafter is None else abstract(models.drafter.config)
-    params = Params(abstract(models.target.config), drafter)
-    shape = plan.shape(case)
+    params, shape = param_structs(models), plan.shape(case)
     if case.places != SLOTS:
         return [settled(lambda: lower_run_in_pages(models, params, shape))]
     state = jax.eval_shape(lambda: new_state(models, shape))

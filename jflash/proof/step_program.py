@@ -15,9 +15,9 @@ from jflash.bench.shape_parts import ModelShape
 from jflash.mesh import local
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.params import decoding_params
-from jflash.pair import Models, Params
+from jflash.pair import Models
 from jflash.programs import Shape, new_state, run, run_limits
+from jflash.structs import param_structs
 from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS
 from pallas_kernels.grouped_matmul.kept import tile_sizes
 
@@ -55,15 +55,9 @@ def models_of(shape: ModelShape) -> Models:
 
 def step_program(models: Models, batch: int, capacity: int) -> StepProgram:
     """The program of `models` as a driver compiles it, context weights side by side."""
-
-    def params(config) -> Any:
-        leaves = decoding_params(config)
-        return jax.tree.map(lambda leaf: leaf.struct, leaves)
-
-    drafter = None if models.drafter is None else params(models.drafter.config)
     shape = Shape.of(batch, capacity)
     state = jax.eval_shape(lambda: new_state(models, shape))
-    arguments = (Params(params(models.target.config), drafter), state, *run_limits(state))
+    arguments = (param_structs(models), state, *run_limits(state))
     bound = temporary_bound(local(models), batch, capacity)
     return StepProgram(models, functools.partial(run, models), arguments, bound)
 

@@ -22,6 +22,12 @@ def test_every_command_that_reads_a_model_has_it():
     assert without == ["benchmark"] and "--tensor-parallel" in options_of("benchmark")
 
 
+@pytest.mark.parametrize("name", ["bench-steps", "check-logits", "check-program"])
+def test_so_has_every_command_that_runs_shapes_alone(name):
+    assert {"--shape", "--cases"} & (options := options_of(name)) and not READS & options
+    assert {"--tensor-parallel", "--experts-over"} <= options
+
+
 @pytest.fixture
 def arguments(tmp_path) -> dict[str, list[str]]:
     """Of the commands that read files too; nothing is decoded."""

@@ -1,0 +1,42 @@
+"""The parameters of a pair before there are any, as the devices that share it will have them.
+
+A program is lowered for them. No weight exists.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jflash.leaves import Leaf
+from jflash.mesh import local, shared_axis
+from jflash.models.params import decoding_params
+from jflash.pair import Models, Params
+
+
+def param_structs(models: Models) -> Params:
+    """Shapes and dtypes of what the models decode with, context weights side by side.
+
+    Where several devices keep one KV head an array is larger than the model's own.
+    """
+    part = local(models)
+    shards = 1 if models.mesh is None else models.mesh.size
+
+    def of(model: Any, own: Any) -> Any:
+        if model is None:
+            return None
+        whole, parts = decoding_params(model.config), decoding_params(own.config)
+        return jax.tree.map(lambda a, b: _struct(a, b, shards), whole, parts)
+
+    return Params(of(models.target, part.target), of(models.drafter, part.drafter))
+
+
+def _struct(whole: Leaf, part: Leaf, shards: int) -> Any:
+    """All devices' parts of a leaf side by side, or the leaf if each has it whole."""
+    if whole.kept:
+        arrays, parts = whole.arrays, part.arrays
+        return whole.of_arrays({n: _struct(x, parts[n], shards) for n, x in arrays.items()})
+    shape, axis = list(part.stored), shared_axis(whole.stored, part.stored)
+    if axis is not None:
+        shape[axis] *= shards
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(whole.dtype))
