@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jflash.server.answers import Step, Usage, one_by_one, steps
-from jflash.server.errors import invalid, json_response, unsupported
+from jflash.server.errors import invalid, json_response
 from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
 from jflash.server.requests import requests_of, stops_of
@@ -33,11 +33,11 @@ async def completions(request: HttpRequest) -> Response:
     scores_only = asked.echo is True and max_tokens == 0 and not asked.stream
     form = form_of(asked, asked.response_format, "response_format")
     wanted = asked
-    if asked.echo and asked.logprobs is not None:
-        if asked.stream:
-            raise unsupported("logprobs", "a stream gives none of an echoed prompt")
-        most = max(asked.logprobs, asked.prompt_logprobs or 0)
-        wanted = msgspec.structs.replace(asked, prompt_logprobs=most)
+    if (likely := _likely_of_echo(asked)) is not None:
+        most, given = max(likely, asked.prompt_logprobs or 0), asked.prompt_logprobs is not None
+        # A stream has the numbers of its echo, and is refused those in vLLM's form.
+        stream = asked.stream and given
+        wanted = msgspec.structs.replace(asked, prompt_logprobs=most, stream=stream)
     requests = requests_of(
         service, wanted, prompts, max_tokens=1 if scores_only else max_tokens,
         stop_token_ids=asked.stop_token_ids or (), n=n,
@@ -54,7 +54,7 @@ async def completions(request: HttpRequest) -> Response:
     usage = Usage(prompt=sum(map(len, prompts)), each=n)
     request.state.usage = usage
     if asked.stream:
-        values = _chunks(service, handles, stops, usage, echoes, asked.stream_options)
+        values = _chunks(service, asked, prompts, unseen, handles, stops, usage, echoes)
         return Events(values, lambda: service.release(handles), seconds=2 * service.request_timeout)
     try:
         whole = _whole(service, asked, prompts, unseen, handles, stops, usage, echoes, scores_only)
@@ -87,6 +87,11 @@ def _added(service: Service, asked: Completion, ids: Sequence[int]) -> int:
     text = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], str)
     begin = service.tokenizer.bos_token_id if text and asked.add_special_tokens else None
     return int(begin is not None and len(ids) > 0 and ids[0] == begin)
+
+
+def _likely_of_echo(asked: Completion) -> int | None:
+    """How many likely tokens an echoed prompt's numbers tell; None if the echo has no numbers."""
+    return asked.logprobs if asked.echo else None
 
 
 def _frame(service: Service) -> dict[str, Any]:
@@ -129,9 +134,9 @@ async def _whole(
             ids = prompts[i // usage.each]
             event = whole_prompt(request, ids, step.event) if scores_only else step.event
             of_prompts[i] = prompt_logprobs(service, ids, event, asked.prompt_logprobs)
-            if asked.echo and asked.logprobs is not None:
+            if (likely := _likely_of_echo(asked)) is not None:
                 first = unseen[i // usage.each]
-                scores[i].append(writers[i].prompt(ids, event, asked.logprobs, first))
+                scores[i].append(writers[i].prompt(ids, event, likely, first))
         if scores_only:
             usage.new, ends[i] = 0, "length"
             continue
@@ -147,31 +152,39 @@ async def _whole(
 
 async def _chunks(
     service: Service,
+    asked: Completion,
+    prompts: Sequence[Sequence[int]],
+    unseen: Sequence[int],
     handles: Sequence[Handle],
     stops: Sequence[str],
     usage: Usage,
     echoes: Sequence[str],
-    options: StreamOptions | None,
 ) -> AsyncGenerator[list[Any]]:
     """The echoed prompts, each as a chunk, then one chunk a step; in lists of those that are there
-    without waiting."""
-    frame, options = _frame(service), options or StreamOptions()
+    without waiting. An echo with numbers comes with the first step, which has them."""
+    frame, options = _frame(service), asked.stream_options or StreamOptions()
 
     def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
         now = {"usage": usage.body()} if options.continuous_usage_stats else {}
         return frame | {"choices": choices} | now
 
-    writers = [CompletionLogprobs(service) for _ in handles]
+    writers, likely = [CompletionLogprobs(service) for _ in handles], _likely_of_echo(asked)
 
-    def of(step: Step) -> dict[str, Any]:
+    def of(step: Step) -> list[dict[str, Any]]:
+        i, echoed = step.answer, list[dict[str, Any]]()
+        if step.first and likely is not None:
+            ids, first = prompts[i // usage.each], unseen[i // usage.each]
+            scores = writers[i].prompt(ids, step.event, likely, first)
+            echoed = [chunk([_choice(i, echoes[i], None, scores)])]
         usage.add(step)
-        scores = writers[step.answer].step(step.event)
-        return chunk([_choice(step.answer, step.text, step.finish, scores)])
+        scores = writers[i].step(step.event)
+        return [*echoed, chunk([_choice(i, step.text, step.finish, scores)])]
 
-    if echoed := [chunk([_choice(i, echo, None)]) for i, echo in enumerate(echoes) if echo]:
+    silent = enumerate(echoes if likely is None else ())
+    if echoed := [chunk([_choice(i, echo, None)]) for i, echo in silent if echo]:
         yield echoed
     async with aclosing(steps(service, handles, stops, service.plain_text)) as found:
         async for several in found:
-            yield [of(step) for step in several]
+            yield [each for step in several for each in of(step)]
     if options.include_usage:
         yield [frame | {"choices": [], "usage": usage.body()}]

@@ -237,6 +237,16 @@ def test_logprobs_of_tokens_prompts_and_chunks(client, model):
     assert echoed.tokens[-count - 1 : -1] == numbers.tokens[:-1]
     assert echoed.token_logprobs[-count - 1 : -1] == numbers.token_logprobs[:-1]
     assert all(len(top) <= 2 for top in echoed.top_logprobs[1:])  # the likeliest, and the token
+    chunks = client.completions.create(
+        model=model, prompt=[prompt + ANSWER, prompt], max_tokens=1, logprobs=1, echo=True,
+        n=2, stream=True,
+    )  # fmt: skip
+    parts = [(each.index, each.text, each.logprobs) for c in chunks for each in c.choices]
+    for own in (0, 1):  # samples of the first prompt
+        [(_, text, of_prompt), (_, new_text, of_answer)] = [p for p in parts if p[0] == own]
+        assert text + new_text == choice.text
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert getattr(of_prompt, name) + getattr(of_answer, name) == getattr(echoed, name)
     scored = client.completions.create(
         model=model, prompt=prompt + ANSWER, max_tokens=0, logprobs=1, echo=True
     )
