@@ -128,15 +128,16 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def _drain(service: Service, server: uvicorn.Server, seconds: float) -> None:
-    """Cancels the requests that still run so many seconds after the server was told to end: their
-    readers hear of it, before uvicorn cuts off who has not."""
+    """Cancels the requests that still run so many seconds after the server was told to end, and
+    those that wait for their grammars: their readers hear of it, before uvicorn cuts off who has
+    not."""
     while not server.should_exit:
         await asyncio.sleep(SOON)
     await asyncio.sleep(seconds)
     while True:
-        for handle in list(service.live):
-            handle.cancel()
-        await asyncio.sleep(SOON)  # others may have waited for their grammars
+        for each in (*service.pending, *service.live):
+            each.cancel()
+        await asyncio.sleep(SOON)  # others may have been about to be submitted
 
 
 async def watch(service: Service, hang_timeout: float, end: Callable[[], None]) -> None:

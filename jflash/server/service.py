@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -57,6 +57,7 @@ class Service(Settings):
     grammars: Grammars
     metrics: Metrics
     live: set[Handle] = field(default_factory=set)
+    pending: set[asyncio.Task] = field(default_factory=set)  # what those without handles wait for
     failures: list[str] = field(default_factory=list)  # why the engine gives no more tokens
 
     @property
@@ -112,11 +113,23 @@ class Service(Settings):
             return self.grammars.compile(form.kind, form.text, opens)
 
         try:
-            return await asyncio.to_thread(compiled)
+            return await self._in_time(asyncio.to_thread(compiled))
         except ValueError as error:
             raise ApiError(
                 f"{form.param}: {error}", param=form.param, code="invalid_grammar"
             ) from None
+
+    async def _in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives. ApiError if a server that ends has cancelled it."""
+        self.pending.add(done := asyncio.create_task(work))
+        try:
+            await asyncio.wait((done,))
+        finally:
+            self.pending.discard(done)
+            done.cancel()
+        if done.cancelled():
+            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+        return done.result()
 
     def _opening(self, form: Form) -> Opening:
         """Where an answer begins after its thoughts."""
@@ -138,7 +151,9 @@ class Service(Settings):
         tokens."""
         encode = functools.partial(token_ids, self.tokenizer, text, add_special_tokens=special)
         try:
-            return encode() if len(text) <= SHORT else await asyncio.to_thread(encode)
+            if len(text) <= SHORT:
+                return encode()
+            return await self._in_time(asyncio.to_thread(encode))
         except ValueError as error:
             raise ApiError(str(error), code="invalid_value") from None
 
@@ -152,8 +167,8 @@ class Service(Settings):
         handles = list[Handle]()
         try:
             for request in requests:
-                handles.append(await self.engine.submit(request))
-        except asyncio.CancelledError:
+                handles.append(await self._in_time(self.engine.submit(request)))
+        except (asyncio.CancelledError, ApiError):
             self._drop(handles)
             raise
         except TooLong as error:

@@ -194,32 +194,44 @@ def test_sigterm_lets_what_runs_finish(served):
 
 
 @pytest.mark.parametrize("served", [1.0], indirect=True)
-def test_what_outlasts_the_shutdowns_time_is_told_so(served, capfd):
-    """A stream ends with the error, a plain answer is one; their slots come free, and the server
-    has ended well."""
+def test_what_outlasts_the_shutdowns_time_is_told_so(served, capfd, monkeypatch):
+    """A stream ends with the error, a plain answer is one, and so is one that waits for its form;
+    their slots come free, and the server has ended well."""
     round_, plain, head = served.engine._loop.round, dict(LONG), {"Authorization": "Bearer key"}
     del plain["stream"]
+    form = plain | {"response_format": {"type": "json_object"}, "ignore_eos": False}
+    compiling = threading.Event()
+
+    def never_soon(*_: Any) -> None:
+        compiling.set()
+        time.sleep(4)
+        raise ValueError("too late")
+
+    monkeypatch.setattr(Grammars, "compile", never_soon)
 
     def slow(*given: Any) -> None:
         time.sleep(0.3)  # of each of the 30 rounds or more that its text takes
         round_(*given)
 
     served.engine._loop.round = slow
-    with ThreadPoolExecutor(1) as pool, served.stream() as answer:
+    with ThreadPoolExecutor(2) as pool, served.stream() as answer:
         lines = answer.iter_lines()
         next(lines)
-        asked = pool.submit(
-            httpx.post, served.url + TEXT, json=plain, headers=head, timeout=ENDED
-        )  # fmt: skip
+        asked, waits = (
+            pool.submit(httpx.post, served.url + TEXT, json=body, headers=head, timeout=ENDED)
+            for body in (plain, form)
+        )
         while served.engine.stats().running < 2:
             time.sleep(0.05)
+        assert compiling.wait(ENDED)
         began = time.monotonic()
         served.front.end()
         *_, error, done = [line for line in lines if line]
-        refused = asked.result()
+        both = asked.result(), waits.result()
     assert 0.5 < time.monotonic() - began < 5
     assert json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    for refused in both:
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     served.thread.join(ENDED)
     assert served.well is True
     check_cancelled(served.engine, 2)
