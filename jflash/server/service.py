@@ -165,9 +165,13 @@ class Service(Settings):
         for request in requests:
             self._check(request, param)
         handles = list[Handle]()
+
+        async def one(request: Request) -> None:
+            handles.append(await self.engine.submit(request))
+
         try:
             for request in requests:
-                handles.append(await self._in_time(self.engine.submit(request)))
+                await self._in_time(one(request))
         except (asyncio.CancelledError, ApiError):
             self._drop(handles)
             raise

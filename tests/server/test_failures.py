@@ -1,5 +1,6 @@
 """A device that fails or hangs ends every stream and the server; keys, limits, other pages."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -22,8 +23,11 @@ from jflash.server.service import Service
 from jflash.serving.decoder import Local
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
+from jflash.serving.handle import Handle
+from jflash.serving.request import Request
 from tests.support.letters import END, END_OF_THOUGHTS, TEMPLATE, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
+from tests.support.reciting import Reciting, service_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 150, "stream": True}
@@ -165,6 +169,25 @@ def test_forced_calls_and_forms_after_thoughts():
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
         both = httpx.post(server.url + CHAT, json=body | {**form, "tools": TOOLS, **how})
         assert both.status_code == 400 and both.json()["error"]["param"] == "guided_regex"
+
+
+def test_a_client_that_goes_while_its_request_is_taken_keeps_no_slot():
+    engine, cancelled = Reciting(letters_tokenizer()), []
+    service = service_of(engine, END)
+
+    async def main() -> None:
+        async def submit(request: Request) -> Handle:
+            waits.cancel()
+            return Handle(request, cancelled.append)
+
+        engine.submit = submit
+        asked = Request(prompt_ids=[1], max_tokens=2)
+        waits = asyncio.create_task(service.submit([asked], "prompt"))
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    asyncio.run(main())
+    assert len(cancelled) == 1 and not service.pending and not service.live
 
 
 def test_keys_limits_and_pages_of_others(monkeypatch):
