@@ -12,11 +12,13 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from jflash.cache import DeltaCache, LayerState, empty_delta
-from jflash.layers import DecoderLayer, Projection, RMSNorm, output
+from jflash.layers import DecoderLayer
 from jflash.leaves import Leaf, SideBySide, declare
 from jflash.passes import Block, Chunk, Pass, Rows
+from jflash.projections import Projection, RMSNorm, output
 from jflash.specs import DeltaSpec
 from pallas_kernels import gated_delta as op
+from pallas_kernels.matmul import Unsummed
 
 
 class DeltaNet(nn.Module):
@@ -42,13 +44,17 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(s.value_dim, self.eps, "value_dim")
         self.out = output(s, s.out_width, width, "value")
 
-    def __call__(self, x, positions, cache: DeltaCache | None, over: Pass, residual):
+    def unsummed(
+        self, x, positions, cache: DeltaCache | None, over: Pass, residual
+    ) -> tuple[Unsummed, DeltaCache | None]:
+        """As `Attention.unsummed`."""
         kernels = over.kernels
         fused = self.inputs(x, kernels.matmul)
         z = self.inputs.leaf.firsts[1]
         out, cache = self._over(over, cache, fused)
         out = op.gated_norm(out, fused, self.norm.scale, self.eps, first=z, backend=kernels.delta)
-        return self.out(out.reshape(*x.shape[:2], -1), kernels.matmul, residual), cache
+        out = out.reshape(*x.shape[:2], -1)
+        return self.out.unsummed(out, kernels.matmul, residual), cache
 
     def _over(self, over: Pass, cache: DeltaCache | None, fused):
         match over:

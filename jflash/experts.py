@@ -30,6 +30,7 @@ from pallas_kernels.grouped_matmul import (
 from pallas_kernels.grouped_matmul.sums import Shared
 from pallas_kernels.matmul import (
     Fragments,
+    Unsummed,
     added,
     gate_up,
     gelu_times,
@@ -100,6 +101,10 @@ class Experts(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         weights, ids = self._route(flat, kernels)
         return self.mixed(x, weights, ids, residual, kernels)
+
+    def unsummed(self, x, residual, kernels: Kernels) -> Unsummed:
+        """As `MLP.unsummed`; their last kernel makes the whole sum."""
+        return Unsummed(None, self(x, residual, kernels))
 
     def mixed(
         self,

@@ -1,4 +1,4 @@
-"""RMSNorm, attention and MLP of a decoder layer.
+"""Attention and MLP of a decoder layer, and the layer.
 
 A layer knows no mask and no cache layout: it hands its spec, its fused projection and its cache to
 the pass, which attends (see `jflash/passes.py`).
@@ -13,120 +13,29 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.cache import LayerState, empty_cache
 from jflash.experts import Experts
-from jflash.gather import best_of, gather, share
+from jflash.gather import best_of
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.passes import Pass, Projected
+from jflash.projections import Projection, RMSNorm, output
 from jflash.rope import rope_angles
 from jflash.specs import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.matmul import (
     Head,
-    added,
+    Unsummed,
     gate_up,
     gelu_times,
     head_argmax,
-    matmul,
-    partial_products,
     sigmoid_times,
     silu_times,
+    summed,
 )
 from pallas_kernels.matmul import head_confidence as head_confidence  # layers is the models' door
 from pallas_kernels.matmul import head_logits as head_logits
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.matmul import matmul as matmul
 
 TIMES = {"silu": silu_times, "gelu_tanh": gelu_times}  # by DenseSpec.activation
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) in float32, to the scale's dtype, then times scale: transformers' order.
-
-    `dtype`: the scale's, where it differs from the model's.
-    """
-
-    features: int
-    eps: float
-    axis: str = "embed"
-    dtype: str = ""
-
-    def setup(self) -> None:
-        leaf = Leaf((self.features,), (self.axis,), dtype=self.dtype)
-        self.scale = declare(self, "scale", leaf)
-
-    def __call__(self, x: Float[Array, "*lead D"], backend: str = "xla") -> Float[Array, "*lead D"]:
-        return rms_norm(x, self.scale, self.eps, backend=backend)
-
-    def over_all(
-        self, x: Float[Array, "*lead D"], shards: int, backend: str
-    ) -> Float[Array, "*lead D"]:
-        """This device's columns of rows of which each of `shards` devices has some."""
-        scale = gather(self.scale, shards)
-        return share(rms_norm(gather(x, shards), scale, self.eps, backend=backend), shards)
-
-
-class Projection(nn.Module):
-    """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32).
-
-    If devices share the layer, each has some columns of the kernel, of the product and of a
-    residual; x is whole.
-    """
-
-    leaf: Leaf
-    use_bias: bool = False
-
-    def setup(self) -> None:
-        self.kernel = declare(self, "kernel", self.leaf)
-        if self.use_bias:
-            self.bias = declare(self, "bias", self.leaf.bias)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T _"],
-        backend: str = "xla",
-        residual: Float[Array, "B T _"] | None = None,
-    ) -> Float[Array, "B T _"]:
-        """The product, added to `residual` if given."""
-        lead = x.shape[:-1]
-        flat = x.reshape(-1, x.shape[-1])
-        if self.use_bias:
-            out = matmul(flat, self.kernel, backend=backend, columns=self.leaf.columns)
-            out = added(out, self.bias, backend=backend)
-            out = out.reshape(*lead, -1)
-            return out if residual is None else added(residual, out, backend=backend)
-        if residual is not None:
-            residual = residual.reshape(-1, residual.shape[-1])
-        out = matmul(flat, self.kernel, residual, backend=backend, columns=self.leaf.columns)
-        return out.reshape(*lead, -1)
-
-    def pieces(self, x: Float[Array, "B T _"], backend: str) -> Float[Array, "P B T _"]:
-        """The product as the backend's partial sums; with a bias it is one piece."""
-        if self.use_bias:
-            return self(x, backend)[None]
-        flat, columns = x.reshape(-1, x.shape[-1]), self.leaf.columns
-        flat = partial_products(flat, self.kernel, backend=backend, columns=columns)
-        return flat.reshape(-1, *x.shape[:2], flat.shape[-1])
-
-
-class Output(Projection):
-    """A layer's last product: of shards' columns of x, and its result is whole on every device.
-
-    If the kernel is whole on every device too, no result is gathered.
-    """
-
-    shards: int = 1
-    whole: bool = False
-
-    def __call__(self, x, backend="xla", residual=None):
-        parts = 1 if self.whole else self.shards
-        out = super().__call__(gather(x, self.shards), backend, share(residual, parts))
-        return gather(out, parts)
-
-
-def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) -> Output:
-    """The last product of a layer to `width` columns, from `rows` of each device that shares it."""
-    shape = (rows * spec.shards, width if spec.whole_out else width // spec.shards)
-    leaf = Leaf(shape, (axis, "embed"), whole=width)
-    return Output(leaf, use_bias, shards=spec.shards, whole=spec.whole_out)
 
 
 def head_best(x: Float[Array, "M D"], head: Head, backend: str, shards: int) -> Int[Array, " M"]:
@@ -185,6 +94,11 @@ class Attention(nn.Module):
         return keys_values(self.qkv.kernel), bias
 
     def __call__(self, x, positions, cache, over: Pass, residual):
+        sums, cache = self.unsummed(x, positions, cache, over, residual)
+        return summed(sums), cache
+
+    def unsummed(self, x, positions, cache, over: Pass, residual) -> tuple[Unsummed, Any]:
+        """The outputs added to `residual`, for a norm to add up, and the new cache."""
         s = self.spec
         q, k, *gate = self.qkv.leaf.firsts
         v = k if s.shared_kv else gate.pop(0)
@@ -198,7 +112,7 @@ class Attention(nn.Module):
         if s.gated:
             opened = projected.columns(gate[0], s.out_width, out.dtype)
             out = sigmoid_times(opened, out, backend=over.kernels.matmul)
-        return self.out(out, over.kernels.matmul, residual), cache
+        return self.out.unsummed(out, over.kernels.matmul, residual), cache
 
     def _scales(self) -> tuple[Float[Array, " H"] | None, Float[Array, " H"] | None]:
         """The weights of the norms of each query and key head; None without such norms."""
@@ -235,6 +149,10 @@ class MLP(nn.Module):
         self.down = output(s, s.intermediate_size, width, "mlp", s.bias)
 
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
+        return summed(self.unsummed(x, residual, kernels))
+
+    def unsummed(self, x, residual, kernels: Kernels) -> Unsummed:
+        """The same, for a norm to add up."""
         if self.spec.bias or self.spec.activation != "silu":
             gate, up = self.gate_up.leaf.parts(self.gate_up(x, kernels.matmul))
             inner = TIMES[self.spec.activation](gate, up, backend=kernels.matmul)
@@ -243,11 +161,14 @@ class MLP(nn.Module):
             both = self.gate_up
             inner = gate_up(flat, both.kernel, both.leaf.firsts, backend=kernels.matmul)
             inner = inner.reshape(*x.shape[:-1], -1)
-        return self.down(inner, kernels.matmul, residual)
+        return self.down.unsummed(inner, kernels.matmul, residual)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention, and an MLP or experts, each with its residual."""
+    """Pre-norm attention, and an MLP or experts, each with its residual.
+
+    Layers hand on sums that the next norm makes, with what it norms: small kernels cost a launch.
+    """
 
     config: LayerConfig
     hidden_size: int
@@ -276,7 +197,12 @@ class DecoderLayer(nn.Module):
         """Keys and values of context features, without input norm and residual."""
         return self.attention.keys_values(x, positions, first)
 
-    def __call__(self, x, positions, cache, over: Pass):
+    def __call__(
+        self, given: Unsummed, positions, cache, over: Pass
+    ) -> tuple[Float[Array, "B T D"], Unsummed, LayerState | None]:
+        """What the layer is given, summed; its output; and the new cache."""
         norm = over.kernels.norm
-        x, cache = self.attention(self.input_norm(x, norm), positions, cache, over, x)
-        return self.mlp(self.post_norm(x, norm), x, over.kernels), cache
+        x, normed = self.input_norm.after(given, norm)
+        sums, cache = self.attention.unsummed(normed, positions, cache, over, x)
+        inner, normed = self.post_norm.after(sums, norm)
+        return x, self.mlp.unsummed(normed, inner, over.kernels), cache

@@ -9,12 +9,13 @@ from jaxtyping import Array, Float
 
 from jflash.experts import Experts
 from jflash.kernels import Kernels
-from jflash.layers import MLP, DecoderLayer, RMSNorm
+from jflash.layers import MLP, DecoderLayer
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
+from jflash.projections import RMSNorm
 from jflash.specs import DenseSpec
 from pallas_kernels.fixed_order import rounded
-from pallas_kernels.matmul import added
+from pallas_kernels.matmul import Unsummed, added
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -67,14 +68,16 @@ class SandwichLayer(DecoderLayer):
     def make_norm(self, eps: float | None = None) -> RMSNorm:
         return RMSNorm(self.hidden_size, eps or self.eps, dtype=self.norm_dtype)
 
-    def __call__(self, x, positions, cache, over: Pass):
+    def __call__(self, given: Unsummed, positions, cache, over: Pass):
         norm, backend = over.kernels.norm, over.kernels.matmul
-        out, cache = self.attention(self.input_norm(x, norm), positions, cache, over, None)
-        x = added(x, self.attention_norm(out, norm), backend=backend)
+        entered, normed = self.input_norm.after(given, norm)
+        out, cache = self.attention(normed, positions, cache, over, None)
+        x = added(entered, self.attention_norm(out, norm), backend=backend)
         out = self.mlp(self.mlp_input_norm(x, norm), None, over.kernels)
         if self.config.beside is not None:
             other = self.experts.routed_by(x, self.experts_input_norm(x, norm), over.kernels)
             both = self.dense_norm(out, norm), self.experts_norm(other, norm)
             out = added(*both, backend=backend)
         x = added(x, self.mlp_norm(out, norm), backend=backend)
-        return rounded(x * self.scalar) if self.config.scaled else x, cache
+        x = rounded(x * self.scalar) if self.config.scaled else x
+        return entered, Unsummed(None, x), cache

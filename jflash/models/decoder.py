@@ -11,12 +11,14 @@ from jflash.cache import LayerState
 from jflash.config import TargetConfig
 from jflash.delta import DeltaLayer
 from jflash.gather import gather_if_read, rows_of
-from jflash.layers import DecoderLayer, RMSNorm, head_best, head_confidence, head_logits
+from jflash.layers import DecoderLayer, head_best, head_confidence, head_logits
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
+from jflash.projections import RMSNorm
 from jflash.sandwich import SandwichLayer
 from jflash.specs import DeltaSpec
 from pallas_kernels.fixed_order import rounded
+from pallas_kernels.matmul import Unsummed
 from pallas_kernels.rms_norm import rms_norm
 
 Caches = tuple[LayerState | None, ...]
@@ -73,12 +75,12 @@ class Target(nn.Module):
         if self.config.embedding_norm:
             ones = jnp.ones(x.shape[-1])
             x = rms_norm(x, ones, self.config.rms_norm_eps, backend=over.kernels.norm)
-        outputs, new = [], []
+        sums, inputs, new = Unsummed(None, x), [], []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, positions, cache, over)
-            outputs.append(x)
+            x, sums, cache = layer(sums, positions, cache, over)
+            inputs.append(x)
             new.append(cache)
-        outputs[-1] = self.norm(x, over.kernels.norm)
+        outputs = [*inputs[1:], self.norm.after(sums, over.kernels.norm)[1]]
         features = [outputs[i] for i in taps]
         empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
         return outputs[-1], jnp.concatenate([empty, *features], axis=-1), tuple(new)

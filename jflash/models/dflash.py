@@ -19,11 +19,13 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.gather import gather, gather_if_read, rows_of
 from jflash.kernels import XLA, Kernels
-from jflash.layers import DecoderLayer, Projection, RMSNorm, head_best, head_logits, matmul
+from jflash.layers import DecoderLayer, head_best, head_logits, matmul
 from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
 from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
 from jflash.passes import Pass, Projected
+from jflash.projections import Projection, RMSNorm
+from pallas_kernels.matmul import Unsummed
 from pallas_kernels.matmul.rounded import Rounded
 
 HEAD = "draft_head"  # a rounded one; see jflash.models.float8
@@ -102,11 +104,11 @@ class Drafter(nn.Module):
         scale = self.config.input_embedding_scale
         assert scale is not None, "a drafter meets its target before it drafts"
         x = embeddings * jnp.asarray(scale, embeddings.dtype)
-        new = []
+        sums, new = Unsummed(None, x), []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, positions, cache, over)
+            _, sums, cache = layer(sums, positions, cache, over)
             new.append(cache)
-        return self.norm(x, over.kernels.norm), tuple(new)
+        return self.norm.after(sums, over.kernels.norm)[1], tuple(new)
 
     def context(
         self,

@@ -13,9 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jflash.config import Drafter2Config
-from jflash.layers import DecoderLayer, Projection
+from jflash.layers import DecoderLayer
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
+from jflash.projections import Projection
+from pallas_kernels.matmul import Unsummed
 
 GROUP = 128  # tokens whose best comes first
 
@@ -70,17 +72,17 @@ class ConvolvedLayer(DecoderLayer):
         self.attention_conv = DynamicConvolution(self.drafter)
         self.mlp_conv = DynamicConvolution(self.drafter)
 
-    def __call__(self, x, positions, cache, over: Pass):
+    def __call__(self, given: Unsummed, positions, cache, over: Pass):
         kernels = over.kernels
-        normed = self.input_norm(x, kernels.norm)
+        entered, normed = self.input_norm.after(given, kernels.norm)
         before, after = self.attention_conv.kernels(normed, kernels.matmul)
         inner = self.attention_conv(normed, before)
         inner, cache = self.attention(inner, positions, cache, over, None)
-        x = x + self.attention_conv(inner, after)
+        x = entered + self.attention_conv(inner, after)
         normed = self.post_norm(x, kernels.norm)
         before, after = self.mlp_conv.kernels(normed, kernels.matmul)
         inner = self.mlp(self.mlp_conv(normed, before), None, kernels)
-        return x + self.mlp_conv(inner, after), cache
+        return entered, Unsummed(None, x + self.mlp_conv(inner, after)), cache
 
 
 class CandidateSelector(nn.Module):

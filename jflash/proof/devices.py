@@ -16,7 +16,6 @@ from jflash.cache import LayerCache
 from jflash.decoding import Decoding
 from jflash.experts import Experts
 from jflash.gather import AXIS
-from jflash.layers import Output
 from jflash.mesh import over, placed, tensor_mesh, with_context
 from jflash.models.dflash import context_leaves
 from jflash.pair import Models, Params
@@ -28,7 +27,9 @@ from jflash.programs import (
     make_request,
     new_state,
 )
+from jflash.projections import Output
 from jflash.proof.cases import Case
+from pallas_kernels.matmul import Unsummed
 
 NEW_TOKENS, TEXTS = 64, 4
 
@@ -44,7 +45,7 @@ class Decoded(NamedTuple):
 def added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """The fault, as an interceptor: a layer's last product by rows, summed over the devices."""
     module = context.module
-    named = context.method_name == "__call__"
+    named = context.method_name == "unsummed"
     if not (named and isinstance(module, Output)):
         return call(*args, **kwargs)
     x, _, residual = args
@@ -59,7 +60,7 @@ def added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     out = jax.lax.psum(jnp.matmul(x, own, precision="highest"), AXIS)
     if module.use_bias:
         out = out + whole(module.bias)
-    return out if residual is None else residual + out
+    return Unsummed(None, out if residual is None else residual + out)
 
 
 def experts_added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jflash.layers import Projection, RMSNorm
 from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.passes import Block
+from jflash.projections import Projection
 from pallas_kernels import gated_delta
+from pallas_kernels.matmul import Unsummed, summed
 
 FEW_ROWS, SPLITS = 16, 4
 PIECES = 8  # of K, where no form has more than four
@@ -38,14 +39,14 @@ def planted(models: Models, fault: Fault) -> Models:
     return replace(models, target=fault.target(models.target.config))
 
 
-def _product(module: Projection, pieces: int, x, backend="", residual=None):
+def _product(module: Projection, pieces: int, x, backend, residual) -> Unsummed:
     """The projection by XLA, K cut in pieces that are added in float32."""
     parts = zip(jnp.split(x, pieces, axis=-1), jnp.split(module.kernel, pieces), strict=True)
     how = {"precision": "highest", "preferred_element_type": jnp.float32}
     out = sum(jnp.einsum("BTK,KN->BTN", *part, **how) for part in parts)
     out = jnp.asarray(out).astype(x.dtype)
     out = out + module.bias if module.use_bias else out
-    return out if residual is None else residual + out
+    return Unsummed(None, out if residual is None else residual + out)
 
 
 def _rows(x) -> int:
@@ -63,14 +64,14 @@ def _split_by_rows(call, args, kwargs, context):
 
 def _norm_by_rows(call, args, kwargs, context):
     """Norms that add the even entries before the odd ones, for more than FEW_ROWS rows."""
-    module, x = context.module, args[0]
-    if not isinstance(module, RMSNorm) or _rows(x) <= FEW_ROWS:
+    module, x = context.module, summed(args[0])
+    if _rows(x) <= FEW_ROWS:
         return call(*args, **kwargs)
     x32 = x.astype(jnp.float32)
     squares = x32 * x32
     halves = [jnp.sum(squares[..., i::2], axis=-1, keepdims=True) for i in (0, 1)]
     normed = x32 / jnp.sqrt((halves[0] + halves[1]) / x.shape[-1] + module.eps)
-    return (module.scale * normed.astype(module.scale.dtype)).astype(x.dtype)
+    return x, (module.scale * normed.astype(module.scale.dtype)).astype(x.dtype)
 
 
 def _xlas_product(call, args, kwargs, context):
@@ -163,7 +164,7 @@ def attend_in_parts(
     return jnp.einsum("BKGTH->BTKGH", out).reshape(B, T, N, H).astype(q.dtype)
 
 
-def _faulty(intercept: Callable[..., Any], method: str = "__call__") -> type[Target]:
+def _faulty(intercept: Callable[..., Any], method: str) -> type[Target]:
     class Faulty(Target):
         def __call__(self, tokens, positions, caches, over, *rest):
             if not isinstance(over, Block):
@@ -209,10 +210,10 @@ SPLIT_BY_LENGTH = Fault(
     "attention's pieces depend on the length", _faulty_attention(by_length), False
 )
 FAULTS = (
-    Fault("a split over K that depends on the rows", _faulty(_split_by_rows), True),
+    Fault("a split over K that depends on the rows", _faulty(_split_by_rows, "unsummed"), True),
     Fault("attention's pieces depend on the batch", _faulty_attention(by_batch), True),
-    Fault("a norm summed in another order", _faulty(_norm_by_rows), True),
-    Fault("XLA's product for one operation", _faulty(_xlas_product), False),
+    Fault("a norm summed in another order", _faulty(_norm_by_rows, "after"), True),
+    Fault("XLA's product for one operation", _faulty(_xlas_product, "unsummed"), False),
 )
 # Of targets with delta nets, besides.
 HYBRIDS = (Fault("chunks begin at the anchor", _faulty(_from_the_anchor, "rule"), False),)

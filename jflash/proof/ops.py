@@ -66,6 +66,11 @@ def ops_of(models: Models) -> Iterator[Op]:
     def norm(scale: Array, x: Array) -> Array:
         return rms_norm.rms_norm(x, scale, 1e-6, backend=kernels.norm)
 
+    def normed(weights: tuple[Array, Array], x: Array, residual: Array) -> Array:
+        w, scale = weights
+        sums = matmul.unsummed(x, w, residual, backend=kernels.matmul)
+        return jnp.concatenate(rms_norm.after(sums, scale, 1e-6, backend=kernels.norm), axis=-1)
+
     def split(scale: Array, x: Array, angle: Array) -> Array:
         sizes = heads_to_cache.Heads(N, K, H, 1e-6, (0, N * H, (N + K) * H))
         cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
@@ -76,6 +81,8 @@ def ops_of(models: Models) -> Iterator[Op]:
     yield product("qkv", D, (N + 2 * K) * H)
     yield product("out", N * H, D)
     yield op("norm", norm, draw(D), draw(MOST, D))
+    of_heads = draw(N * H, D, scale=(N * H) ** -0.5), draw(D)
+    yield op("out and a norm", normed, of_heads, draw(MOST, N * H), draw(MOST, D))
     angle = jnp.linspace(0, 1000, MOST)[:, None] * jnp.linspace(1, 0.001, H // 2)
     yield op("heads and rotation", split, draw(H), draw(MOST, (N + 2 * K) * H), angle)
     yield from _attention(draw(MOST, N, H), draw(2, SLOTS, K, H), kernels.attention)

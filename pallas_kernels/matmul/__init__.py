@@ -7,6 +7,8 @@ float32; results have x's dtype.
 - partial_products: pieces [P, M, N] whose sum in float32, in ascending order, rounded to x's dtype,
   is x @ w, for a consumer that can add them up as it reads. P depends only on shape and backend: 1
   is the product itself in x's dtype, and more pieces are float32.
+- unsummed: matmul as far as the product's own kernel makes it, for a norm that adds up the rest
+  (`rms_norm.after`); `summed` gives matmul itself.
 - gate_up: w holds F columns of the gate and F of the up projection, from the columns `firsts` on
   (None: the gate's first). Both products are rounded to x's dtype, as a projection's output is;
   silu(gate) * up is float32 and rounded once.
@@ -48,6 +50,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choice import device_refusal, no_backend
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import canonical, cpu, float8, reference, xla
+from pallas_kernels.matmul.add import Unsummed
+from pallas_kernels.matmul.add import summed as summed
 from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised_for
 from pallas_kernels.matmul.rounded import Rounded
@@ -102,6 +106,20 @@ def partial_products(
     if module is canonical:
         return canonical.partial_products(x, w, columns=columns)
     return module.matmul(x, w)[None]
+
+
+def unsummed(
+    x: Float[Array, "M K"],
+    w: Weight,
+    residual: Float[Array, "M N"] | None = None,
+    *,
+    backend: str,
+    columns: int | None = None,
+) -> Unsummed:
+    """What `summed` makes x @ w of, or residual + x @ w. Arguments and ValueError as `matmul`."""
+    if not isinstance(w, Rounded) and _backend(backend) is canonical:
+        return canonical.unsummed(x, _taken(x, w, backend), residual, columns=columns)
+    return Unsummed(None, matmul(x, w, residual, backend=backend, columns=columns))
 
 
 def gate_up(

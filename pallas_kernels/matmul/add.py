@@ -1,10 +1,13 @@
 """Adds the pieces of a product, and a residual, in Pallas-Triton: entry by entry, ascending.
 
+Where a norm follows, `rms_norm.after_sum` does both in one kernel.
+
 This is a kernel because XLA would leave a sum unrounded before the next one, and would compute a
 layer's residual again from the pieces of all layers before it.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,31 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, DTypeLike, Float
 
 MOST_COLUMNS = 512
+
+
+class Unsummed(NamedTuple):
+    """A product and what it is added to, as far as the product's kernel came.
+
+    The sum is `summed`'s: the residual, plus the pieces' sum rounded to bfloat16. Without pieces
+    the residual is the whole result.
+    """
+
+    pieces: Float[Array, "P *lead D"] | None
+    residual: Float[Array, "*lead D"] | None
+
+
+def summed(sums: Unsummed, *, interpret: bool = False) -> Float[Array, "*lead D"]:
+    """The sum itself."""
+    pieces, residual = sums
+    if pieces is None:
+        assert residual is not None
+        return residual
+    width, lead = pieces.shape[-1], pieces.shape[1:-1]
+    if residual is not None:
+        residual = residual.reshape(-1, width)
+    flat = pieces.reshape(len(pieces), -1, width)
+    out = add_pieces(flat, residual, dtype=jnp.bfloat16, interpret=interpret)
+    return out.reshape(*lead, width)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import few_rows, kept_alone, kept_mosaic, mosaic_gpu, wide_mosaic
-from pallas_kernels.matmul.add import add_pieces
+from pallas_kernels.matmul.add import Unsummed, summed
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.pieces import pieces
@@ -37,8 +37,21 @@ def matmul(
     columns: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M N"]:
+    sums = unsummed(x, w, residual, columns=columns, interpret=interpret)
+    return summed(sums, interpret=interpret)
+
+
+def unsummed(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"] | Quantised | Fragments,
+    residual: Float[Array, "M N"] | None = None,
+    *,
+    columns: int | None = None,
+    interpret: bool = False,
+) -> Unsummed:
     op = "matmul" if residual is None else "residual"
-    return _product(op, x, w, residual, columns=columns, interpret=interpret)
+    out = _product(op, x, w, residual, columns=columns, interpret=interpret)
+    return Unsummed(None, out) if out.ndim == 2 else Unsummed(out, residual)
 
 
 def partial_products(
@@ -48,7 +61,8 @@ def partial_products(
     columns: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "P M N"]:
-    return _product("pieces", x, w, columns=columns, interpret=interpret)
+    out = _product("pieces", x, w, columns=columns, interpret=interpret)
+    return out[None] if out.ndim == 2 else out
 
 
 def gate_up(
@@ -85,6 +99,7 @@ def head_logits(
 
 
 def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpret=False):
+    """The result, or of SUMS any pieces [P, M, N] in float32."""
     K, N = w.shape[::-1] if op in HEADS else w.shape
     P = _pieces("matmul" if op in SUMS else op, x, w, columns or N)
     if isinstance(w, Fragments):
@@ -97,11 +112,7 @@ def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpr
 
 def _in_fragments(op: str, x, w: Fragments, residual, P: int, firsts: Firsts):
     out = _kept(x, w, P, firsts if op == "gate_up" else None)
-    if P == 1 and op != "pieces":
-        return out if residual is None else plus(residual, out)
-    if op == "pieces":
-        return out[None] if P == 1 else out
-    return add_pieces(out, residual, dtype=x.dtype)
+    return out if P > 1 or residual is None else plus(residual, out)
 
 
 def by_tile(
@@ -114,25 +125,16 @@ def by_tile(
     firsts: Firsts | None = None,
     interpret: bool = False,
 ) -> Any:
-    """The product by this tile; x has the product's rows, or others that it stands for."""
+    """`_product` by this tile; x has the product's rows, or others that it stands for."""
     if isinstance(tile, Wide):
         halves = (firsts or (0, product.columns)) if product.op == "gate_up" else None
-        out = wide_mosaic.product(x, w, tile=tile, halves=halves)
-    elif isinstance(tile, Tile):
-        out = _by_few_rows(tile, product, x, w, residual, firsts, interpret)
-    else:
-        out = _by_many_rows(tile, product, x, w, residual, firsts, interpret)
-    if product.op not in SUMS:
-        return out
-    if out.ndim == 2:
-        return out[None] if product.op == "pieces" else out
-    if product.op == "pieces":
-        return out
-    return add_pieces(out, residual, dtype=x.dtype, interpret=interpret)
+        return wide_mosaic.product(x, w, tile=tile, halves=halves)
+    if isinstance(tile, Tile):
+        return _by_few_rows(tile, product, x, w, residual, firsts, interpret)
+    return _by_many_rows(tile, product, x, w, residual, firsts, interpret)
 
 
 def _by_few_rows(tile: Tile, product: Product, x, w, residual, firsts, interpret: bool):
-    """The result, or of more than one piece [P, M, N] in float32; so does `_by_many_rows`."""
     if product.op == "gate_up":
         return _few_rows_gate_up(x, w, firsts or (0, product.columns), tile, interpret)
     if product.op == "head_argmax":

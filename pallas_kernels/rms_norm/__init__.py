@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.matmul.add import Unsummed, summed
 from pallas_kernels.rms_norm import canonical, cpu, reference
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": reference, "reference": reference}
@@ -32,6 +33,16 @@ def rms_norm(
     if backend not in BACKENDS:
         raise ValueError(no_backend("norm", backend, BACKENDS))
     return BACKENDS[backend].rms_norm(x, scale, eps)
+
+
+def after(
+    sums: Unsummed, scale: Float[Array, " D"], eps: float, *, backend: str
+) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"]]:
+    """The sum that a product left unmade, and its norm; `backend` as of `rms_norm`."""
+    if backend == "canonical" and sums.pieces is not None and sums.residual is not None:
+        return canonical.after(sums, scale, eps)
+    x = summed(sums)
+    return x, rms_norm(x, scale, eps, backend=backend)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

@@ -1,7 +1,8 @@
 """RMSNorm in Pallas-Triton: one program a row, the same whatever M is and whatever lies beside it.
 
-Squares of bfloat16 are whole in float32, so that it is all one whether a compiler joins a square
-and the sum that follows it. XLA's norm is fused with its neighbours, by shape.
+A row is summed in pairs, here and after a sum: what is loaded then decides no bit. Squares of
+bfloat16 are whole in float32, so that it is all one whether a compiler joins a square and the sum
+that follows it. XLA's norm is fused with its neighbours, by shape.
 """
 
 import functools
@@ -12,40 +13,89 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.in_pairs import sum_in_pairs
+from pallas_kernels.matmul.add import Unsummed
+
 
 def rms_norm(x, scale, eps, *, interpret=False):
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
+    _check(x, scale)
+    return _rms_norm(x.reshape(-1, x.shape[-1]), scale, eps, interpret).reshape(x.shape)
+
+
+def after(sums: Unsummed, scale, eps, *, interpret=False):
+    """As `rms_norm`, of what the pieces make in the same kernel."""
+    pieces, residual = sums
+    assert pieces is not None and residual is not None
+    _check(residual, scale)
+    width = residual.shape[-1]
+    flat = pieces.reshape(len(pieces), -1, width), residual.reshape(-1, width)
+    x, normed = _after(*flat, scale, eps, interpret)
+    return x.reshape(residual.shape), normed.reshape(residual.shape)
+
+
+def _check(x, scale):
     if x.dtype != jnp.bfloat16 or scale.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"the canonical norm takes bfloat16, not x {x.dtype} and scale {scale.dtype}: use 'xla'"
         )
-    return _rms_norm(x.reshape(-1, x.shape[-1]), scale, eps, interpret).reshape(x.shape)
 
 
-# One inner jit: all norms of a model then share one compiled kernel.
+# One inner jit each: all norms of a model then share one compiled kernel.
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _rms_norm(x, scale, eps: float, interpret: bool):
-    M, D = x.shape
+    return _by_rows(_kernel, "rms_norm", x, eps, interpret)(x, scale)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _after(pieces, residual, scale, eps: float, interpret: bool):
+    launch = _by_rows(_kernel_after, "sum_and_norm", (residual, residual), eps, interpret)
+    return launch(pieces, residual, scale)
+
+
+def _by_rows(kernel, name: str, like, eps: float, interpret: bool):
+    """A launch of a program a row, whose results are like arrays [M, D]."""
+    M, D = jax.tree.leaves(like)[0].shape
     block = pl.next_power_of_2(D)
     return pl.pallas_call(
-        functools.partial(_kernel, eps=eps, block=block),
-        name="rms_norm",
+        functools.partial(kernel, eps=eps, block=block),
+        name=name,
         grid=(M,),
-        out_shape=jax.ShapeDtypeStruct((M, D), x.dtype),
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like),
         compiler_params=plt.CompilerParams(num_warps=max(1, min(8, block // 512)), num_stages=1),
         interpret=interpret,
-    )(x, scale)
+    )
 
 
 def _kernel(x_ref, scale_ref, out_ref, *, eps: float, block: int):
-    D = x_ref.shape[1]
-    row, columns = pl.program_id(0), jnp.arange(block)
-    mask = None if block == D else columns < D
-    at = jnp.full((block,), row), columns
-    other = None if mask is None else 0.0
-    x = plt.load(x_ref.at[at], mask=mask, other=other).astype(jnp.float32)
-    scale = plt.load(scale_ref.at[columns], mask=mask, other=other)
-    rms = lax.rsqrt(jnp.sum(x * x, axis=0) / D + eps)
+    at, mask = _places(out_ref, block)
+    _store_normed(_load(x_ref, at, mask), scale_ref, out_ref, at, mask, eps)
+
+
+def _kernel_after(pieces_ref, residual_ref, scale_ref, x_ref, out_ref, *, eps: float, block: int):
+    at, mask = _places(out_ref, block)
+    numbers = (jnp.full((block,), p) for p in range(pieces_ref.shape[0]))
+    pieces = (_load(pieces_ref, (number, *at), mask) for number in numbers)
+    total = functools.reduce(jnp.add, pieces).astype(x_ref.dtype).astype(jnp.float32)
+    x = (_load(residual_ref, at, mask).astype(jnp.float32) + total).astype(x_ref.dtype)
+    plt.store(x_ref.at[at], x, mask=mask)
+    _store_normed(x, scale_ref, out_ref, at, mask, eps)
+
+
+def _places(out_ref, block: int):
+    """This program's row and columns, and which of them there are if not all."""
+    columns = jnp.arange(block)
+    at = jnp.full((block,), pl.program_id(0)), columns
+    return at, None if block == out_ref.shape[1] else columns < out_ref.shape[1]
+
+
+def _load(ref, at, mask):
+    return plt.load(ref.at[at], mask=mask, other=None if mask is None else 0.0)
+
+
+def _store_normed(x, scale_ref, out_ref, at, mask, eps: float):
+    x, scale = x.astype(jnp.float32), _load(scale_ref, at[1:], mask)
+    rms = lax.rsqrt(sum_in_pairs(x * x) / out_ref.shape[1] + eps)
     # Rounded where RMSNorm rounds: after the division, and after the scale.
     out = scale * (x * rms).astype(scale.dtype)
     plt.store(out_ref.at[at], out.astype(out_ref.dtype), mask=mask)

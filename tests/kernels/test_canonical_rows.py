@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.in_pairs import sum_in_pairs
-from pallas_kernels.matmul.add import add_pieces
+from pallas_kernels.matmul.add import Unsummed, add_pieces, summed
 from pallas_kernels.rms_norm import canonical, reference
 from tests.support.attention_checks import ON_GPU
 
@@ -31,6 +31,19 @@ def test_norm(D):
         lambda x: reference.rms_norm(x, scale, 1e-6),
         draw(0, 5, D),
     )
+
+
+@pytest.mark.parametrize("P, D", [(2, 64), (3, 576)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_norm_that_makes_the_sum_has_the_bits_of_both_kernels(P, D, dtype):
+    sums = Unsummed(draw(2, P, 5, D, dtype=jnp.float32), draw(3, 5, D))
+    x, normed = canonical.after(sums, draw(1, D, dtype=dtype), 1e-6, **HOW)
+    want = summed(sums, **HOW)
+    np.testing.assert_array_equal(x, want)
+    np.testing.assert_array_equal(
+        normed, canonical.rms_norm(want, draw(1, D, dtype=dtype), 1e-6, **HOW)
+    )
+    assert (np.asarray(want) != np.asarray(sums.residual)).any()
 
 
 def test_pieces_are_rounded_before_the_residual():

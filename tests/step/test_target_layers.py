@@ -21,6 +21,7 @@ from jflash.models.decoder import Target
 from jflash.passes import Block, Chunk
 from jflash.serving.batch import Job, serve
 from jflash.speculative import apply
+from pallas_kernels.matmul import Unsummed, summed
 from tests.support.pairs import prompts, random_pair, random_params, replay_pair, target_config
 
 NEW, LENGTH = 40, 300  # new tokens; those of the longest text, or more
@@ -141,17 +142,20 @@ class DecayLayer(nn.Module):
         zeros = jnp.zeros((batch, self.width), dtype), jnp.zeros((batch, rows, self.width), dtype)
         return self.state(*zeros, jnp.zeros(batch, jnp.int32))
 
-    def __call__(self, x, positions, state, over):
+    def __call__(self, given, positions, state, over):
+        x = summed(given)
         row = jnp.arange(x.shape[1])
         if isinstance(over, Chunk):
             kept = (over.offset + row < over.length)[None]
             end, sums = added(state.start[over.slot][None], x, kept)
-            return x + sums, state._replace(start=state.start.at[over.slot].set(end[0]))
+            state = state._replace(start=state.start.at[over.slot].set(end[0]))
+            return x, Unsummed(None, x + sums), state
         before = state.rows[:, : x.shape[1]]
         start, _ = added(state.start, before, row < state.count[:, None])
         _, sums = added(start, x, jnp.ones(x.shape[:2], bool))
         rows = state.rows.at[:, : x.shape[1]].set(x)
-        return x + sums, state._replace(start=start, rows=rows, count=jnp.zeros_like(state.count))
+        state = state._replace(start=start, rows=rows, count=jnp.zeros_like(state.count))
+        return x, Unsummed(None, x + sums), state
 
 
 class HybridTarget(Target):

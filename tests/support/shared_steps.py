@@ -24,7 +24,6 @@ from jflash.gather import AXIS
 from jflash.generate import Pair
 from jflash.io import configure_pair, convert_checkpoint, load_weights, open_checkpoint
 from jflash.kernels import XLA, Kernels
-from jflash.layers import Output
 from jflash.leaves import Leaf
 from jflash.memory import memory_budget
 from jflash.mesh import (
@@ -43,6 +42,7 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, state_specs
+from jflash.projections import Output
 from jflash.proof.devices import added_over_devices
 from jflash.specs import DeltaSpec, Kept, MoeSpec
 from jflash.speculative import commit, draft, verify
