@@ -100,6 +100,24 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     assert (got.num_layers, rope_of(got).theta, rope_of(got).scaling) == (4, 5e5, None)
 
 
+@pytest.mark.parametrize(
+    ("family", "other", "name"),
+    [
+        ("gpt_oss", "num_experts", "num_local_experts"),
+        ("minimax_m2", "num_experts", "num_local_experts"),
+        ("glm4_moe", "num_local_experts", "n_routed_experts"),
+    ],
+)
+def test_the_number_of_experts_has_two_names(family, other, name):
+    raw = {"architectures": [NAMES[family]], "head_dim": 128}
+    for given in ({other: 16}, {name: 32, other: 16}):
+        theirs = CLASSES[family](**given)
+        got = target_config(raw | given).experts[0].num_experts
+        assert got == getattr(theirs, name) == 16
+    with pytest.raises(ValueError, match=f"{other} must be a whole number"):
+        target_config(raw | {other: "16"})
+
+
 def test_a_mistral_with_a_window_is_refused():
     """4,096 tokens are transformers' default: a key that is absent is a window, null is none."""
     default = transformers.MistralConfig().sliding_window

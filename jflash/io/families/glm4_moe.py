@@ -5,7 +5,7 @@ from typing import Any
 
 from jflash.config import TargetConfig
 from jflash.io.families.qwen3_moe import EXPERTS, STACKED
-from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse
+from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse, renamed
 from jflash.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Glm4MoeForCausalLM", "glm4_moe"
@@ -37,6 +37,7 @@ NAMES = replace(
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a GLM-4 with experts."""
     refuse(raw, scoring_func=(None, "sigmoid"), topk_method=(None, "noaux_tc"))
+    raw = renamed(raw, "num_local_experts", "n_routed_experts")
     trunk, value = read_trunk(raw, DEFAULTS)
     config = TargetConfig.alike(
         **trunk,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk, refuse
+from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk, refuse, renamed
 from jflash.io.hf_values import SIZE, checked, shown
 from jflash.specs import AttentionSpec, LayerConfig, MoeSpec
 
@@ -56,6 +56,7 @@ NAMES = replace(
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a gpt-oss."""
     refuse(raw, swiglu_alpha=(None, 1.702), swiglu_limit=(None, 7))
+    raw = renamed(raw, "num_experts", "num_local_experts")
     given = checked(raw, (*DEFAULTS, "layer_types"))
     if not (given.get("rope_parameters") or given.get("rope_scaling")):
         given["rope_parameters"] = ROPE

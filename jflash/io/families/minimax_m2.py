@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse
+from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse, renamed
 from jflash.io.hf_values import checked
 from jflash.specs import MoeSpec
 
@@ -39,6 +39,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     ignores: it rotates whole heads then.
     """
     refuse(raw, scoring_func=(None, "sigmoid"))
+    raw = renamed(raw, "num_experts", "num_local_experts")
     given = checked(raw, (*DEFAULTS, "rotary_dim"))
     if "rotary_dim" in given and "partial_rotary_factor" not in given:
         head_dim = given.get("head_dim", DEFAULTS["head_dim"])

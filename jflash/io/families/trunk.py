@@ -70,6 +70,12 @@ def refuse(value: dict[str, Any], **supported: tuple[Any, ...]) -> None:
             raise ValueError(f"{key} {shown(value[key])} is not supported, only {only}")
 
 
+def renamed(raw: dict[str, Any], other: str, name: str) -> dict[str, Any]:
+    """The config with the value of a key's other name, which comes first as in transformers."""
+    value = checked(raw, (other,)).get(other)
+    return raw if value is None else raw | {name: value}
+
+
 def read_trunk(
     raw: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
