@@ -35,13 +35,14 @@ NAMES = replace(
 def flat(raw: dict[str, Any]) -> dict[str, Any]:
     """The same config under dflash's keys; ValueError for what is not supported."""
     value = checked(raw, _KEYS)
-    kind = value[MODEL_TYPE]
+    kind = value.get(MODEL_TYPE)
     if kind not in KINDS:
         raise ValueError(f"{MODEL_TYPE} {shown(kind)} is not supported, only {', '.join(KINDS)}")
     layer = value.get("transformer_layer_config")
     ids = value.get("aux_hidden_state_layer_ids")
     if layer is None or not ids:
         raise ValueError("a speculators config needs transformer_layer_config and tapped layers")
+    checked(layer, ("layer_types", "hidden_size", "vocab_size"))
     if value.get("target_hidden_size", layer.get("hidden_size")) != layer.get("hidden_size"):
         raise ValueError(f"target_hidden_size {value['target_hidden_size']} is not the drafter's")
     # Only `layer_types` gives windows, and windowed layers are causal unless a key denies it.
