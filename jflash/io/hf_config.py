@@ -28,7 +28,13 @@ from jflash.io.families import (
     qwen3_next,
     speculators,
 )
-from jflash.io.families.dflash import DRAFTER, DRAFTER_2, UNCOUNTED, drafter
+from jflash.io.families.dflash import (
+    DRAFTER,
+    DRAFTER_2,
+    UNCOUNTED,
+    drafter,
+    with_targets_head,
+)
 from jflash.io.hf_values import checked
 from jflash.io.names import Names
 
@@ -126,11 +132,13 @@ def drafter_config(raw: dict[str, Any]) -> DrafterConfig:
         return drafter(raw, architecture(raw), counted=False, defaults=defaults)
     name = architecture(raw)
     if name == muse_assistant.ARCHITECTURE:
-        return drafter(muse_assistant.flat(raw), DRAFTER, counted=False)
+        raw = with_targets_head(muse_assistant.flat(raw))
+        return drafter(raw, DRAFTER, counted=False)
     if name not in (DRAFTER, DRAFTER_2):
         known = ", ".join((DRAFTER, DRAFTER_2, muse_assistant.ARCHITECTURE))
         raise ValueError(f"unsupported drafter {_printed(name)}; supported: {known}")
-    return drafter(raw, name, counted=raw.get("model_type") != UNCOUNTED)
+    counted = raw.get("model_type") != UNCOUNTED
+    return drafter(with_targets_head(raw), name, counted=counted)
 
 
 def _printed(name: str) -> str:

@@ -416,6 +416,16 @@ def test_drafters_refused_by_name(change, named):
         drafter_config(published("Qwen3-4B") | change)
 
 
+def test_the_head_of_a_plain_drafter_is_its_targets():
+    """Another vocabulary is refused before tensors are looked for, its target's is no change."""
+    raw = published("Qwen3-4B")
+    same = drafter_config(raw | {"draft_vocab_size": raw["vocab_size"]})
+    assert same == drafter_config(raw) and not same.has_head
+    for size, named in ((32000, "draft_vocab_size 32000: of dflash's"), ("7", "whole number")):
+        with pytest.raises(ValueError, match=named):
+            drafter_config(raw | {"draft_vocab_size": size})
+
+
 OPTIONAL = ("block_size", "input_embedding_scale", "output_multiplier", "rms_norm_eps")
 OPTIONAL += ("final_logit_softcapping", "target_layer_ids", "dflash_config", "attention_bias")
 OPTIONAL += ("layer_types", "max_window_layers", "use_sliding_window", "is_causal", "head_dim")

@@ -49,6 +49,18 @@ NAMES = Names(
 )
 
 
+def with_targets_head(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of a drafter without a head of its own; ValueError for another vocabulary."""
+    key = "draft_vocab_size"
+    value = {"vocab_size": qwen3.DEFAULTS["vocab_size"]} | checked(raw, (key, "vocab_size"))
+    if value.get(key, value["vocab_size"]) != value["vocab_size"]:
+        raise ValueError(
+            f"{key} {value[key]}: of dflash's drafters the head is the target's, with all its "
+            f"{value['vocab_size']} tokens; those in the speculators format may bring another"
+        )
+    return {name: given for name, given in raw.items() if name != key}
+
+
 def drafter(
     raw: dict[str, Any],
     name: str,
