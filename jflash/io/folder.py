@@ -82,7 +82,10 @@ class Folder:
 
 
 def _stops(raw: dict[str, Any]) -> int | list[int] | None:
-    return checked(raw, ["eos_token_id"]).get("eos_token_id")
+    """A config's end-of-text ids; those of its text model if it says none itself."""
+    ids = checked(raw, ["eos_token_id", "text_config"]).get("eos_token_id")
+    text = raw.get("text_config")
+    return _stops(text) if ids is None and text else ids
 
 
 def read_config[C](path: Path, raw: dict[str, Any], read: Callable[[dict[str, Any]], C]) -> C:

@@ -226,7 +226,11 @@ def test_stop_ids_in_their_order_of_preference(pair):
     (pair.target / "generation_config.json").write_text("{}")
     edit_config(pair.target, eos_token_id=9)
     assert stop_token_ids(pair.target, tokenizer) == [9]
+    edit_config(pair.target, text_config={"eos_token_id": [5, 6]})
+    assert stop_token_ids(pair.target, tokenizer) == [9]
     edit_config(pair.target, eos_token_id=None)
+    assert stop_token_ids(pair.target) == [5, 6]  # of a model that sees, as transformers takes it
+    edit_config(pair.target, text_config=None)
     assert stop_token_ids(pair.target, tokenizer) == [tokenizer.eos_token_id]
     assert stop_token_ids(pair.target) == []
 
