@@ -193,7 +193,13 @@ def save_safetensors(
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    """The files of a folder's weights: those of its index, or all without one.
+
+    An index beside model.safetensors is that of older shards, which transformers passes over too.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.exists() and whole.exists():
+        return [whole]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

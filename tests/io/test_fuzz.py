@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import secrets
+import shutil
 import signal
 import struct
 import time
@@ -276,12 +277,15 @@ def test_safetensors_headers(pair):
     fuzz(400, case)
 
 
-def test_indexes(pair):
+def test_indexes(pair, tmp_path):
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(4)]
-    index = {"metadata": {"total_size": 5}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    one = "model-00001-of-00001.safetensors"
+    source = shutil.copytree(pair.target, tmp_path / "target")
+    (source / "model.safetensors").rename(source / one)  # which would come before an index
+    index = {"metadata": {"total_size": 5}, "weight_map": dict.fromkeys(names, one)}
 
     def case(rng: random.Random) -> Callable[[], Any]:
-        folder = other(pair.target, "model.safetensors.index.json", as_file(rng, index))
+        folder = other(source, "model.safetensors.index.json", as_file(rng, index))
         return lambda: check(folder, None)
 
     fuzz(200, case)

@@ -131,6 +131,14 @@ def test_shards_load_as_the_whole_does(pair):
     jax.tree.map(np.testing.assert_array_equal, whole, load_target(pair.target)[1])
 
 
+def test_a_whole_file_comes_before_old_shards(pair):
+    """As transformers chooses; both models fit the config."""
+    shard(pair.target)
+    new = unit_gain_params(TARGET, 5)
+    save_checkpoint(pair.target, TARGET, new, "float32")
+    jax.tree.map(np.testing.assert_array_equal, new, load_target(pair.target)[1])
+
+
 def test_shards_that_are_missing_cut_or_not_indexed(pair):
     shard(pair.target)
     second = pair.target / "model-00002-of-00002.safetensors"
