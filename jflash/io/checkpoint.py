@@ -55,6 +55,8 @@ class Checkpoint(Protocol):
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", f"{PARAMS}/*"]
 HUB_FILES += [MASK_ROW]  # it is not read, so it must be seen to be refused
+# Some models lie in a repository twice: gpt-oss's again in `original`, as large as before.
+HUB_PASSED = ["original/*", "metal/*", "onnx/*"]
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
@@ -93,7 +95,10 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        folder = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_PASSED
+        )
+        return Path(folder)
     except LocalEntryNotFoundError:
         raise ValueError(
             f"{hub_id}: no such folder, and the hub cannot be reached: "

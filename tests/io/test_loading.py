@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
 from jflash.config import TargetConfig
@@ -22,6 +23,7 @@ from jflash.io import (
     load_tokenizer,
     load_weights,
     open_checkpoint,
+    resolve,
     save_checkpoint,
     stop_token_ids,
 )
@@ -255,6 +257,21 @@ def test_a_config_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path, DRAFTER, unit_gain_params(DRAFTER, 0), "float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_lies_twice_in_a_hub_is_not_downloaded_twice(monkeypatch, tmp_path):
+    """gpt-oss's weights are in `original` once more, and a pattern's star takes slashes."""
+    read = ["config.json", "model-00001-of-00002.safetensors", "orbax/d/0a", "mask_embedding.pt"]
+    more = ["original/model.safetensors", "original/config.json", "metal/model.bin", "README.md"]
+    taken = []
+
+    def download(hub_id: str, **patterns):
+        taken.extend(filter_repo_objects([*read, *more], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve("openai/gpt-oss-20b") == tmp_path
+    assert taken == read
 
 
 def test_a_hub_id_offline_is_a_clear_and_quick_error():
