@@ -49,7 +49,7 @@ def _check_apart(source: Path, destination: Path) -> None:
 def _either(raw: dict[str, Any]) -> TargetConfig | DrafterConfig:
     if "speculators_model_type" in raw:
         raise ValueError("a drafter in the speculators format is loaded as it is, not converted")
-    drafter = "DFlash" in hf_config.architecture(raw)
+    drafter = hf_config.drafts(hf_config.architecture(raw))
     return (hf_config.drafter_config if drafter else hf_config.target_config)(raw)
 
 

@@ -78,9 +78,13 @@ def target_config(raw: dict[str, Any]) -> TargetConfig:
         tied = family.DEFAULTS["tie_word_embeddings"]
         seen = getattr(family, "UNREAD", {})
         return family.target(text_config(raw, tied, seen) if _sees(family, name) else raw)
-    drafts = "DFlash" in name or name == muse_assistant.ARCHITECTURE
-    hint = " (a drafter: give it as --drafter)" if drafts else ""
+    hint = " (a drafter: give it as --drafter)" if drafts(name) else ""
     raise ValueError(f"unsupported target {_printed(name)}{hint}; supported: {', '.join(TARGETS)}")
+
+
+def drafts(name: str) -> bool:
+    """Whether an architecture is a drafter's."""
+    return "DFlash" in name or name == muse_assistant.ARCHITECTURE
 
 
 def names_of(raw: dict[str, Any]) -> Names:

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import transformers
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
 from jflash.bench.shapes import model_shape
+from jflash.io import convert_checkpoint, load_drafter
 from jflash.io.families import muse_glimmer
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.load import load_target
@@ -123,6 +125,15 @@ def assistant(folder: Path, **changes) -> Path:
         tensors = {name.replace(old, new): x for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def test_an_assistant_is_converted(tmp_path):
+    source = assistant(tmp_path / "assistant")
+    convert_checkpoint(source, tmp_path / "converted")
+    drafter, params = load_drafter(tmp_path / "converted", "float32")
+    want, whole = load_drafter(source, "float32")
+    assert drafter == want
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
 
 
 def test_an_assistant_drafts_as_in_transformers(tmp_path):
