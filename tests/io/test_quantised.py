@@ -103,6 +103,18 @@ def test_a_module_that_the_config_leaves_out_is_not_quantised(target):
     assert f"{Q} is quantised, and quantization_config leaves it out" in problem(target)
 
 
+def test_modules_that_gptqmodel_leaves_out(target):
+    """By patterns with "-:"; an entry without settings changes nothing."""
+    query = quantise(target, CASES["gptq"], endings=("self_attn.q_proj.weight",))
+    dynamic = {r"-:.*mlp\..*": {}, "-:.*visual.*": {}, "lm_head": {}}
+    edit_config(target, quantization_config=of_gptq(dynamic=dynamic))
+    params = load_target(target, "float32")[1]
+    got = params["layers_0"]["attention"]["qkv"]["kernel"][:, :32]
+    np.testing.assert_array_equal(got, query[f"{Q}.weight"].T)
+    edit_config(target, quantization_config=of_gptq(dynamic=dynamic | {"-:.*attn.*": {}}))
+    assert f"{Q} is quantised, and quantization_config leaves it out" in problem(target)
+
+
 def test_modules_outside_all_groups_and_named_by_a_pattern(target):
     config = of_compressed("pack-quantized", num_bits=4, type="int", group_size=16)
     quantise(target, CASES["ct-int4-group"])
@@ -177,7 +189,9 @@ REFUSED = [
     (of_gptq(bits=3), "bits 3 is not supported"),
     (of_gptq(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
     (of_gptq(checkpoint_format=["gptq"]), "checkpoint_format ['gptq']"),
-    (of_gptq(dynamic={"lm_head": {}}), "dynamic"),
+    (of_gptq(dynamic={r"+:.*\.down_proj": {"bits": 8}}), "other settings by module"),
+    (of_gptq(dynamic={"-:(": {}}), "is not a pattern"),
+    (of_gptq(dynamic=["-:.*"]), "dynamic must be an object"),
     (of_compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4-pack-quantized"),
     (of_compressed("pack-quantized", num_bits=3, type="int"), "3 bits"),
     (of_compressed("dense", type="int") | {"transform_config": {"a": 1}}, "transform_config"),

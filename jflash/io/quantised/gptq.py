@@ -15,6 +15,7 @@ from jflash.io.quantised.groups import check_words, group_size
 from jflash.io.quantised.weight import FLOAT_SCALES, Layout, Stored, floats, unpacked
 
 BITS = (2, 4, 8)
+LEFT_OUT = "-:"
 FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero
 
 
@@ -25,11 +26,26 @@ def check(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     if kind not in tuple(FORMATS) or raw.get("is_marlin_format"):
         raise ValueError(f"checkpoint_format {shown(kind)} is not supported, only gptq, gptq_v2")
-    if raw.get("dynamic"):
-        raise ValueError("dynamic: GPTQ with other settings by module is not supported")
     return dict(
         bits=bits, group=group_size(raw), added=FORMATS[kind], ordered=bool(raw.get("desc_act"))
     )
+
+
+def excluded(raw: Mapping[str, Any]) -> list[str]:
+    """Patterns of the modules that `dynamic` leaves out, which GPTQModel marks by "-:".
+
+    ValueError for modules with other settings; an entry without any changes nothing.
+    """
+    dynamic = raw.get("dynamic") or {}
+    if type(dynamic) is not dict:
+        raise ValueError(f"dynamic must be an object, got {shown(dynamic)}")
+    left_out = [pattern for pattern in dynamic if pattern.startswith(LEFT_OUT)]
+    others = [pattern for pattern, own in dynamic.items() if own and pattern not in left_out]
+    if others:
+        raise ValueError(
+            f"dynamic {shown(others[0])}: GPTQ with other settings by module is not supported"
+        )
+    return [f"re:{pattern.removeprefix(LEFT_OUT)}" for pattern in left_out]
 
 
 def layout(

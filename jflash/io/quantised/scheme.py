@@ -72,6 +72,8 @@ def scheme_of(raw: Mapping[str, Any]) -> Scheme:
     try:
         if type(method) is not str or method not in _METHODS:
             raise ValueError(f"not supported; supported: {', '.join(_METHODS)}")
+        if method == "gptq":
+            raw = {**raw, "ignore": [*_names(raw, "ignore"), *gptq.excluded(raw)]}
         ignored = [name for key in _IGNORED for name in _names(raw, key)]
         return Scheme(method, _METHODS[method](raw), tuple(ignored))
     except ValueError as error:
