@@ -19,6 +19,7 @@ from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
 from jflash.io.hf_config import drafter_config, names_of, target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.keeping import keeping
+from jflash.io.orbax_checkpoint import remove_orbax
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
 from jflash.mesh import over, place, placed, shared_mesh, with_context, with_rounding
@@ -260,7 +261,8 @@ def save_checkpoint(
 ) -> None:
     """Writes model.safetensors, then config.json, in Hugging Face layout; other files stay.
 
-    The model must have Qwen3's shape. `extra_config` adds keys to config.json (eos_token_id, …).
+    Orbax parameters go, which would be read in place of the new ones. The model must have Qwen3's
+    shape. `extra_config` adds keys to config.json (eos_token_id, …).
     """
     folder = Path(path)
     raw = to_hf_config(config, dtype) | (extra_config or {})
@@ -269,6 +271,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as part:
         save_safetensors(part, names_of(raw), config, params, dtype)
+    remove_orbax(folder)
     write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.assemble import nest
-from jflash.io.checksums import check_small_files, compared, write_checksums
+from jflash.io.checksums import SUFFIX, check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder, Place, as_it_lies
 from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
@@ -39,6 +40,17 @@ def save_orbax(folder: Path, params: Any) -> None:
     with _checkpointer() as checkpointer:
         checkpointer.save(_path(folder), params)
     write_checksums(_path(folder))
+
+
+def remove_orbax(folder: Path) -> None:
+    """Removes Orbax parameters under `folder`, if it holds some.
+
+    Without their metadata, which go first, nothing takes the rest for parameters.
+    """
+    if (metadata := folder / PARAMS / METADATA).is_file():
+        metadata.unlink()
+        shutil.rmtree(folder / PARAMS)
+        (folder / (PARAMS + SUFFIX)).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,21 @@ import numpy as np
 import pytest
 
 from jflash.cli import main
-from jflash.io import load_drafter, load_target, open_checkpoint, random_drafter
+from jflash.io import (
+    load_drafter,
+    load_target,
+    open_checkpoint,
+    random_drafter,
+    save_checkpoint,
+)
 from jflash.io.whole_folder import write_whole
-from tests.support.small_checkpoints import DRAFTER, Folders, edit_config, make_pair
+from tests.support.small_checkpoints import (
+    DRAFTER,
+    Folders,
+    edit_config,
+    make_pair,
+    unit_gain_params,
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +115,17 @@ def test_overwrite_replaces_a_checkpoint(pair, tmp_path):
     same_bits(load_drafter(folder)[1], load_drafter(pair.drafter)[1])
     assert not (folder / "model.safetensors").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_model_saved_over_a_converted_one_is_read(pair, tmp_path):
+    """As `jflash train --overwrite` does; other files stay."""
+    folder = tmp_path / "drafter"
+    assert main.run("convert", [str(pair.drafter), str(folder)]) == 0
+    (folder / "README.md").write_text("mine")
+    new = unit_gain_params(DRAFTER, 5)
+    save_checkpoint(folder, DRAFTER, new, "float32")
+    jax.tree.map(np.testing.assert_array_equal, new, load_drafter(folder, "float32")[1])
+    assert {f.name for f in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_a_part_left_by_a_killed_run_is_no_obstacle(pair, tmp_path):
