@@ -140,6 +140,10 @@ def test_gemma_4s_defaults_are_those_of_transformers():
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not supported"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers 1 is not supported, only 0"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_scaling .* is not supported",
+        ),
         ({"num_experts": 7}, "wrong shape: model.layers.0.router.proj.weight"),
         ({"top_k_experts": None}, "enable_moe_block needs top_k_experts"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must give the layers"),

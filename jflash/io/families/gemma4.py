@@ -65,6 +65,7 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     refuse(
         value, hidden_size_per_layer_input=(0,), num_kv_shared_layers=(0,),
         use_double_wide_mlp=(False,), use_bidirectional_attention=(None, "vision"),
+        rope_scaling=(None, {}),  # its kinds of layers have a RoPE each, in rope_parameters
     )  # fmt: skip
     kinds = gemma3.layer_types(value, 6)
     kinds = [*kinds[:-1], FULL]  # as transformers does
