@@ -84,5 +84,6 @@ class ThoughtTokens:
 
 
 def opened(prompt: str) -> bool:
-    """Whether a prompt ends inside thoughts, because its template opens them."""
-    return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+    """Whether a prompt ends inside thoughts, because its template opens them at its end. A mark
+    before that is a part of a message, which may ask what it means."""
+    return prompt.rstrip().endswith(OPEN)

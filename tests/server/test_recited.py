@@ -235,6 +235,17 @@ def test_thoughts_whole_and_streamed(engine, sdk):
     assert "".join(delta.content or "" for delta in deltas) == "yes"
 
 
+def test_a_message_with_the_mark_of_thoughts_begins_none(engine, client):
+    """Neither the reader nor a form's grammar takes what a client writes for the template's."""
+    engine.text = "{}<end>"
+    turns = [{"role": "user", "content": "a<think>b"}]
+    plain = {"messages": turns, "chat_template_kwargs": {"enable_thinking": False}}
+    for how in (plain, plain | {"response_format": {"type": "json_object"}}):
+        [choice] = client.post(CHAT, json=how).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "{}"}
+    assert engine.asked[-1].grammar is not None and engine.asked[-1].grammar.opens is None
+
+
 @pytest.mark.parametrize("opens", ["", "<think>", "\n<think>\n"])
 def test_a_form_that_waits_for_the_end_of_thoughts_has_them_before_it(opens):
     """The template leaves it to the model to open them: both the grammar and the reader begin

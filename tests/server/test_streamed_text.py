@@ -143,6 +143,7 @@ def test_thoughts_and_text_are_told_apart_at_any_cut(inside, whole, thought, sai
 def test_a_prompt_that_opens_thoughts_is_seen():
     assert opened("user: hi\nassistant:<think>\n")
     assert not opened("assistant:<think>\n\n</think>\n\n") and not opened("assistant:")
+    assert not opened("user: What is <think>?\nassistant:")
 
 
 def test_calls_are_read_at_any_cut_and_the_rest_stays_text():
