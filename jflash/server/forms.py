@@ -123,7 +123,8 @@ def _calls(tools: Sequence[Mapping[str, Any]], marks: tuple[str, str], one_call:
     ways = []
     for place, tool in enumerate(tools):
         function = tool["function"]
-        arguments = function.get("parameters") or {"type": "object"}
+        # A schema that leaves the type open would allow what is no call.
+        arguments = (function.get("parameters") or {}) | {"type": "object"}
         arguments = _moved(arguments, f"#/anyOf/{place}/properties/arguments")
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         way = {"type": "object", "properties": properties, "required": [*properties]} | NO_OTHER

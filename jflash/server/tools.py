@@ -130,6 +130,8 @@ def wanted(
             raise invalid(f"tools[{index}]", 'must be {"type": "function", "function": {…}}')
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise invalid(f"tools[{index}].function.name", "must be a text")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema")
     if not isinstance(choice, dict) and choice not in (None, "none", "auto", "required"):
         raise invalid("tool_choice", f"{choice!r} is none of none, auto, required or a function")
     if not tools and choice not in (None, "none", "auto"):

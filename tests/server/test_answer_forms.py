@@ -79,6 +79,36 @@ def test_the_pointers_of_a_tools_schema_lead_to_itself(grammar, choice):
         assert not takes(form, called(name, '{"v":[],"next":{"v":[1]}}'))
 
 
+LEAF = {"properties": {"v": {"type": "boolean"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        LEAF,
+        LEAF | {"type": ["object", "null"]},
+        {"$ref": "#/$defs/L", "$defs": {"L": LEAF}},
+        {"anyOf": [LEAF, {"type": "null"}]},
+        {"allOf": [LEAF]},
+    ],
+    ids=["open", "or null", "elsewhere", "any", "all"],
+)
+def test_the_arguments_of_a_forced_call_are_an_object(grammar, parameters):
+    """Whatever else a tool's schema leaves open: only an object makes a call."""
+    form = grammar(tools=[tool("one", parameters)], tool_choice="required")
+    assert takes(form, called("one", '{"v":true}')) and takes(form, called("one", "{}"))
+    for other in ("7", "null", '"v"', "[]", '{"v":1}'):
+        assert not takes(form, called("one", other)), other
+
+
+def test_parameters_that_are_no_schema_are_refused(client):
+    for wrong in ([1], "object", True):
+        body = {"messages": MESSAGES, "tools": [tool("one", wrong)]}
+        refused = client.post(CHAT, json=body)
+        assert refused.status_code == 400, wrong
+        assert refused.json()["error"]["param"] == "tools[0].function.parameters"
+
+
 def test_the_schema_true_is_any_json_and_false_is_none(client, grammar):
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
     for how in ({"guided_json": True}, {"guided_json": "true"}, {"response_format": named}):
