@@ -26,6 +26,7 @@ from jflash.server.errors import ApiError, invalid, json_response
 from jflash.server.protocol import Detokenize, Tokenize, read
 from jflash.server.responses import responses
 from jflash.server.service import Service, thinking
+from jflash.server.tools import wanted
 from jflash.server.wire import ClientGone, body_of
 
 ACCESS = logging.getLogger("jflash.access")
@@ -109,7 +110,8 @@ async def _tokenize(request: Request) -> Response:
         raise invalid("prompt", "give either prompt or messages")
     if isinstance(asked.messages, list):
         names = thinking(service, None, asked.chat_template_kwargs or {})
-        ids = await service.encode(prompt_text(service, asked.messages, None, names), False)
+        tools = wanted(asked.tools, None, service.template)
+        ids = await service.encode(prompt_text(service, asked.messages, tools, names), False)
     else:
         assert isinstance(asked.prompt, str)
         ids = await service.encode(asked.prompt, asked.add_special_tokens)

@@ -12,7 +12,7 @@ from jflash.server.calls import CallPart
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form
 from jflash.server.harmony import AnalysisTokens, Channels
-from jflash.server.protocol import Message
+from jflash.server.protocol import Message, Part
 from jflash.server.reasoning import Reasoning, ThoughtTokens, opened
 from jflash.server.service import Service, thinks
 from jflash.server.tools import Parts, Tools, forced
@@ -27,13 +27,19 @@ def prompt_text(
     tools: list[dict[str, Any]] | None,
     names: dict[str, Any],
     param: str = "messages",
+    places: Sequence[str] | None = None,
 ) -> str:
-    """The prompt up to the beginning of the answer; the template reads `names`."""
+    """The prompt up to the beginning of the answer; the template reads `names`.
+
+    ApiError for a message that cannot be read, by its place in the request: that in the list
+    `param` unless `places` are given.
+    """
     if not service.template:
         raise ApiError(
             "the model has no chat template: use /v1/completions", param=param, code="no_template"
         )
-    turns = [_turn(message, f"{param}[{i}]") for i, message in enumerate(messages)]
+    places = [f"{param}[{i}]" for i in range(len(messages))] if places is None else places
+    turns = [_turn(*each) for each in zip(messages, places, strict=True)]
     given = {"tools": tools} if tools else {}
     try:
         return through_template(service.tokenizer, turns, **given, **names)
@@ -48,7 +54,8 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     calls = message.tool_calls or []
     if message.content is None and not calls:
         raise invalid(f"{where}.content", "is missing")
-    turn: dict[str, Any] = {"role": ROLES[message.role], "content": _content(message, where)}
+    text = text_of(message.content, f"{where}.content")
+    turn: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
@@ -69,15 +76,16 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     return turn
 
 
-def _content(message: Message, where: str) -> str:
-    if not isinstance(message.content, list):
-        return message.content or ""
+def text_of(content: str | Sequence[Part] | None, where: str) -> str:
+    """A text, or its parts joined; ApiError, by the place, for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
     texts = []
-    for index, part in enumerate(message.content):
+    for index, part in enumerate(content):
         if part.type not in ("text", "input_text", "output_text"):
-            raise unsupported(f"{where}.content[{index}].type", f"{part.type!r} cannot be read")
+            raise unsupported(f"{where}[{index}].type", f"{part.type!r} cannot be read")
         if part.text is None:
-            raise invalid(f"{where}.content[{index}].text", "is missing")
+            raise invalid(f"{where}[{index}].text", "is missing")
         texts.append(part.text)
     return "".join(texts)
 

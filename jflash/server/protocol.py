@@ -171,7 +171,11 @@ class Tokenize(Struct, kw_only=True):
     messages: list[Message] | UnsetType = UNSET
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class Detokenize(Struct, kw_only=True):

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -22,10 +21,11 @@ from jflash.server.conversation import (
     reader,
     thought_counter,
 )
-from jflash.server.errors import ApiError, invalid, json_response, unsupported
+from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import answer_form
 from jflash.server.harmony import AnalysisTokens, Channels
-from jflash.server.protocol import FunctionCall, Message, Responses, ToolCall, read
+from jflash.server.input_items import turns
+from jflash.server.protocol import Responses, read
 from jflash.server.reasoning import ThoughtTokens
 from jflash.server.requests import requests_of
 from jflash.server.response_items import Output
@@ -46,7 +46,8 @@ async def responses(request: HttpRequest) -> Response:
     tools, choice = narrowed(tools, asked.tool_choice)
     effort = (asked.reasoning or {}).get(EFFORT)
     names = thinking(service, effort, {}, "reasoning.effort")
-    prompt = prompt_text(service, _messages(asked), tools, names, "input")
+    messages, places = turns(asked, one_call=service.harmony)
+    prompt = prompt_text(service, messages, tools, names, "input", places)
     ids = await service.encode(prompt, special=False)
     one_call = asked.parallel_tool_calls is False
     must = must_call(service, tools, choice)
@@ -126,38 +127,6 @@ def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
         function = {name: tool[name] for name in fields if name in tool}
         functions.append({"type": "function", "function": function})
     return functions or None
-
-
-def _messages(asked: Responses) -> list[Message]:
-    before = [Message(role="system", content=asked.instructions)] if asked.instructions else []
-    if isinstance(asked.input, str):
-        return [*before, Message(role="user", content=asked.input)]
-    if not asked.input:
-        raise invalid("input", "the list is empty")
-    messages = (_message(item, f"input[{i}]") for i, item in enumerate(asked.input))
-    return [*before, *(message for message in messages if message is not None)]
-
-
-def _message(item: dict[str, Any], where: str) -> Message | None:
-    """An input item as a message; None for thoughts, which templates do not take back."""
-    kind = item.get("type", "message")
-    try:
-        if kind == "message":
-            return msgspec.convert(item, Message)
-        if kind == "function_call":
-            call = msgspec.convert(item, FunctionCall)
-            return Message(
-                role="assistant", tool_calls=[ToolCall(call, id=str(item.get("call_id", "")))]
-            )
-        if kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else msgspec.json.encode(output).decode()
-            return Message(role="tool", content=text, tool_call_id=str(item.get("call_id", "")))
-    except msgspec.ValidationError as error:
-        raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
-    if kind == "reasoning":
-        return None
-    raise unsupported(f"{where}.type", f"{kind!r} cannot be read")
 
 
 def _frame(service: Service, asked: Responses) -> dict[str, Any]:

@@ -75,6 +75,18 @@ def sdk(client) -> openai.OpenAI:
     return openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=client)
 
 
+def test_a_chats_tokens_are_those_of_its_prompt(engine, client):
+    """With the tools, which its template shows; what would make another prompt is refused."""
+    engine.text = "a<end>"
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    assert client.post(CHAT, json=body).status_code == 200
+    told = client.post("/tokenize", json=body).json()
+    assert told["tokens"] == [*engine.asked[-1].prompt_ids] and told["count"] == len("abconetwo.")
+    for name, value in (("add_generation_prompt", False), ("chat_template", "x")):
+        refused = client.post("/tokenize", json=body | {name: value})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+
 def some(mode: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [TWO]}}
 
