@@ -63,8 +63,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def api_keys(options: argparse.Namespace) -> list[str]:
-    """The keys of the options, the file and the environment; ValueError for a file without one."""
-    keys = list(options.api_key)
+    """The keys of the options, the file and the environment, without white space around them, for
+    none can be sent: a secret's last line often has its end. ValueError for a file or a variable
+    without a key."""
+    keys = [key.strip() for key in options.api_key]
     if options.api_key_file is not None:
         try:
             lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
@@ -76,8 +78,10 @@ def api_keys(options: argparse.Namespace) -> list[str]:
         if not stripped:
             raise ValueError(f"--api-key-file {options.api_key_file} holds no key")
         keys += stripped
-    if os.environ.get("JFLASH_API_KEY"):
-        keys.append(os.environ["JFLASH_API_KEY"])
+    if given := os.environ.get("JFLASH_API_KEY"):
+        if not given.strip():
+            raise ValueError(f"JFLASH_API_KEY {given!r} holds no key: unset it to serve everyone")
+        keys.append(given.strip())
     return keys
 
 

@@ -89,13 +89,13 @@ def test_what_the_programs_of_a_grammar_hand_on(rule, rows):
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):
     def keys(file: str | None) -> list[str]:
-        return serve.api_keys(argparse.Namespace(api_key=["a"], api_key_file=file))
+        return serve.api_keys(argparse.Namespace(api_key=[" a"], api_key_file=file))
 
     file = tmp_path / "keys"
     file.write_text("b\n\n c \n")
     monkeypatch.delenv("JFLASH_API_KEY", raising=False)
     assert keys(None) == ["a"]
-    monkeypatch.setenv("JFLASH_API_KEY", "d")
+    monkeypatch.setenv("JFLASH_API_KEY", "d\n")
     assert keys(str(file)) == ["a", "b", "c", "d"]
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
@@ -105,6 +105,9 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
         keys(str(file))
     with pytest.raises(ValueError, match=f"--api-key-file {tmp_path}/none: No such file"):
         keys(f"{tmp_path}/none")
+    monkeypatch.setenv("JFLASH_API_KEY", "\n")
+    with pytest.raises(ValueError, match=r"JFLASH_API_KEY '\\n' holds no key"):
+        keys(None)
 
 
 WRONG = [
@@ -113,7 +116,8 @@ WRONG = [
     *("--max-body 0", "--request-timeout 0", "--request-timeout nan", "--shutdown-timeout -1"),
     *("--hang-timeout inf", "--replicas 0", "--max-replicas 0"),
     *("--temperature -1", "--top-k -1", "--top-p 2", "--min-p 2", "--draft-rule odd"),
-    *("--reasoning maybe", "--api-key-file none", "--api-key", "--served-model-name", "--port x"),
+    *("--reasoning maybe", "--api-key-file none", "--api-key", "--api-key  ", "--port x"),
+    "--served-model-name",
 ]
 
 

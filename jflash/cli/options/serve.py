@@ -88,7 +88,9 @@ def check(options: argparse.Namespace) -> None:
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
         refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
-    refuse("" in o.api_key, "--api-key '' is empty: omit the option to serve every client")
+    for key in o.api_key:
+        named = f"--api-key {key!r} is empty"
+        refuse(not key.strip(), f"{named}: omit the option to serve every client")
     refuse(o.served_model_name == "", "--served-model-name '' is empty")
     most = o.max_replicas
     refuse(most is not None and o.replicas is None, f"--max-replicas {most} needs --replicas")
