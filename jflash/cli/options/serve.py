@@ -21,6 +21,7 @@ requests with a seed"""
 MOST = "as many while more than --max-batch requests wait or run for each; default: --replicas"
 STATES = """copies of recurrent states, with which prefixes of hybrids begin; default: one for each
 of --max-batch, at least 4; 0: they are computed again"""
+NAME = "default: the hub id, or the last two parts of the target's path"
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
 
@@ -40,7 +41,7 @@ def _server_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine only")
     add("--port", type=int, default=8000, help="default 8000; 0: any free port")
-    add("--served-model-name", metavar="NAME", help="default: the target as it was given")
+    add("--served-model-name", metavar="NAME", help=NAME)
     add("--api-key", metavar="KEY", action="append", default=[], help=KEY)
     add("--api-key-file", metavar="FILE", help="keys, one a line")
     add("--allow-origin", metavar="URL", action="append", default=[], help="of pages elsewhere")
