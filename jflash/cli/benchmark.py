@@ -49,8 +49,8 @@ def make_task(args: Options) -> Task:
     check_sizes(args, target, drafter, capacity)
     prompts, stops = ((), ()) if args.shape else encoded_prompts(args)
     same = ("shape", "context", "widths", "only_step", "dtype", "steps", "repeats")
-    more = ("max_new_tokens", "tensor_parallel", "quantised", "prefill", "prefill_chunk")
-    more = (*more, "drafter_dtype")
+    more = ("max_new_tokens", "tensor_parallel", "experts_over", "quantised", "prefill")
+    more = (*more, "prefill_chunk", "drafter_dtype")
     return Task(
         **{name: getattr(args, name) for name in (*same, *more)},
         target=None if args.shape else str(args.target),

@@ -51,6 +51,18 @@ def test_the_command(tmp_path, run_cli):
     assert "speed_up" not in out.read_text()
 
 
+def test_two_devices_each_with_some_experts_whole(run_cli, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    code, printed, err = run_cli(
+        *("--shape", "tiny-moe", "--context", "40", "--steps", "2", "--repeats", "1"),
+        *("--only-step", "--no-memory", "--tensor-parallel", "2", "--experts-over", "devices"),
+    )
+    assert code == 0, err
+    [case] = json.loads(printed.splitlines()[-1])["cases"]
+    assert (case["tensor_parallel"], case["experts_over"]) == (2, "devices")
+    assert case["step"]["ms"] > 0
+
+
 def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     """Case by case: a run that ends early says how many cases it lacks. Here with --beside."""
     out, made = tmp_path / "result.json", []
@@ -95,6 +107,15 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         ("--shape tiny --overwrite", "--overwrite without --json"),
         ("--shape tiny --tensor-parallel 2", "--tensor-parallel 2: give --only-step too"),
         ("--shape tiny --only-step --tensor-parallel 0", "--tensor-parallel 0: at least 1"),
+        ("--shape tiny-moe --experts-over devices", "needs --tensor-parallel of 2 or more"),
+        (
+            "--shape tiny --only-step --tensor-parallel 2 --experts-over devices",
+            "--experts-over devices: tiny has no experts",
+        ),
+        (
+            "--shape tiny-moe --beside tiny --only-step --tensor-parallel 2 --experts-over devices",
+            "--experts-over devices: tiny has no experts",
+        ),
         ("--shape tiny --quantised mxfp4", "mxfp4 is a form of experts, and tiny has none"),
         ("--shape tiny --beside huge", "no shape is called 'huge'"),
         ("--target x --drafter y --beside tiny", "--beside compares random weights"),

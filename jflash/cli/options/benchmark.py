@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jflash.bench.shapes import QUANTISED, SHAPES, check_quantised, model_shape
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, counts, refuse
 
@@ -30,8 +31,7 @@ def declare(parser: Parser) -> None:
     add("--prefill", type=counts, default=(), metavar="512,2048", help=prompts)
     chunk = "tokens of a prompt that one pass computes; default: the drivers'"
     add("--prefill-chunk", type=int, metavar="N", help=chunk)
-    several = "devices that share the pair; with --only-step; default 1"
-    add("--tensor-parallel", type=int, default=1, metavar="N", help=several)
+    shared_options(parser, "the pair, with --only-step")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--quantised", choices=tuple(QUANTISED), help="the layers of a shape's target; one device")
     add("--drafter-dtype", choices=("float8",), default="", help="by default the pair's")
@@ -59,8 +59,13 @@ def check(args: Options) -> None:
     refuse(args.shape is not None and args.prompts is not None, meaningless)
     random = args.beside is None or args.shape is not None
     refuse(not random, "--beside compares random weights: give --shape")
+    check_shared(args)
     for shape in filter(None, (args.shape, args.beside)):
-        model_shape(shape)
+        dense = not model_shape(shape).target.experts
+        refuse(
+            dense and args.experts_over == "devices",
+            f"--experts-over devices: {shape} has no experts",
+        )
     shared = args.tensor_parallel != 1
     parts = f"--tensor-parallel {args.tensor_parallel}: give --only-step too"
     refuse(shared and not args.only_step, parts)
@@ -68,8 +73,7 @@ def check(args: Options) -> None:
     refuse(args.quantised and (not args.shape or shared or args.against), codes)
     if args.shape and args.quantised:
         check_quantised(args.shape, args.quantised)
-    at_least_1(args, "tensor_parallel", "steps", "repeats", "context", "max_new_tokens", "capacity")
-    at_least_1(args, "prefill_chunk")
+    at_least_1(args, "steps", "repeats", "context", "max_new_tokens", "capacity", "prefill_chunk")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")
     whole = 1 in args.batch and not args.only_step
     why = "--against reference compares whole cases at --batch 1"
