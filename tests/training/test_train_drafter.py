@@ -231,6 +231,11 @@ def test_bad_input_is_a_line(place, capsys):
     tiny = {"row_length": 3, "anchors": 2}
     for changes, complaint in [
         ({"decay": -1}, "decay must be positive, got -1"),
+        ({"batch": 0}, "--batch 0: at least 1"),
+        ({"checkpoint_every": 0}, "--checkpoint-every 0: at least 1"),
+        ({"held_out": -3}, "--held-out -3: 0 or more"),
+        ({"eval_every": -1}, "--eval-every -1: 0 or more"),
+        ({"minutes": "nan"}, "--minutes nan: 0 or more"),
         ({"eval_prompts": place / "none"}, "none: no such file"),
         ({"eval_prompts": place / "long.jsonl"}, "long.jsonl: all 1 prompts are too long for 201"),
         ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
@@ -252,6 +257,8 @@ def test_bad_input_is_a_line(place, capsys):
     ]:
         assert command(place, "bad", **changes) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
+    assert command(place, "prompts.jsonl") == 2  # before anything is answered or learnt
+    assert "prompts.jsonl is a file: the drafter gets a folder" in capsys.readouterr().err
     itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
     assert command(place, "itself", **itself) == 2
     assert "itself is both trained on and written" in capsys.readouterr().err

@@ -129,6 +129,13 @@ def drafter_form(args: Options) -> dict[str, Any]:
 
 def check(args: Options) -> None:
     at_least_1(args, "answer_batch", "answers_per_prompt", "eval_batch", "max_new_tokens")
+    at_least_1(args, "steps", "batch", "checkpoint_every")
+    for name in ("held_out", "eval_every", "minutes"):
+        value = getattr(args, name)
+        wrong = value is not None and not value >= 0
+        refuse(wrong, f"{option_name(name)} {value}: 0 or more")
+    file = args.output.exists() and not args.output.is_dir()
+    refuse(file, f"--output {args.output} is a file: the drafter gets a folder")
     check_hosts(args)
     check_replicas(args)
     check_shared(args)
