@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -34,6 +33,7 @@ from starlette.types import Message
 from jflash.cli.command import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
+from jflash.cli.options.by_name import argv_of, with_absolute_places
 from jflash.cli.options.pair import drafter_choice, drafter_name
 from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
 from jflash.io import pair_models
@@ -133,27 +133,16 @@ class Ingress:
 def app(args: dict[str, Any]) -> serve.Application:
     """The application of `serve run jflash.serving.ray:app` and of `serve deploy`.
 
-    `args` are options of `jflash serve` without their dashes: target=…, replicas=2. The cluster is
-    that of RAY_ADDRESS, or of this machine.
+    `args` are options of `jflash serve` without their dashes: target=…, replicas=2; a flag's value
+    is true or false. The cluster is that of RAY_ADDRESS, or of this machine.
     """
-    argv = []
-    for name, value in (args | _absolute(args)).items():
-        option = "--" + name.replace("_", "-")
-        values = value if isinstance(value, list) else [value]
-        argv += [part for each in values for part in (option, str(each))]
     parser = make_parser("serve", "jflash.serving.ray:app")
     platform_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(argv_of(parser, with_absolute_places(args)))
     serve_options.check(options)
     if not ray.is_initialized():  # `serve run` would be later than the question for GPUs
         ray.init(namespace="serve")
     return application(options)
-
-
-def _absolute(args: dict[str, Any]) -> dict[str, str]:
-    """The pair's folders, for processes that run in others; what is none may be a hub id."""
-    named = {name: Path(str(args[name])) for name in ("target", "drafter") if name in args}
-    return {name: str(path.absolute()) for name, path in named.items() if path.exists()}
 
 
 def application(options: argparse.Namespace) -> serve.Application:
