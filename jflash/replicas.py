@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TRIES = 3  # of a part
+OF_COMMANDS = (ValueError, OSError, ModuleNotFoundError)  # which commands print as a line
 Make = Callable[[int, int], Any]  # part `index` of `of`
 
 
@@ -52,8 +53,8 @@ class _Replica:
 def made(make: Make, parts: int, devices: int) -> list[Any]:
     """What `make` returns for each part, made by as many replicas of `devices` each.
 
-    A ValueError of `make` is raised here. A part whose process dies is made again, TRIES times in
-    all.
+    An error of OF_COMMANDS is raised here as `make` raised it. A part whose process dies is made
+    again, TRIES times in all.
     """
     import ray
     from ray.exceptions import RayActorError, RayTaskError
@@ -81,7 +82,6 @@ def made(make: Make, parts: int, devices: int) -> list[Any]:
             print(f"replica {index} of {parts} is lost: its part begins again", file=sys.stderr)
             running[index] = begin(index)
         except RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise ValueError(str(error.cause)) from None
-            raise
+            # Ray's own error has the replica's trace as its text.
+            raise error.cause if isinstance(error.cause, OF_COMMANDS) else error from None
     return [results[index] for index in range(parts)]

@@ -1,6 +1,7 @@
 """Parts of a run on a local Ray: a lost one is made again, and its errors are the command's."""
 
 import functools
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -22,6 +23,10 @@ def part(folder: Path, lost: tuple[int, int], index: int, of: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     if index == 7:
         raise ValueError("the seventh part is wrong")
+    if lost == (index, -1):
+        (tries / "below").mkdir()
+    if lost == (index, -2):
+        importlib.import_module("optax.nothere")
     return f"{index} of {of} in {Path.cwd()}"
 
 
@@ -43,3 +48,9 @@ def test_a_lost_part_is_made_again_and_an_error_is_the_commands(tmp_path, monkey
             run("always", (0, 9), 2)
         with pytest.raises(ValueError, match="the seventh part is wrong"):
             run("wrong", (9, 0), 8)
+        with pytest.raises(NotADirectoryError) as place:
+            run("place", (1, -1), 2)
+        assert str(place.value).startswith("[Errno 20] Not a directory: ")
+        with pytest.raises(ModuleNotFoundError) as module:
+            run("module", (1, -2), 2)
+        assert module.value.name == "optax.nothere"
