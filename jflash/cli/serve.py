@@ -22,7 +22,6 @@ from jflash.cli.generate import loaded as read
 from jflash.cli.options.pair import sampling
 from jflash.decoding import Decoding, Sampling
 from jflash.device import device_memory
-from jflash.io import PairFiles
 from jflash.pair import Models
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
@@ -102,7 +101,7 @@ def loaded(options: argparse.Namespace) -> Loaded:
     tokenizer = files.target.tokenizer()
     stop_ids = files.target.stop_ids(tokenizer)
     note_idle_gpu()
-    context = _context(options, files)
+    context = context_of(options, files.models)
     pages = _pages(options, files.models, context)
     pair = read(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
@@ -178,8 +177,9 @@ def counted_compilations(also: Callable[[], None] = lambda: None) -> Callable[[]
     return lambda: len(seen)
 
 
-def _context(options: argparse.Namespace, files: PairFiles) -> int:
-    most = min(config.max_position_embeddings for config in files.models.configs)
+def context_of(options: argparse.Namespace, models: Models) -> int:
+    """The longest request in tokens; ValueError for one that the models have no positions for."""
+    most = min(config.max_position_embeddings for config in models.configs)
     if options.max_context is not None and options.max_context > most:
         raise ValueError(f"--max-context {options.max_context} passes the model's {most} positions")
     if options.max_context == 1:

@@ -25,7 +25,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
-from ray.serve.schema import LoggingConfig
+from ray.serve.schema import DeploymentStatus, LoggingConfig
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -35,7 +35,7 @@ from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, with_absolute_places
 from jflash.cli.options.pair import drafter_choice, drafter_name
-from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
+from jflash.cli.serve import FAILED, api_keys, context_of, counted_compilations, loaded
 from jflash.io import pair_models
 from jflash.io.foreign import one_line
 from jflash.mesh import check_divisible
@@ -178,8 +178,10 @@ def serve_replicas(options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     listener.close()  # Ray's proxy listens
     source, _ = drafter_choice(drafter_name(options))
-    # Refused here in one line: what is not there, or does not fit or divide.
+    # Refused here, before Ray begins: what is not there, or does not fit or divide.
     models = pair_models(options.target, source, options.block_size)
+    context_of(options, models)
+    api_keys(options)
     if options.tensor_parallel > 1:
         check_divisible(models, options.tensor_parallel, options.experts_over)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -217,4 +219,13 @@ def _started(options: argparse.Namespace, host: str, port: int) -> Any:
         serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
         return serve.run(application(options), name=NAME)
     except RuntimeError as error:
-        raise ValueError(f"the replicas did not start: {one_line(error)}") from None
+        raise ValueError(f"the replicas did not start: {_why() or one_line(error)}") from None
+
+
+def _why() -> str:
+    """The last line of a failed replica's trace, which is its error; Ray's own does not say it."""
+    application = serve.status().applications.get(NAME)
+    deployments = application.deployments.values() if application else ()
+    failed = [d.message for d in deployments if d.status == DeploymentStatus.DEPLOY_FAILED]
+    lines = " ".join(failed).splitlines()
+    return lines[-1].removeprefix("ValueError: ") if lines else ""

@@ -133,8 +133,8 @@ def test_what_a_port_and_a_model_cannot_give_is_refused():
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
             listen("127.0.0.1", port)
-    files = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter")
-    asked = lambda most: serve._context(argparse.Namespace(max_context=most), files)  # noqa: E731
+    models = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter").models
+    asked = lambda most: serve.context_of(argparse.Namespace(max_context=most), models)  # noqa: E731
     assert asked(None) == asked(2048) == 2048 and asked(2) == 2
     with pytest.raises(ValueError, match="--max-context 2049 passes the model's 2048 positions"):
         asked(2049)

@@ -48,7 +48,22 @@ def test_a_fleet_that_starts_ends_at_a_signal_without_a_trace(number):
     assert "listen on" not in errors and not controllers() - others
 
 
-def test_devices_that_cannot_share_the_pair_are_refused_before_anything_starts(capsys):
-    assert run("serve", ["--replicas", "2", "--tensor-parallel", "3"]) == 2
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tensor-parallel", "3"], "3 devices cannot share the target's attention heads"),
+        (["--max-context", "99999"], "--max-context 99999 passes the model's 2048 positions"),
+        (["--api-key-file", "nothere"], "--api-key-file nothere: No such file or directory"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(options, said, capsys):
+    assert run("serve", ["--replicas", "2", *options]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "3 devices cannot share the target's attention heads" in line
+    assert said in line
+
+
+def test_what_only_a_replica_finds_out_is_the_last_line(capfd):
+    options = ["--dtype", "float32", "--max-batch", "2", "--max-context", "256", "--pages", "1"]
+    assert run("serve", ["--replicas", "1", "--port", "0", *options]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "the replicas did not start: a request of 256 tokens needs 4 pages: " in last
