@@ -171,6 +171,12 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         (["--questions", files["tasks.jsonl"]], "tasks.jsonl:1 needs a text `question`"),
         ([*made, "--variants", "-1"], "--variants must be at least 0"),
         ([*made, "--top-p", "0"], "top_p"),
+        ([*made, "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        ([*made, "--variants", "3"], "--variants 3 without --gsm8k-train"),
+        ([*made, "--replicas", "2"], "--replicas 2 without --written-by TARGET"),
+        ([*made, "--tensor-parallel", "2"], "--tensor-parallel 2 without --written-by TARGET"),
+        ([*made, "--system", "Be brief."], "--system without --written-by TARGET"),
+        (["--output", tmp_path, "--overwrite", *made], "is a folder: give a file"),
     ]:
         assert command(*output, *given) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]

@@ -35,9 +35,10 @@ def declare(parser: Parser) -> None:
 
 
 def check(args: Options) -> None:
+    refuse(args.output.is_dir(), f"--output {args.output} is a folder: give a file")
     exists = args.output.exists() and not args.overwrite
     refuse(exists, f"{args.output} exists already: pass --overwrite to replace it")
-    for name, least in (("variants", 0), ("count", 1), ("batch", 1)):
+    for name, least in (("variants", 0), ("count", 1), ("batch", 1), ("max_new_tokens", 1)):
         refuse(getattr(args, name) < least, f"{option_name(name)} must be at least {least}")
     sources = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.questions]
     for file in filter(None, [*sources, *args.exclude_test]):
@@ -46,8 +47,14 @@ def check(args: Options) -> None:
     check_seed(args.seed)
     check_replicas(args)
     check_shared(args)
-    idle = args.replicas is not None and not args.written_by
-    refuse(idle, f"--replicas {args.replicas} without --written-by TARGET: they write its turns")
+    idle = args.variants and not args.gsm8k_train
+    refuse(idle, f"--variants {args.variants} without --gsm8k-train: they are of its questions")
+    alone = None if args.tensor_parallel == 1 else args.tensor_parallel
+    for name, value in (("replicas", args.replicas), ("tensor_parallel", alone)):
+        idle = value is not None and not args.written_by
+        why = f"{option_name(name)} {value} without --written-by TARGET: they write its turns"
+        refuse(idle, why)
+    refuse(args.system and not args.written_by, "--system without --written-by TARGET")
     drawing(args)
 
 
