@@ -13,7 +13,13 @@ from jflash.cli.evaluation_shares import answers_of
 from jflash.device import describe_device
 from jflash.evals.datasets import DATASETS
 from jflash.evals.evaluation import execute_all, with_results
-from jflash.evals.folder import check_settings, finished_answers, open_folder, read_answers
+from jflash.evals.folder import (
+    check_settings,
+    finished_answers,
+    join_parts,
+    open_folder,
+    read_answers,
+)
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import differences, summarise
@@ -55,6 +61,7 @@ def _of_host(options: Options, hosts: Hosts) -> int:
     note_idle_gpu()
     check_device(todo)
     with open_folder(folder, todo.settings, options.overwrite):
+        join_parts(folder)  # of replicas of a run that was killed
         _announce(folder, options.baseline)
         try:
             summary = _evaluate(todo, folder, options, others, hosts)

@@ -56,9 +56,8 @@ def _share(
 def _by_replicas(run: Run, folder: Path, options: Options) -> dict[str, list[Record]]:
     """The answers of all replicas, which are joined in the files of `folder`, sorted.
 
-    A run that was killed left parts there. ValueError if a replica's settings are not this run's.
+    ValueError if a replica's settings are not this run's.
     """
-    join_parts(folder)
     try:
         found = made(functools.partial(_part, options), options.replicas, options.tensor_parallel)
     finally:

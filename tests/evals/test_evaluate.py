@@ -152,6 +152,20 @@ def test_replicas_make_their_parts_once_and_join_them_sorted(
     assert main.run("eval-gsm8k", argv) == 2
 
 
+def test_one_process_goes_on_from_the_parts_of_killed_replicas(run, data, unbroken, tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    shutil.copy(unbroken / "run.json", folder)
+    left = (unbroken / "answers.jsonl").read_text().splitlines(keepends=True)
+    for index in (0, 1):
+        (folder / f"answers-{index}-of-2.jsonl").write_text("".join(left[index::2]))
+    _, _, err = run(data, folder)
+    assert f"resuming: {COUNT} answers are in {folder}" in err
+    made = sorted(map(json.loads, left), key=lambda record: record["index"])
+    assert lines(folder / "answers.jsonl") == made  # with their times: none is decoded again
+    assert not list(folder.glob("*-of-*"))
+
+
 @pytest.mark.long
 def test_killed_and_resumed_it_sums_up_like_an_unbroken_run(run, data, unbroken, tmp_path):
     whole, out, _ = run(data, unbroken)
