@@ -48,7 +48,9 @@ if not ON_GPU:
     os.environ.setdefault("XLA_FLAGS", HASTE)
 
 
-pytest_plugins = [f"tests.support.{x}" for x in ("durations", "compilations", "long_tests")]
+pytest_plugins = [
+    f"tests.support.{x}" for x in ("durations", "compilations", "long_tests", "mappings")
+]
 pytest.register_assert_rewrite(
     *(f"tests.support.{x}" for x in ("attention_checks", "logits", "reference", "refusals"))
 )

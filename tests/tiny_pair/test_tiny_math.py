@@ -237,7 +237,7 @@ def test_train_drafter_command(place, tmp_path, capsys):
     for arguments, complaint in [
         (given, "exists already: pass --overwrite"),
         ([*given, "--overwrite", "--data", tmp_path / "none"], "none: no such file"),
-        ([*given, "--overwrite", "--steps", "0"], "steps must be at least 1, got 0"),
+        ([*given, "--overwrite", "--steps", "0"], "--steps 0: at least 1"),
         ([*given, "--overwrite", "--anchors", "65"], "anchors must be within 1 … 64"),
     ]:
         assert main.run("train", [str(a) for a in arguments]) == 2
