@@ -99,7 +99,7 @@ def head_logits(
 
 
 def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpret=False):
-    """The result, or of SUMS any pieces [P, M, N] in float32."""
+    """As `_by_tile`, by the tile that these sizes have."""
     K, N = w.shape[::-1] if op in HEADS else w.shape
     P = _pieces("matmul" if op in SUMS else op, x, w, columns or N)
     if isinstance(w, Fragments):
@@ -107,7 +107,7 @@ def _product(op: str, x, w, residual=None, *, columns=None, firsts=None, interpr
     product = Product.of(op, len(x), K, N, P)
     kept = isinstance(w, Quantised)
     tile = few_rows_tile(product, whole=True) if kept else tile_for(product)
-    return by_tile(tile, product, x, w, residual, firsts=firsts, interpret=interpret)
+    return _by_tile(tile, product, x, w, residual, firsts, interpret)
 
 
 def _in_fragments(op: str, x, w: Fragments, residual, P: int, firsts: Firsts):
@@ -125,7 +125,17 @@ def by_tile(
     firsts: Firsts | None = None,
     interpret: bool = False,
 ) -> Any:
-    """`_product` by this tile; x has the product's rows, or others that it stands for."""
+    """The product by this tile; x has the product's rows, or others that it stands for."""
+    out = _by_tile(tile, product, x, w, residual, firsts, interpret)
+    if product.op not in SUMS:
+        return out
+    if product.op == "pieces":
+        return out[None] if out.ndim == 2 else out
+    return out if out.ndim == 2 else summed(Unsummed(out, residual), interpret=interpret)
+
+
+def _by_tile(tile: AnyTile, product: Product, x, w, residual, firsts, interpret: bool):
+    """The result, or of SUMS any pieces [P, M, N] in float32."""
     if isinstance(tile, Wide):
         halves = (firsts or (0, product.columns)) if product.op == "gate_up" else None
         return wide_mosaic.product(x, w, tile=tile, halves=halves)

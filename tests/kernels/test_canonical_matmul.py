@@ -193,6 +193,20 @@ def test_kernels_and_tiles_agree_with_the_form(P):
 
 
 @interpreted
+def test_a_tile_gives_the_sum_whether_its_kernel_adds_the_pieces_or_leaves_them():
+    """Tiles are compared and timed so."""
+    x, w = in_steps(3, 16, K, N)
+    residual, product = x[:, :N] * 3, Product.of("residual", 16, K, N, 2)
+    want = canonical.plus(residual, reference.canonical(x, w, 2, STEP).astype(x.dtype))
+    walks = dataclasses.replace(
+        canonical_tuning("residual", 16, K, N, 2), walk=2, split_k=1, stages=2, sms=2
+    )
+    for tile in (Tile(rows=16, columns=32, depth=64), walks):
+        got = canonical.by_tile(tile, product, x, w, residual, interpret=True)
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+@interpreted
 def test_a_part_of_a_wide_tile_agrees_with_the_form():
     x, w = in_steps(2, 70, 256, 1088)  # 5 tiles of 192 columns, and 128 of a sixth
     tuning = Tuning(block_m=64, block_n=192, block_k=64, stages=2, split_k=2, sms=3)
