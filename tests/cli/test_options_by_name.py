@@ -24,6 +24,7 @@ def parser():
         ({"autotune": "False"}, ["--no-autotune"]),
         ({"autotune": "true"}, ["--autotune"]),
         ({"no_autotune": False}, ["--autotune"]),
+        ({"help": False}, []),
     ],
 )
 def test_names_become_a_command_line_that_the_parser_reads(parser, given, argv):

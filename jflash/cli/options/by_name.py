@@ -37,7 +37,8 @@ def _flag(action: argparse.Action, option: str, value: Any) -> list[str]:
     refuse(chosen is None, f"{option} {value}: true or false")
     if chosen:
         return [option]
-    # The opposite has an option of its own, or is the default.
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return []  # the default is false
     return [other for other in action.option_strings if other != option]
 
 
