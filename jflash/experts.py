@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jflash.gather import gather, of_owners, own_first, share
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
+from jflash.projections import Kernel
 from jflash.routes import route, route_by_sigmoid
 from jflash.specs import MoeSpec
 from pallas_kernels.fixed_order import rounded, row_sum
@@ -42,18 +43,6 @@ from pallas_kernels.matmul import (
 )
 
 ROUTING = "routing"  # of Flax's collections
-
-
-class Kernel(nn.Module):
-    """A matrix, or one for every expert, and a bias as parameters without a product."""
-
-    leaf: Leaf
-    use_bias: bool = False
-
-    def setup(self) -> None:
-        self.kernel = declare(self, "kernel", self.leaf)
-        if self.use_bias:
-            self.bias = declare(self, "bias", self.leaf.bias)
 
 
 class Experts(nn.Module):

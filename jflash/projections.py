@@ -47,12 +47,8 @@ class RMSNorm(nn.Module):
         return share(rms_norm(gather(x, shards), scale, self.eps, backend=backend), shards)
 
 
-class Projection(nn.Module):
-    """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32).
-
-    If devices share the layer, each has some columns of the kernel, of the product and of a
-    residual; x is whole.
-    """
+class Kernel(nn.Module):
+    """A matrix, or one for every expert, and a bias as parameters without a product."""
 
     leaf: Leaf
     use_bias: bool = False
@@ -61,6 +57,14 @@ class Projection(nn.Module):
         self.kernel = declare(self, "kernel", self.leaf)
         if self.use_bias:
             self.bias = declare(self, "bias", self.leaf.bias)
+
+
+class Projection(Kernel):
+    """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32).
+
+    If devices share the layer, each has some columns of the kernel, of the product and of a
+    residual; x is whole.
+    """
 
     def __call__(
         self,
