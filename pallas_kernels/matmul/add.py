@@ -1,6 +1,6 @@
 """Adds the pieces of a product, and a residual, in Pallas-Triton: entry by entry, ascending.
 
-Where a norm follows, `rms_norm.after_sum` does both in one kernel.
+Where a norm follows, `rms_norm.after` does both in one kernel.
 
 This is a kernel because XLA would leave a sum unrounded before the next one, and would compute a
 layer's residual again from the pieces of all layers before it.

@@ -5,6 +5,9 @@ is rounded once (Qwen3.5, whose scales are 1 + w). "cpu" and "canonical" promise
 depend only on that row, whatever the other axes are and whatever the norm is compiled beside.
 "xla" and "reference" (one and the same: short jnp) promise it inside one program. "canonical" is
 for Hopper and x of bfloat16.
+
+`after` norms the sum that a product left unmade (`pallas_kernels.matmul.unsummed`), and gives the
+sum too; both have the bits that `summed` and the norm by itself give.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Compiled programs of files that are over are dropped before a process has too many of them.
 
 XLA maps the code of each program into memory by itself. Linux allows a process 65,530 mappings, and
-aborts it at the next one. The largest process of a run with three came to 58,000.
+without another one the next compilation ends it. The largest process of a run of three had 58,000.
 """
 
 import gc
