@@ -81,15 +81,15 @@ def own_first(ids: Int[Array, "*lead"], held: int, shards: int) -> Int[Array, "*
     return (ids - lax.axis_index(AXIS) * held) % (held * shards)
 
 
-def best_of(logits: Float[Array, "M V"], shards: int) -> Int[Array, " M"]:
-    """The column of the largest of all devices' logits, the lowest of equal ones.
+def best_of(
+    ids: Int[Array, " M"], logits: Float[Array, " M"], held: int, shards: int
+) -> Int[Array, " M"]:
+    """Of each device's best column and its logit the best of all, the lowest of equal ones.
 
-    Devices have V columns each, in their order, so the first device of equal ones has the lowest.
+    Devices have `held` columns each, in their order, so the first device of equal ones has the
+    lowest.
     """
-    own = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    value = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0].astype(jnp.float32)
-    id = own + logits.shape[-1] * lax.axis_index(AXIS)
-    both = jnp.stack([lax.bitcast_convert_type(value, jnp.int32), id], axis=-1)
-    values, ids = jnp.moveaxis(gather(both, shards).reshape(len(own), shards, 2), -1, 0)
-    best = jnp.argmax(lax.bitcast_convert_type(values, jnp.float32), axis=-1)
-    return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
+    both = jnp.stack([lax.bitcast_convert_type(logits, jnp.int32), ids], axis=-1)
+    every, columns = jnp.moveaxis(gather(both, shards).reshape(len(ids), shards, 2), -1, 0)
+    best = jnp.argmax(lax.bitcast_convert_type(every, jnp.float32), axis=-1)
+    return best * held + jnp.take_along_axis(columns, best[:, None], axis=-1)[:, 0]

@@ -27,6 +27,7 @@ from pallas_kernels.matmul import (
     gate_up,
     gelu_times,
     head_argmax,
+    head_largest,
     sigmoid_times,
     silu_times,
     summed,
@@ -34,6 +35,7 @@ from pallas_kernels.matmul import (
 from pallas_kernels.matmul import head_confidence as head_confidence  # layers is the models' door
 from pallas_kernels.matmul import head_logits as head_logits
 from pallas_kernels.matmul import matmul as matmul
+from pallas_kernels.matmul.rounded import Rounded
 
 TIMES = {"silu": silu_times, "gelu_tanh": gelu_times}  # by DenseSpec.activation
 
@@ -42,7 +44,9 @@ def head_best(x: Float[Array, "M D"], head: Head, backend: str, shards: int) -> 
     """The id of the largest of the logits, of which each device has some columns."""
     if shards == 1:
         return head_argmax(x, head, backend=backend)
-    return best_of(head_logits(x, head, backend=backend), shards)
+    ids, logits = head_largest(x, head, backend=backend)
+    held = head.shape[1 if isinstance(head, Rounded) else 0]
+    return best_of(ids, logits, held, shards)
 
 
 class Attention(nn.Module):

@@ -14,6 +14,7 @@ float32; results have x's dtype.
   silu(gate) * up is float32 and rounded once.
 - head_argmax: per row the id of the largest float32 logit, the lowest of equal ones. The head is
   [V, K]. The logits are never written.
+- head_largest: head_argmax's ids, and per row that logit.
 - head_confidence: head_argmax's ids, and per row the sum of exp(logit - largest) in float32. The
   last bits of a sum are a matter of tiles: it is only for a drafter's confidence.
 - head_logits: those logits in float32, by "cpu", by "canonical" or else by XLA.
@@ -164,6 +165,18 @@ def head_argmax(x: Float[Array, "M K"], head: Head, *, backend: str) -> Int[Arra
     if isinstance(head, Rounded):
         return float8.head_argmax(x, head, backend=backend)
     return _backend(backend).head_argmax(x, head)
+
+
+def head_largest(
+    x: Float[Array, "M K"], head: Head, *, backend: str
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """The best ids and their logits; see the module's contract. ValueError as `matmul`."""
+    if isinstance(head, Rounded):
+        return float8.head_largest(x, head, backend=backend)
+    if _backend(backend) is canonical:
+        return canonical.head_largest(x, head)
+    logits = head_logits(x, head, backend=backend)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.max(logits, axis=-1)
 
 
 def head_confidence(

@@ -81,6 +81,17 @@ def head_argmax(
     return _product("head_argmax", x, head, interpret=interpret)
 
 
+def head_largest(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    _pieces("head_argmax", x, head, len(head))
+    tile = tile_for(Product.of("head_argmax", len(x), x.shape[1], len(head), 1))
+    if isinstance(tile, Tile):
+        return _few_rows_largest(x, head, tile, interpret)
+    assert isinstance(tile, Tuning), tile
+    return mosaic_gpu.head_largest(x, head, tuning=tile, interpret=interpret)
+
+
 def head_confidence(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, interpret: bool = False
 ) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
@@ -148,7 +159,7 @@ def _by_few_rows(tile: Tile, product: Product, x, w, residual, firsts, interpret
     if product.op == "gate_up":
         return _few_rows_gate_up(x, w, firsts or (0, product.columns), tile, interpret)
     if product.op == "head_argmax":
-        return _few_rows_argmax(x, w, tile, interpret)
+        return _few_rows_largest(x, w, tile, interpret)[0]
     if product.op == "head_logits":
         return _few_rows_logits(x, w, tile, interpret)
     residual = residual if product.pieces == 1 else None
@@ -228,9 +239,9 @@ def _few_rows_gate_up(x, w, firsts: Firsts, tile: Tile, interpret: bool):
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _few_rows_argmax(x, head, tile: Tile, interpret: bool):
+def _few_rows_largest(x, head, tile: Tile, interpret: bool):
     best, index, _ = few_rows.best_of_tiles(x, head, tile=tile, interpret=interpret)
-    return jnp.where(best == best.max(axis=0), index, head.shape[0]).min(axis=0)
+    return mosaic_gpu.largest_of_all(best, index, head.shape[0])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

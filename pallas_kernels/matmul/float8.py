@@ -3,6 +3,12 @@
 Sums are float32. Where "canonical" may run, few rows go to Pallas-Triton and keep their dtype; else
 x is rounded by its rows, and XLA multiplies codes by codes: on Hopper by cuBLASLt or by Triton,
 whichever its autotuner found faster.
+
+Few rows are a block's 16. µs of a gate and up [4096, 24576] and a down [12288, 4096] on an H200
+(jax 0.11.2, 2026-11-25) at 16, 32, 48, 64 and 128 rows, with some 4 of the loop around them: by
+Triton 53.6, 61.3, 116.5, 119.1 and 32.8, 70.2, 90.9, 93.9; XLA's at 128 rows 40.8 and 28.0; arrays
+of bfloat16 53.7, 56.5, 55.9, 57.2, 63.0 and 33.3, 32.7, 32.7, 33.3, 36.4. The same codes in
+fragments, by `kept_mosaic`: 36.4, 50.0, 55.1, 60.4, 64.9 and 23.8, 24.1, 26.7, 28.9, 39.9.
 """
 
 import functools
@@ -17,7 +23,7 @@ from pallas_kernels.matmul import float8_triton
 from pallas_kernels.matmul.few_rows import Tile, silu_times
 from pallas_kernels.matmul.rounded import Rounded, rounded_rows
 
-FEW_ROWS = 64
+FEW_ROWS = 16
 CORES = 132
 
 
@@ -44,9 +50,16 @@ def gate_up(
 
 
 def head_argmax(x: Float[Array, "M K"], head: Rounded, *, backend: str) -> Int[Array, " M"]:
+    return head_largest(x, head, backend=backend)[0]
+
+
+def head_largest(
+    x: Float[Array, "M K"], head: Rounded, *, backend: str
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
     if (tile := tile_for(len(x), *head.shape, backend)) is not None:
-        return _argmax(x, head, tile)
-    return jnp.argmax(_sums(x, head), axis=-1).astype(jnp.int32)
+        return _largest(x, head, tile)
+    sums = _sums(x, head)
+    return jnp.argmax(sums, axis=-1).astype(jnp.int32), jnp.max(sums, axis=-1)
 
 
 def head_logits(x: Float[Array, "M K"], head: Rounded) -> Float[Array, "M V"]:
@@ -57,10 +70,9 @@ def tile_for(M: int, K: int, columns: int, backend: str) -> Tile | None:
     """The Triton kernel's tile, of one half of gate and up; None where XLA multiplies."""
     if backend != "canonical" or M > FEW_ROWS or K % 128 or columns % 64:
         return None
-    rows = max(16, 1 << (M - 1).bit_length())
-    if columns <= 64 * CORES and rows == 16 and K % 256 == 0:
-        return Tile(rows=rows, columns=32, depth=256)
-    return Tile(rows=rows, columns=64, depth=128)
+    if columns <= 64 * CORES and K % 256 == 0:
+        return Tile(rows=FEW_ROWS, columns=32, depth=256)
+    return Tile(rows=FEW_ROWS, columns=64, depth=128)
 
 
 def _sums(x: Float[Array, "M K"], w: Rounded) -> Float[Array, "M N"]:
@@ -83,6 +95,6 @@ def _gate_up(x, w, tile: Tile, firsts: Firsts):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _argmax(x, head, tile: Tile):
+def _largest(x, head, tile: Tile):
     best, ids = float8_triton.best_of_tiles(x, head, tile=tile)
-    return jnp.take_along_axis(ids, jnp.argmax(best, axis=0)[None], axis=0)[0]
+    return jnp.take_along_axis(ids, jnp.argmax(best, axis=0)[None], axis=0)[0], best.max(axis=0)

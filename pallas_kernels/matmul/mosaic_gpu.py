@@ -77,9 +77,16 @@ def gate_up(
 def head_argmax(
     x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
 ) -> Int[Array, " M"]:
-    best, index = _launch("head_argmax", x, head, None, tuning, interpret)  # [C, M rounded up]
-    winner = jnp.where(best == best.max(axis=0), index, head.shape[0])
-    return winner.min(axis=0)[: x.shape[0]]
+    return head_largest(x, head, tuning=tuning, interpret=interpret)[0]
+
+
+@_jit
+def head_largest(
+    x: Float[Array, "M K"], head: Float[Array, "V K"], *, tuning: Tuning, interpret: bool = False
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    found = _launch("head_argmax", x, head, None, tuning, interpret)  # [C, M rounded up]
+    best, index = (a[:, : x.shape[0]] for a in found)
+    return largest_of_all(best, index, head.shape[0])
 
 
 @_jit
@@ -95,9 +102,16 @@ def best_of_all(
     best: Float[Array, "C M"], index: Int[Array, "C M"], total: Float[Array, "C M"], vocab: int
 ) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
     """The lowest id of the largest value, and the sum of exp(value - largest), of some parts'."""
-    largest = best.max(axis=0)
-    ids = jnp.where(best == largest, index, vocab).min(axis=0)
+    ids, largest = largest_of_all(best, index, vocab)
     return ids, jnp.sum(total * jnp.exp(best - largest), axis=0)
+
+
+def largest_of_all(
+    best: Float[Array, "C M"], index: Int[Array, "C M"], vocab: int
+) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
+    """The lowest id of the largest value of some parts', and the value."""
+    largest = best.max(axis=0)
+    return jnp.where(best == largest, index, vocab).min(axis=0), largest
 
 
 @_jit

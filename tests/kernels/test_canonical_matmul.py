@@ -19,6 +19,8 @@ from pallas_kernels.matmul import (
     gate_up,
     head_argmax,
     head_confidence,
+    head_largest,
+    head_logits,
     matmul,
     mosaic_gpu,
     reference,
@@ -234,6 +236,12 @@ def test_the_canonical_backend_equals_the_reference(M):
     head = draw(3, (328, 320))  # whose last tile is not full
     got = canonical.head_argmax(x, head, interpret=True)
     np.testing.assert_array_equal(got, head_argmax(x, head, backend="reference"))
+    for ids, largest in [
+        canonical.head_largest(x, head, interpret=True), head_largest(x, head, backend="xla")
+    ]:  # fmt: skip
+        np.testing.assert_array_equal(ids, got)
+        want = head_logits(x, head, backend="reference")[jnp.arange(M), got]
+        np.testing.assert_allclose(largest, want, rtol=1e-4)
     ids, sums = canonical.head_confidence(x, head, interpret=True)
     np.testing.assert_array_equal(ids, got)
     want = head_confidence(x, head, backend="reference")[1]
