@@ -160,7 +160,8 @@ class DrafterConfig(DecoderConfig):
     Embedding and head are the target's, but for drafters that bring both: `own_embedding`, and
     a head of `draft_vocab_size` tokens. `num_target_layers` is None where the file does not say it,
     and `input_embedding_scale` too: in a pair they are the target's then (`meeting`). `products`
-    says what its products are rounded to while it decodes: 'float8', or nothing.
+    says how its products are rounded while it decodes, if they are; where `fragments` are asked
+    for, its weights lie so if their sizes allow it.
     """
 
     block_size: int
@@ -172,7 +173,7 @@ class DrafterConfig(DecoderConfig):
     final_logit_softcapping: float | None
     own_embedding: bool = False
     draft_vocab_size: int | None = None
-    products: str = ""
+    products: Kept | None = None
 
     def meeting(self, target: TargetConfig) -> "DrafterConfig":
         """The config in a pair: drafters of a target that scales its rows were trained on these."""
@@ -185,7 +186,7 @@ class DrafterConfig(DecoderConfig):
     @property
     def has_head(self) -> bool:
         """Whether it drafts by a head of its own, brought or made, and not by its target's."""
-        return self.draft_vocab_size is not None or bool(self.products)
+        return self.draft_vocab_size is not None or self.products is not None
 
     @property
     def reads_logits(self) -> bool:

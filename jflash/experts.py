@@ -111,8 +111,10 @@ class Experts(nn.Module):
         own = own_first(ids, c.held, over)
         by_tokens, pieces, places = kernels.experts in BY_TOKENS, None, None
         if isinstance(self.gate_up.kernel, Fragments):
-            both = self.gate_up.kernel, self.down.kernel
-            outputs, places = canonical.of_fragments(flat, own, *both, self.gate_up.leaf.firsts)
+            first = self.gate_up
+            inner = canonical.gate_up_of_fragments(flat, own, first.kernel, first.leaf.firsts)
+            inner, places = inner._replace(rows=gather(inner.rows, c.cut)), inner.places
+            outputs = canonical.down_of_fragments(inner, own, self.down.kernel)
         elif by_tokens and self._beside(flat, kernels):
             outputs, pieces = self._with_shared(flat, own)
         else:

@@ -8,20 +8,22 @@ from jflash.leaves import Leaf
 from jflash.models.decoder import Target
 from jflash.models.params import leaf_paths
 from jflash.pair import Models
+from jflash.parts import part_of
 from jflash.specs import DenseSpec, Kept
-from pallas_kernels.matmul import fragments
-from pallas_kernels.matmul.pieces import pieces
-from pallas_kernels.matmul.quantised import Quantised
+from pallas_kernels.matmul.fragments import COLUMNS
 
 
 def in_fragments(models: Models) -> Models:
     """The models, with the kept kernels of their target in fragments if that is read here.
 
-    It is by the canonical products, on one device.
+    It is by the canonical products; elsewhere a rounded drafter's weights do not lie so either.
     """
     config = models.target.config
     forms = {path: leaf.kept for path, leaf in leaf_paths(config).items() if leaf.kept}
-    if not forms or models.mesh is not None or models.kernels.matmul != "canonical":
+    if models.kernels.matmul != "canonical":
+        rounded = models.drafter is not None and models.drafter.config.products
+        return models.drafting_in(rounded.form) if rounded else models
+    if not forms:
         return models
     lies = fragment_paths(models, forms)
     kept = {
@@ -43,15 +45,14 @@ def _gated(config: TargetConfig, path: str) -> bool:
 def fragment_paths(models: Models, forms: Mapping[str, Kept]) -> set[str]:
     """Which of the target's leaves would lie in fragments, if they were kept in these forms.
 
-    An expert's two products do or do not together.
+    An expert's two products do or do not together. Devices that share the pair have whole tiles.
     """
     config, experts = models.target.config, models.kernels.experts == "canonical"
-    leaves = {
-        path: replace(leaf, kept=forms[path])
-        for path, leaf in leaf_paths(config).items()
-        if path in forms
-    }
-    paths = {path for path, leaf in leaves.items() if _has_fragments(leaf)}
+    leaves = _kept_leaves(config, forms)
+    paths = {path for path, leaf in leaves.items() if leaf.fits_fragments}
+    if models.mesh is not None:
+        parts = _kept_leaves(part_of(config, models.mesh.size), forms)
+        paths = {path for path in paths if _has_whole_tiles(leaves[path], parts[path])}
     for path in [path for path in paths if leaves[path].experts]:
         module, name, _ = path.rsplit("/", 2)
         other = f"{module}/{'down' if name == 'gate_up' else 'gate_up'}/kernel"
@@ -60,18 +61,23 @@ def fragment_paths(models: Models, forms: Mapping[str, Kept]) -> set[str]:
     return paths
 
 
-def _gated_alone(config: TargetConfig, path: str) -> bool:
-    """Whether a layer's experts have SwiGLU's activation and no biases."""
-    moe = config.layers[int(path.split("/")[0].removeprefix("layers_"))].moe
-    return moe is not None and moe.activation == "silu" and not (moe.bias or moe.clamped)
+def _kept_leaves(config: TargetConfig, forms: Mapping[str, Kept]) -> dict[str, Leaf]:
+    leaves = leaf_paths(config)
+    return {path: replace(leaves[path], kept=form) for path, form in forms.items()}
 
 
-def _has_fragments(leaf: Leaf) -> bool:
-    """Whether a kept leaf's sizes allow fragments."""
-    if not leaf.kept or leaf.kept.form not in ("fp8", "int4"):
+def _has_whole_tiles(whole: Leaf, part: Leaf) -> bool:
+    """Whether a device's part of a leaf in fragments is a part of its tiles."""
+    if not part.fits_fragments:
         return False
-    plain = replace(leaf, kept=leaf.kept._replace(fragments=False)).struct
-    assert isinstance(plain, Quantised)
-    *_, K, N = leaf.stored
-    cut = 1 if leaf.experts else pieces("matmul", K, leaf.columns)
-    return N % (2 * fragments.COLUMNS) == 0 and fragments.refusal(plain, cut) is None
+    runs = (run for leaf in (whole, part) for run in leaf.runs_of(1))
+    return whole.stored == part.stored or not any(run % COLUMNS for run in runs)
+
+
+def _gated_alone(config: TargetConfig, path: str) -> bool:
+    """Whether a layer's experts have SwiGLU's activation and no biases, and no device lacks some
+    (a token's may be another's then, which no list of used tiles knows)."""
+    moe = config.layers[int(path.split("/")[0].removeprefix("layers_"))].moe
+    if moe is None or moe.over == "devices":
+        return False
+    return moe.activation == "silu" and not (moe.bias or moe.clamped)

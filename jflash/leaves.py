@@ -18,6 +18,7 @@ from flax import linen as nn
 from jflash.specs import Kept
 from pallas_kernels.matmul import fragments
 from pallas_kernels.matmul.fragments import Fragments
+from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import Rounded
 
@@ -76,9 +77,14 @@ class Leaf:
         return self.shape[0] if self.axes[0] == "experts" else 0
 
     @property
+    def fragmented(self) -> bool:
+        """Whether it is kept in the order of pallas_kernels.matmul.fragments."""
+        return self.kept is not None and self.kept.fragments
+
+    @property
     def nbytes(self) -> int:
-        if self.kept and self.kept.fragments:
-            return self.struct.words.size * 4
+        if self.fragmented:
+            return self.tiles.words.size * 4
         if self.kept:
             return sum(part.nbytes for part in self.arrays.values())
         return self.size * jnp.dtype(self.dtype).itemsize
@@ -132,16 +138,25 @@ class Leaf:
         if self.kept.form == "float8":
             return Rounded(**arrays)
         kernel = Quantised(**{"zeros": None, **arrays}, group=self.kept.group)
-        if not self.kept.fragments:
-            return kernel
-        return self.in_fragments(kernel)
+        return self.in_fragments(kernel) if self.fragmented else kernel
 
     def in_fragments(self, kernel: Quantised) -> Fragments:
         """The kept kernel, which may be abstract, in the order in which the leaf lies."""
-        assert self.kept and self.kept.fragments
+        assert self.kept and self.fragmented
         pairs = self.firsts if self.kept.pairs else None
         whole = isinstance(kernel.codes, jax.Array)
         return (fragments.fragments if whole else fragments.abstract)(kernel, pairs)
+
+    @property
+    def fits_fragments(self) -> bool:
+        """Whether the sizes of a kept leaf allow fragments."""
+        if not self.kept or self.kept.form not in ("fp8", "int4"):
+            return False
+        plain = replace(self, kept=self.kept._replace(fragments=False)).struct
+        assert isinstance(plain, Quantised)
+        *_, K, N = self.stored
+        cut = 1 if self.experts else pieces("matmul", K, self.columns)
+        return N % (2 * fragments.COLUMNS) == 0 and fragments.refusal(plain, cut) is None
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct | Quantised | Fragments | Rounded:
@@ -149,6 +164,21 @@ class Leaf:
         if self.kept:
             return self.of_arrays({name: part.struct for name, part in self.arrays.items()})
         return jax.ShapeDtypeStruct(self.stored, jnp.dtype(self.dtype))
+
+    def runs_of(self, columns: int) -> tuple[int, ...]:
+        """The parts of the last axis in memory of which each device has a slice, in so many columns
+        each. ValueError if one is not a multiple of them."""
+        runs = self.runs or (self.format.columns if self.format else (self.stored[-1],))
+        if any(run % columns for run in runs):
+            raise ValueError(f"runs of {runs} columns do not come in {columns}s")
+        return tuple(run // columns for run in runs)
+
+    @property
+    def tiles(self) -> Fragments:
+        """The shape of a leaf in fragments."""
+        struct = self.struct
+        assert isinstance(struct, Fragments), self
+        return struct
 
     @property
     def columns(self) -> int:

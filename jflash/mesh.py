@@ -16,16 +16,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jflash.config import DecoderConfig
 from jflash.gather import AXIS
 from jflash.leaves import Leaf
 from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
-from jflash.models.params import decoding_params, leaf_paths
+from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.parts import indivisible, part_of, with_experts_over
 from jflash.places import over_places
-from pallas_kernels.matmul.quantised import Quantised
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
 
@@ -109,7 +107,8 @@ def shared_axis(whole: tuple[int, ...], part: tuple[int, ...]) -> int | None:
     return axes[0] if axes else None
 
 
-def _spec(axis: int | None) -> PartitionSpec:
+def where_shared(axis: int | None) -> PartitionSpec:
+    """Where an array with this shared axis lies."""
     return EVERYWHERE if axis is None else PartitionSpec(*[None] * axis, AXIS)
 
 
@@ -119,7 +118,7 @@ def specs(models: Models, make: Callable[[Models], Any]) -> Any:
         return EVERYWHERE
     whole = jax.eval_shape(lambda: make(replace(models, mesh=None)))
     part = jax.eval_shape(lambda: make(local(models)))
-    return jax.tree.map(lambda a, b: _spec(shared_axis(a.shape, b.shape)), whole, part)
+    return jax.tree.map(lambda a, b: where_shared(shared_axis(a.shape, b.shape)), whole, part)
 
 
 def param_specs(models: Models, params: Params) -> Any:
@@ -136,9 +135,12 @@ def _leaf_specs(model: Any, part: Any, given: dict) -> dict:
     whole, own = decoding_params(model.config), decoding_params(part.config)
 
     def where(a: Leaf, b: Leaf) -> Any:
+        if a.fragmented:
+            words = shared_axis(a.tiles.words.shape, b.tiles.words.shape)
+            return replace(a.tiles, words=where_shared(words))
         if a.kept:
             return a.of_arrays({n: where(part, b.arrays[n]) for n, part in a.arrays.items()})
-        return _spec(shared_axis(a.stored, b.stored))
+        return where_shared(shared_axis(a.stored, b.stored))
 
     return {name: jax.tree.map(where, whole[name], own[name]) for name in given}
 
@@ -194,7 +196,7 @@ def with_context(models: Models, params: Params) -> Params:
     [where] = param_specs(exact, Params(None, params.drafter))[1:]
     assert models.drafter is not None
     whole, part = context_leaves(models.drafter.config), context_leaves(drafter.config)
-    made = {name: _spec(shared_axis(whole[name].stored, part[name].stored)) for name in part}
+    made = {name: where_shared(shared_axis(whole[name].stored, part[name].stored)) for name in part}
 
     def extra(own: dict) -> dict:
         return {name: with_context_kernel(drafter, own)[name] for name in part}
@@ -212,76 +214,14 @@ def with_rounding(models: Models, params: Params) -> Params:
     drafter = local(models).drafter
     if drafter is None or not drafter.config.products:
         return params
-    config, target = drafter.config, heads_of(params.target)
+    leaves, target = decoding_params(drafter.config), heads_of(params.target)
     if models.mesh is None:
-        return params._replace(drafter=rounded(config, params.drafter, target))
-    exact, made = models.drafting_in(""), decoding_params(config)
-    takes = param_specs(exact, Params(target, params.drafter))
-    gives = param_specs(models, Params(None, made)).drafter
+        return params._replace(drafter=rounded(leaves, params.drafter, target))
+    takes = param_specs(models.drafting_in(""), Params(target, params.drafter))
+    gives = param_specs(models, Params(None, leaves)).drafter
 
     def own(given: Params) -> dict:
-        return rounded(config, given.drafter, given.target)
+        return rounded(leaves, given.drafter, given.target)
 
     round_all = spread(models.mesh, own, (takes,), gives)
     return params._replace(drafter=round_all(Params(target, params.drafter)))
-
-
-def placed(mesh: Mesh | None, config: DecoderConfig, params: dict) -> dict:
-    """Whole parameters on one device, brought to all devices that share the model."""
-
-    def one(path: Any, leaf: Any) -> Any:
-        return place(mesh, config, "/".join(entry.key for entry in path), leaf)
-
-    return jax.tree_util.tree_map_with_path(
-        one, params, is_leaf=lambda leaf: isinstance(leaf, Quantised)
-    )
-
-
-def place(mesh: Mesh | None, config: DecoderConfig, path: str, leaf: Any) -> Any:
-    """A leaf of a model, whole on one device, brought to all devices that share the model.
-
-    The path of an array of a kept kernel ends with its name.
-    """
-    if mesh is None:
-        return leaf
-    if isinstance(leaf, Quantised):
-        given = {name: getattr(leaf, name) for name in leaf_paths(config)[path].arrays}
-        return replace(leaf, **{n: place(mesh, config, f"{path}/{n}", x) for n, x in given.items()})
-    whole, part = _leaf_at(config, path), _leaf_at(part_of(config, mesh.size), path)
-    axis = shared_axis(whole.stored, part.stored)
-    if axis is None:
-        return jax.device_put(leaf, NamedSharding(mesh, EVERYWHERE))
-    sizes, parts = (_runs(whole, axis), _runs(part, axis)), []
-    for i, device in enumerate(mesh.devices.flat):
-        own = _part(leaf, axis, *sizes, mesh.size, i)
-        parts.append(jax.device_put(own, device).block_until_ready())
-    shape = list(part.stored)
-    shape[axis] *= mesh.size
-    sharding = NamedSharding(mesh, _spec(axis))
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
-
-
-def _leaf_at(config: DecoderConfig, path: str) -> Leaf:
-    leaves, (parent, _, name) = leaf_paths(config), path.rpartition("/")
-    return leaves[path] if path in leaves else leaves[parent].arrays[name]
-
-
-def _runs(leaf: Leaf, axis: int) -> tuple[int, ...]:
-    if leaf.runs:
-        return leaf.runs
-    if leaf.format is not None and axis == len(leaf.stored) - 1:
-        return leaf.format.columns
-    return (leaf.stored[axis],)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _part(
-    leaf: Array, axis: int, whole: tuple[int, ...], own: tuple[int, ...], shards: int, index: int
-) -> Array:
-    """Device `index`'s slice of each run: several devices' the same, if they are fewer slices."""
-    slices, first = [], 0
-    for all_columns, columns in zip(whole, own, strict=True):
-        start = first + index * all_columns // (shards * columns) * columns
-        slices.append(jax.lax.slice_in_dim(leaf, start, start + columns, axis=axis))
-        first += all_columns
-    return jnp.concatenate(slices, axis=axis)

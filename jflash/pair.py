@@ -10,7 +10,7 @@ from jflash.decoding import DRAFT_RULES
 from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.specs import FLOAT8
+from jflash.models.float8 import rounding
 from pallas_kernels.gated_delta import CHUNK
 
 
@@ -104,18 +104,18 @@ class Models:
 
         return replace(self, target=cast(self.target), drafter=cast(self.drafter))
 
-    def drafting_in(self, dtype: str) -> "Models":
+    def drafting_in(self, dtype: str, batch: int | None = None) -> "Models":
         """The models, whose drafter's products are rounded to 'float8', or with '' are not.
 
-        ValueError for another dtype, and for one without a drafter.
+        Its weights should lie as steps of `batch` sequences read them soonest. ValueError for
+        another dtype, and for one without a drafter.
         """
-        if dtype not in ("", FLOAT8.form):
-            raise ValueError(f"drafter_dtype {dtype!r} is not {FLOAT8.form!r}")
         if self.drafter is None:
             if dtype:
                 raise ValueError(f"drafter_dtype {dtype!r} without a drafter")
             return self
-        config = replace(self.drafter.config, products=dtype)
+        products = rounding(dtype, batch and batch * self.block_size)
+        config = replace(self.drafter.config, products=products)
         return replace(self, drafter=self.drafter.clone(config=config))
 
     def plain(self) -> "Models":

@@ -3,6 +3,7 @@
 A program is lowered for them. No weight exists.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,10 +34,16 @@ def param_structs(models: Models) -> Params:
 
 def _struct(whole: Leaf, part: Leaf, shards: int) -> Any:
     """All devices' parts of a leaf side by side, or the leaf if each has it whole."""
+    if whole.fragmented:
+        words = _side_by_side(whole.tiles.words.shape, part.tiles.words.shape, shards)
+        return replace(whole.tiles, words=jax.ShapeDtypeStruct(words, jnp.uint32))
     if whole.kept:
         arrays, parts = whole.arrays, part.arrays
         return whole.of_arrays({n: _struct(x, parts[n], shards) for n, x in arrays.items()})
-    shape, axis = list(part.stored), shared_axis(whole.stored, part.stored)
-    if axis is not None:
-        shape[axis] *= shards
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(whole.dtype))
+    shape = _side_by_side(whole.stored, part.stored, shards)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(whole.dtype))
+
+
+def _side_by_side(whole: tuple[int, ...], part: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    axis = shared_axis(whole, part)
+    return tuple(size * (shards if i == axis else 1) for i, size in enumerate(part))

@@ -34,6 +34,7 @@ from jflash.bench.step_time import (
 )
 from jflash.decoding import Decoding
 from jflash.device import describe_device, device_memory
+from jflash.distribute import place
 from jflash.generate import Pair
 from jflash.io import PairFiles, configure_pair, default_dtype, load_weights, save_checkpoint
 from jflash.memory import (
@@ -43,7 +44,7 @@ from jflash.memory import (
     tree_bytes,
     weight_bytes,
 )
-from jflash.mesh import local, over, place, tensor_mesh, with_context, with_rounding
+from jflash.mesh import local, over, tensor_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
@@ -178,15 +179,15 @@ def task_models(task: Task) -> Models:
         models = over(models, tensor_mesh(task.tensor_parallel), task.experts_over)
     else:
         models = pair_files(task, task.dtype).models
-    models, dtype = models.drafting_in(task.drafter_dtype), task.dtype or default_dtype()
-    return with_backends(models, dtype, jax.devices()[0], **task.backends)
+    models = models.drafting_in(task.drafter_dtype, task.batch)
+    return with_backends(models, task.dtype or default_dtype(), jax.devices()[0], **task.backends)
 
 
 def pair_files(task: Task, dtype: str | None) -> PairFiles:
     """The real pair that a task names."""
     assert task.target is not None and task.drafter is not None
     return configure_pair(
-        task.target, task.drafter, dtype=dtype, drafter_dtype=task.drafter_dtype,
+        task.target, task.drafter, dtype=dtype, drafter_dtype=task.drafter_dtype, batch=task.batch,
         tensor_parallel=task.tensor_parallel, experts_over=task.experts_over,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ is compiled. So twenty numbers take three minutes of an H200, most of them compi
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def step_times(
         programs = {case: [w.result() for w in waited[_program(case)]] for case in plan.cases}
     note("compiled")
     rates = compiled()
-    for same in _with_the_same_weights(plan.cases):
+    for same in _with_the_same_weights(models):
         note(f"drawing the weights of {_name(same[0])}")
         params = _params(plan, same[0])
         for case in same:
@@ -174,11 +174,12 @@ def _name(case: Case) -> str:
     return f"{case.shape}{form}:{case.batch}:{case.kind}{place}"
 
 
-def _with_the_same_weights(cases: Sequence[Case]) -> list[list[Case]]:
-    """By shape and its form in memory, those with a drafter in float8 apart."""
+def _with_the_same_weights(models: dict[Case, Models]) -> list[list[Case]]:
+    """By shape and its form in memory, those with a drafter in float8 apart, by its form."""
     groups: dict[tuple[Any, ...], list[Case]] = {}
-    for case in cases:
-        key = case.shape, case.quantised, case.kind == "float8"
+    for case, pair in models.items():
+        products = pair.drafter.config.products if pair.drafter else None
+        key = case.shape, case.quantised, products
         groups.setdefault(key, []).append(case)
     return list(groups.values())
 

@@ -20,7 +20,7 @@ from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
-from jflash.proof.kept_forms import TEXTS_KEPT, check_kept
+from jflash.proof.kept_forms import TEXTS_KEPT, as_arrays_and_codes, check_kept
 from jflash.proof.law import check_law
 from jflash.proof.law_forms import CPU, GPU, WHOLE
 from jflash.proof.law_text import comparison_line, law_failures, law_lines, shortfalls
@@ -39,8 +39,9 @@ def check(args: Options) -> dict[str, Any]:
     report = {**describe_device(), "dtype": dtype, "seed": args.seed, "layers": args.layers}
     if args.experts_over != OVER[0]:
         report["experts_over"] = args.experts_over
-    if args.drafter_dtype:
-        report["drafter_dtype"] = args.drafter_dtype
+    for name in ("drafter_dtype", "quantised"):
+        if vars(args)[name]:
+            report[name] = vars(args)[name]
     failed: list[str] = []
     if "law" in checks_of(args):
         report["law"] = [check_pair(name, args, dtype) for name in args.pairs]
@@ -85,9 +86,11 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
     case = load_case(
         name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers, args.drafter_dtype
     )
+    if args.quantised:
+        case = as_arrays_and_codes(case, args.quantised, args.seed)[1]
     result = check_devices(case, args.tensor_parallel or DEVICES, args.seed, args.experts_over)
     for each in [*result["compared"], result["planted"]]:
-        what = "planted psum" if each is result["planted"] else "gathers"
+        what = f"planted {each['fault']}" if each is result["planted"] else "gathers"
         counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"
         print(f"{name}, {each['devices']} devices, {what}: {counts}", flush=True)
     return result

@@ -105,7 +105,7 @@ def configured(options: Options, batch: int) -> PairFiles:
         options.target, source, dtype=options.dtype, block_size=options.block_size,
         drafter_seed=seed, attention_backend=options.attention_backend,
         tensor_parallel=options.tensor_parallel, experts_over=options.experts_over,
-        quantised=options.quantised, drafter_dtype=options.drafter_dtype,
+        quantised=options.quantised, drafter_dtype=options.drafter_dtype, batch=batch,
     )  # fmt: skip
     rows = options.verify_rows
     rows = default_rows(files.models, batch) if rows is None else rows

@@ -6,6 +6,7 @@ This file knows pieces and leaves, and neither file formats nor names of tensors
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -52,7 +53,12 @@ def fill_leaves(
         for leaf, pieces in plan.items()
     }
     # The largest leaf comes first: only small ones are held twice when memory is nearly full.
-    order = sorted(plan, key=lambda leaf: -sum(piece.nbytes for piece in plan[leaf]))
+    # The arrays of a kept kernel come one after the other.
+    owners, sizes = {array: path for path, array, _ in arrays}, Counter[str]()
+    for leaf, own in plan.items():
+        sizes[owners.get(leaf, leaf)] += sum(piece.nbytes for piece in own)
+    first = sorted(sizes, key=lambda leaf: -sizes[leaf])
+    order = sorted(plan, key=lambda leaf: first.index(owners.get(leaf, leaf)))
     pieces = [piece for leaf in order for piece in plan[leaf]]
     bar = tqdm(
         total=sum(piece.nbytes for piece in pieces), desc=f"loading {name}", unit="B",
@@ -76,13 +82,15 @@ def fill_leaves(
             made[leaf].block_until_ready()  # and the parts are gone
             if leaf in arranged:
                 made[leaf] = arranged[leaf].of(made[leaf])
-            made[leaf] = place(leaf, made[leaf])
-    params = {leaf: made.pop(leaf) for leaf in plan}
-    for path, leaf in kept.items():
-        arrays = {name: params.pop(f"{path}/{name}") for name in leaf.arrays}
-        params[path] = leaf.of_arrays(arrays)
-        jax.block_until_ready(params[path])  # one at a time lies twice, in its two orders
-    return nest(params)
+            owner = owners.get(leaf, "")
+            if not (owner and kept[owner].fragmented):
+                made[leaf] = place(leaf, made[leaf])
+            names = {name: f"{owner}/{name}" for name in kept[owner].arrays} if owner else {}
+            if names and made.keys() >= set(names.values()):
+                whole = kept[owner].of_arrays({n: made.pop(array) for n, array in names.items()})
+                jax.block_until_ready(whole)  # one at a time lies twice, in its two orders
+                made[owner] = place(owner, whole) if kept[owner].fragmented else whole
+    return nest({leaf: made.pop(leaf) for leaf in sizes})
 
 
 def _is_kernel(leaf: str) -> bool:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jflash.io.foreign import named
 from jflash.io.hf_config import read_json
 from jflash.io.hf_values import checked
@@ -19,10 +17,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_conf
 # (dtype, progress, place=…) -> the parameters, already checked; dtype None keeps the stored one.
 Fill = Callable[..., dict]
 # A leaf by its path, whole on one device -> the same on the devices that share the model.
-Place = Callable[[str, jax.Array], jax.Array]
+Place = Callable[[str, Any], Any]  # a path, and an array or a kept kernel
 
 
-def as_it_lies(path: str, leaf: jax.Array) -> jax.Array:
+def as_it_lies(path: str, leaf: Any) -> Any:
     return leaf
 
 

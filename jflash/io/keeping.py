@@ -9,6 +9,7 @@ from jflash.io.checkpoint import Checkpoint
 from jflash.kept import fragment_paths, in_fragments
 from jflash.kernels import AUTO
 from jflash.leaves import Leaf
+from jflash.mesh import local
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params, leaf_paths
 from jflash.pair import Models
@@ -29,8 +30,8 @@ def keeping(models: Models, target: Checkpoint, quantised: str) -> Models:
     """The models, whose target may keep its quantised weights; `quantised` as for load_pair."""
     if quantised not in QUANTISED:
         raise ValueError(f"quantised {quantised!r} is not one of {', '.join(QUANTISED)}")
-    asked, alone, kernels = quantised == KEPT, models.mesh is None, models.kernels
-    if not (asked or (quantised == AUTO and alone and kernels.matmul == "canonical")):
+    asked, kernels = quantised == KEPT, models.kernels
+    if not (asked or (quantised == AUTO and kernels.matmul == "canonical")):
         return models
     config = models.target.config
     forms, leaves = target.kept(config), leaf_paths(config)
@@ -59,6 +60,6 @@ def _wins(leaf: Leaf, form: Kept) -> bool:
 
 def _roomy(models: Models) -> bool:
     """Whether the pair's arrays leave the first device enough memory; False where it is unknown."""
-    whole = map(abstract_params, models.configs)
-    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(list(whole)))
+    parts = map(abstract_params, local(models).configs)
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(list(parts)))
     return arrays <= ROOMY * (device_memory() or 0)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jflash.backends import with_backends
 from jflash.config import DrafterConfig, TargetConfig
+from jflash.distribute import place, placed
 from jflash.files import replacing, write_text
 from jflash.generate import Pair
 from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
@@ -22,7 +23,7 @@ from jflash.io.keeping import keeping
 from jflash.io.orbax_checkpoint import remove_orbax
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
-from jflash.mesh import over, place, placed, shared_mesh, with_context, with_rounding
+from jflash.mesh import over, shared_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
@@ -105,12 +106,13 @@ def configure_pair(
     experts_over: str = "columns",
     quantised: str = AUTO,
     drafter_dtype: str = "",
+    batch: int | None = None,
 ) -> PairFiles:
     """Reads configs and checks all that needs no weights; arguments as for load_pair."""
     dtype = _known(dtype)
     models, first, second = _read_pair(target, drafter, block_size)
     mesh = shared_mesh(mesh, tensor_parallel)
-    models = over(models, mesh, experts_over).drafting_in(drafter_dtype)
+    models = over(models, mesh, experts_over).drafting_in(drafter_dtype, batch)
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
@@ -201,6 +203,7 @@ def load_pair(
     experts_over: str = "columns",
     quantised: str = AUTO,
     drafter_dtype: str = "",
+    batch: int | None = None,
     progress: bool = False,
 ) -> Pair:
     """A target with its drafter, or without one for None, from folders or hub ids.
@@ -214,13 +217,14 @@ def load_pair(
     'dequantised', by default kept where arrays would take more than two thirds of the device and
     its kernels read codes.
     `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, which changes no
-    output. Everything that can be checked without weights is checked before any
+    output; `batch`, the most sequences that will be decoded at once, says for how many rows its
+    weights should lie. Everything that can be checked without weights is checked before any
     are read. ValueError says what does not fit.
     """
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
         tensor_parallel=tensor_parallel, mesh=mesh, experts_over=experts_over, quantised=quantised,
-        drafter_dtype=drafter_dtype,
+        drafter_dtype=drafter_dtype, batch=batch,
     )  # fmt: skip
     return load_weights(files, progress)
 

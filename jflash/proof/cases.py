@@ -69,7 +69,7 @@ def load_case(
     """
 
     def suited(models: Models) -> Models:
-        models = models.drafting_in(drafter_dtype)
+        models = models.drafting_in(drafter_dtype, batch)
         models = with_backends(models, dtype, jax.devices()[0], **backends)
         check_decoding(models, batch, LONGEST_PROMPT, MOST_NEW_TOKENS)
         check_memory(models, fault_shape(), FAULT_CAPACITY, device_memory())

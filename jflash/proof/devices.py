@@ -1,6 +1,7 @@
 """Whether a pair decodes alike on any number of devices: tokens, and the target's keys and values.
 
-A psum in place of a gather, right up to rounding, must be caught. This file knows no options.
+A psum in place of a gather, right up to rounding, must be caught; of a target that is kept as codes
+one other code. This file knows no options.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from flax import linen as nn
 from jflash.backends import named, with_backends
 from jflash.cache import LayerCache
 from jflash.decoding import Decoding
+from jflash.distribute import placed
 from jflash.experts import Experts
 from jflash.gather import AXIS
-from jflash.mesh import over, placed, tensor_mesh, with_context
+from jflash.mesh import over, tensor_mesh, with_context
 from jflash.models.dflash import context_leaves
 from jflash.pair import Models, Params
 from jflash.programs import (
@@ -29,6 +31,7 @@ from jflash.programs import (
 )
 from jflash.projections import Output
 from jflash.proof.cases import Case
+from jflash.proof.kept_forms import with_another_code
 from pallas_kernels.matmul import Unsummed
 
 NEW_TOKENS, TEXTS = 64, 4
@@ -137,10 +140,20 @@ def check_devices(
             found = differences(one, decoded(models, params, prompts))
             result["compared"].append({"devices": devices} | found)
     models, params = shared_pair(case.models, case.params, max(counts), experts_over)
-    with nn.intercept_methods(FAULTS[experts_over]):
-        found = differences(one, decoded(models, params, prompts))
-    result["planted"] = {"devices": max(counts)} | found
+    fault, other = _with_fault(models, params, prompts, experts_over)
+    result["planted"] = {"devices": max(counts), "fault": fault} | differences(one, other)
     return result
+
+
+def _with_fault(
+    models: Models, params: Params, prompts: Sequence[list[int]], experts_over: str
+) -> tuple[str, Decoded]:
+    """A fault's name, and what comes of it: no psum multiplies codes, so one of them is another."""
+    if any(layer.kept for layer in models.target.config.layers):
+        params = params._replace(target=with_another_code(params.target))
+        return "code", decoded(models, params, prompts)
+    with nn.intercept_methods(FAULTS[experts_over]):
+        return "psum", decoded(models, params, prompts)
 
 
 def failures_over_devices(result: dict[str, Any]) -> list[str]:
@@ -152,5 +165,6 @@ def failures_over_devices(result: dict[str, Any]) -> list[str]:
         if each["tokens"] or each["kv_rows"]
     ]
     if not (result["planted"]["tokens"] or result["planted"]["kv_rows"]):
-        wrong.append(f"{result['pair']}: a planted psum over devices was not caught")
+        fault = result["planted"]["fault"]
+        wrong.append(f"{result['pair']}: a planted {fault} over devices was not caught")
     return wrong

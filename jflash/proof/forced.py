@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jflash.distribute import placed
 from jflash.experts import ROUTING
 from jflash.kernels import XLA
-from jflash.mesh import EVERYWHERE, local, param_specs, placed, shared, specs
+from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs
 from jflash.models.decoder import Caches
 from jflash.pair import Models, Params
 from jflash.passes import Block, Chunk, Pass

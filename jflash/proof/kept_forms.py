@@ -20,10 +20,10 @@ from jflash.proof.cases import Case
 from jflash.proof.law import REFERENCE
 from jflash.proof.law_bench import Bench, compared, decoded
 from jflash.proof.law_forms import OWN, REPLAY, Way
+from jflash.proof.pairs import FORMS
 from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised
 
-FORMS = ("fp8", "int4")
 TEXTS_KEPT, NEW_TOKENS = 8, 160
 CPU_TEXTS, CPU_TOKENS = 2, 32
 WAYS = (REFERENCE, Way(16, 1, OWN), Way(16, 8, OWN + REPLAY))

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jflash.decoding import Decoding
+from jflash.distribute import placed
 from jflash.generate import Pair
-from jflash.mesh import placed
 from jflash.models.params import random_params
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.programs import compile_programs

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped_matmul.kept import of_fragments
+from pallas_kernels.grouped_matmul.kept import down_of_fragments, gate_up_of_fragments
 from pallas_kernels.grouped_matmul.reference import ALPHA, LIMIT
 from pallas_kernels.grouped_matmul.routes import route
 from pallas_kernels.grouped_matmul.sums import expert_sum
@@ -24,10 +24,11 @@ from pallas_kernels.matmul.few_rows import silu_times
 
 __all__ = [
     "GATES",
+    "down_of_fragments",
     "expert_sum",
+    "gate_up_of_fragments",
     "grouped_gate_up",
     "grouped_matmul",
-    "of_fragments",
     "of_tokens",
     "route",
     "sigmoids",

@@ -103,7 +103,7 @@ def _kernel(
         @pl.loop(0, pairs)
         def _(pair):
             entry, column = place(pair)
-            column = expert_gmem[entry] * (w.shape[2] // COLUMNS) + column
+            column = expert_gmem[entry] * columns * len(firsts) + column
             row = 0 if shared else tile_gmem[entry] * rows
 
             @pl.loop(0, steps)

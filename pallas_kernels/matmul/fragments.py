@@ -30,7 +30,7 @@ MAGIC = 128  # of bfloat16, whose last bit then counts ones
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["words"],
-    meta_fields=["shape", "bits", "groups", "narrow", "paired"],
+    meta_fields=["bits", "groups", "narrow", "paired"],
 )
 @dataclass(frozen=True)
 class Fragments:
@@ -40,11 +40,16 @@ class Fragments:
     """
 
     words: Any
-    shape: tuple[int, ...]  # of the weight, [K, N], or of all experts', [E, K, N]
     bits: int  # of a code: 8 of float8_e4m3fn, or 4
     groups: int  # along K in a tile
     narrow: bool  # four bits whose scales are numbers of bfloat16
     paired: bool = False  # a gate and an up
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight, [K, N], or of all experts', [E, K, N]."""
+        *lead, columns, depth, _, _ = self.words.shape
+        return *lead, depth * DEPTH, columns * COLUMNS
 
     @property
     def code_rows(self) -> int:
@@ -71,7 +76,7 @@ def abstract(w: Quantised, pairs: Firsts | None = None) -> Fragments:
     rows = DEPTH * COLUMNS * bits // 32 // ROW + groups * (1 + w.packed)
     words = jax.ShapeDtypeStruct((*lead, N // COLUMNS, K // DEPTH, rows, ROW), jnp.uint32)
     narrow = w.packed and w.scales.dtype == jnp.bfloat16
-    return Fragments(words, w.shape, bits, groups, narrow, pairs is not None)
+    return Fragments(words, bits, groups, narrow, pairs is not None)
 
 
 @functools.partial(jax.jit, static_argnums=1)

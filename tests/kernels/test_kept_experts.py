@@ -77,7 +77,8 @@ def test_a_layer_of_experts(interpreted, monkeypatch, M, few):
     rng = np.random.default_rng(M)
     first, down = weight(rng, E, K, 2 * F), weight(rng, E, F, D)
     x, ids = jnp.asarray(rng.integers(-1, 2, (M, K)), "bfloat16"), routing(rng, M, k, E)
-    rows, places = kept.of_fragments(x, ids, fragments(first), fragments(down), (F, 0))
+    inner = kept.gate_up_of_fragments(x, ids, fragments(first), (F, 0))
+    rows, places = kept.down_of_fragments(inner, ids, fragments(down)), inner.places
 
     @jax.jit
     def inner(both):

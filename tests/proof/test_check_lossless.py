@@ -78,15 +78,17 @@ DEVICES = """
 import sys
 from jflash.cli.main import run
 sys.exit(run("check-lossless", ["--pairs", "tiny-math", "--checks", "devices", "--dtype",
-                                "bfloat16", "--tensor-parallel", "1,2,4"]))
+                                "bfloat16", "--tensor-parallel", "1,2,4", *sys.argv[1:]]))
 """
 
 
 @pytest.mark.long
-def test_devices_that_share_the_embedded_pair_give_the_bits_of_one():
+@pytest.mark.parametrize("form", ["", "fp8"])
+def test_devices_that_share_the_embedded_pair_give_the_bits_of_one(form: str):
     """The whole command on 4 virtual devices. In small, and of each kind of layer, in
     test_tensor_parallel."""
-    found = result(start(DEVICES))
+    found = result(start(DEVICES, *(["--quantised", form] if form else [])))
+    assert found.get("quantised", "") == form
     assert found["failures"] == []
     [each] = found["devices"]
     assert [x["devices"] for x in each["compared"]] == [2, 4] and each["planted"]["devices"] == 4

@@ -236,6 +236,7 @@ def test_two_devices_push_what_they_exchange():
     assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
     places = re.findall(r"= bf16\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
     assert places and not any("copy" in opcode for opcode in places)
+    assert "f32[16,75968]" not in program.hlo  # a device's logits
 
 
 def test_two_devices_compile_a_program_that_is_given_an_empty_array():
@@ -270,6 +271,22 @@ def test_two_devices_with_a_drafter_in_float8_exchange_as_much():
     assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
     assert not failed(program, bound)
     assert "float8_gate_up" in program.hlo
+
+
+def test_two_devices_read_codes_in_fragments():
+    """Each has whole tiles of a target in INT4, and of a drafter in float8 for few rows."""
+    models = models_of(SMALL).drafting_in("float8", 1)
+    models = replace(models, target=Target(quantised(models.target.config, "int4")))
+    program, bound = on_two(models)
+    assert not failed(program, bound) and pushes(program) == 3 * 2 + 5
+    kept = set(re.findall(r"= u32\[(\d+),(\d+),(\d+),64\]\S+ parameter", program.hlo))
+    halves = {("48", "32"), ("192", "32"), ("32", "96")}  # qkv, gate and up, down; out is whole
+    assert kept == {(*x, rows) for x in halves | {("64", "32")} for rows in ("18", "33")} | {
+        ("32", "32", "33"),
+        ("16", "32", "33"),  # the drafter's features and context
+    }
+    assert re.findall(r"f8e4m3fn\[\d+,\d+\]\S+ parameter", program.hlo)  # its head alone
+    assert "float8_gate_up" not in program.hlo
 
 
 @pytest.mark.long

@@ -31,7 +31,8 @@ from tests.support.virtual_devices import result, start
 SHARED = """
 import json
 from jflash.generate import Pair
-from jflash.mesh import over, placed, tensor_mesh
+from jflash.distribute import placed
+from jflash.mesh import over, tensor_mesh
 from jflash.pair import Params
 from tests.serving.test_states import asked, loop_of, same, told
 from tests.support.pairs import one_arithmetic, prompts

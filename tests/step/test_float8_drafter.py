@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jflash.config import second_version
@@ -12,12 +13,15 @@ from jflash.decoding import Decoding, Sampling
 from jflash.draft_error import draft_error
 from jflash.generate import Pair, generate
 from jflash.io import configure_pair
+from jflash.kept import in_fragments
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
 from jflash.programs import Shape
+from pallas_kernels.matmul.fragments import Fragments, fragments
+from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import Rounded
 from tests.support.pairs import (
     drafter_config,
@@ -54,6 +58,38 @@ def test_memory_counts_the_rounded_leaves_and_the_copy_of_the_head(kind: str):
         assert memory_budget(pair.models, Shape.of(1, 256)).weights == tree_bytes(pair.params)
     assert other.params.drafter["draft_head"].codes.dtype == jnp.float8_e4m3fn
     assert "head" not in other.params.drafter
+
+
+def test_for_few_rows_the_weights_lie_in_fragments_where_kernels_read_them():
+    """The same codes with a scale a column; the head, and a weight that no tile divides, do not."""
+    wide = {"hidden_size": 128, "intermediate_size": 192, "num_layers": 1, "head_dim": 16}
+    target, drafter = target_config(**wide), drafter_config(**wide, target_layer_ids=(0,))
+    drafter = replace(drafter, num_target_layers=1)
+    models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    params = with_context(models, Params(random_params(target, 0), random_params(drafter, 1)))
+    canonical = replace(models, kernels=models.kernels._replace(matmul="canonical"))
+
+    def rounded(models: Models, batch: int | None) -> tuple[Models, Any]:
+        models = in_fragments(models.drafting_in("float8", batch))
+        return models, with_rounding(models, params)
+
+    few, made = rounded(canonical, 16 // drafter.block_size)
+    assert memory_budget(few, Shape.of(1, 256)).weights == tree_bytes(made)
+    _, arrays = rounded(canonical, 16 // drafter.block_size + 1)
+    assert jax.tree.structure(arrays) == jax.tree.structure(rounded(canonical, None)[1])
+    assert jax.tree.structure(arrays) == jax.tree.structure(rounded(models, 1)[1])
+    pairs = jax.tree.leaves(
+        jax.tree.map(
+            lambda a, b: (a, b), made.drafter, arrays.drafter,
+            is_leaf=lambda x: isinstance(x, Rounded | Fragments),
+        ),
+        is_leaf=lambda x: isinstance(x, tuple) and not isinstance(x, Rounded),
+    )  # fmt: skip
+    lie = [(a, b) for a, b in pairs if isinstance(a, Fragments)]
+    assert len(lie) == 3 and sum(isinstance(a, Rounded) for a, _ in pairs) == 4
+    for words, array in lie:
+        kernel = Quantised(array.codes.T, array.scales[None], None, array.shape[0])
+        np.testing.assert_array_equal(words.words, fragments(kernel).words)
 
 
 def test_its_logits_are_near_the_exact_ones_and_scales_decide():

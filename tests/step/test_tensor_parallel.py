@@ -28,8 +28,8 @@ PROGRAM = """
 import jax, json, jflash, jflash.parts
 import numpy as np
 from tests.support.shared_steps import (
-    from_orbax, kept_from_files, largest_differences, output_differences, random_parts, rounding,
-    whole_again
+    fragments_from_files, from_orbax, kept_from_files, largest_differences, output_differences,
+    random_parts, rounding, whole_again
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[2:]).reshape(2, 1), ("rows", "columns"))
@@ -53,6 +53,7 @@ print(json.dumps(largest_differences(4) | {
     ],
     "random": random_parts(4),
     "kept": kept_from_files(2),
+    "in fragments": fragments_from_files(2),
     "whole again": whole_again(2),
     "orbax": from_orbax(2),
 }))
@@ -103,6 +104,8 @@ def test_a_step_over_four_devices_is_that_of_one(found):
     # Weights drawn for these devices are the whole ones, and none has more than its part of them.
     assert found["random"]["differ"] == 0 and found["random"]["most"] < 0.3
     assert found["kept"] == 0
+    leaves, whole, differ = found["in fragments"]
+    assert leaves == 12 and whole == 6 and differ == 0
     assert found["whole again"] and found["orbax"] == [0, 0.5]
 
 
@@ -175,11 +178,12 @@ def test_a_mesh_of_ones_own_names_the_devices():
 
 def test_the_devices_check_fails_by_a_difference_and_by_a_fault_that_it_misses():
     same, other = {"tokens": 0, "kv_rows": 0}, {"tokens": 0, "kv_rows": 3}
-    report = {"pair": "p", "compared": [{"devices": 2} | same], "planted": {"devices": 2} | other}
+    fault = {"devices": 2, "fault": "psum"}
+    report = {"pair": "p", "compared": [{"devices": 2} | same], "planted": fault | other}
     assert failures_over_devices(report) == []
     [wrong] = failures_over_devices(report | {"compared": [{"devices": 2} | other]})
     assert "2 devices give 0 other tokens and 3 other rows" in wrong
-    [wrong] = failures_over_devices(report | {"planted": {"devices": 2} | same})
+    [wrong] = failures_over_devices(report | {"planted": fault | same})
     assert "planted psum over devices was not caught" in wrong
 
 

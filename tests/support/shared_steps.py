@@ -1,6 +1,7 @@
 """A step on several devices against one device's: layers of each kind, and DFlash 2."""
 
 import functools
+import operator
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -17,12 +18,21 @@ from jax.sharding import PartitionSpec
 
 from jflash import load_pair
 from jflash import parts as parts_module
+from jflash.bench.shapes import model_shape
 from jflash.cli.training_run import Prepared, target_files
 from jflash.config import second_version
+from jflash.distribute import place, placed
 from jflash.embedded import EMBEDDED_PAIR as TINY
 from jflash.gather import AXIS
 from jflash.generate import Pair
-from jflash.io import configure_pair, convert_checkpoint, load_weights, open_checkpoint
+from jflash.io import (
+    configure_pair,
+    convert_checkpoint,
+    load_weights,
+    open_checkpoint,
+    save_checkpoint,
+)
+from jflash.kept import in_fragments
 from jflash.kernels import XLA, Kernels
 from jflash.leaves import Leaf
 from jflash.memory import memory_budget
@@ -31,15 +41,13 @@ from jflash.mesh import (
     local,
     over,
     param_specs,
-    place,
-    placed,
     spread,
     tensor_mesh,
     with_context,
 )
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.models.params import random_weights
+from jflash.models.params import leaf_paths, random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, state_specs
 from jflash.projections import Output
@@ -245,6 +253,45 @@ def kept_from_files(devices: int) -> int:
         quantise(dense, CASES["awq"])
         quantise(sparse, CASES["ct-int4-zeros"])
         return _kept_from(dense, devices) + _kept_from(sparse, devices)
+
+
+def fragments_from_files(devices: int) -> list[int]:
+    """Of leaves in fragments, read for several devices, how many there are, whole ones among them;
+    and how many device's parts differ from the fragments of the codes that it has."""
+    target = model_shape("tiny-moe").target
+    moe, found = replace(target.experts[0], num_experts=2, intermediate_size=256), [0, 0, 0]
+    target = target.with_experts(moe, (0, 2))
+    canonical = Kernels(**dict.fromkeys(XLA._fields, "canonical"))
+    usual = mock.patch.object(parts_module, "READ_RATHER", 2**24)
+    with usual, tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(folder, target, random_params(target, 0), "bfloat16")
+        quantise(Path(folder), CASES["fp8-block"])
+        for over in ("columns", "devices"):
+            shared: dict[str, Any] = dict(tensor_parallel=devices, experts_over=over)
+            files = configure_pair(folder, quantised="kept", dtype="bfloat16", **shared)
+            models = in_fragments(replace(files.models, kernels=canonical))
+            words = load_weights(replace(files, models=models)).params.target
+            codes, part = load_weights(files).params.target, local(models).target.config
+            for path, leaf in leaf_paths(part).items():
+                if leaf.fragmented:
+                    arrays = _at(words, path).words, _at(codes, path)
+                    found[0] += 1
+                    found[1] += arrays[0].sharding.is_fully_replicated
+                    found[2] += _others(leaf, *arrays)
+    return found
+
+
+def _at(params: Any, path: str) -> Any:
+    return functools.reduce(operator.getitem, path.split("/"), params)
+
+
+def _others(leaf: Leaf, words: Any, codes: Quantised) -> int:
+    """Devices whose words are not those of their codes."""
+    arrays, tree = jax.tree.flatten(codes)
+    own = zip(*map(_on_devices, arrays), strict=True)
+    want = [leaf.in_fragments(jax.tree.unflatten(tree, map(jnp.asarray, x))).words for x in own]
+    pairs = zip(_on_devices(words), want, strict=True)
+    return sum(bool((a != np.asarray(b)).any()) for a, b in pairs)
 
 
 def from_orbax(devices: int) -> tuple[int, float]:

@@ -14,9 +14,10 @@ import numpy as np
 from flax import linen as nn
 
 from jflash import load_pair
+from jflash.distribute import placed
 from jflash.experts import Experts
 from jflash.kernels import XLA, Kernels
-from jflash.mesh import EVERYWHERE, local, over, param_specs, placed, spread, tensor_mesh
+from jflash.mesh import EVERYWHERE, local, over, param_specs, spread, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import random_weights

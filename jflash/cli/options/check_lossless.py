@@ -15,7 +15,7 @@ from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
 from jflash.parts import OVER
-from jflash.proof.pairs import PAIRS
+from jflash.proof.pairs import FORMS, PAIRS
 
 CHECKS = ("law", "oracle", "devices", "ops", "kept")
 DEVICES = (2, 4)
@@ -38,6 +38,8 @@ def declare(parser: Parser) -> None:
     add("--tensor-parallel", type=counts, metavar="1,2,4", help=several)
     experts = "of that check too: the devices share each expert's columns (default), or whole ones"
     add("--experts-over", choices=OVER, default=OVER[0], help=experts)
+    codes = "of that check too: the target keeps random codes of this form"
+    add("--quantised", choices=FORMS, default="", help=codes)
     oracle = parser.add_argument_group("of the oracle's check").add_argument
     oracle("--batches", type=counts, default=(1, 8, 32), metavar="1,8,32", help="default 1,8,32")
     oracle("--tokens", type=int, default=100_000, help="by the oracles in all, default 100000")
@@ -72,6 +74,10 @@ def check(args: Options) -> None:
         refuse(max(args.tensor_parallel) < 2, alone)
     alone = args.experts_over != OVER[0] and "devices" not in checks
     refuse(alone, f"--experts-over {args.experts_over} is for --checks devices")
+    form = f"--quantised {args.quantised}"
+    refuse(args.quantised and "devices" not in checks, f"{form} is for --checks devices")
+    whole = args.quantised and args.experts_over != OVER[0]
+    refuse(whole, f"{form}: not for --experts-over {args.experts_over}")
     shared = args.drafter_dtype and "devices" in checks
     refuse(shared, f"--drafter-dtype {args.drafter_dtype}: not for devices that share the pair")
     rounded = args.drafter_dtype and "kept" in checks
