@@ -51,6 +51,7 @@ def test_the_command(tmp_path, run_cli):
     assert "speed_up" not in out.read_text()
 
 
+@pytest.mark.long
 def test_two_devices_each_with_some_experts_whole(run_cli, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     code, printed, err = run_cli(

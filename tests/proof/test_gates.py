@@ -186,7 +186,9 @@ def test_the_step_with_kept_weights_and_a_float8_drafter_passes(order: str):
     assert (tiles if order == "in fragments" else {"u8"}) <= set(arrays)
 
 
-@pytest.mark.parametrize(("batch", "tiles"), [(1, 128), (2, 145)])
+@pytest.mark.parametrize(
+    ("batch", "tiles"), [pytest.param(1, 128, marks=pytest.mark.long), (2, 145)]
+)
 def test_the_step_with_experts_in_fragments_passes(batch: int, tiles: int):
     """Of 16 tokens each expert has a tile, of more the rows do; the words go into the kernels."""
     shape = cut(model_shape("qwen3-coder-30b"), target_layers=1, drafter_layers=1)

@@ -106,6 +106,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_two_devices_that_share_the_target_have_one_devices_logits():
     """To the last number, also with the planted fault; the rest is one device's in both runs."""
     (alone, one), (shared, two) = virtual_devices.result(virtual_devices.start(ON_DEVICES))
