@@ -149,14 +149,16 @@ class Leaf:
 
     @property
     def fits_fragments(self) -> bool:
-        """Whether the sizes of a kept leaf allow fragments."""
+        """Whether the sizes of a kept leaf allow fragments, and those of the whole one."""
         if not self.kept or self.kept.form not in ("fp8", "int4"):
             return False
         plain = replace(self, kept=self.kept._replace(fragments=False)).struct
         assert isinstance(plain, Quantised)
         *_, K, N = self.stored
         cut = 1 if self.experts else pieces("matmul", K, self.columns)
-        return N % (2 * fragments.COLUMNS) == 0 and fragments.refusal(plain, cut) is None
+        if any(columns % (2 * fragments.COLUMNS) for columns in (N, self.columns)):
+            return False
+        return fragments.refusal(plain, cut) is None
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct | Quantised | Fragments | Rounded:

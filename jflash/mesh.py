@@ -131,8 +131,18 @@ def param_specs(models: Models, params: Params) -> Any:
     return Params(target, drafter)
 
 
+def whole_and_own(model: Any, part: Any) -> tuple[dict, dict]:
+    """The leaves that a model decodes with, and one device's of its part, in the same forms.
+
+    The part says how a weight lies: its sizes may not allow fragments where the whole's do.
+    """
+    own = decoding_params(part.config)
+    whole = jax.tree.map(lambda a, b: replace(a, kept=b.kept), decoding_params(model.config), own)
+    return whole, own
+
+
 def _leaf_specs(model: Any, part: Any, given: dict) -> dict:
-    whole, own = decoding_params(model.config), decoding_params(part.config)
+    whole, own = whole_and_own(model, part)
 
     def where(a: Leaf, b: Leaf) -> Any:
         if a.fragmented:

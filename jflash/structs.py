@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash.leaves import Leaf
-from jflash.mesh import local, shared_axis
-from jflash.models.params import decoding_params
+from jflash.mesh import local, shared_axis, whole_and_own
 from jflash.pair import Models, Params
 
 
@@ -26,8 +25,7 @@ def param_structs(models: Models) -> Params:
     def of(model: Any, own: Any) -> Any:
         if model is None:
             return None
-        whole, parts = decoding_params(model.config), decoding_params(own.config)
-        return jax.tree.map(lambda a, b: _struct(a, b, shards), whole, parts)
+        return jax.tree.map(lambda a, b: _struct(a, b, shards), *whole_and_own(model, own))
 
     return Params(of(models.target, part.target), of(models.drafter, part.drafter))
 

@@ -19,10 +19,11 @@ from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape, quantised
 from jflash.gather import AXIS
 from jflash.kept import in_fragments
-from jflash.mesh import EVERYWHERE, over, spread
+from jflash.memory import memory_budget
+from jflash.mesh import EVERYWHERE, over, param_specs, spread
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.programs import lower_run
+from jflash.programs import Shape, lower_run
 from jflash.proof.compiled import inspect
 from jflash.proof.devices import added_over_devices
 from jflash.proof.gates import (
@@ -47,9 +48,12 @@ from jflash.proof.step_program import (
 )
 from jflash.specs import Kept
 from jflash.speculative import draft, speculative_step, verify
+from jflash.structs import param_structs
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choice import best
+from pallas_kernels.matmul.fragments import Fragments
+from pallas_kernels.matmul.rounded import Rounded
 from pallas_kernels.shapes import BLOCK_ATTENTION
 from tests.support.described_gpu import A100, H200, L4, Part, compile_for, device_mesh, lower_for
 
@@ -289,6 +293,20 @@ def test_two_devices_read_codes_in_fragments():
     }
     assert re.findall(r"f8e4m3fn\[\d+,\d+\]\S+ parameter", program.hlo)  # its head alone
     assert "float8_gate_up" not in program.hlo
+
+
+def test_devices_have_a_rounded_weight_as_their_parts_sizes_allow():
+    """Of 3840 columns each of four devices has 960, and no pair of tiles divides them."""
+    models = models_of(cut(model_shape("gemma-3-12b"), 1, 1)).drafting_in("float8", 1)
+    models = on_h200(over(models, device_mesh(H200, 4, AXIS)))
+    structs = param_structs(models)
+    drafter = structs.drafter
+    assert isinstance(drafter["fc"]["kernel"], Rounded)
+    assert isinstance(drafter["layers_0"]["mlp"]["gate_up"]["kernel"], Fragments)
+    parts = jax.tree.map(lambda x, where: x.size * x.dtype.itemsize // (4 if where else 1),
+                         structs, param_specs(models, structs))  # fmt: skip
+    held = sum(jax.tree.leaves(parts))
+    assert held == memory_budget(models, Shape.of(1, CAPACITY)).weights
 
 
 @pytest.mark.long
