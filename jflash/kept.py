@@ -18,14 +18,14 @@ def in_fragments(models: Models) -> Models:
 
     It is by the canonical products; elsewhere a rounded drafter's weights do not lie so either.
     """
-    config = models.target.config
+    config, canonical = models.target.config, models.kernels.matmul == "canonical"
     forms = {path: leaf.kept for path, leaf in leaf_paths(config).items() if leaf.kept}
-    if models.kernels.matmul != "canonical":
-        rounded = models.drafter is not None and models.drafter.config.products
-        return models.drafting_in(rounded.form) if rounded else models
+    rounded = models.drafter is not None and models.drafter.config.products
+    if rounded and not canonical:
+        models = models.drafting_in(rounded.form)
     if not forms:
         return models
-    lies = fragment_paths(models, forms)
+    lies = fragment_paths(models, forms) if canonical else ()
     kept = {
         path: form._replace(fragments=path in lies, pairs=path in lies and _gated(config, path))
         for path, form in forms.items()

@@ -215,7 +215,8 @@ def prepare(task: Task, models: Models, shape: Shape, window: Window) -> tuple[S
     log(f"batch {task.batch}: filling memory")
     state = busy_state(models, shape, window)
     if task.shape is None:
-        params = load_weights(pair_files(task, models.dtype)).params
+        files = pair_files(task, models.dtype)
+        params = load_weights(replace(files, models=models)).params  # as its kernels read them
     else:
         weights = random_weights(models.configs, place=functools.partial(place, models.mesh))
         params = with_rounding(models, with_context(models, Params(*weights)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.backends import with_backends
 from jflash.bench import case as benchmark_case
 from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
@@ -16,7 +17,9 @@ from jflash.bench.report import case_text, collect
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.bench.step_time import busy_state, rewound, time_run, window_around
 from jflash.cache import DeltaCache
-from jflash.io import load_pair
+from jflash.embedded import EMBEDDED_PAIR
+from jflash.generate import Pair
+from jflash.io import PairFiles, load, load_pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, random_weights
@@ -24,9 +27,13 @@ from jflash.pair import Models, Params
 from jflash.programs import Shape, compile_run
 from jflash.speculative import speculative_step
 from jflash.state import State
+from jflash.structs import param_structs
 from pallas_kernels.gated_delta import CHUNK
+from pallas_kernels.matmul.fragments import Fragments
 from tables.cells import Result
 from tables.documents import with_tables
+from tests.support import described_gpu
+from tests.support.described_gpu import device_mesh
 from tests.support.small_checkpoints import make_pair
 
 H200 = Rates(4.17e12, 790e12)
@@ -42,6 +49,30 @@ def tiny() -> tuple[Models, Params]:
     models = Models(Target(shape.target), Drafter(shape.drafter), shape.drafter.block_size)
     target, drafter = random_weights(list(shape))
     return models, Params(target, with_context_kernel(models.drafter, drafter))
+
+
+def test_a_real_pairs_weights_lie_as_the_named_kernels_read_them(monkeypatch):
+    """By itself an H200 has a float8 drafter's in fragments, for the canonical products alone."""
+    [h200] = device_mesh(described_gpu.H200).devices.flat
+
+    def suited(models: Models, dtype: str, _, **asked: str) -> Models:
+        return with_backends(models, dtype, h200, **asked)
+
+    def loaded(files: PairFiles) -> Pair:
+        return Pair(files.models, param_structs(files.models))
+
+    for module in (load, benchmark_case):
+        monkeypatch.setattr(module, "with_backends", suited)
+    monkeypatch.setattr(benchmark_case, "load_weights", loaded)
+    pair = {name: str(EMBEDDED_PAIR / name) for name in ("target", "drafter")}
+    own = dict(shape=None, batch=1, context=20, capacity=256, dtype="bfloat16")
+    task = replace(TASK, **pair, **own, drafter_dtype="float8")
+    for backends, lie in (({}, True), ({"matmul_backend": "xla"}, False)):
+        models = benchmark_case.task_models(replace(task, backends=backends))
+        window = window_around(task.context, task.capacity, models.block_size, 1, 1)
+        drafter = benchmark_case.prepare(task, models, Shape.of(1, 256), window)[1].drafter
+        assert jax.tree.structure(drafter) == jax.tree.structure(param_structs(models).drafter)
+        assert isinstance(drafter["context_kernel"], Fragments) == lie
 
 
 def in_bfloat16(name: str):

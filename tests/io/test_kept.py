@@ -209,7 +209,9 @@ def test_experts_lie_in_fragments_if_their_activation_is_swiglus(shape, form, li
     target, drafter = model_shape(shape)
     models = Models(Target(quantised(target, form)), Drafter(drafter), 8)
     canonical = Kernels(**dict.fromkeys(XLA._fields, "canonical"))
-    leaves = leaf_paths(in_fragments(replace(models, kernels=canonical)).target.config)
+    lying = in_fragments(replace(models, kernels=canonical))
+    assert in_fragments(replace(lying, kernels=XLA)) == models  # for other kernels as before
+    leaves = leaf_paths(lying.target.config)
     experts = [leaf for leaf in leaves.values() if leaf.kept and leaf.experts]
     assert experts and {leaf.kept.fragments for leaf in experts if leaf.kept} == {lies}
     by_triton = replace(models, kernels=canonical._replace(experts="triton"))
