@@ -20,7 +20,7 @@ from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
 from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
-from jflash.proof.kept_forms import TEXTS_KEPT, as_arrays_and_codes, check_kept
+from jflash.proof.kept_forms import TEXTS_KEPT, as_codes, check_kept
 from jflash.proof.law import check_law
 from jflash.proof.law_forms import CPU, GPU, WHOLE
 from jflash.proof.law_text import comparison_line, law_failures, law_lines, shortfalls
@@ -87,7 +87,7 @@ def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
         name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers, args.drafter_dtype
     )
     if args.quantised:
-        case = as_arrays_and_codes(case, args.quantised, args.seed)[1]
+        case = as_codes(case, args.quantised, args.seed)
     result = check_devices(case, args.tensor_parallel or DEVICES, args.seed, args.experts_over)
     for each in [*result["compared"], result["planted"]]:
         what = f"planted {each['fault']}" if each is result["planted"] else "gathers"

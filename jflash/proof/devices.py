@@ -18,6 +18,7 @@ from jflash.decoding import Decoding
 from jflash.distribute import placed
 from jflash.experts import Experts
 from jflash.gather import AXIS
+from jflash.kept import in_fragments
 from jflash.mesh import over, tensor_mesh, with_context
 from jflash.models.dflash import context_leaves
 from jflash.pair import Models, Params
@@ -31,7 +32,7 @@ from jflash.programs import (
 )
 from jflash.projections import Output
 from jflash.proof.cases import Case
-from jflash.proof.kept_forms import with_another_code
+from jflash.proof.kept_forms import in_order, with_another_code
 from pallas_kernels.matmul import Unsummed
 
 NEW_TOKENS, TEXTS = 64, 4
@@ -87,11 +88,14 @@ FAULTS = {"columns": added_over_devices, "devices": experts_added_over_devices} 
 def shared_pair(
     models: Models, params: Params, devices: int, experts_over: str = "columns"
 ) -> tuple[Models, Params]:
-    """A pair that lies whole on one device, brought to several, which gather by their best way."""
+    """A pair that lies whole on one device, brought to several, which gather by their best way.
+
+    Kept codes come in the order of files: several devices may have others in fragments than one.
+    """
     models = over(models, tensor_mesh(devices), experts_over)
     others = {op: name for op, name in named(models.kernels).items() if op != "gather_backend"}
     models = with_backends(models, models.dtype, jax.local_devices()[0], **others)
-    target = placed(models.mesh, models.target.config, params.target)
+    target = placed(models.mesh, models.target.config, in_order(models, params.target))
     if models.drafter is None:
         return models, Params(target)
     config = models.drafter.config
@@ -130,9 +134,14 @@ def differences(one: Decoded, other: Decoded) -> dict[str, int]:
 def check_devices(
     case: Case, counts: Sequence[int], seed: int, experts_over: str = "columns"
 ) -> dict[str, Any]:
-    """Each number of devices against one, and the fault at the largest."""
-    prompts = case.prompts(TEXTS, seed)
-    one = decoded(case.models, case.params, prompts)
+    """Each number of devices against one, and the fault at the largest.
+
+    A target's kept codes are given in the order of files.
+    """
+    prompts, alone = case.prompts(TEXTS, seed), in_fragments(case.models)
+    params = case.params._replace(target=in_order(alone, case.params.target))
+    one = decoded(alone, params, prompts)
+    del params
     result: dict[str, Any] = {"pair": case.name, "compared": [], "planted": None}
     for devices in counts:
         if devices > 1:

@@ -16,6 +16,7 @@ from jflash.bench.shapes import quantised
 from jflash.kept import in_fragments
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params, random_params
+from jflash.pair import Models
 from jflash.proof.cases import Case
 from jflash.proof.law import REFERENCE
 from jflash.proof.law_bench import Bench, compared, decoded
@@ -74,19 +75,30 @@ def _checked(
 
 def as_arrays_and_codes(case: Case, form: str, seed: int) -> tuple[Case, Case]:
     """The case with a target of random codes, as arrays and kept."""
+    codes = as_codes(case, form, seed)
+    arrays = jax.tree.map(
+        lambda w: _array(w, case.models.dtype) if _is_kept(w) else w, codes.params.target,
+        is_leaf=_is_kept,
+    )  # fmt: skip
+    models = in_fragments(codes.models)
+    ordered = in_order(models, codes.params.target)
+    return _of_target(case, arrays), _of_target(case._replace(models=models), ordered)
+
+
+def as_codes(case: Case, form: str, seed: int) -> Case:
+    """The case with a target of random codes in the order of files."""
     config = quantised(case.models.target.config, form)
     drawn = jax.tree.map(_with_scales, random_params(config, seed), is_leaf=_is_kept)
-    arrays = jax.tree.map(
-        lambda w: _array(w, case.models.dtype) if _is_kept(w) else w, drawn, is_leaf=_is_kept
-    )
-    models = in_fragments(replace(case.models, target=Target(config)))
-    leaves = abstract_params(models.target.config)
+    return _of_target(case._replace(models=replace(case.models, target=Target(config))), drawn)
 
-    def kept(leaf, w):
-        return leaf.in_fragments(w) if leaf.kept and leaf.kept.fragments else w
 
-    params = jax.tree.map(kept, leaves, drawn)
-    return _of_target(case, arrays), _of_target(case._replace(models=models), params)
+def in_order(models: Models, target: Any) -> Any:
+    """Whole parameters of the models' target, its codes in the order in which they lie there."""
+
+    def ordered(leaf, w):
+        return leaf.in_fragments(w) if leaf.fragmented and _is_kept(w) else w
+
+    return jax.tree.map(ordered, abstract_params(models.target.config), target)
 
 
 def with_another_code(params: Any) -> Any:

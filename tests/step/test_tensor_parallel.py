@@ -28,8 +28,8 @@ PROGRAM = """
 import jax, json, jflash, jflash.parts
 import numpy as np
 from tests.support.shared_steps import (
-    fragments_from_files, from_orbax, kept_from_files, largest_differences, output_differences,
-    random_parts, rounding, whole_again
+    codes_shared, fragments_from_files, from_orbax, kept_from_files, largest_differences,
+    output_differences, random_parts, rounding, whole_again
 )
 pair = [f"checkpoints/tiny-math/{x}" for x in ("target", "drafter")]
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[2:]).reshape(2, 1), ("rows", "columns"))
@@ -54,6 +54,7 @@ print(json.dumps(largest_differences(4) | {
     "random": random_parts(4),
     "kept": kept_from_files(2),
     "in fragments": fragments_from_files(2),
+    "codes": codes_shared(2),
     "whole again": whole_again(2),
     "orbax": from_orbax(2),
 }))
@@ -106,6 +107,7 @@ def test_a_step_over_four_devices_is_that_of_one(found):
     assert found["kept"] == 0
     leaves, whole, differ = found["in fragments"]
     assert leaves == 12 and whole == 6 and differ == 0
+    assert found["codes"] == [3, 2, True]  # a gate and up of 192 columns is in fragments on one
     assert found["whole again"] and found["orbax"] == [0, 0.5]
 
 

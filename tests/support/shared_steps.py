@@ -51,9 +51,14 @@ from jflash.models.params import leaf_paths, random_weights
 from jflash.pair import Models, Params
 from jflash.programs import Shape, new_state, state_specs
 from jflash.projections import Output
-from jflash.proof.devices import added_over_devices
+from jflash.proof import devices as devices_module
+from jflash.proof.cases import Case
+from jflash.proof.devices import added_over_devices, shared_pair
+from jflash.proof.kept_forms import as_codes
+from jflash.proof.step_program import cut, models_of
 from jflash.specs import DeltaSpec, Kept, MoeSpec
 from jflash.speculative import commit, draft, verify
+from jflash.structs import param_structs
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import Rounded
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config
@@ -292,6 +297,29 @@ def _others(leaf: Leaf, words: Any, codes: Quantised) -> int:
     want = [leaf.in_fragments(jax.tree.unflatten(tree, map(jnp.asarray, x))).words for x in own]
     pairs = zip(_on_devices(words), want, strict=True)
     return sum(bool((a != np.asarray(b)).any()) for a, b in pairs)
+
+
+def codes_shared(devices: int) -> tuple[int, int, bool]:
+    """Of a target of random codes the leaves in fragments on one device, and on several that share
+    it; and whether these have what a step is lowered for."""
+    canonical = Kernels(**dict.fromkeys(XLA._fields, "canonical"))
+    models = replace(models_of(cut(model_shape("tiny"), 1, 1)).plain(), kernels=canonical)
+    params = Params(None)
+    case = as_codes(Case("tiny", ("", ""), models, params, params, lambda *_: [], [], 1), "fp8", 0)
+
+    def suited(models: Models, *_, **named: str) -> Models:
+        return in_fragments(models)
+
+    usual = mock.patch.object(parts_module, "READ_RATHER", 2**24)
+    with usual, mock.patch.object(devices_module, "with_backends", suited):
+        parts, given = shared_pair(case.models, case.params, devices)
+        want = param_structs(parts).target
+    alone = in_fragments(case.models)
+    counts = (
+        sum(x.fragmented for x in leaf_paths(m.target.config).values()) for m in (alone, parts)
+    )
+    same = jax.tree.map(lambda x, y: x.shape == y.shape, given.target, want)
+    return *counts, all(jax.tree.leaves(same))
 
 
 def from_orbax(devices: int) -> tuple[int, float]:
