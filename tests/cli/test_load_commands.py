@@ -62,6 +62,10 @@ def test_a_soak_sees_memory_that_grows(gained, why):
         ("--layers 2", "--layers 2 without --pair"),
         ("--pair qwen9", "--pair qwen9: use qwen3-8b, "),
         ("--pair qwen3-8b --block-size 4", "--pair qwen3-8b beside --block-size 4"),
+        (
+            "--pair qwen3-8b --drafter-dtype float8 --tensor-parallel 2",
+            "beside --drafter-dtype float8: not for devices that share the pair",
+        ),
     ],
 )
 def test_check_load_refuses(capsys, options, why):

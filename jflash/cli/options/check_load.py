@@ -44,6 +44,9 @@ def check(options: Options) -> None:
         for name, usual in ALONE.items():
             value = getattr(options, name)
             refuse(value != usual, f"{named} beside {option_name(name)} {value}: without it")
+        shared = options.drafter_dtype and options.tensor_parallel > 1
+        rounded = f"{named} beside --drafter-dtype {options.drafter_dtype}"
+        refuse(shared, f"{rounded}: not for devices that share the pair")
     context, pages = options.context, -(-options.context // PAGE)
     refuse(context < SHORTEST, f"--context {context}: at least {SHORTEST}")
     needs = f"--pages {options.pages}: a request of {context} tokens needs {pages}"
