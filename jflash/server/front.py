@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
+from jflash.server.run import open_to_clients
 from jflash.server.service import Settings
 from jflash.server.start import Rules, Start
 from jflash.serving.answering import answer
@@ -52,7 +53,9 @@ class Front:
     def serve(
         self, engine: Engine, grammars: Grammars, settings: Settings, compiled: Callable[[], int]
     ) -> bool:
-        """Serves until SIGTERM or SIGINT, `end`, or a failure; False after a failure."""
+        """Serves until SIGTERM or SIGINT, `end`, or a failure; False after a failure. ValueError
+        if another server has taken the port."""
+        open_to_clients(self._listener)
         sizes = Sizes(engine.max_context, engine.pair.models.target.config.vocab_size)
         first = News([], [], engine.stats(), compiled())
         with _signals_go_to(self._process.send_signal):

@@ -37,7 +37,6 @@ def main() -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     with only_of_new_objects():
-        listener.listen()  # whoever reads the next line may connect
         print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
         well = serve(
             app, service, listener,

@@ -27,7 +27,8 @@ SWITCH = 0.0001  # Python's default lets the engine's thread wait 5 ms at each o
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, made before a weight is read; ValueError if host or port cannot be bound."""
+    """A bound socket, made before a weight is read: `open_to_clients` lets them in. ValueError if
+    host or port cannot be bound."""
     try:
         [info, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -39,7 +40,20 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
+    # Linux binds a port again for sockets that all have the option, as long as none listens.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
+
+
+def open_to_clients(listener: socket.socket) -> None:
+    """Whoever connects from now on waits for the server; ValueError if another one has the port."""
+    # Connections inherit the option: the last ones would keep the port from the next server.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.listen()
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
 
 
 def log_to_stderr() -> None:

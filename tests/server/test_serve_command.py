@@ -14,7 +14,7 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
-from jflash.server.run import listen
+from jflash.server.run import listen, open_to_clients
 from jflash.serving.constrained import decide, kept_bytes, look, undrafted
 from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.packing import mask_words
@@ -126,6 +126,27 @@ def test_a_wrong_value_of_an_option_is_refused_by_its_name(refused, wrong):
     """Those without a value are empty."""
     option, _, value = wrong.partition(" ")
     refused(["--port", "0", option, value], option, command="serve")
+
+
+def test_a_port_is_one_servers_from_before_it_loads_until_it_ends():
+    """The next one has it at once, though the last connection's end is remembered."""
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        taken = pytest.raises(ValueError, match=f"--port {port}: Address already in use")
+        with taken:
+            listen("127.0.0.1", port)
+        open_to_clients(first)
+        with socket.create_connection(("127.0.0.1", port)):
+            first.accept()[0].close()
+    with socket.socket() as early, socket.socket() as late:  # of servers that keep no port
+        for each in (early, late):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", port))
+        open_to_clients(early)
+        with taken:
+            open_to_clients(late)
+    with listen("127.0.0.1", port) as following:
+        open_to_clients(following)
 
 
 def test_what_a_port_and_a_model_cannot_give_is_refused():
