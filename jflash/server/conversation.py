@@ -68,7 +68,9 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{i}]"),
+                    "arguments": arguments_of(
+                        call.function.arguments, f"{where}.tool_calls[{i}].function.arguments"
+                    ),
                 },
             }
             for i, call in enumerate(calls)
@@ -90,13 +92,14 @@ def text_of(content: str | Sequence[Part] | None, where: str) -> str:
     return "".join(texts)
 
 
-def _arguments(given: str | dict[str, Any], where: str) -> dict[str, Any]:
+def arguments_of(given: str | dict[str, Any], where: str) -> dict[str, Any]:
+    """A call's arguments, which may come as text; ApiError, by the place, for no object."""
     if isinstance(given, dict):
         return given
     try:
         return msgspec.json.decode(given or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        raise invalid(f"{where}.function.arguments", "is no JSON object") from None
+        raise invalid(where, "is no JSON object") from None
 
 
 class Reader:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jflash.server.conversation import text_of
+from jflash.server.conversation import arguments_of, text_of
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.protocol import FunctionCall, Message, Part, Responses, ToolCall
 
@@ -66,6 +66,7 @@ def _read(item: dict[str, Any], where: str) -> Message | str:
             return msgspec.convert(item, Message)
         if kind == "function_call":
             call = msgspec.convert(item, FunctionCall)
+            call.arguments = arguments_of(call.arguments, f"{where}.arguments")
             return Message(
                 role="assistant", tool_calls=[ToolCall(call, id=str(item.get("call_id", "")))]
             )

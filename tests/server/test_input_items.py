@@ -99,6 +99,7 @@ def test_a_template_of_channels_gets_each_call_in_a_turn_of_its_own():
         (GAVE | {"output": [{"type": "input_file"}]}, "output[0].type"),
         ({"role": "cat", "content": "x"}, "role"),
         ({"role": "user"}, "content"),
+        (ONE | {"arguments": "{"}, "arguments"),
     ],
 )
 def test_an_item_that_cannot_be_read_is_named_by_its_own_place(client, item, param):
