@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from jflash.server.errors import ApiError, unsupported
+from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.serving.request import MOST
 
 Count = Annotated[int, Meta(ge=1)]
@@ -222,6 +222,8 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
         # 0 equals False for Python.
         if not any(given == v and (type(given) is bool) == (type(v) is bool) for v in neutral):
             raise unsupported(name, why)
+    if getattr(value, "stream_options", None) is not None and not getattr(value, "stream", None):
+        raise invalid("stream_options", "is only allowed with stream: true")
     return value
 
 
