@@ -50,12 +50,13 @@ def requests_of(
     """
     if max_tokens == 0:
         raise invalid(limit_name, "0 must be at least 1")
+    many = "n" if n > 1 else "prompt"
     if len(prompts) * n > MOST_ANSWERS:
-        raise invalid("n", f"{len(prompts)} prompts × {n}: at most {MOST_ANSWERS} answers")
+        raise invalid(many, f"{len(prompts)} prompts × {n}: at most {MOST_ANSWERS} answers")
     fits = service.slots + service.max_queue
     if len(prompts) * n > fits:
-        many = f"{len(prompts)} prompts × {n}: the server takes at most {fits} requests at once"
-        raise invalid("n" if n > 1 else "prompt", many)
+        at_once = f"{len(prompts)} prompts × {n}: the server takes at most {fits} requests at once"
+        raise invalid(many, at_once)
     outside = [i for i in stop_token_ids if i >= service.vocabulary]
     if outside:
         raise invalid("stop_token_ids", f"{outside[0]} is outside the {service.vocabulary} ids")

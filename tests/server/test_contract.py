@@ -372,6 +372,7 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"stop_token_ids": [4096]}, "stop_token_ids", "invalid_value"),
         (CHAT, {"stop_token_ids": list(range(99))}, "stop_token_ids", "invalid_value"),
         (CHAT, {"n": 1000}, "n", "invalid_value"),
+        (TEXT, {"prompt": ["x"] * 129}, "prompt", "invalid_value"),
         (CHAT, {"stream_options": {}}, "stream_options", "invalid_value"),
         (TEXT, {"stream": False, "stream_options": {}}, "stream_options", "invalid_value"),
         (CHAT, {"priority": 2**31}, "priority", "invalid_type"),
