@@ -175,7 +175,8 @@ async def _left(*_: object) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's refusals: unknown paths, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    # The URL of a path that begins with two slashes has its first part as the host.
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     headers = dict(error.headers or {})
     return ApiError(message, status=error.status_code, headers=headers).response()
 

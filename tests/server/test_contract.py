@@ -481,6 +481,8 @@ def test_what_is_not_json_or_too_long_or_not_there(server):
         assert answer.status_code == 400 and answer.json()["error"]["type"]
     assert httpx.post(server.url + CHAT, content=b" " * 2**23).status_code == 413
     assert httpx.get(server.url + "/v1/nothing").status_code == 404
+    twice = httpx.get(server.url + "//v1/models")  # of a base URL with a slash at its end
+    assert twice.json()["error"]["message"] == "GET //v1/models: Not Found"
     assert httpx.get(server.url + CHAT).status_code == 405
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
     assert httpx.get(server.url + "/health/ready").status_code == 200
