@@ -117,7 +117,8 @@ WRONG = [
     *("--hang-timeout inf", "--replicas 0", "--max-replicas 0"),
     *("--temperature -1", "--top-k -1", "--top-p 2", "--min-p 2", "--draft-rule odd"),
     *("--reasoning maybe", "--api-key-file none", "--api-key", "--api-key  ", "--port x"),
-    "--served-model-name",
+    *("--served-model-name", "--served-model-name  "),
+    *("--allow-origin page.example", "--allow-origin https://page.example/", "--allow-origin"),
 ]
 
 

@@ -6,6 +6,7 @@ code is 1 if the device fails or hangs.
 """
 
 import argparse
+import re
 
 from jflash.cli.command import Parser
 from jflash.cli.options.pair import check_pair, model_options
@@ -22,6 +23,8 @@ MOST = "as many while more than --max-batch requests wait or run for each; defau
 STATES = """copies of recurrent states, with which prefixes of hybrids begin; default: one for each
 of --max-batch, at least 4; 0: they are computed again"""
 NAME = "default: the hub id, or the last two parts of the target's path"
+# As browsers send it: in small letters, and nothing after the host or its port.
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 CONTEXT = "tokens of a request, new ones included; default: the model's positions"
 
 
@@ -92,7 +95,11 @@ def check(options: argparse.Namespace) -> None:
     for key in o.api_key:
         named = f"--api-key {key!r} is empty"
         refuse(not key.strip(), f"{named}: omit the option to serve every client")
-    refuse(o.served_model_name == "", "--served-model-name '' is empty")
+    name = o.served_model_name
+    refuse(name is not None and not name.strip(), f"--served-model-name {name!r} is empty")
+    for origin in o.allow_origin:
+        named = f"--allow-origin {origin!r} is no origin, such as https://page.example:8080"
+        refuse(not ORIGIN.fullmatch(origin), f"{named}, or * for all pages")
     most = o.max_replicas
     refuse(most is not None and o.replicas is None, f"--max-replicas {most} needs --replicas")
     few = most is not None and most < o.replicas
