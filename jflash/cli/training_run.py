@@ -1,5 +1,6 @@
 """What train's options ask for: configs, prompts and weights, checked in this order."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +72,7 @@ def target_files(source: Checkpoint, **shared: Any) -> PairFiles:
 def prepare(args: Options) -> Prepared:
     """Configs, prompts and the target's weights; ValueError before a weight is read."""
     source = open_checkpoint(args.target)
+    check_apart(source, args.output)
     target = configure_target(source)
     tokenizer = source.tokenizer() if source.has_tokenizer() else None
     stops = source.stop_ids(tokenizer)
@@ -88,6 +90,12 @@ def prepare(args: Options) -> Prepared:
     return Prepared(source, pair, config, records, held, stops)
 
 
+def check_apart(source: Checkpoint, output: Path) -> None:
+    """ValueError if the drafter would be written over a checkpoint that its training reads."""
+    if source.path.resolve() == output.resolve():
+        raise ValueError(f"{source.path} is both read and written: choose another --output")
+
+
 def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
     """The config of --init-from's drafter, or of a new one in the form of the options."""
     form = drafter_form(args)
@@ -97,9 +105,7 @@ def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
         assert drafter is not None
         check_trainable(drafter.config)
         to_hf_config(drafter.config, "bfloat16")  # refuses what could not be saved
-        if source.path.resolve() == args.output.resolve():
-            why = f"{source.path} is both trained on and written: choose another --output"
-            raise ValueError(why)
+        check_apart(source, args.output)
         source.check(drafter.config)
         return drafter.config
     if form["mask_token_id"] is None:

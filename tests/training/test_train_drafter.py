@@ -261,7 +261,9 @@ def test_bad_input_is_a_line(place, capsys):
     assert "prompts.jsonl is a file: the drafter gets a folder" in capsys.readouterr().err
     itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}
     assert command(place, "itself", **itself) == 2
-    assert "itself is both trained on and written" in capsys.readouterr().err
+    assert "itself is both read and written: choose another" in capsys.readouterr().err
+    assert command(place, "target", overwrite=FLAG) == 2  # the target stays as it is
+    assert "target is both read and written: choose another" in capsys.readouterr().err
     (place / "itself-work/training").mkdir(parents=True)
     with locked(place / "itself-work/training" / LOCK, place):  # a training that runs
         assert command(place, "itself", overwrite=FLAG) == 2
