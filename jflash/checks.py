@@ -1,5 +1,6 @@
 """What is refused before anything runs: requests a pair cannot serve, and keys out of range."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 
@@ -14,7 +15,11 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
     vocabulary = models.target.config.vocab_size
     if not len(prompt):
         raise ValueError("the prompt is empty: give at least one token")
-    outside = [int(t) for t in (*prompt, *decoding.stop_token_ids) if not 0 <= t < vocabulary]
+    try:  # ids may be numbers of NumPy or JAX, too
+        ids = [operator.index(t) for t in (*prompt, *decoding.stop_token_ids)]
+    except TypeError as error:
+        raise ValueError(f"token ids must be whole numbers: {error}") from None
+    outside = [t for t in ids if not 0 <= t < vocabulary]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
     unread = [int(t) for t in prompt if t in models.target.config.unread_ids]

@@ -307,14 +307,22 @@ from jflash.pair import Models
 from tests.support.pairs import target_config
 models = Models(Target(target_config()), None, 1)
 half = Decoding(max_new_tokens=2.5)
-for call in (lambda: check_keys(0.5, (), 1), lambda: check_request(models, [1], half)):
+for call in (
+    lambda: check_keys(0.5, (), 1),
+    lambda: check_request(models, [1], half),
+    lambda: check_request(models, [1, 1.5], Decoding()),
+    lambda: check_request(models, "hi", Decoding()),
+):
     try:
         call()
     except ValueError as error:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ids = "token ids must be whole numbers"
     assert done.stdout.splitlines() == [
         "seed 0.5 must be a whole number within 0 … 4294967295",
         "max_new_tokens must be a whole number, got 2.5",
+        f"{ids}: 'float' object cannot be interpreted as an integer",
+        f"{ids}: 'str' object cannot be interpreted as an integer",
     ]
