@@ -47,6 +47,10 @@ def encode_prompt(
 
 def token_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """A text's ids, without a chat template."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # the tokenizer's own error does not say what is wrong
+        raise ValueError(f"the text is not valid UTF-8: {error}") from None
     with named("the tokenizer fails"):
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 

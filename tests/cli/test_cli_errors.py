@@ -79,6 +79,7 @@ def test_prompt_file(pair, refused, tmp_path):
     refused(decode(pair, "--prompt-file", missing, prompt=None), "missing.txt cannot be read")
     refused(decode(pair, "--prompt-file", str(tmp_path), prompt=None), "directory")
     refused(decode(pair, prompt="\udce9"), "not valid UTF-8")
+    refused(decode(pair, "--system", "\udce9"), "the text is not valid UTF-8")
 
 
 OPTIONS = [
@@ -136,6 +137,7 @@ LINES = [
     ('{"prompt": "a", "score": NaN}', "NaN"),
     ('{"prompt": "a", "steps": 3}', "steps"),
     ('{"prompt": "\\ud800"}', "not valid UTF-8"),
+    ('{"prompt": ' + "[" * 100_000, "nested too deep"),
     (json.dumps({"prompt": "a" * 400}), "the prompt itself is too long"),
 ]
 

@@ -148,6 +148,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         "among.jsonl": b'{"turns": ["x", 5]}',
         "latin.jsonl": b'{"text": "\xe9"}',
         "body.json": b'[{"Body": "x", "Question": "y"}, {"Body": 5, "Question": "y"}]',
+        "half.jsonl": b'{"question": "one"}\n{"question": "h\\uDC00i"}',
         "gsm8k.jsonl": b'{"question": "x", "answer": "1"}\n{"question": "x", "answer": 1}',
     }.items():
         (tmp_path / name).write_bytes(content)
@@ -168,6 +169,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         ([*test, tmp_path / "latin.jsonl"], "latin.jsonl cannot be read"),
         ([*test, tmp_path / "number.jsonl"], "number.jsonl:2: text must be a text or a list"),
         ([*test, tmp_path / "among.jsonl"], "among.jsonl:1: turns must be a text or a list"),
+        (["--questions", tmp_path / "half.jsonl"], "half.jsonl:2 is not valid UTF-8"),
         (["--questions", files["tasks.jsonl"]], "tasks.jsonl:1 needs a text `question`"),
         ([*made, "--variants", "-1"], "--variants must be at least 0"),
         ([*made, "--top-p", "0"], "top_p"),
