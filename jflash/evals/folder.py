@@ -57,6 +57,8 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
         there = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(there, dict):
+        raise ValueError(f"{file} is no JSON object: give another folder")
     wanted = json.loads(json.dumps(settings))
     advice = "give another --output, or --overwrite"
     _check_same(folder, there, wanted, [*wanted, *there], advice)

@@ -448,6 +448,8 @@ def test_another_run_in_the_folder_is_refused_by_name(run, refused, data, tmp_pa
     file = folder / "answers.jsonl"
     file.write_text("broken\n" + file.read_text())
     refused([*argv, "--limit", "2"], "answers.jsonl line 1 is broken")
+    (folder / "run.json").write_text("[]")
+    refused([*argv, "--limit", "2"], "run.json is no JSON object")
     (folder / "run.json").unlink()
     refused([*argv, "--limit", "2"], "without a run.json")
     assert run(data, folder, "--limit", "2", "--overwrite")[0]["answers"] == 2
