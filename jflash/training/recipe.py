@@ -4,6 +4,7 @@ These records name no array and import no JAX.
 """
 
 from dataclasses import dataclass, fields
+from math import inf
 from typing import NamedTuple
 
 OPTIMIZERS = ("adamw", "muon")
@@ -31,8 +32,10 @@ class TrainConfig:
         for name in ("steps", "batch_size", "steps_per_call", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not 0 < self.learning_rate < inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
+        if not 0 <= self.weight_decay < inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {self.weight_decay}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
 
@@ -61,7 +64,7 @@ class Objective:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
         if self.decay is not None and not self.decay > 0:
             raise ValueError(f"decay must be positive, got {self.decay}")
-        if not self.selector_weight >= 0:
+        if not 0 <= self.selector_weight < inf:
             raise ValueError(f"selector_weight must be at least 0, got {self.selector_weight}")
         for name in ("dpace_alpha", "ce_share", "curriculum"):
             if not 0 <= getattr(self, name) <= 1:

@@ -241,5 +241,10 @@ def test_bad_settings_are_named():
         TrainConfig(steps=1, batch_size=1, optimizer="sgd")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         TrainConfig(steps=1, batch_size=0)
-    with pytest.raises(ValueError, match="learning_rate must be positive, got -1"):
+    with pytest.raises(ValueError, match="learning_rate must be positive and finite, got -1"):
         TrainConfig(steps=1, batch_size=1, learning_rate=-1.0)
+    with pytest.raises(ValueError, match="learning_rate must be positive and finite, got inf"):
+        TrainConfig(steps=1, batch_size=1, learning_rate=float("inf"))
+    for decay in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"weight_decay .* at least 0 and finite, got {decay}"):
+            TrainConfig(steps=1, batch_size=1, weight_decay=decay)
