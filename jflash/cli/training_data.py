@@ -51,8 +51,14 @@ def read_held_out(args: Options, tokenizer: Any, target: Target) -> list[Convers
 
 
 def prompt_room(args: Options, target: Target) -> int:
-    """The longest prompt that leaves the target's positions for an answer."""
-    return target.config.max_position_embeddings - args.max_new_tokens + 1
+    """The longest prompt, and one, that leaves the target's positions for an answer.
+
+    ValueError if an answer leaves none for a prompt.
+    """
+    positions, new = target.config.max_position_embeddings, args.max_new_tokens
+    if new >= positions:
+        raise ValueError(f"--max-new-tokens {new}: the target has {positions} positions in all")
+    return positions - new + 1
 
 
 def without_too_long(file: Path, records: list[Conversation], longest: int) -> list[Conversation]:

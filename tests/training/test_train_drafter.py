@@ -241,6 +241,8 @@ def test_bad_input_is_a_line(place, capsys):
         ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
         (tiny, "all 60 prompts are too long for 3 tokens"),
+        ({"max_new_tokens": 240}, "--max-new-tokens 240: the target has 240 positions in all"),
+        ({"selector_rank": 8}, "--selector-rank without --drafter dflash2"),
         ({"answer_part": "2/2"}, "argument --answer-part"),
         ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),

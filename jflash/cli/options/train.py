@@ -119,11 +119,17 @@ def share(text: str) -> Share:
 
 
 def drafter_form(args: Options) -> dict[str, Any]:
-    """The options of a new drafter with their defaults; ValueError for one with --init-from."""
+    """The options of a new drafter with their defaults.
+
+    ValueError for one with --init-from, and for one of version 2 with version 1.
+    """
     given = {name: getattr(args, name) for name in FORM if getattr(args, name) is not None}
     if args.init_from is not None and given:
         name = option_name(next(iter(given)))
         raise ValueError(f"{name}: the drafter of --init-from is as it is; leave this out")
+    first = (args.drafter or FORM["drafter"]) == "dflash"
+    for name in SECOND:
+        refuse(first and name in given, f"{option_name(name)} without --drafter dflash2")
     return FORM | given
 
 
