@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from typing import Any
 
+from jflash.checks import check_request
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.decoding import Decoding
@@ -24,6 +25,11 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     problems = load_problems("gsm8k", args.gsm8k)[: args.questions]
     prompts = [encode_prompt(tokenizer, problem.turns[0]) for problem in problems]
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+    for problem, prompt in zip(problems, prompts, strict=True):
+        try:
+            check_request(files.models, prompt, decoding)
+        except ValueError as error:
+            raise ValueError(f"problem {problem.index}: {error}") from None
     pair = load_weights(files)
     about = describe_device() | {
         "check": "same-answers",

@@ -1,6 +1,10 @@
 """same-answers: one arithmetic gives plain decoding's answers, and another model's are seen."""
 
+import json
+
+from jflash.cli import main
 from jflash.decoding import Decoding
+from jflash.embedded import EMBEDDED_PAIR
 from jflash.proof import same_answers
 from jflash.proof.same_answers import Way, compared, ways
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -26,3 +30,12 @@ def test_answers_are_counted_way_by_way(monkeypatch):
     assert last["answers"] == 3 and last["seconds"].keys() >= {"compile", "plain, batch 3"}
     unlike = list(compared(other, given, 2, decoding, anchored=1))[-1]
     assert unlike["texts_sha256"] != last["texts_sha256"]
+
+
+def test_answers_that_do_not_fit_are_refused_before_any_is_decoded(tmp_path, capsys):
+    questions = tmp_path / "gsm8k.jsonl"
+    lines = [json.dumps({"question": text, "answer": "#### 2"}) for text in ("1 + 1?", "x " * 2000)]
+    questions.write_text("\n".join(lines))
+    argv = [f"--{name}={EMBEDDED_PAIR / name}" for name in ("target", "drafter")]
+    assert main.run("same-answers", [*argv, "--gsm8k", str(questions)]) == 2
+    assert "same_answers.py: problem 1: " in capsys.readouterr().err
