@@ -114,7 +114,7 @@ def record(args: Options) -> dict[str, Any]:
         "answers": f"{len(kept)} of {len(answers)}",
         "tau": 1 + sum(step[0] for step in steps) / len(steps),
     }
-    with whole_file(args.record, overwrite=args.overwrite) as write:
+    with whole_file(args.record, overwrite=False) as write:
         made = describe_device() | holds | {"steps": steps}
         write(json.dumps(made, separators=(",", ":")))
     print(f"{args.record}: {len(steps)} steps of {holds['answers']} answers, τ {holds['tau']:.2f}")

@@ -99,6 +99,17 @@ def test_a_text_in_a_form_may_not_end_before_its_neighbours(beside_form, monkeyp
     assert "the text in a form ended before its neighbours: length" in capsys.readouterr().err
 
 
+def test_a_recording_that_could_not_be_written_is_refused_first(tmp_path, capsys):
+    """Before the pair is read; --overwrite is of --json alone."""
+    there = tmp_path / "there.json"
+    there.write_text("kept")
+    argv = ["--target", "nowhere", "--drafter", "nowhere", "--gsm8k", "nowhere", "--record"]
+    for place, why in [(there, "already: give another"), (tmp_path / "no/x", "cannot write")]:
+        assert main.run("bench-serving", [*argv, str(place)]) == 2
+        assert why in capsys.readouterr().err
+    assert there.read_text() == "kept"
+
+
 def test_gaps_are_between_calls_and_some_part_of_them_is_in_the_span():
     times = [0.0, 1.0, 1.0001, 1.5, 3.0, 4.0]
     assert gaps(times, 1.2, 2.0) == [1.5 - 1.0001, 1.5]

@@ -11,6 +11,7 @@ from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.values import at_least_1, counts, option_name, refuse
+from jflash.files import check_whole_file
 
 KEPT = "kept there case by case, so that a run cut off keeps its cases"
 SHORTEST = 1024  # tokens of a long prompt
@@ -82,3 +83,7 @@ def check(args: Options) -> None:
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
     at_least_1(args, "requests", "prefill_chunk", "prefill_between")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
+    if args.record is not None:  # last, because it looks at the disk
+        there = f"--record {args.record} exists already: give another file"
+        refuse(args.record.exists(), there)  # --overwrite is of --json
+        check_whole_file(args.record, overwrite=False)
