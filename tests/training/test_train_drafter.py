@@ -259,6 +259,8 @@ def test_bad_input_is_a_line(place, capsys):
     ]:
         assert command(place, "bad", **changes) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
+    assert command(place, "..") == 2
+    assert "/..: give a folder's name" in capsys.readouterr().err
     assert command(place, "prompts.jsonl") == 2  # before anything is answered or learnt
     assert "prompts.jsonl is a file: the drafter gets a folder" in capsys.readouterr().err
     itself = NO_FORM | {"init_from": place / "itself", "overwrite": FLAG}

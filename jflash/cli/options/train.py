@@ -142,6 +142,8 @@ def check(args: Options) -> None:
         refuse(wrong, f"{option_name(name)} {value}: 0 or more")
     file = args.output.exists() and not args.output.is_dir()
     refuse(file, f"--output {args.output} is a file: the drafter gets a folder")
+    unnamed = f"--output {args.output}: give a folder's name, beside which NAME-work may lie"
+    refuse(args.output.name in ("", ".."), unnamed)
     check_hosts(args)
     check_replicas(args)
     check_shared(args)
