@@ -122,6 +122,9 @@ def read_records(
     for where, record in json_lines(path):
         if not ("prompt" in record or "prompt_ids" in record):
             raise ValueError(f'{where} has neither "prompt" nor "prompt_ids"')
+        for name in ("prompt", "answer"):
+            if name in record and f"{name}_ids" in record:
+                raise ValueError(f'{where} has both "{name}" and "{name}_ids": give one of them')
         prompt = _ids(record, "prompt", encode, where)
         if not prompt:
             raise ValueError(f"{where}: the prompt is empty")

@@ -105,6 +105,7 @@ OPTIONS = [
     (["--drafter", "random:x"], "random:x"),
     (["--drafter", "random:"], "random:"),
     (["--batch-size", "0"], "--batch-size 0"),
+    (["--batch-size", "4"], "--batch-size 4 without --prompts"),
     (["--stop", ""], "--stop ''"),
     (["--unheard-of"], "--unheard-of"),
     (["--prompts", "x.jsonl"], "--prompts needs --output"),

@@ -191,6 +191,7 @@ def test_records_that_do_not_fit_are_named(tmp_path):
     for line, complaint in {
         "{": "d.jsonl:2 is not JSON",
         '{"answer": "x"}': 'd.jsonl:2 has neither "prompt"',
+        '{"prompt": "x", "prompt_ids": [1]}': 'd.jsonl:2 has both "prompt" and "prompt_ids"',
         '{"prompt": 5}': "d.jsonl:2: prompt must be a string, got 5",
         '{"prompt_ids": ["a"]}': "d.jsonl:2: prompt_ids must be a list of integers",
         '{"prompt_ids": []}': "d.jsonl:2: the prompt is empty",

@@ -13,6 +13,8 @@ from jflash.cli.options.pair import (
 )
 from jflash.cli.options.values import at_least_1, ids, refuse
 
+BATCH = 8  # prompts at a time
+
 
 def declare(parser: Parser) -> None:
     model_options(parser.add_argument_group("models"))
@@ -26,7 +28,7 @@ def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE.jsonl", help="a result a line")
     add("--overwrite", action="store_true", help="replace an existing --output")
-    add("--batch-size", type=int, default=8, help="of --prompts, default 8")
+    add("--batch-size", type=int, default=BATCH, help=f"of --prompts, default {BATCH}")
     host_options(parser.add_argument_group("hosts, of --prompts"))
     prompt_options(parser)
     decoding = parser.add_argument_group("decoding")
@@ -49,6 +51,8 @@ def check(options: Options) -> None:
     refuse(o.json and many, "--json with --prompts: every line of --output is such an object")
     refuse(o.show_steps and (o.json or many), "--show-steps with --json or --prompts")
     refuse(o.overwrite and not many, "--overwrite without --output")
+    alone = o.batch_size != BATCH and not many
+    refuse(alone, f"--batch-size {o.batch_size} without --prompts")
     refuse(o.system and not templated, "--system with --prompt-ids")
     thinks = o.reasoning != "off"
     refuse(thinks and not templated, f"--reasoning {o.reasoning} without the chat template")

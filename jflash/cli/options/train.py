@@ -160,9 +160,25 @@ def check(args: Options) -> None:
         refuse(not file.is_file(), f"{file}: no such file")
     check_seed(args.seed)
     drafter_form(args)
+    _check_read(args)
     train_config(args, "float32")
     train_objective(args)
     answer_samplings(args)
+
+
+def _check_read(args: Options) -> None:
+    """Refuses what another option leaves unread."""
+    first = args.init_from is None and args.drafter != "dflash2"
+    for name, unread, other in (
+        ("ce_share", args.loss != "tv", "--loss tv"),
+        ("dpace_alpha", args.position_weights != "dpace", "--position-weights dpace"),
+        ("selector_weight", first, "--drafter dflash2"),
+    ):
+        given = unread and getattr(args, name) != getattr(Objective, name)
+        refuse(given, f"{option_name(name)} without {other}")
+    several = args.answers_per_prompt > 1 and 0 in args.answer_temperature
+    why = f"--answers-per-prompt {args.answers_per_prompt} at temperature 0"
+    refuse(several, f"{why}: greedy answers to a prompt are all the same")
 
 
 def train_config(args: Options, dtype: str) -> TrainConfig:
