@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from dataclasses import asdict
 
+from jflash.checks import check_request
 from jflash.cli.command import Options, configure_jax, require
 from jflash.cli.options.make_prompts import drawing
 from jflash.decoding import Decoding
@@ -24,7 +25,7 @@ from jflash.training.prompts import (
     svamp_prompts,
 )
 from jflash.training.recipe import WHOLE, Share
-from jflash.training.self_written import write_prompts
+from jflash.training.self_written import user_prefix, write_prompts
 
 
 def from_files(args: Options) -> list[Prompt]:
@@ -47,10 +48,13 @@ def self_written(args: Options, share: Share = WHOLE) -> list[Prompt] | None:
         args.written_by, tensor_parallel=args.tensor_parallel, experts_over=args.experts_over
     )
     checkpoint, sampling = files.target, drawing(args)
-    tokenizer, pair = checkpoint.tokenizer(), load_weights(files, progress=True)
+    tokenizer = checkpoint.tokenizer()
     new, stops = args.max_new_tokens, checkpoint.stop_ids(tokenizer)
     decoding = Decoding(max_new_tokens=new, stop_token_ids=stops, sampling=sampling, seed=args.seed)
     systems = args.system or [None]
+    for system in systems:
+        check_request(files.models, user_prefix(tokenizer, system), decoding)
+    pair = load_weights(files, progress=True)
     written_by = (args.written_by, checkpoint_digest(checkpoint.path))
     made_with = repr((written_by, systems, asdict(sampling), args.seed, new))
     digest = hashlib.blake2b(made_with.encode(), digest_size=6).hexdigest()

@@ -135,6 +135,9 @@ def test_a_name_with_brackets_goes_on_too(tmp_path, capsys):
         assert "no source gave a prompt" in err
     (written,) = tmp_path.glob("*written*.jsonl")
     assert len(written.read_text().splitlines()) == 4
+    written.unlink()
+    assert command(*given, "--system", "x " * 2000) == 2  # before a weight is read
+    assert "tokens" in capsys.readouterr().err and not list(tmp_path.glob("*written*"))
 
 
 def test_bad_input_is_a_line(files, tmp_path, capsys):
