@@ -14,6 +14,7 @@ from jflash.cli.options.check_lossless import DEVICES, checks_of
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
 from jflash.io import default_dtype
+from jflash.mesh import tensor_mesh
 from jflash.parts import OVER
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
@@ -296,6 +297,8 @@ def run(args: Options) -> Generator[dict[str, Any], None, int]:
     large = [name for name in args.pairs if name in SHAPES]
     if large and on_cpu:
         raise ValueError(f"--pairs {large[0]} takes days on a CPU: use --pairs tiny-math here")
+    if "devices" in checks_of(args):
+        tensor_mesh(max(args.tensor_parallel or DEVICES))  # refused before anything is compared
     report = check(args)
     if "checks" in report:
         print_oracle(report)

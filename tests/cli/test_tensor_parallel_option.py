@@ -75,6 +75,8 @@ def test_devices_are_compared_if_their_number_is_given(capsys):
     assert why in capsys.readouterr().err
     assert run("check-lossless", ["--quantised", "int4", "--checks", "kept"]) == 2
     assert "--quantised int4 is for --checks devices" in capsys.readouterr().err
+    assert run("check-lossless", ["--tensor-parallel", "1,3", "--pairs", "tiny-math"]) == 2
+    assert "tensor parallel over 3 devices: this host has 1" in capsys.readouterr().err
     over = ["--tensor-parallel", "2", "--experts-over", "devices"]
     assert run("check-lossless", ["--quantised", "fp8", *over]) == 2
     assert "--quantised fp8: not for --experts-over devices" in capsys.readouterr().err
