@@ -161,6 +161,7 @@ class Responses(Asked, kw_only=True):
     truncation: str | None = None
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None  # comes back
 
 
 class Tokenize(Struct, kw_only=True):

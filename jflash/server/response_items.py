@@ -9,6 +9,8 @@ from jflash.server.answers import Usage
 from jflash.server.calls import CallPart
 from jflash.server.tools import Parts
 
+PREFIXES = {"message": "msg", "reasoning": "rs"}  # of an item's id, by its type
+
 
 class Output:
     """One response as it grows; each method gives the events of what it adds."""
@@ -81,7 +83,7 @@ class Output:
         yield self._event(f"response.{name}.delta", **self._place(), delta=text, logprobs=[])
 
     def _begin_text(self, kind: str) -> Iterator[dict[str, Any]]:
-        item: dict[str, Any] = {"id": f"{kind[:3]}_{uuid.uuid4().hex}", "type": kind}
+        item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind}
         if kind == "message":
             item |= {"role": "assistant", "status": "in_progress"}
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}

@@ -144,6 +144,6 @@ def _frame(service: Service, asked: Responses) -> dict[str, Any]:
         "tools": asked.tools or [],
         "store": False,
         "previous_response_id": None,
-        "metadata": {},
+        "metadata": asked.metadata or {},
         "error": None,
     }

@@ -132,8 +132,9 @@ def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
 
 
 def test_responses_whole_and_streamed(client, model):
-    whole = client.responses.create(model=model, input=QUESTION)
+    whole = client.responses.create(model=model, input=QUESTION, metadata={"run": "7"})
     assert whole.output_text == ANSWER and whole.status == "completed"
+    assert whole.output[0].id.startswith("msg_") and whole.metadata == {"run": "7"}
     events = list(client.responses.create(model=model, input=MESSAGES, stream=True, store=False))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
