@@ -65,7 +65,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         questions = [q for q, _ in read_gsm8k(args.gsm8k_test)[: args.gsm8k_questions]]
     files = configure_pair(
         args.target, args.drafter, dtype=args.dtype, block_size=args.block_size,
-        drafter_dtype=args.drafter_dtype,
+        drafter_dtype=args.drafter_dtype, batch=args.batch,
     )  # fmt: skip
     tokenizer = load_tokenizer(args.target)
     check_room(args, files, tokenizer, questions)

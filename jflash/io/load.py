@@ -221,6 +221,8 @@ def load_pair(
     weights should lie. Everything that can be checked without weights is checked before any
     are read. ValueError says what does not fit.
     """
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch {batch} must be at least 1")
     files = configure_pair(
         target, drafter, dtype=dtype, block_size=block_size, attention_backend=attention_backend,
         tensor_parallel=tensor_parallel, mesh=mesh, experts_over=experts_over, quantised=quantised,

@@ -12,7 +12,7 @@ from jflash.config import second_version
 from jflash.decoding import Decoding, Sampling
 from jflash.draft_error import draft_error
 from jflash.generate import Pair, generate
-from jflash.io import configure_pair
+from jflash.io import configure_pair, load_pair
 from jflash.kept import in_fragments
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import with_context, with_rounding
@@ -138,3 +138,5 @@ def test_what_cannot_be_rounded_is_refused_by_name():
         models.drafting_in("float4")
     with pytest.raises(ValueError, match="drafter_dtype 'float8' without a drafter"):
         configure_pair("checkpoints/tiny-math/target", drafter_dtype="float8")
+    with pytest.raises(ValueError, match="batch 0 must be at least 1"):
+        load_pair("checkpoints/tiny-math/target", batch=0)
