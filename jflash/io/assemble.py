@@ -54,11 +54,11 @@ def fill_leaves(
     }
     # The largest leaf comes first: only small ones are held twice when memory is nearly full.
     # The arrays of a kept kernel come one after the other.
-    owners, sizes = {array: path for path, array, _ in arrays}, Counter[str]()
+    owner, sizes = {leaf: leaf for leaf in plan}, Counter[str]()
+    owner |= {array: path for path, array, _ in arrays}
     for leaf, own in plan.items():
-        sizes[owners.get(leaf, leaf)] += sum(piece.nbytes for piece in own)
-    first = sorted(sizes, key=lambda leaf: -sizes[leaf])
-    order = sorted(plan, key=lambda leaf: first.index(owners.get(leaf, leaf)))
+        sizes[owner[leaf]] += sum(piece.nbytes for piece in own)
+    order = sorted(plan, key=lambda leaf: (-sizes[owner[leaf]], owner[leaf]))
     pieces = [piece for leaf in order for piece in plan[leaf]]
     bar = tqdm(
         total=sum(piece.nbytes for piece in pieces), desc=f"loading {name}", unit="B",
@@ -82,14 +82,17 @@ def fill_leaves(
             made[leaf].block_until_ready()  # and the parts are gone
             if leaf in arranged:
                 made[leaf] = arranged[leaf].of(made[leaf])
-            owner = owners.get(leaf, "")
-            if not (owner and kept[owner].fragmented):
+            path = owner[leaf]
+            kernel = kept.get(path)
+            if kernel is None or not kernel.fragmented:
                 made[leaf] = place(leaf, made[leaf])
-            names = {name: f"{owner}/{name}" for name in kept[owner].arrays} if owner else {}
-            if names and made.keys() >= set(names.values()):
-                whole = kept[owner].of_arrays({n: made.pop(array) for n, array in names.items()})
+            if kernel is None:
+                continue
+            names = {name: f"{path}/{name}" for name in kernel.arrays}
+            if made.keys() >= set(names.values()):
+                whole = kernel.of_arrays({n: made.pop(array) for n, array in names.items()})
                 jax.block_until_ready(whole)  # one at a time lies twice, in its two orders
-                made[owner] = place(owner, whole) if kept[owner].fragmented else whole
+                made[path] = place(path, whole) if kernel.fragmented else whole
     return nest({leaf: made.pop(leaf) for leaf in sizes})
 
 
