@@ -12,11 +12,14 @@ import pytest
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape, quantised
-from jflash.io import configure_pair, keeping, load, load_weights, save_checkpoint
+from jflash.gather import AXIS
+from jflash.io import configure_pair, keeping, load, load_weights, open_checkpoint, save_checkpoint
 from jflash.io.keeping import QUANTISED
+from jflash.io.load import pair_models
 from jflash.kept import in_fragments
-from jflash.kernels import XLA, Kernels
+from jflash.kernels import AUTO, XLA, Kernels
 from jflash.memory import memory_budget
+from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, leaf_paths, random_params
@@ -25,6 +28,7 @@ from jflash.programs import Shape
 from jflash.specs import Kept
 from pallas_kernels.matmul.fragments import Fragments, fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised
+from tests.support.described_gpu import H200, device_mesh
 from tests.support.quantised_files import CASES, quantise
 from tests.support.small_checkpoints import make_pair
 
@@ -168,6 +172,13 @@ def test_codes_are_kept_by_themselves_where_arrays_would_crowd_the_device(tmp_pa
         assert bool(models.target.config.layers[0].kept) == kept
         asked = configure_pair(pair.target, pair.drafter, quantised="kept").models
         assert asked.target.config.layers[0].kept
+    # Each of two devices has room for its part.
+    two = over(pair_models(pair.target, pair.drafter), device_mesh(H200, 2, AXIS))
+    two, checkpoint = replace(two, kernels=models.kernels), open_checkpoint(pair.target)
+    for room, kept in ((arrays * 3 // 2 - 2, False), (arrays // 2, True)):
+        as_on_hopper(monkeypatch, room)
+        config = keeping.keeping(two, checkpoint, AUTO).target.config
+        assert bool(config.layers[0].kept) == kept
 
 
 def test_int4_is_kept_by_itself_where_it_lies_in_fragments(tmp_path, monkeypatch):
