@@ -127,9 +127,11 @@ def drafter_form(args: Options) -> dict[str, Any]:
     if args.init_from is not None and given:
         name = option_name(next(iter(given)))
         raise ValueError(f"{name}: the drafter of --init-from is as it is; leave this out")
-    first = (args.drafter or FORM["drafter"]) == "dflash"
     for name in SECOND:
-        refuse(first and name in given, f"{option_name(name)} without --drafter dflash2")
+        refuse(
+            args.drafter != "dflash2" and name in given,
+            f"{option_name(name)} without --drafter dflash2",
+        )
     return FORM | given
 
 
