@@ -149,7 +149,8 @@ def _by_tile(tile: AnyTile, product: Product, x, w, residual, firsts, interpret:
     """The result, or of SUMS any pieces [P, M, N] in float32."""
     if isinstance(tile, Wide):
         halves = (firsts or (0, product.columns)) if product.op == "gate_up" else None
-        return wide_mosaic.product(x, w, tile=tile, halves=halves)
+        out = wide_mosaic.product(x, w, tile=tile, halves=halves, pieces=product.pieces)
+        return out if residual is None else out[None]  # what follows adds the residual
     if isinstance(tile, Tile):
         return _by_few_rows(tile, product, x, w, residual, firsts, interpret)
     return _by_many_rows(tile, product, x, w, residual, firsts, interpret)

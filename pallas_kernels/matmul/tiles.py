@@ -16,7 +16,9 @@ from pallas_kernels.matmul.tuning import (
     COLUMNS,
     HEADS,
     LEAST_SWIZZLE,
+    SHORT_K,
     SMS,
+    WALKED,
     WASTE,
     Tuning,
     canonical_tuning,
@@ -115,14 +117,20 @@ def _odd(product: Product) -> bool:
 
 
 def wide_tile(product: Product) -> Wide | None:
-    """Of 65 to 128 rows if it takes one turn and fills it: of gate and up, and of products whose
-    columns are not whole swizzles of 128 bytes. Else None."""
+    """If it takes one turn and fills it: of 65 to 128 rows for gate and up, and for products whose
+    columns are not whole swizzles of 128 bytes, and of 129 to 256 for several pieces of a short K.
+    Else None."""
     op, M, K, N, pieces = product
-    narrow = op == "matmul" and pieces == 1 and N % COLUMNS
-    if not (op == "gate_up" or narrow) or not FEW_ROWS < M <= ROWS:
+    row_tiles = -(-M // ROWS)
+    if row_tiles == 1:
+        serves = op == "gate_up" or (op == "matmul" and pieces == 1 and N % COLUMNS > 0)
+    else:
+        serves = pieces > 1 and M <= WALKED and K <= SHORT_K
+    if M <= FEW_ROWS or not serves:
         return None
-    tile = one_turn(K, product.columns, halves=1 if narrow else 2)
-    return tile if tile and _FULL <= -(-product.columns // tile.width) <= SMS else None
+    halves = 2 if op == "gate_up" else 1
+    tile = one_turn(K, product.columns, halves, row_tiles=row_tiles, pieces=pieces)
+    return tile if tile and _FULL <= row_tiles * -(-product.columns // tile.width) <= SMS else None
 
 
 def few_rows_tile(product: Product, whole: bool = False) -> Tile:

@@ -289,7 +289,8 @@ def test_every_shape_of_the_step_has_a_tile(op, K, N):
     for M in (65, 128, 192, 320, 512, 1024):
         tuning = by_rule(Product.of(op, M, K, N, P))
         if isinstance(tuning, Wide):
-            assert op == "gate_up" and M <= 128 and tuning.ring >= 4
+            rows = (65, 128) if op == "gate_up" else (192,)  # of several pieces: one turn
+            assert M in rows and tuning.ring >= 4 and (op == "gate_up") == (P == 1)
             continue
         assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
         make_plan(op, M, K, N, tuning)
@@ -301,6 +302,17 @@ def test_pieces_take_one_turn_of_128_rows_where_a_wider_tile_makes_that_possible
         plan = make_plan("matmul", 128, K, N, tuning)
         assert plan.columns * plan.row_groups <= SMS
         assert (tuning.block_n == ONE_TURN) == wide
+
+
+def test_pieces_of_two_row_tiles_take_one_turn_that_fills_the_gpu():
+    """A long K, or fewer CTAs, have tiles of whole swizzles."""
+    tile = by_rule(Product.of("matmul", 256, 4096, 6144, 2))
+    assert tile == Wide(width=96, ring=6) == by_rule(Product.of("pieces", 130, 4096, 6144, 2))
+    assert by_rule(Product.of("residual", 256, 4096, 4096, 2)) == Wide(width=64, ring=8)
+    others = [("pieces", 256, 12288, 4096, 2), ("pieces", 256, 4096, 2560, 4)]
+    others += [("matmul", 257, 4096, 6144, 2)]
+    for op, M, K, N, P in others:
+        assert isinstance(by_rule(Product.of(op, M, K, N, P)), Tuning), (op, M, K, N)
 
 
 def test_columns_that_are_no_whole_swizzles_have_a_tile_that_needs_none():

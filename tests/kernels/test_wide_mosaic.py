@@ -42,12 +42,15 @@ def in_jnp(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("M", [65, 200])
-@pytest.mark.parametrize(("width", "firsts"), [(72, None), (136, (0, 200)), (40, (200, 0))])
-def test_products(in_jnp, M, width, firsts):
+@pytest.mark.parametrize(
+    ("width", "firsts", "pieces"),
+    [(72, None, 1), (136, (0, 200), 1), (40, (200, 0), 1), (72, None, 4)],
+)
+def test_products(in_jnp, M, width, firsts, pieces):
     x, w = in_steps(M, M, 256, 400)
     w = w * 2.0**-26 if firsts else w  # silu is no line
-    got = product(x, w, tile=Wide(width=width, ring=3), halves=firsts)
-    want = reference.canonical(x, w, 1, 64)
+    got = product(x, w, tile=Wide(width=width, ring=3), halves=firsts, pieces=pieces)
+    want = reference.canonical(x, w, pieces, 64)
     if firsts:
         gate, up = (want[:, i : i + 200] for i in firsts)
         want = canonical.silu_times(gate.astype(x.dtype), up.astype(x.dtype))
@@ -92,3 +95,15 @@ def test_a_tile_whose_ring_would_have_three_slots_gives_way_to_turns_of_whole_sw
     assert (by_turns.block_m, by_turns.block_n, by_turns.block_k) == (64, 128, 64)
     monkeypatch.setattr(wide_mosaic, "LEAST_RING", 3)
     assert one_turn(*sizes) == by_rule(gate_up) == Wide(width=136, ring=3)
+
+
+@interpreted
+def test_a_residual_is_added_after_the_sum_was_rounded(in_jnp):
+    """By what follows, with the bits of a kernel that adds it itself."""
+    (x, w), residual = in_steps(0, 200, 256, 400), in_steps(1, 200, 256, 400)[0].repeat(2, axis=1)
+    residual = residual[:, :400]
+    product = Product.of("residual", 200, 256, 400, 2)
+    got = by_tile(Wide(width=72, ring=3), product, x, w, residual, interpret=True)
+    rounded = reference.canonical(x, w, 2, 64).astype(x.dtype).astype(jnp.float32)
+    want = (residual.astype(jnp.float32) + rounded).astype(x.dtype)
+    np.testing.assert_array_equal(bits(got), bits(want))
