@@ -28,7 +28,7 @@ from jflash.bench.shapes import model_shape
 from jflash.bench.stalls import beside_long, stalled
 from jflash.generate import Pair
 from jflash.io import default_dtype
-from jflash.mesh import with_context
+from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
@@ -63,13 +63,24 @@ class Case(NamedTuple):
         return layout_of(self.slots, context, self.steps, chunk=self.chunk)
 
 
-def random_pair(shape: str, recording: Recording, dtype: str | None) -> Pair:
-    """A published shape with random weights that replays the recording."""
+def random_pair(
+    shape: str,
+    recording: Recording,
+    dtype: str | None,
+    drafter_dtype: str = "",
+    batch: int | None = None,
+) -> Pair:
+    """A published shape with random weights that replays the recording.
+
+    `drafter_dtype` and `batch`: see `Models.drafting_in`.
+    """
     target, drafter = model_shape(shape)
     models = Models(Target(target), Drafter(drafter), drafter.block_size)
+    models = models.drafting_in(drafter_dtype, batch)
     models = with_backends(models, dtype or default_dtype(), jax.devices()[0])
     models = replaying(models, recording)
-    params = with_context(models, Params(*random_weights(models.configs)))
+    weights = Params(*random_weights(models.configs))
+    params = with_rounding(models, with_context(models, weights))
     return Pair(models, jax.block_until_ready(params))
 
 

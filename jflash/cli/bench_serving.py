@@ -40,9 +40,10 @@ def of_shape(
     args: Options, steps: Sequence[int], result: dict[str, Any], wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     recording = read_recording(args.replay)
-    pair = random_pair(args.shape, recording, args.dtype)
+    pair = random_pair(args.shape, recording, args.dtype, args.drafter_dtype, most_slots(args))
     result |= {"shape": args.shape, "backends": pair.models.kernels._asdict()}
     result |= {"block_size": pair.models.block_size, "replayed_tau": recording.tokens_a_step}
+    result |= dtype_note(args)
     others = args.auto_batch or args.first_token or args.long_prompt
     batches = args.batch or (() if others else BATCHES)
     cases = [
@@ -73,7 +74,7 @@ def of_pair(
     pair, asked = pair_and_questions(args)
     result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
     result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
-    result |= shared_note(args)
+    result |= shared_note(args) | dtype_note(args)
     batches = args.batch or (() if args.auto_batch or args.beside_form else BATCHES)
     if args.beside_form:
         require("llguidance")
@@ -87,11 +88,23 @@ def of_pair(
             yield from answered(with_rows(pair, rows), asked, load, wait)
 
 
+def most_slots(args: Options) -> int:
+    """The slots of the largest engine, for which a rounded drafter's weights lie."""
+    named = *args.batch, *args.auto_batch, *args.first_token, *args.beside_form
+    return max(named, default=TEXTS + 1 if args.long_prompt else max(BATCHES))
+
+
+def dtype_note(args: Options) -> dict[str, Any]:
+    """What a result says of a drafter whose products are rounded."""
+    return {"drafter_dtype": args.drafter_dtype} if args.drafter_dtype else {}
+
+
 def pair_and_questions(args: Options) -> tuple[Any, Any]:
     from jflash.bench.pair_serving import Questions
 
     files = configure_pair(
         args.target, args.drafter, dtype=args.dtype,
+        drafter_dtype=args.drafter_dtype, batch=most_slots(args),
         tensor_parallel=args.tensor_parallel, experts_over=args.experts_over,
     )  # fmt: skip
     tokenizer = files.target.tokenizer()

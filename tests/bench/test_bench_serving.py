@@ -39,9 +39,10 @@ def file(tmp_path_factory):
 def test_rows_of_the_table(file, tmp_path):
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
-    argv += ["--in-turn", str(tmp_path / "turn"), "--requests", "1"]
+    argv += ["--in-turn", str(tmp_path / "turn"), "--drafter-dtype", "float8"]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
+    assert result["drafter_dtype"] == "float8"
     [row] = result["serving"]
     assert (row["requests"], row["new_tokens"]) == (2, 2 * 256)
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut

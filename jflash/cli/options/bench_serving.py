@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
-from jflash.cli.options.pair import check_shared, shared_options
+from jflash.cli.options.pair import FLOAT8, check_shared, shared_options
 from jflash.cli.options.values import at_least_1, counts, option_name, refuse
 from jflash.files import check_whole_file
 
@@ -40,6 +40,7 @@ def declare(parser: Parser) -> None:
     add("--record", type=Path, metavar="FILE", help="write the real pair's recording, no more")
     add("--tau", type=float, default=TAU, help=f"tokens a step of the recording, default {TAU}")
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
+    add("--drafter-dtype", choices=("float8",), default="", help=FLOAT8)
     add("--steps-per-call", type=counts, default=None, metavar="1,4", help="of the engine")
     add("--requests", type=int, default=1, help="of a shape, for each slot: default 1, a burst")
     add(
