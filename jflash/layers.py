@@ -27,13 +27,13 @@ from pallas_kernels.matmul import (
     gate_up,
     gelu_times,
     head_argmax,
+    head_confidence,
     head_largest,
     sigmoid_times,
     silu_times,
     summed,
 )
-from pallas_kernels.matmul import head_confidence as head_confidence  # layers is the models' door
-from pallas_kernels.matmul import head_logits as head_logits
+from pallas_kernels.matmul import head_logits as head_logits  # layers is the models' door
 from pallas_kernels.matmul import matmul as matmul
 from pallas_kernels.matmul.rounded import Rounded
 
@@ -47,6 +47,14 @@ def head_best(x: Float[Array, "M D"], head: Head, backend: str, shards: int) -> 
     ids, logits = head_largest(x, head, backend=backend)
     held = head.shape[1 if isinstance(head, Rounded) else 0]
     return best_of(ids, logits, held, shards)
+
+
+def best_and_probability(
+    hidden: Float[Array, "B T D"], head: Head, backend: str
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The id of each row's largest logit, and its probability, without writing logits."""
+    best, sums = head_confidence(hidden.reshape(-1, hidden.shape[-1]), head, backend=backend)
+    return best.reshape(hidden.shape[:2]), (1 / sums).reshape(hidden.shape[:2])
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ from jflash.cache import LayerState
 from jflash.config import TargetConfig
 from jflash.delta import DeltaLayer
 from jflash.gather import gather_if_read, rows_of
-from jflash.layers import DecoderLayer, head_best, head_confidence, head_logits
+from jflash.layers import DecoderLayer, best_and_probability, head_best, head_logits
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
 from jflash.projections import RMSNorm
@@ -102,9 +102,7 @@ class Target(nn.Module):
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
         """The id of the largest logit of the head and its probability, without writing logits."""
         assert self.config.shards == 1, "each device has some of the logits"
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        best, sums = head_confidence(flat, self._head(), backend=backend)
-        return best.reshape(hidden.shape[:2]), (1 / sums).reshape(hidden.shape[:2])
+        return best_and_probability(hidden, self._head(), backend)
 
     def logits(self, hidden: Float[Array, "B T D"], backend: str = "xla") -> Float[Array, "B T V"]:
         """The target's logits in float32."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from jflash.config import Drafter2Config, DrafterConfig
 from jflash.gather import gather, gather_if_read, rows_of
 from jflash.kernels import XLA, Kernels
-from jflash.layers import DecoderLayer, head_best, head_logits, matmul
+from jflash.layers import DecoderLayer, best_and_probability, head_best, head_logits, matmul
 from jflash.leaves import Leaf, declare
 from jflash.models.decoder import Caches
 from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
@@ -159,6 +159,13 @@ class Drafter(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         best = head_best(flat, self._head(), backend, self.config.shards)
         return best.reshape(hidden.shape[:2])
+
+    def best_and_confidence(
+        self, hidden: Float[Array, "B T D"], backend: str = "xla"
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+        """`best`, and its probability by the drafter's own head."""
+        assert self.config.shards == 1, "each device has some of the logits"
+        return best_and_probability(hidden, self._head(), backend)
 
     def raw_logits(
         self, hidden: Float[Array, "B T D"], backend: str = "xla"

@@ -180,9 +180,11 @@ def head_largest(
 
 
 def head_confidence(
-    x: Float[Array, "M K"], head: Float[Array, "V K"], *, backend: str
+    x: Float[Array, "M K"], head: Head, *, backend: str
 ) -> tuple[Int[Array, " M"], Float[Array, " M"]]:
     """The best ids and the sums; see the module's contract. ValueError as `matmul`."""
+    if isinstance(head, Rounded):
+        return float8.head_confidence(x, head, backend=backend)
     if _backend(backend) is canonical:
         return canonical.head_confidence(x, head)
     logits = head_logits(x, head, backend=backend)
@@ -193,7 +195,7 @@ def head_confidence(
 def head_logits(x: Float[Array, "M K"], head: Head, *, backend: str) -> Float[Array, "M V"]:
     """x @ head.T; see the module's contract. ValueError as `matmul`."""
     if isinstance(head, Rounded):
-        return float8.head_logits(x, head)
+        return float8.head_logits(x, head, backend=backend)
     return _whole(backend).head_logits(x, head)
 
 

@@ -32,12 +32,12 @@ def silu_times(gate, up, dtype):
 def scratch(plan: Plan) -> dict[str, Any]:
     t = plan.tuning
     tile = tiled(plan.swizzle, 2)
-    w_tile = (t.block_n, t.block_k) if plan.is_head else (t.block_k, plan.half_n)
+    w_tile = (t.block_n, t.block_k) if plan.k_minor else (t.block_k, plan.half_n)
     shared: dict[str, Any] = {
         "x_smem": plgpu.SMEM((t.stages, t.block_m, t.block_k), jnp.bfloat16, transforms=tile),
         "w_smem": plgpu.SMEM((t.stages, plan.halves, *w_tile), jnp.bfloat16, transforms=tile),
         "full": plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=t.stages),
-        "empty": _empty_barrier(plan),
+        "empty": empty_barrier(plan),
     }
     if plan.op in ARGMAX:
         return shared
@@ -68,7 +68,7 @@ def tiled(swizzle: int, item: int):
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
-def _empty_barrier(plan: Plan):
+def empty_barrier(plan: Plan):
     """A slot is free once every CTA that the slot's loads are multicast to has consumed it."""
     t = plan.tuning
     if t.cluster_m * t.cluster_n == 1:
@@ -81,27 +81,27 @@ def _empty_barrier(plan: Plan):
 def kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_refs):
     inputs, outputs = (refs[:3], refs[3:]) if plan.op == "residual" else (refs[:2], refs[2:])
     wg = lax.axis_index("wg")
-    ring = _Ring(x_smem, w_smem, full, empty)
-    tiles = _Tiles(plan)
+    ring = Ring(x_smem, w_smem, full, empty)
+    tiles = Tiles(plan)
     consumer_registers = (512 - PRODUCER_REGISTERS) // plan.consumers // 8 * 8
 
     @pl.when(wg == plan.consumers)
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _produce(plan, tiles, ring, firsts, inputs[0], inputs[1])
+        produce(plan, tiles, ring, firsts, inputs[0], inputs[1])
 
     @pl.when(wg < plan.consumers)
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(min(consumer_registers, 240), action="increase")
         if plan.op in ARGMAX:
-            _consume_argmax(plan, tiles, ring, *outputs)
+            consume_best(tiles, functools.partial(_logits, plan, tiles, ring), *outputs)
         else:
             _consume(plan, tiles, ring, inputs[2:], *outputs, **epilogue_refs)
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """The ring of tiles between producer and consumers."""
 
     x: Any  # [stages, block_m, block_k]
@@ -110,7 +110,7 @@ class _Ring(NamedTuple):
     empty: Any
 
 
-class _Tiles:
+class Tiles:
     """This CTA's column tiles, numbered from 0: where tile i lies."""
 
     def __init__(self, plan: Plan):
@@ -130,7 +130,7 @@ class _Tiles:
         return lax.div(column, per_split), tile * self.plan.half_n
 
 
-def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, firsts, x_gmem, w_gmem):
+def produce(plan: Plan, tiles: Tiles, ring: Ring, firsts, x_gmem, w_gmem):
     t = plan.tuning
     tile_steps = t.walk * plan.k_steps
     steps = tiles.count * tile_steps
@@ -145,7 +145,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, firsts, x_gmem, w_gmem):
         for half, first in enumerate(firsts):
             n = pl.ds(column + first, plan.half_n)
             plgpu.copy_gmem_to_smem(
-                w_gmem.at[n, k] if plan.is_head else w_gmem.at[k, n],
+                w_gmem.at[n, k] if plan.k_minor else w_gmem.at[k, n],
                 ring.w.at[slot, half], ring.full.at[slot],
                 collective_axes=("m",) if t.cluster_m > 1 else None,
             )  # fmt: skip
@@ -173,7 +173,7 @@ def _produce(plan: Plan, tiles: _Tiles, ring: _Ring, firsts, x_gmem, w_gmem):
         plgpu.barrier_wait(ring.empty.at[lax.rem(step, t.stages)])
 
 
-def _accumulate(plan: Plan, ring: _Ring, piece, accs):
+def accumulate(plan: Plan, ring: Ring, piece, accs):
     """Adds all K steps of piece number `piece` to the accumulators and frees its slots."""
     stages = plan.tuning.stages
     rows = pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -185,7 +185,7 @@ def _accumulate(plan: Plan, ring: _Ring, piece, accs):
         plgpu.barrier_wait(ring.full.at[slot])
         for half, acc in enumerate(accs):
             w = ring.w.at[slot, half]
-            w = w.transpose((1, 0)) if plan.is_head else w
+            w = w.transpose((1, 0)) if plan.k_minor else w
             plgpu.wgmma(acc, ring.x.at[slot, rows], w)
         plgpu.wgmma_wait(plan.halves)  # the step before this one has been read
 
@@ -198,7 +198,7 @@ def _accumulate(plan: Plan, ring: _Ring, piece, accs):
     return values
 
 
-def _sum_pieces(plan: Plan, ring: _Ring, tile, sums):
+def _sum_pieces(plan: Plan, ring: Ring, tile, sums):
     """The sums of tile number `tile`: its pieces one by one, each added to those before it.
 
     A second accumulator in registers would spill, so the sum so far lies in shared memory, where
@@ -207,8 +207,8 @@ def _sum_pieces(plan: Plan, ring: _Ring, tile, sums):
     walk = plan.tuning.walk
 
     def piece(p):
-        add = functools.partial(_accumulate, plan, ring, tile * walk + p)
-        return pl.run_scoped(lambda *accs: add(accs), *_accumulators(plan))
+        add = functools.partial(accumulate, plan, ring, tile * walk + p)
+        return pl.run_scoped(lambda *accs: add(accs), *accumulators(plan))
 
     def with_sums(values):
         loaded = (plgpu.load(sums.at[h], layout=WGMMA) for h in range(plan.halves))
@@ -227,12 +227,12 @@ def _sum_pieces(plan: Plan, ring: _Ring, tile, sums):
     return with_sums(piece(walk - 1))
 
 
-def _accumulators(plan: Plan):
+def accumulators(plan: Plan):
     return [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, plan.half_n)) for _ in range(plan.halves)]
 
 
 def _consume(
-    plan: Plan, tiles: _Tiles, ring: _Ring, residual, out_gmem,
+    plan: Plan, tiles: Tiles, ring: Ring, residual, out_gmem,
     *, out_smem: Any, r_full: Any = None, sum_smem: Any = None,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
@@ -264,21 +264,26 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _consume_argmax(plan: Plan, tiles: _Tiles, ring: _Ring, best_gmem, index_gmem, *total_gmem):
+def _logits(plan: Plan, tiles: Tiles, ring: Ring, i):
+    """Of tile number `i`, and their ids."""
+    _, column = tiles.at(i)
+    (logits,) = pl.run_scoped(lambda *accs: accumulate(plan, ring, i, accs), *accumulators(plan))
+    ids = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=WGMMA) + column
+    if plan.N % (plan.tuning.block_n * plan.tuning.cluster_n):  # ids past V came as zeros
+        logits = jnp.where(ids < plan.N, logits, -jnp.inf)
+    return logits, ids
+
+
+def consume_best(tiles: Tiles, logits_of, best_gmem, index_gmem, *total_gmem):
     """Keeps each row's best value and its lowest id over this CTA's tiles, which ascend in id; with
-    a third output the sum of exp(value - best) too."""
-    rows_layout = WGMMA.reduce(1)
+    a third output the sum of exp(value - best) too. `logits_of` a tile's number gives its logits,
+    and their ids."""
+    plan, rows_layout = tiles.plan, WGMMA.reduce(1)
     per_row = (WARPGROUP_ROWS,)
 
     def tile(i, carry):
         best, index, total = carry
-        _, column = tiles.at(i)
-        (logits,) = pl.run_scoped(
-            lambda *accs: _accumulate(plan, ring, i, accs), *_accumulators(plan)
-        )
-        ids = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=WGMMA) + column
-        if plan.N % (plan.tuning.block_n * plan.tuning.cluster_n):  # ids past V came as zeros
-            logits = jnp.where(ids < plan.N, logits, -jnp.inf)
+        logits, ids = logits_of(i)
         top = logits.max(axis=1)
         is_top = logits == lax.broadcast_in_dim(top, logits.shape, [0])
         lowest = jnp.where(is_top, ids, jnp.int32(2**31 - 1)).min(axis=1)

@@ -63,6 +63,7 @@ class Plan(NamedTuple):
     columns: int  # of cluster_n tiles, once for every K split
     clusters: int  # that share a row group's columns
     k_steps: int  # of one piece of K
+    k_minor: bool  # w lies as [N, K]
 
     @property
     def consumers(self) -> int:
@@ -73,12 +74,8 @@ class Plan(NamedTuple):
         return self.tuning.split_k > 1
 
     @property
-    def is_head(self) -> bool:
-        return self.op in HEADS
-
-    @property
     def out_bytes(self) -> int:
-        return 4 if self.split or self.is_head else 2
+        return 4 if self.split or self.op in HEADS else 2
 
     @property
     def shared_memory(self) -> int:
@@ -117,6 +114,7 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
         op=op, tuning=t, M=M, N=N, halves=halves, half_n=half_n,
         swizzle=swizzle, row_groups=row_groups, columns=columns,
         clusters=min(columns, max(1, room)), k_steps=K // t.block_k // t.split_k // t.walk,
+        k_minor=is_head,
     )  # fmt: skip
     if plan.shared_memory > SHARED_MEMORY:
         raise ValueError(f"{what}: {plan.shared_memory} bytes of shared memory, of {SHARED_MEMORY}")

@@ -6,10 +6,20 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul import float8_triton, gate_up, head_argmax, head_logits, matmul
+from pallas_kernels.matmul import (
+    float8_mosaic,
+    float8_triton,
+    gate_up,
+    head_argmax,
+    head_confidence,
+    head_logits,
+    matmul,
+    rounded_triton,
+)
 from pallas_kernels.matmul.few_rows import Tile
-from pallas_kernels.matmul.rounded import rounded_weight
+from pallas_kernels.matmul.rounded import Rounded, rounded_rows, rounded_weight
 
 M, K, N = 19, 256, 128
 TILE = Tile(rows=16, columns=32, depth=64)
@@ -53,6 +63,10 @@ def test_products_are_those_of_the_rounded_numbers():
     logits = head_logits(rows, made, backend="canonical")
     close(logits, want, x, w)
     np.testing.assert_array_equal(head_argmax(rows, made, backend="xla"), logits.argmax(axis=1))
+    ids, sums = head_confidence(rows[:3] / 1e3, made, backend="canonical")
+    np.testing.assert_array_equal(ids, logits[:3].argmax(axis=1))
+    all_sums = jnp.exp(logits[:3] / 1e3 - logits[:3].max(axis=1, keepdims=True) / 1e3).sum(axis=1)
+    np.testing.assert_allclose(sums, all_sums, rtol=1e-4)
     both = gate_up(rows[:3] / 1e3, made, backend="cpu")
     np.testing.assert_allclose(both, gated(want[:3] / 1e3), rtol=1e-2, atol=1e-4)
 
@@ -67,3 +81,37 @@ def test_the_triton_kernel_multiplies_rows_as_they_are():
     np.testing.assert_allclose(kernel(halves=(0, N // 2)), gated(want), rtol=1e-3, atol=1e-2)
     best, ids = float8_triton.best_of_tiles(rows, made, tile=TILE, interpret=True)
     np.testing.assert_array_equal(ids[best.argmax(axis=0), np.arange(M)], want.argmax(axis=1))
+
+
+def test_a_kernel_rounds_rows_as_xla_does():
+    rows = jnp.asarray(case()[0])[:, :200]
+    made, want = rounded_triton.rounded_rows(rows, interpret=True), rounded_rows(rows)
+    for got, expected in zip(made, want, strict=True):
+        np.testing.assert_array_equal(got.view(jnp.uint8), expected.view(jnp.uint8))
+
+
+def test_the_mosaic_kernel_multiplies_codes_by_codes(monkeypatch):
+    """Two row tiles, the last of which ends early, and a last column tile that begins early."""
+    launch = plgpu.kernel
+    interpreted = functools.partial(launch, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(plgpu, "kernel", interpreted)
+    monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
+    monkeypatch.setattr(float8_mosaic, "SMS", 6)
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(134, 384)) * 10.0 ** rng.integers(-3, 4, (134, 1))).astype(np.float32)
+    w = (rng.normal(size=(384, 136)) * 10.0 ** rng.integers(-3, 4, 136)).astype(np.float32)
+    rows, made = rounded_rows(jnp.asarray(x)), rounded_weight(jnp.asarray(w))
+    plan = float8_mosaic.plan_for("product", *x.shape, 136, 4)
+    assert (plan.row_groups, plan.columns * plan.half_n > 136) == (2, True)
+    want = rounded(x) @ rounded(w.T).T
+    close(float8_mosaic.product(rows, made, dtype=jnp.float32), want, x, w)
+    gate, up = want[:, 68:], want[:, :68]
+    both = float8_mosaic.product(rows, made, dtype=jnp.float32, halves=(68, 0))
+    np.testing.assert_allclose(both, gated(np.hstack([gate, up])), rtol=1e-3, atol=1e-2)
+    few = Rounded(rows.codes[:9], rows.scales[:9] / np.abs(want[:9]).max(axis=1))
+    logits = want[:9] / np.abs(want[:9]).max(axis=1, keepdims=True)
+    ids, sums = float8_mosaic.best(few, made, sums=True)
+    np.testing.assert_array_equal(ids, logits.argmax(axis=1))
+    largest = logits.max(axis=1, keepdims=True)
+    np.testing.assert_allclose(sums, np.exp(logits - largest).sum(axis=1), rtol=1e-4)
+    np.testing.assert_allclose(float8_mosaic.best(few, made, sums=False)[1], largest[:, 0], 1e-4)

@@ -20,6 +20,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
 from jflash.programs import Shape
+from jflash.speculative import apply
 from pallas_kernels.matmul.fragments import Fragments, fragments
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import Rounded
@@ -58,6 +59,17 @@ def test_memory_counts_the_rounded_leaves_and_the_copy_of_the_head(kind: str):
         assert memory_budget(pair.models, Shape.of(1, 256)).weights == tree_bytes(pair.params)
     assert other.params.drafter["draft_head"].codes.dtype == jnp.float8_e4m3fn
     assert "head" not in other.params.drafter
+
+
+def test_a_best_draft_is_as_sure_as_the_rounded_head_says():
+    pair = made("tied")[1]
+    drafter, params = pair.models.drafter, pair.params.drafter
+    assert drafter is not None
+    hidden = jax.random.normal(jax.random.key(3), (2, 5, drafter.config.hidden_size))
+    best, sure = apply(drafter, params, hidden, "xla", method="best_and_confidence")
+    probabilities = jax.nn.softmax(apply(drafter, params, hidden, "xla", method="raw_logits"))
+    np.testing.assert_array_equal(best, jnp.argmax(probabilities, axis=-1))
+    np.testing.assert_allclose(sure, jnp.max(probabilities, axis=-1), rtol=1e-5)
 
 
 def test_for_few_rows_the_weights_lie_in_fragments_where_kernels_read_them():
