@@ -36,7 +36,7 @@ from jflash.serving.packing import (
 from jflash.serving.prefill import First
 from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.schedule import Pass
-from jflash.serving.slots import Layout, empty_state
+from jflash.serving.slots import Layout, Several, empty_state, several_prompts
 
 
 class Device:
@@ -48,6 +48,7 @@ class Device:
     def __init__(self, models: Models, params: Params, layout: Layout) -> None:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
+        self._several = several_prompts(models, layout)
         auto = models.rows == AUTO and "greedy" in layout.kinds
         self.rows = choosing(models, params, layout, self.programs) if auto else None
         self.state = empty_state(models, layout)
@@ -110,31 +111,30 @@ class Device:
         self._fresh.discard(slot)
         return pass_of([slot, job.computed, end, flags], table, self._rows[slot])
 
-    def together(self, job: Job, over: Pass) -> int:
-        """The number of prompts of a program that computes this pass and chooses the first token.
+    def together(self, job: Job, over: Pass) -> Several | None:
+        """The prompts of a program that computes this pass and chooses the first token.
 
-        0: a program of its own chooses the token, if one is to be chosen.
+        None: a program of its own chooses the token, if one is to be chosen.
         """
         asks = job.request.needs_logits or job.request.prompt_logprobs is not None
         if asks or job.matcher is not None or job.begun or over.end < job.end:
-            return 0
-        fitting = [prompts for prompts, size in self.programs.whole if over.size <= size]
-        return max(fitting, default=0)
-
-    def whole_sizes(self, some: Sequence[Pass]) -> tuple[int, int]:
-        """The prompts and the tokens of the program for the last passes of so many prompts."""
-        if len(some) == 1:
-            return 1, some[0].size
-        return max(self.programs.whole)
+            return None
+        if (1, over.size) not in self.programs.whole:
+            return None
+        one = Several(1, over.size, 1)
+        return next((each for each in self._several if each.takes(over.size)), one)
 
     def whole(
-        self, some: Sequence[tuple[Job, Pass]], tables: Sequence[np.ndarray], none: np.ndarray
+        self,
+        some: Sequence[tuple[Job, Pass]],
+        sizes: tuple[int, int],
+        tables: Sequence[np.ndarray],
+        none: np.ndarray,
     ) -> list[Read]:
         """Computes the ends of greedy texts' prompts and their first tokens; then the slots step.
 
-        `none` is a table without a page.
+        `sizes` are a program's prompts and tokens of each, and `none` a table without a page.
         """
-        sizes = self.whole_sizes([over for _, over in some])
         given = [
             self._pass(job, over.end, table, False)
             for (job, over), table in zip(some, tables, strict=True)

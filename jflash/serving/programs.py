@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Int
 from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
-from jflash.programs import chunk_sizes
 from jflash.row_choice import ChosenRows, row_counts
 from jflash.row_times import kept_times, timed, with_texts
 from jflash.serving import prefill
@@ -32,7 +31,7 @@ from jflash.serving.slots import (
     Layout,
     empty_state,
     pass_sizes,
-    prompts_at_once,
+    several_prompts,
     sliding,
     state_specs,
     table_columns,
@@ -55,8 +54,8 @@ class Programs(NamedTuple):
     greedy[rows], drawn (params, state, table, live) -> (state, report)
 
     `chunk` has a program for each number of tokens that a pass computes, `whole` too for one
-    prompt, and one for several; `greedy` for each number of rows that a step may verify. `drawn`
-    verifies all, and serves requests of every kind. `whole` is there with `greedy`.
+    prompt, and those of `several_prompts`; `greedy` for each number of rows that a step may verify.
+    `drawn` verifies all, and serves requests of every kind. `whole` is there with `greedy`.
     Of `greedy` and `drawn` only the layout's kinds are there.
     """
 
@@ -169,8 +168,8 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     stepping += [draws] if "drawn" in layout.kinds else []
     sizes = pass_sizes(models, shape)
     several = [(1, size) for size in sizes] if "greedy" in layout.kinds else []
-    if several and prompts_at_once(models, layout) > 1:
-        several.append((prompts_at_once(models, layout), chunk_sizes(models, shape)[0]))
+    if several:
+        several += [each[:2] for each in several_prompts(models, layout)]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         stepped, chunks = [steps(m) for m in stepping], [chunk(size) for size in sizes]
         firsts, scores = [first(kind) for kind in KINDS], [score(size) for size in sizes]

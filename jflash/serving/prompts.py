@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jflash.programs import LARGE_CHUNK
 from jflash.serving.device import Device
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job, Read
 from jflash.serving.schedule import Pass, passes
+from jflash.serving.slots import Several
 
 
 class Prompts:
@@ -71,18 +72,22 @@ class Prompts:
     def _together(self, every: Sequence[tuple[Job, Pass]]) -> Iterable[list[Read]]:
         """Dispatches passes in their order, some of them in one program."""
         together = lambda each: self.device.together(*each)  # noqa: E731
-        for count, run in itertools.groupby(every, together):
+        for several, run in itertools.groupby(every, together):
             some = list(run)
-            for first in range(0, len(some), max(1, count)):
-                yield self._compute(some[first : first + max(1, count)], count > 0)
+            for count in counts(len(some), several):
+                sizes = several and (several[:2] if count > 1 else (1, some[0][1].size))
+                yield self._compute(some[:count], sizes)
+                some = some[count:]
 
-    def _compute(self, some: Sequence[tuple[Job, Pass]], whole: bool) -> list[Read]:
-        """Dispatches these passes as one program, which chooses first tokens too if `whole`."""
-        _, size = self.device.whole_sizes([over for _, over in some])
+    def _compute(
+        self, some: Sequence[tuple[Job, Pass]], sizes: tuple[int, int] | None
+    ) -> list[Read]:
+        """Dispatches these passes as one program: of `sizes` if it chooses first tokens too."""
+        size = sizes[1] if sizes else some[0][1].size
         tables = [self.holdings.table(job, job.computed, job.computed + size) for job, _ in some]
         tokens = sum(over.end - job.computed for job, over in some)
-        if whole:
-            reads = self.device.whole(some, tables, self.holdings.no_pages)
+        if sizes:
+            reads = self.device.whole(some, sizes, tables, self.holdings.no_pages)
         else:
             reads = [self.device.chunk(*some[0], tables[0])]
         self._count(chunks=1, computed=tokens)
@@ -92,3 +97,12 @@ class Prompts:
             if place is not None:
                 self.device.keep(job, place)
         return reads
+
+
+def counts(passes: int, several: Several | None) -> Iterator[int]:
+    """How many of so many passes each program computes."""
+    while passes:
+        fitting = min(passes, several.prompts) if several else 1
+        count = fitting if several and fitting >= several.least else 1
+        yield count
+        passes -= count

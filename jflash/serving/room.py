@@ -15,7 +15,7 @@ from jflash.programs import Shape, engine_chunk
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
 from jflash.serving.engine import STEPS_PER_CALL
-from jflash.serving.slots import Layout, empty_state
+from jflash.serving.slots import Layout, empty_state, several_prompts
 from jflash.serving.states import states_kept
 from pallas_kernels.block_attention import PAGE
 
@@ -43,7 +43,9 @@ def needed(
         )
 
     page = state(2) - state(1)
-    budget = memory_budget(replace(models, sampled=True), shape)
+    several = several_prompts(models, Layout(shape, 1, steps))
+    rows = max(shape.chunk, *(each.prompts * each.tokens for each in several), 0)
+    budget = memory_budget(replace(models, sampled=True), shape._replace(chunk=rows))
     others = state(1) - page + budget.temporaries + kept_bytes(models, shape.batch)
     kept = Layout(shape, 1, steps, states=states_kept(models, shape.batch, states))
     others += tree_bytes(jax.eval_shape(lambda: empty_copies(local(models), kept)))

@@ -17,7 +17,7 @@ from jflash.mesh import EVERYWHERE, local, shared, specs
 from jflash.models.params import decoding_params
 from jflash.pair import Models
 from jflash.places import landing_places, place_specs
-from jflash.programs import Shape, chunk_sizes, empty_sequences
+from jflash.programs import LARGE_CHUNK, Shape, chunk_sizes, empty_sequences
 from jflash.rows import empty_survey
 from jflash.serving.request import MOST
 from jflash.shaping import unshaped
@@ -27,7 +27,7 @@ from pallas_kernels.block_attention import PAGE
 Kind = Literal["greedy", "drawn"]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 CACHES = ("target_cache", "drafter_cache")  # of a State
-PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `prompts_at_once`
+PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`
 BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
 
 
@@ -105,20 +105,37 @@ def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     return (PAGE, *sizes) if free and sizes[0] > PAGE else sizes
 
 
-def prompts_at_once(models: Models, layout: Layout) -> int:
-    """The prompts that one pass may compute.
+class Several(NamedTuple):
+    """A pass over the last chunks of several prompts, which runs where `least` of them wait."""
+
+    prompts: int
+    tokens: int  # of each, at most
+    least: int = 2
+
+    def takes(self, size: int) -> bool:
+        """Whether it computes a prompt's pass of so many tokens, and not half of it for nothing."""
+        return size <= self.tokens <= 2 * size
+
+
+def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
+    """The passes over several prompts.
 
     A pass has a fixed number, so where fewer wait it computes rows for nothing: 128 of a model of N
     weights take 256 N operations, 0.5 ms of an H200 at 10⁹. What it saves is a program's dispatch
     for each prompt but one, 1.5 ms or more of the host, and as many turns of reading the weights.
-    So it pays for models of fewer weights. A CPU waits for no dispatch.
+    With fewer weights it pays for two prompts; with more where most of its rows are theirs, and two
+    large chunks fill the turns of a GPU better than one. A CPU waits for no dispatch.
     """
+    smallest, *larger = chunk_sizes(models, layout.shape)
     if layout.prompts is not None:
-        return layout.prompts
+        return (Several(layout.prompts, smallest),) if layout.prompts > 1 else ()
     if refusal_of_prompts(models) or models.kernels.attention != "canonical":
-        return 1
+        return ()
     weights = jax.tree.leaves(decoding_params(local(models).target.config))
-    return PROMPTS if sum(math.prod(leaf.stored) for leaf in weights) <= MOST_WEIGHTS else 1
+    if sum(math.prod(leaf.stored) for leaf in weights) <= MOST_WEIGHTS:
+        return (Several(PROMPTS, smallest),)
+    pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
+    return Several(PROMPTS, smallest, PROMPTS - 1), *pairs
 
 
 def refusal_of_prompts(models: Models) -> str | None:

@@ -1,17 +1,21 @@
 """One program brings a greedy prompt into its slot, and one the prompts of several requests."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from jflash.kernels import XLA, Kernels
 from jflash.programs import Shape
 from jflash.proof.under_load import DRAWN
+from jflash.serving import slots
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
+from jflash.serving.prompts import counts
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.slots import Layout, prompts_at_once
+from jflash.serving.slots import Layout, Several, several_prompts
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
@@ -108,7 +112,25 @@ def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
 
 def test_how_many_prompts_a_pass_takes(pair):
     layout = Layout(Shape.of(BATCH, 256, 16, 32), 8, 2)
-    assert prompts_at_once(pair.models, layout) == 1  # a CPU waits for no dispatch
-    assert prompts_at_once(pair.models, layout._replace(prompts=5)) == 5
+    assert several_prompts(pair.models, layout) == ()  # a CPU waits for no dispatch
+    assert several_prompts(pair.models, layout._replace(prompts=5)) == (Several(5, 32),)
+    assert several_prompts(pair.models, layout._replace(prompts=1)) == ()
     with pytest.raises(ValueError, match="prompts_at_once must be at least 1, got 0"):
         engine_of(pair, at_once=0)
+
+
+def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypatch):
+    """Four short prompts, of which three wait, and two long ones; a small model any two."""
+    models = replace(
+        pair.models, kernels=Kernels(*["canonical"] * len(XLA))._replace(heads="triton")
+    )
+    layout = Layout(Shape.of(BATCH, 1024, 16, 512), 64, 2)
+    assert several_prompts(models, layout) == (Several(4, 128),)
+    monkeypatch.setattr(slots, "MOST_WEIGHTS", 0)
+    short, long = several_prompts(models, layout)
+    assert (short, long) == (Several(4, 128, 3), Several(2, 512))
+    taken = {size: [each.takes(size) for each in (short, long)] for size in (64, 128, 512)}
+    assert taken == {64: [True, False], 128: [True, False], 512: [False, True]}
+    assert [*counts(9, short)] == [4, 4, 1] and [*counts(7, short)] == [4, 3]
+    assert [*counts(2, short)] == [1, 1] and [*counts(3, long)] == [2, 1]
+    assert [*counts(2, None)] == [1, 1]
