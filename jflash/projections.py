@@ -11,7 +11,15 @@ from jaxtyping import Array, Float
 
 from jflash.gather import gather, share
 from jflash.leaves import Leaf, declare
-from pallas_kernels.matmul import Unsummed, added, matmul, partial_products, summed, unsummed
+from pallas_kernels.matmul import (
+    Unsummed,
+    added,
+    matmul,
+    partial_products,
+    summed,
+    unadded,
+    unsummed,
+)
 from pallas_kernels.rms_norm import after, rms_norm
 
 
@@ -62,8 +70,7 @@ class Kernel(nn.Module):
 class Projection(Kernel):
     """x @ kernel [in, out] (+ bias); in float32 it is exact float32 on GPUs too (no TF32).
 
-    If devices share the layer, each has some columns of the kernel, of the product and of a
-    residual; x is whole.
+    If devices share the layer, each has some columns of the kernel and of the product; x is whole.
     """
 
     def __call__(
@@ -115,9 +122,11 @@ class Output(Projection):
     whole: bool = False
 
     def unsummed(self, x, backend, residual):
-        parts = 1 if self.whole else self.shards
-        sums = super().unsummed(gather(x, self.shards), backend, share(residual, parts))
-        return sums if parts == 1 else Unsummed(None, gather(summed(sums), parts))
+        rows = gather(x, self.shards)
+        if self.whole or self.shards == 1:
+            return super().unsummed(rows, backend, residual)
+        own = summed(super().unsummed(rows, backend, None))
+        return unadded(gather(own, self.shards), residual, backend=backend)
 
 
 def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) -> Output:

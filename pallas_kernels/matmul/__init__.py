@@ -8,7 +8,7 @@ float32; results have x's dtype.
   is x @ w, for a consumer that can add them up as it reads. P depends only on shape and backend: 1
   is the product itself in x's dtype, and more pieces are float32.
 - unsummed: matmul as far as the product's own kernel makes it, for a norm that adds up the rest
-  (`rms_norm.after`); `summed` gives matmul itself.
+  (`rms_norm.after`); `summed` gives matmul itself. `unadded`: the same of a product that is whole.
 - gate_up: w holds F columns of the gate and F of the up projection, from the columns `firsts` on
   (None: the gate's first). Both products are rounded to x's dtype, as a projection's output is;
   silu(gate) * up is float32 and rounded once.
@@ -118,9 +118,24 @@ def unsummed(
     columns: int | None = None,
 ) -> Unsummed:
     """What `summed` makes x @ w of, or residual + x @ w. Arguments and ValueError as `matmul`."""
-    if not isinstance(w, Rounded) and _backend(backend) is canonical:
+    if isinstance(w, Rounded) and float8.adds(len(x), w, backend):
+        return Unsummed(None, float8.matmul(x, w, residual, backend=backend))
+    if isinstance(w, Rounded):
+        return unadded(float8.matmul(x, w, backend=backend), residual, backend=backend)
+    if _backend(backend) is canonical:
         return canonical.unsummed(x, _taken(x, w, backend), residual, columns=columns)
     return Unsummed(None, matmul(x, w, residual, backend=backend, columns=columns))
+
+
+def unadded(
+    x: Float[Array, "*lead D"], residual: Float[Array, "*lead D"] | None, *, backend: str
+) -> Unsummed:
+    """What `summed` makes `added` of them: a norm's kernel adds a residual on its way."""
+    if residual is None:
+        return Unsummed(None, x)
+    if _backend(backend) is canonical:
+        return Unsummed(x[None], residual)
+    return Unsummed(None, added(residual, x, backend=backend))
 
 
 def gate_up(

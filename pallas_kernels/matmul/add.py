@@ -25,7 +25,7 @@ class Unsummed(NamedTuple):
     the residual is the whole result.
     """
 
-    pieces: Float[Array, "P *lead D"] | None
+    pieces: Float[Array, "P *lead D"] | None  # float32, or one that is rounded already
     residual: Float[Array, "*lead D"] | None
 
 

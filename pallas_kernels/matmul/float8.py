@@ -82,6 +82,11 @@ def head_logits(x: Float[Array, "M K"], head: Rounded, *, backend: str) -> Float
     return _product(x, head, jnp.float32, backend)
 
 
+def adds(M: int, w: Rounded, backend: str) -> bool:
+    """Whether a product's kernel adds a residual itself."""
+    return tile_for(M, *w.shape, backend) is not None
+
+
 def tile_for(M: int, K: int, columns: int, backend: str) -> Tile | None:
     """The Triton kernel's tile, of one half of gate and up; None where XLA multiplies."""
     if backend != "canonical" or M > FEW_ROWS or K % 128 or columns % 64:

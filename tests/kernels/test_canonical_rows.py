@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.in_pairs import sum_in_pairs
 from pallas_kernels.matmul.add import Unsummed, add_pieces, summed
+from pallas_kernels.matmul.canonical import plus
 from pallas_kernels.rms_norm import canonical, reference
 from tests.support.attention_checks import ON_GPU
 
@@ -33,10 +34,12 @@ def test_norm(D):
     )
 
 
-@pytest.mark.parametrize("P, D", [(2, 64), (3, 576)])
+@pytest.mark.parametrize(
+    "P, D, made", [(2, 64, "float32"), (3, 576, "float32"), (1, 64, "bfloat16")]
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_norm_that_makes_the_sum_has_the_bits_of_both_kernels(P, D, dtype):
-    sums = Unsummed(draw(2, P, 5, D, dtype=jnp.float32), draw(3, 5, D))
+def test_a_norm_that_makes_the_sum_has_the_bits_of_both_kernels(P, D, made, dtype):
+    sums = Unsummed(draw(2, P, 5, D, dtype=made), draw(3, 5, D))
     x, normed = canonical.after(sums, draw(1, D, dtype=dtype), 1e-6, **HOW)
     want = summed(sums, **HOW)
     np.testing.assert_array_equal(x, want)
@@ -44,6 +47,8 @@ def test_a_norm_that_makes_the_sum_has_the_bits_of_both_kernels(P, D, dtype):
         normed, canonical.rms_norm(want, draw(1, D, dtype=dtype), 1e-6, **HOW)
     )
     assert (np.asarray(want) != np.asarray(sums.residual)).any()
+    if P == 1:  # a product that is whole
+        np.testing.assert_array_equal(want, plus(sums.residual, sums.pieces[0]))
 
 
 def test_pieces_are_rounded_before_the_residual():
