@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-import jax
-
 from jflash.generate import Pair
 from jflash.memory import used_memory
 from jflash.programs import Shape, engine_chunk
@@ -26,6 +24,7 @@ from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Requ
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
 from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
+from jflash.serving.weights import replacing
 from pallas_kernels.block_attention import PAGE
 
 # Tokens of prompts between two calls, as long as STALL allows. With 512 a burst fills its slots
@@ -179,20 +178,19 @@ class Engine:
         """Replaces a model's parameters; returns the number of the new version.
 
         Running requests first finish with the old ones, waiting requests begin with the new ones.
-        Nothing is compiled. ValueError unless tree, shapes and dtypes are the same.
+        Nothing is compiled. JAX's arrays are not copied: no later program may take their memory.
+        ValueError, naming the leaf, unless tree, shapes and dtypes are the same.
 
         A new target forgets all prefixes. After a new drafter alone, requests with `speculate`
         false still find them; others compute theirs again, because the drafter's context is made
         of the target's features, which no page keeps.
         """
-        new = {"target": target, "drafter": drafter}
-        new = {name: params for name, params in new.items() if params is not None}
-        for name, params in new.items():
-            old = getattr(self._loop.device.params, name)
-            if jax.tree.map(jax.typeof, old) != jax.tree.map(jax.typeof, params):
-                raise ValueError(
-                    f"the new parameters of the {name} are not of the old ones' shapes"
-                )
+        new, old = {"target": target, "drafter": drafter}, self._loop.device.params
+        new = {
+            name: replacing(getattr(old, name), params, name)
+            for name, params in new.items()
+            if params is not None
+        }
 
         def update() -> int:
             self._loop.new_weights(self._loop.device.params._replace(**new))

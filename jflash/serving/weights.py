@@ -1,0 +1,52 @@
+"""New parameters in the place of old ones: what does not fit is refused before an engine takes it.
+
+This file knows trees of arrays, and no engine.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+
+def replacing(old: Any, new: Any, name: str) -> Any:
+    """The new parameters of the model called `name`, where the old ones lie.
+
+    Arrays that lie there are taken as they are, others are copied: NumPy's always, for their owner
+    may write into them. ValueError, naming the first leaf that does not fit, for another tree,
+    shape or dtype, and for an array whose memory was given away.
+    """
+    if old is None:
+        raise ValueError(f"new parameters of the {name}: the engine's pair has none")
+    olds, news = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (old, new))
+    for path in (*olds, *news):
+        if not (path in olds and path in news):
+            there = "is missing" if path in olds else "is none of the engine's"
+            raise ValueError(f"new parameters of the {name}: {keystr(path) or type(new)} {there}")
+    for path, leaf in news.items():
+        if wrong := _refusal(leaf, olds[path]):
+            raise ValueError(f"new parameters of the {name}: {keystr(path)} {wrong}")
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(f"new parameters of the {name}: {type(new)} is not the engine's tree")
+    return jax.tree.map(_placed, new, old)
+
+
+def _refusal(leaf: Any, old: Any) -> str | None:
+    """Why an array cannot stand for the old one."""
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return f"is no array but {leaf!r:.80}"
+    if (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
+        return f"is {leaf.dtype}{[*leaf.shape]}, not {old.dtype}{[*old.shape]}"
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "was deleted, or donated to another program"
+    return None
+
+
+def _placed(leaf: Any, old: Any) -> jax.Array:
+    where = old.sharding if isinstance(old, jax.Array) else None  # a pair may be of NumPy's arrays
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.copy()  # a CPU's array would be the same memory
+    elif leaf.sharding == where:
+        return leaf  # `device_put` may copy it
+    return jax.device_put(leaf, where)

@@ -1,0 +1,52 @@
+"""New parameters: what stays where it is, and what is refused by the leaf's name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jflash.serving.weights import replacing
+
+
+def deleted() -> jax.Array:
+    array = jnp.zeros(3)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("leaf", "why"),
+    [
+        (np.zeros(3), r"is float64\[3\], not float32\[3\]"),
+        (jnp.zeros(4), r"is float32\[4\], not float32\[3\]"),
+        (jax.ShapeDtypeStruct((3,), jnp.float32), "is no array but ShapeDtypeStruct"),
+        (deleted(), "was deleted, or donated"),
+        (None, "is missing"),
+        ({"more": jnp.zeros(3)}, "is missing"),
+    ],
+)
+def test_a_leaf_that_does_not_fit_is_refused_by_its_name(leaf, why):
+    """The device would only find out in the engine's thread, and end the engine for all."""
+    old = {"layer": {"kernel": jnp.zeros(3), "bias": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match=rf"of the target: \['layer'\]\['kernel'\] {why}"):
+        replacing(old, {"layer": {"kernel": leaf, "bias": jnp.ones(2)}}, "target")
+
+
+def test_another_tree_is_refused():
+    array = jnp.zeros(3)
+    with pytest.raises(ValueError, match="of the drafter: the engine's pair has none"):
+        replacing(None, {"kernel": array}, "drafter")
+    with pytest.raises(ValueError, match=r"\['more'\] is none of the engine's"):
+        replacing({"kernel": array}, {"kernel": array, "more": array}, "target")
+    with pytest.raises(ValueError, match="list'> is not the engine's tree"):
+        replacing((array,), [array], "target")
+
+
+def test_arrays_stay_where_they_are_and_those_of_numpy_are_copied():
+    old, new = {"a": jnp.zeros(4096), "b": jnp.zeros(4096)}, jnp.ones(4096)
+    theirs = np.ones(4096, np.float32)
+    old["a"].delete()  # its memory may be the new array's by now
+    got = replacing(old, {"a": new, "b": theirs}, "target")
+    theirs[:] = 7
+    assert got["a"] is new and isinstance(got["b"], jax.Array)
+    assert got["b"].tolist() == [1.0] * 4096
