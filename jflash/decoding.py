@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 HOTTEST = 1e9  # float32 holds logits / temperature, of masked logits too
 COLDEST = 1e-4  # below it float32 could not tell logits / temperature apart; 0 is greedy
@@ -21,13 +23,16 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, real(name, getattr(self, name)))
+        object.__setattr__(self, "top_k", whole("top_k", self.top_k))
         t, k = self.temperature, self.top_k
         for wrong, why in [
             (
                 not (t == 0 or COLDEST <= t <= HOTTEST),
                 f"temperature {t}: 0 (greedy) or a number within {COLDEST} … {HOTTEST:g}",
             ),
-            (type(k) is not int or k < 0, f"top_k {k}: a whole number from 1 up, 0 to keep all"),
+            (k < 0, f"top_k {k}: a whole number from 1 up, 0 to keep all"),
             (not 0 < self.top_p <= 1, f"top_p {self.top_p}: above 0, at most 1 (which keeps all)"),
             (not 0 <= self.min_p <= 1, f"min_p {self.min_p}: within 0 (which keeps all) … 1"),
         ]:
@@ -37,6 +42,20 @@ class Sampling:
             for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
                 if getattr(self, name) != off:
                     raise ValueError(f"{name} {getattr(self, name)} needs a temperature above 0")
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, of NumPy too, as Python's own; ValueError, naming it, for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} {value!r} must be a whole number")
+    return int(value)
+
+
+def real(name: str, value: Any) -> float:
+    """A number, of NumPy too, as Python's own; ValueError, naming it, for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} {value!r} must be a number")
+    return value if isinstance(value, int) else float(value)
 
 
 GREEDY = Sampling()

@@ -7,11 +7,10 @@ events for stop strings. Several samples of one prompt are requests that differ 
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, NamedTuple
 
-from jflash.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling
+from jflash.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling, real, whole
 from jflash.serving.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
@@ -158,25 +157,13 @@ def _checked_types(request: Request) -> dict[str, Any]:
         raise ValueError(f"cache_salt {request.cache_salt!r} has no UTF-8: {error}") from None
     if not isinstance(request.logit_bias, Mapping):
         raise ValueError(f"logit_bias {request.logit_bias!r} must map tokens to numbers")
-    bias = {_whole("logit_bias", token): bias for token, bias in request.logit_bias.items()}
+    bias = {whole("logit_bias", token): bias for token, bias in request.logit_bias.items()}
     return (
-        {name: _whole(name, given[name]) for name in WHOLE if name in given}
-        | {name: _real(name, given[name]) for name in REAL if name in given}
+        {name: whole(name, given[name]) for name in WHOLE if name in given}
+        | {name: real(name, given[name]) for name in REAL if name in given}
         | {name: _all_whole(name, getattr(request, name)) for name in ("prompt_ids", "stop_ids")}
-        | {"logit_bias": {token: _real("logit_bias", value) for token, value in bias.items()}}
+        | {"logit_bias": {token: real("logit_bias", value) for token, value in bias.items()}}
     )
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} {value!r} must be a whole number")
-    return int(value)
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} {value!r} must be a number")
-    return value if isinstance(value, int) else float(value)
 
 
 def _all_whole(name: str, values: Any) -> tuple[int, ...]:

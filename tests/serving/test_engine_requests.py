@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jflash.decoding import Decoding
+from jflash.decoding import Decoding, Sampling
 from jflash.generate import generate
 from jflash.serving import device
 from jflash.serving.engine import Engine
@@ -197,6 +197,8 @@ def test_numbers_of_numpy_become_pythons_own():
         prompt_ids=[0, 1, 2], stop_ids=[7], max_tokens=4, seed=9, timeout=0.5, logit_bias={2: 1.5}
     )
     assert {type(token) for token in (*request.prompt_ids, request.seed)} == {int}
+    drawn: dict[str, Any] = dict(temperature=np.float64(0.5), top_k=np.int64(5))
+    assert repr(Sampling(**drawn)) == repr(Sampling(temperature=0.5, top_k=5))
 
 
 def test_new_weights_are_a_new_engine(pair):

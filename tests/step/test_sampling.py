@@ -126,6 +126,10 @@ def test_zero_temperature_is_greedy_and_ties_go_to_the_lowest_id():
         ({"top_p": 0.9}, "top_p 0.9 needs a temperature"),
         ({"top_k": 5}, "top_k 5 needs a temperature"),
         ({"min_p": 0.1}, "min_p 0.1 needs a temperature"),
+        ({"temperature": "0.7"}, "temperature '0.7' must be a number"),
+        ({"temperature": 1.0, "top_p": None}, "top_p None must be a number"),
+        ({"temperature": 1.0, "min_p": [0.1]}, r"min_p \[0.1\] must be a number"),
+        ({"temperature": 1.0, "top_k": 5.0}, "top_k 5.0 must be a whole number"),
     ],
 )
 def test_impossible_samplings_are_refused(given: dict, what: str):
