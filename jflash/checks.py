@@ -10,21 +10,9 @@ from jflash.pair import Models
 
 def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:
     """ValueError, before anything runs, for a request that the models cannot serve."""
+    check_ids(models, prompt, decoding.stop_token_ids)
     max_new_tokens = decoding.max_new_tokens
     positions = min(c.max_position_embeddings for c in models.configs)
-    vocabulary = models.target.config.vocab_size
-    if not len(prompt):
-        raise ValueError("the prompt is empty: give at least one token")
-    try:  # ids may be numbers of NumPy or JAX, too
-        ids = [operator.index(t) for t in (*prompt, *decoding.stop_token_ids)]
-    except TypeError as error:
-        raise ValueError(f"token ids must be whole numbers: {error}") from None
-    outside = [t for t in ids if not 0 <= t < vocabulary]
-    if outside:
-        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
-    unread = [int(t) for t in prompt if t in models.target.config.unread_ids]
-    if unread:
-        raise ValueError(f"token id {unread[0]} stands for an image or a video: only text is read")
     if not isinstance(max_new_tokens, Integral):
         raise ValueError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
     if max_new_tokens < 1:
@@ -36,6 +24,23 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
             f"{len(prompt)} prompt tokens + {max_new_tokens} new tokens pass the model's "
             f"{positions} positions: {advice}"
         )
+
+
+def check_ids(models: Models, prompt: Sequence[int], stops: Sequence[int]) -> None:
+    """ValueError for an empty prompt, and for ids that the models do not read."""
+    vocabulary = models.target.config.vocab_size
+    if not len(prompt):
+        raise ValueError("the prompt is empty: give at least one token")
+    try:  # ids may be numbers of NumPy or JAX, too
+        ids = [operator.index(t) for t in (*prompt, *stops)]
+    except TypeError as error:
+        raise ValueError(f"token ids must be whole numbers: {error}") from None
+    outside = [t for t in ids if not 0 <= t < vocabulary]
+    if outside:
+        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
+    unread = [int(t) for t in prompt if t in models.target.config.unread_ids]
+    if unread:
+        raise ValueError(f"token id {unread[0]} stands for an image or a video: only text is read")
 
 
 def check_keys(seed: int, indices: Iterable[int], prefill_chunk: int) -> None:

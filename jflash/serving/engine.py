@@ -18,7 +18,7 @@ from jflash.programs import Shape, engine_chunk
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job
-from jflash.serving.limits import check, check_sizes
+from jflash.serving.limits import check, check_sizes, checked_kinds
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
@@ -69,15 +69,15 @@ class Engine:
     ) -> None:
         positions = min(c.max_position_embeddings for c in pair.models.configs)
         self.max_context = positions if max_context is None else max_context
-        columns = -(-self.max_context // PAGE)
-        pages = max_batch * columns if pages is None else pages
-        if prefill_chunk is None:
-            prefill_chunk = engine_chunk(pair.models, columns * PAGE)
         check_sizes(
             max_batch=max_batch, max_context=self.max_context, pages=pages, max_queue=max_queue,
             steps_per_call=steps_per_call, prefill_chunk=prefill_chunk,
             prefill_between=prefill_between, prompts_at_once=prompts_at_once,
         )  # fmt: skip
+        kinds, columns = checked_kinds(kinds), -(-self.max_context // PAGE)
+        pages = max_batch * columns if pages is None else pages
+        if prefill_chunk is None:
+            prefill_chunk = engine_chunk(pair.models, columns * PAGE)
         if self.max_context > positions:
             raise ValueError(f"max_context {max_context} passes the model's {positions} positions")
         refusal = refusal_of_prompts(pair.models)

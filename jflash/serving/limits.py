@@ -1,30 +1,45 @@
 """What an engine of a layout can never serve, said before a request waits."""
 
-from jflash.checks import check_request
+from collections.abc import Iterable
+
+from jflash.checks import check_ids
+from jflash.decoding import whole
 from jflash.pair import Models
 from jflash.serving.request import Request, TooLong
-from jflash.serving.slots import BIASED, Layout, most_of
+from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
 from pallas_kernels.block_attention import PAGE
+
+OPTIONAL = ("pages", "prefill_chunk", "prompts_at_once")  # an engine's sizes that may be None
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """ValueError for one of an engine's sizes that is given and holds nothing."""
+    """ValueError for one of an engine's sizes that is no whole number above 0."""
     for name, value in sizes.items():
-        if value is not None and value < 1:
+        if (value is not None or name not in OPTIONAL) and whole(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def checked_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
+    """The kinds of requests that an engine serves. ValueError unless they are some of KINDS."""
+    some = tuple(kinds)
+    if not some or set(some) - set(KINDS):
+        raise ValueError(f"kinds {kinds!r} must be a tuple of some of {KINDS}")
+    return some
 
 
 def check(request: Request, models: Models, layout: Layout, max_context: int) -> None:
     """ValueError, naming the field and its value, for a request that the engine never serves."""
-    check_request(models, request.prompt_ids, request.decoding)
-    if request.needs_logits and "drawn" not in layout.kinds:
-        raise ValueError("the engine was made for greedy requests, without drawn ones")
+    if not isinstance(request, Request):
+        raise ValueError(f"{request!r:.80} must be a Request: jflash.Request(prompt_ids=…)")
+    check_ids(models, request.prompt_ids, request.stop_ids)
     prompt, total = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
     if total > max_context:
         raise ValueError(
             f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
             f"{max_context} tokens: give fewer"
         )
+    if request.needs_logits and "drawn" not in layout.kinds:
+        raise ValueError("the engine was made for greedy requests, without drawn ones")
     if -(-total // PAGE) > layout.pages:
         raise TooLong(
             f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "

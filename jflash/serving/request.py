@@ -78,6 +78,8 @@ class Request:
             if not 0 <= (getattr(self, name) or 0) < KEYS:
                 span = f"0 … {KEYS - 1}"
                 raise ValueError(f"{name} {getattr(self, name)} must be within {span}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens {self.max_tokens} must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(
                 f"min_tokens {self.min_tokens} must be within 0 … max_tokens {self.max_tokens}"

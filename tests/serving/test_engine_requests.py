@@ -114,6 +114,7 @@ def test_refusals(pair, engine):
     wrong: list[tuple[dict[str, Any], str]] = [
         (dict(prompt_ids=[]), "empty"),
         (dict(prompt_ids=[1], max_tokens=240), "1 prompt tokens"),
+        (dict(prompt_ids=[1], max_tokens=10**9), "1 prompt tokens [+] max_tokens 1000000000 pass"),
         (dict(prompt_ids=[67]), "token id 67"),
         (dict(prompt_ids=[1], max_tokens=2, stop_ids=list(range(17))), "17 stop_ids"),
     ]
@@ -124,6 +125,9 @@ def test_refusals(pair, engine):
         Request(prompt_ids=[1], seed=-1)
     with pytest.raises(ValueError, match="timeout 0"):
         Request(prompt_ids=[1], timeout=0.0)
+    other: Any = {"prompt_ids": [1]}
+    with pytest.raises(ValueError, match=r"{'prompt_ids': .* must be a Request"):
+        engine.submit(other)
     handles = []
     with pytest.raises(Full, match="3 requests wait"):
         for _ in range(9):
@@ -131,6 +135,20 @@ def test_refusals(pair, engine):
     for handle in handles:
         handle.cancel()
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_batch", 2.5), ("max_batch", None), ("max_context", "64"), ("max_queue", None),
+        ("pages", 0.5), ("kinds", ()), ("kinds", ("fast",)), ("kinds", "fast"),
+    ],
+)  # fmt: skip
+def test_sizes_and_kinds_that_cannot_be_are_refused_by_name(pair, name, value):
+    """Before anything compiles: some would fail with the first request."""
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f"^{name} "):
+        Engine(pair, **wrong)
 
 
 def test_generate_waits_for_room_and_cancels_all_after_an_error(pair, engine):
@@ -175,7 +193,7 @@ def test_generate_that_waits_for_room_hears_of_the_end(pair):
         ("timeout", math.inf), ("timeout", math.nan), ("timeout", "1"), ("prompt_ids", [1.5]),
         ("prompt_ids", 5), ("prompt_ids", "ab"), ("stop_ids", [None]), ("logit_bias", {1.5: 1.0}),
         ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("priority", "x"), ("priority", 0.5),
-        ("seed", 1.5), ("seed", True), ("max_tokens", None), ("min_tokens", 0.5),
+        ("seed", 1.5), ("seed", True), ("max_tokens", None), ("max_tokens", 0), ("min_tokens", 0.5),
         ("frequency_penalty", "x"), ("repetition_penalty", None), ("sampling", None),
         ("speculate", "no"), ("logprobs", 3), ("grammar", "a"), ("draft_rule", 1),
     ],
