@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from jflash.decoding import whole
 from jflash.io.incremental import Incremental
 from jflash.io.text import decode
 from jflash.serving.handle import Handle, result_of
@@ -103,7 +104,7 @@ def answers(
     request's `index` + i. `stop` as for TextReader. ValueError as `Engine.check`, and for an `n`
     below 1. An error cancels the others.
     """
-    if n < 1:
+    if whole("n", n) < 1:
         raise ValueError(f"n {n} must be at least 1")
     stops, plain = checked_stops(stop), functools.partial(decode, tokenizer)
     samples = (replace(each, index=each.index + i) for each in requests for i in range(n))
@@ -151,7 +152,10 @@ def answers(
 
 def checked_stops(stop: str | Sequence[str]) -> list[str]:
     """The stop texts. ValueError for one that is empty or no text."""
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    try:
+        stops = [stop] if isinstance(stop, str) else list(stop)
+    except TypeError:
+        raise ValueError(f"stop {stop!r} must be a text, or several; () for none") from None
     for each in stops:
         if not (isinstance(each, str) and each):
             raise ValueError(f"stop {each!r} must be a text of at least one character")

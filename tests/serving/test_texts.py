@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,13 @@ def test_a_reader_in_a_thread_and_one_in_a_loop(engine, requests):
 def test_what_is_wrong_is_refused_and_cancels_the_others(engine, requests):
     with pytest.raises(ValueError, match="n 0 must be at least 1"):
         answers(engine, requests, LETTERS, n=0)
+    several: Any = 2.0
+    with pytest.raises(ValueError, match=r"n 2\.0 must be a whole number"):
+        answers(engine, requests, LETTERS, n=several)
+    wrong: list[Any] = [None, 7]
+    for stop in wrong:
+        with pytest.raises(ValueError, match=f"stop {stop} must be a text, or several"):
+            answers(engine, requests, LETTERS, stop=stop)
     for stop in ("", ["a", ""]):
         with pytest.raises(ValueError, match="stop '' must be a text of at least one character"):
             answers(engine, requests, LETTERS, stop=stop)
