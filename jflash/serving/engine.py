@@ -4,9 +4,11 @@ Where the law of one arithmetic holds, a request's greedy text does not depend o
 cancelled, is preempted or was cached. This file knows only token ids.
 """
 
+import atexit
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -32,6 +34,7 @@ from pallas_kernels.block_attention import PAGE
 # 6,698 / 6,630 with 2,048 (one H200, jax 0.11.2, 2026-11-24).
 PREFILL_BETWEEN = 2048
 STALL = 0.045  # seconds that prompts keep a text waiting at most, if a chunk is no longer
+LAST = 10.0  # seconds that a process which ends waits for an engine at most
 STEPS_PER_CALL = 2  # more leave ended slots idle for longer, fewer let the device wait
 
 
@@ -103,6 +106,7 @@ class Engine:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._guarded, name="jflash-engine", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def check(self, request: Request) -> None:
         """ValueError, naming the field and its value, for what this engine can never serve."""
@@ -208,11 +212,14 @@ class Engine:
 
     def close(self) -> None:
         """Cancels all requests and ends the thread; a second call does nothing."""
+        self._end()
+
+    def _end(self, seconds: float | None = None) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify()
             self._room.notify_all()
-        self._thread.join()
+        self._thread.join(seconds)
 
     def __enter__(self) -> "Engine":
         return self
@@ -296,3 +303,14 @@ class Engine:
                 before = self._ended.get(event.finish_reason, 0)
                 self._ended[event.finish_reason] = before + 1
         job.handle.give([event])
+
+
+_open = weakref.WeakSet[Engine]()
+
+
+@atexit.register
+def close_all() -> None:
+    """Ends the engines that nobody closed: a process aborts if it ends while a thread is in XLA."""
+    for engine in list(_open):
+        if engine._thread.is_alive():  # in a fork there is none
+            engine._end(LAST)

@@ -11,7 +11,7 @@ from jflash.generate import Pair
 from jflash.kernels import AUTO
 from jflash.rounds import Step
 from jflash.row_choice import ChosenRows
-from jflash.serving.engine import Engine
+from jflash.serving.engine import Engine, close_all
 from jflash.serving.in_order import InOrder
 from jflash.serving.request import Event, Failed, Request
 from tests.support.pairs import one_arithmetic, random_pair
@@ -164,4 +164,14 @@ def test_a_closed_engine_leaves_no_thread(pair):
     with engine_of(pair) as engine:
         engine.submit(Request(prompt_ids=[1], max_tokens=4)).result()
         assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+def test_an_engine_that_nobody_closed_ends_with_its_process(pair):
+    """`atexit` calls it: with a thread in XLA the end of the process would be an abort."""
+    before, engine = threading.active_count(), engine_of(pair)
+    handle = engine.submit(Request(prompt_ids=[1], max_tokens=90))
+    next(iter(handle))
+    close_all()
+    assert handle.result().finish_reason == "cancelled"
     assert threading.active_count() == before
