@@ -195,6 +195,10 @@ REFUSED = [
     (of_compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4-pack-quantized"),
     (of_compressed("pack-quantized", num_bits=3, type="int"), "3 bits"),
     (of_compressed("dense", type="int") | {"transform_config": {"a": 1}}, "transform_config"),
+    (
+        of_compressed("dense", type="int") | {"sparsity_config": {"format": "sparse-bitmask"}},
+        "sparsity_config {'format': 'sparse-bitmask'}",
+    ),
     (of_compressed("dense", type="int") | {"ignore": ["re:("]}, "is not a pattern"),
     (of_compressed("dense", type="int") | {"ignore": [r"re:(\w+\.?)+x"]}, "repeats no group"),
     (of_compressed("dense", type="int") | {"ignore": ["re:.*.*.*.*.*x"]}, "no more than 4"),
@@ -206,6 +210,13 @@ def test_what_is_not_read_is_refused_by_name(config, message):
     with pytest.raises(ValueError, match=r"^quantization_config") as error:
         scheme_of(config)
     assert message in str(error.value)
+
+
+def test_a_count_of_zeros_is_no_sparse_file():
+    """Older files of llm-compressor say how many weights are 0, of which all are stored."""
+    counted = {"format": "dense", "global_sparsity": 0.14, "ignore": [], "targets": []}
+    counted |= {"registry_requires_subclass": False, "sparsity_structure": "unstructured"}
+    scheme_of(CASES["ct-int8"].config | {"sparsity_config": counted})
 
 
 def test_patterns_of_published_lists_are_read():

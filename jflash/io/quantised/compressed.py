@@ -24,7 +24,9 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 def layouts(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts | None]:
     """The layouts of a module's weight, by its names; None where no group has the module."""
     for key in _REFUSED:
-        if (value := raw.get(key)) and value != {"format": "dense"}:
+        value = raw.get(key)
+        dense = type(value) is dict and value.get("format") == "dense"  # all weights are there
+        if value and not (dense and key == "sparsity_config"):
             raise ValueError(f"{key} {shown(value)} is not supported")
     groups = raw.get("config_groups")
     if type(groups) is not dict or not all(type(group) is dict for group in groups.values()):
