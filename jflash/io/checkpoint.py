@@ -13,7 +13,7 @@ from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families.variants import MASK_ROW
 from jflash.io.folder import Fill
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
-from jflash.io.safetensors_checkpoint import Safetensors
+from jflash.io.safetensors_checkpoint import TWICE, Safetensors
 from jflash.specs import Kept
 
 
@@ -55,8 +55,9 @@ class Checkpoint(Protocol):
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", f"{PARAMS}/*"]
 HUB_FILES += [MASK_ROW]  # it is not read, so it must be seen to be refused
-# Some models lie in a repository twice: gpt-oss's again in `original`, as large as before.
-HUB_PASSED = ["original/*", "metal/*", "onnx/*"]
+# Some models lie in a repository twice: gpt-oss's again in `original`, as large as before, and
+# Mistral's in one file, under its own names.
+HUB_PASSED = ["original/*", "metal/*", "onnx/*", f"{TWICE}*"]
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:

@@ -37,6 +37,7 @@ from jflash.io.read_ahead import Piece, find_tensors, split_rows
 from jflash.models.params import leaf_paths
 from jflash.specs import Kept
 
+TWICE = "consolidated"  # begins the names of files that hold Mistral's weights once more
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 
 
@@ -195,7 +196,8 @@ def save_safetensors(
 def _files(folder: Path) -> list[Path]:
     """The files of a folder's weights: those of its index, or all without one.
 
-    An index beside model.safetensors is that of older shards, which transformers passes over too.
+    An index beside model.safetensors is that of older shards, which transformers passes over too,
+    as it does a second copy of the weights.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.exists() and whole.exists():
@@ -214,7 +216,7 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no safetensors files")
-    return files
+    return [file for file in files if not (whole.exists() and file.name.startswith(TWICE))]
 
 
 def _is_inside(name: str) -> bool:

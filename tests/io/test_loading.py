@@ -141,6 +141,15 @@ def test_a_whole_file_comes_before_old_shards(pair):
     jax.tree.map(np.testing.assert_array_equal, new, load_target(pair.target)[1])
 
 
+def test_a_second_copy_of_the_weights_is_not_read(pair):
+    """Mistral's, under its own names; alone it is no checkpoint of transformers."""
+    second = pair.target / "consolidated.safetensors"
+    save_file({"layers.0.attention.wq.weight": np.zeros((2, 2), np.float32)}, second)
+    load_target(pair.target)
+    (pair.target / "model.safetensors").unlink()
+    assert "the tensors are those of 1" in error_of(pair.target)
+
+
 def test_shards_that_are_missing_cut_or_not_indexed(pair):
     shard(pair.target)
     second = pair.target / "model-00002-of-00002.safetensors"
@@ -260,9 +269,13 @@ def test_a_config_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_what_lies_twice_in_a_hub_is_not_downloaded_twice(monkeypatch, tmp_path):
-    """gpt-oss's weights are in `original` once more, and a pattern's star takes slashes."""
+    """gpt-oss's weights are in `original` once more, Mistral's in a file beside the shards.
+
+    A pattern's star takes slashes.
+    """
     read = ["config.json", "model-00001-of-00002.safetensors", "orbax/d/0a", "mask_embedding.pt"]
     more = ["original/model.safetensors", "original/config.json", "metal/model.bin", "README.md"]
+    more += ["consolidated.safetensors", "consolidated.00.safetensors"]
     taken = []
 
     def download(hub_id: str, **patterns):
