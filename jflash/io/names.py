@@ -76,6 +76,8 @@ class Names:
         endings = tuple(name for names in self.stacked.values() for name in names)
         if not endings or not any(name.endswith(endings) for name in stored):
             return self
+        if self.stacked.keys() <= self.every.keys():  # of experts beside an MLP
+            return replace(self, every=self.every | self.stacked)
         return replace(self, mlps=self.mlps | {MoeSpec: self.mlps[MoeSpec] | self.stacked})
 
     def is_dropped(self, config: Config, name: str) -> bool:

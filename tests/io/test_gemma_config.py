@@ -126,6 +126,26 @@ def test_gemma_4_and_its_kinds():
     assert config.windows[0] == theirs.sliding_window and config.num_layers == 30
 
 
+def test_gemma_4s_experts_may_have_tensors_of_their_own(tmp_path):
+    """As quantised files have them, whose formats know matrices alone."""
+    whole = load_target(CASES / "pair14" / "target", "float32")[1]
+    folder = shutil.copytree(CASES / "pair14" / "target", tmp_path / "target")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        module, kind = name.rsplit(".", 1)
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for e, expert in enumerate(tensors.pop(name)):
+            rows = dict(zip(parts, np.split(expert, len(parts)), strict=True))
+            tensors |= {f"{module}.{e}.{part}.weight": rows[part].copy() for part in parts}
+    save_file(tensors, file)
+    jax.tree.map(np.testing.assert_array_equal, whole, load_target(folder, "float32")[1])
+    del tensors["model.layers.0.experts.1.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.experts\.1\.up_proj"):
+        load_target(folder, "float32")
+
+
 def test_gemma_4s_defaults_are_those_of_transformers():
     theirs = transformers.Gemma4TextConfig()
     theirs.allow_global_per_layer_attribute_access = True

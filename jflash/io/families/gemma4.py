@@ -46,12 +46,14 @@ EVERY = gemma3.NORMS | {
     "experts/router/kernel": ("router.proj.weight",),
     "experts/router_scale": ("router.scale",),
     "experts/expert_scale": ("router.per_expert_scale",),
-    "experts/gate_up/kernel": ("experts.gate_up_proj",),
-    "experts/down/kernel": ("experts.down_proj",),
+    "experts/gate_up/kernel": tuple(f"experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")),
+    "experts/down/kernel": ("experts.{e}.down_proj.weight",),
 }
 NAMES = replace(
     gemma3.NAMES,
     every=EVERY,
+    # As published; files of compressed-tensors have tensors of each expert.
+    stacked={f"experts/{x}/kernel": (f"experts.{x}_proj",) for x in ("gate_up", "down")},
     shared_kv={f"attention/qkv/{x}": tuple(f"self_attn.{y}_proj.{z}" for y in "qk")
                for x, z in (("kernel", "weight"), ("bias", "bias"))},
     dropped=rf"{ROTARY}|(model\.)?(vision_tower|audio_tower|vision_embedder|embed_vision|embed_audio)\..*",
