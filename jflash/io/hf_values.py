@@ -61,7 +61,7 @@ _KEYS = {
     " use_qk_norm is_causal truncate sliding_window_non_causal sample_from_anchor shift_label"
     " attention_k_eq_v enable_moe_block use_double_wide_mlp",
     _OBJECT: "dflash_config quantization_config rope_parameters rope_scaling text_config"
-    " transformer_layer_config weight_map per_layer_config",
+    " transformer_layer_config weight_map per_layer_config quantization",
     IDS: "eos_token_id",
     WHOLES: "target_layer_ids mlp_only_layers aux_hidden_state_layer_ids",
     NUMBERS: "layer_rope_theta",

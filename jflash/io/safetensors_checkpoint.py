@@ -19,10 +19,10 @@ from jflash.io.assemble import fill_leaves
 from jflash.io.families import speculators
 from jflash.io.families.variants import refuse_own_mask
 from jflash.io.fitting import Owners, Tensor, expected_tensors, tensor_problems
-from jflash.io.folder import Fill, Folder
+from jflash.io.folder import Fill, Folder, read_config
 from jflash.io.foreign import one_line
 from jflash.io.hf_config import names_of, read_json
-from jflash.io.hf_values import shown
+from jflash.io.hf_values import checked, shown
 from jflash.io.names import Names, Source, leaf_sources
 from jflash.io.problems import check_problems
 from jflash.io.quantised.scheme import quantisation, scheme_of
@@ -37,6 +37,7 @@ from jflash.io.read_ahead import Piece, find_tensors, split_rows
 from jflash.models.params import leaf_paths
 from jflash.specs import Kept
 
+MODELOPT = "hf_quant_config.json"
 TWICE = "consolidated"  # begins the names of files that hold Mistral's weights once more
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 
@@ -44,6 +45,17 @@ LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\
 @dataclass(frozen=True)
 class Safetensors(Folder):
     """A folder in Hugging Face's form."""
+
+    @functools.cached_property
+    def raw(self) -> dict[str, Any]:
+        """config.json, with the quantisation of modelopt's own file where it says none."""
+        raw, file = super().raw, self.path / MODELOPT
+        if quantisation(raw) or not file.exists():
+            return raw
+        key = "quantization"
+        inner = read_config(file, read_json(file), lambda own: checked(own, [key]).get(key, {}))
+        own = {"quantization_config": {"quant_method": "modelopt"} | inner}
+        return raw | own if inner.get("quant_algo") else raw  # else only caches are quantised
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:

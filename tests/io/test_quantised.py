@@ -56,6 +56,24 @@ def test_every_format_gives_the_numbers_of_its_definition(target, monkeypatch, c
     np.testing.assert_array_equal(params["embedding"], plain["model.embed_tokens.weight"])
 
 
+def test_modelopt_may_say_it_in_a_file_of_its_own(target):
+    weights = quantise(target, CASES["modelopt"])
+    edit_config(target, quantization_config=None)
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    file = target / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    kernel = load_target(target, "float32")[1]["layers_1"]["mlp"]["down"]["kernel"]
+    np.testing.assert_array_equal(kernel, as_leaves(weights, 1)["down"])
+    file.write_text(json.dumps({"quantization": own | {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ValueError, match="quant_algo 'NVFP4' is not supported"):
+        load_target(target)
+    file.write_text(json.dumps({"quantization": own | {"quant_algo": None}}))
+    assert "unsupported dtype" in problem(target)  # no weight is quantised, it says
+    file.write_text(json.dumps({"quantization": 5}))
+    with pytest.raises(ValueError, match=r"hf_quant_config.json: quantization must be an object"):
+        load_target(target)
+
+
 def test_bfloat16_is_rounded_once(target):
     weights = quantise(target, CASES["fp8-block"])
     kernel = load_target(target, "bfloat16")[1]["layers_1"]["mlp"]["down"]["kernel"]
