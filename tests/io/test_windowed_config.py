@@ -73,10 +73,19 @@ def test_what_is_written_is_read():
         to_hf_config(plain.attending(*two), "float32")
 
 
-def test_targets_with_windows_are_refused_by_name():
-    raw = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 5} | MIXED
-    with pytest.raises(ValueError, match="sliding_window: targets"):
-        target_config(raw)
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Qwen3Moe"])
+def test_targets_with_windows_are_refused_by_name(family):
+    """Those in which some layer has one, by transformers' classes; Qwen3-MoE's asks one key."""
+    raw = {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 5}
+    last, late = ({"use_sliding_window": True, "max_window_layers": n} for n in (4, 5))
+    none = last | {"sliding_window": None}
+    for given in (MIXED, last, *([late] if family == "Qwen3Moe" else [])):
+        with pytest.raises(ValueError, match="sliding_window: targets"):
+            target_config(raw | given)
+    plain = target_config(raw)
+    full = last | {"layer_types": [TYPES[1]] * 5}
+    for given in (none, *([] if family == "Qwen3Moe" else [late, full])):
+        assert target_config(raw | given) == plain
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])

@@ -18,5 +18,5 @@ NAMES = TENSORS
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen2."""
     config = read_target(raw, DEFAULTS, qk_norm=False, qkv_bias=True, out_bias=False)
-    refuse_windows(raw)
+    refuse_windows(raw, config.num_layers)
     return config

@@ -25,5 +25,5 @@ def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:
     """The config of Qwen3's layers with dense MLPs, which Qwen3-MoE then replaces."""
     bias = (defaults | checked(raw, defaults))["attention_bias"]
     config = read_target(raw, defaults, qk_norm=True, qkv_bias=bias, out_bias=bias)
-    refuse_windows(raw)
+    refuse_windows(raw, config.num_layers)
     return config

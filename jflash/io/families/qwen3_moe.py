@@ -33,7 +33,8 @@ NAMES = replace(qwen3.NAMES, mlps=qwen3.NAMES.mlps | {MoeSpec: EXPERTS}, stacked
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen3-MoE."""
     value = DEFAULTS | checked(raw, (*DEFAULTS, "num_local_experts"))
-    config = qwen3.read(raw, DEFAULTS)
+    # transformers' class has one window for all layers or none, whatever else the config says.
+    config = qwen3.read(raw | {"max_window_layers": 0, "layer_types": None}, DEFAULTS)
     experts = value.get("num_local_experts", value["num_experts"])
     step, dense = value["decoder_sparse_step"], value["mlp_only_layers"]
     layers = range(value["num_hidden_layers"])

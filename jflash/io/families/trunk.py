@@ -16,7 +16,7 @@ from jflash.specs import AttentionSpec, DenseSpec
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 _KEYS = ("quantization_config", "rope_parameters", "rope_scaling")  # these have no default
-_WINDOWS = ("layer_types", "use_sliding_window")
+_WINDOWS = ("layer_types", "use_sliding_window", "max_window_layers")
 # Leaf -> its tensors; a family that has others replaces a table or adds to it.
 NORMS = {
     "input_norm/scale": ("input_layernorm.weight",),
@@ -54,11 +54,17 @@ def read_target(raw: dict[str, Any], defaults: dict[str, Any], **fields: Any) ->
     return TargetConfig.alike(**trunk, tie_embeddings=value["tie_word_embeddings"], **fields)
 
 
-def refuse_windows(raw: dict[str, Any]) -> None:
-    """ValueError if a config of a family that may have windowed layers has any."""
+def refuse_windows(raw: dict[str, Any], count: int) -> None:
+    """ValueError if one of `count` layers has a window, by the rules of Qwen2's and Qwen3's class.
+
+    Layers from `max_window_layers` on have one, unless `layer_types` says of each.
+    """
     value = checked(raw, _WINDOWS)
-    windowed = [t for t in value.get("layer_types", []) if t != "full_attention"]
-    if value.get("use_sliding_window") or windowed:
+    on = value.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None
+    windowed = on and value.get("max_window_layers", 28) < count
+    if (types := value.get("layer_types")) is not None:
+        windowed = any(kind != "full_attention" for kind in types)
+    if windowed:
         raise ValueError("sliding_window: targets with sliding-window layers are not supported")
 
 
