@@ -38,14 +38,15 @@ _ALSO_KNOWN = {
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "vocab_size",
     "tensor_data_layout",
 }  # fmt: skip
-_OF_GEMMA = {"attention.sliding_window", "rope.scaling.factor"}
+_OF_GEMMA = {"attention.sliding_window", "rope.scaling.factor", "rope.freq_base_swa"}
 GEMMA_27B = 62  # layers, by which llama.cpp tells the model whose scores have a scale of their own
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 _KEYS = {
     SIZE: "block_count embedding_length feed_forward_length context_length vocab_size"
     " attention.head_count attention.head_count_kv attention.key_length attention.value_length"
     " rope.dimension_count attention.sliding_window",
-    POSITIVE: "attention.layer_norm_rms_epsilon rope.freq_base rope.scaling.factor",
+    POSITIVE: "attention.layer_norm_rms_epsilon rope.freq_base rope.freq_base_swa"
+    " rope.scaling.factor",
     SWITCH: "attention.causal",
     TEXT: "rope.scaling.type",
 }
@@ -121,6 +122,7 @@ def _gemma(file: GgufFile, metadata: dict[str, Any], config: dict[str, Any]) -> 
         "query_pre_attn_scalar": heads if whole else config["head_dim"],
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_theta": metadata.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 1e4),  # of windowed layers
     } | ({} if factor == 1 else {"rope_scaling": {"rope_type": "linear", "factor": factor}})
 
 

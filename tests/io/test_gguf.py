@@ -173,6 +173,15 @@ def test_every_leaf_of_every_type(arch, kind, tmp_path):
     )
 
 
+def test_newer_files_of_gemma_3_say_the_theta_of_windowed_layers(tmp_path):
+    for theta in (1e4, 2e4):
+        file = write_gguf(
+            tmp_path / "m.gguf", "gemma3", change={"gemma3.rope.freq_base_swa": theta}
+        )
+        rope = open_checkpoint(file).config(target_config).mixers[0].rope
+        assert rope and rope.theta == theta
+
+
 def test_dtypes(tmp_path):
     for kind, stored in zip(PLAIN, ("float32", "float16", "bfloat16"), strict=True):
         file = write_gguf(tmp_path / f"{kind.name}.gguf", kind=kind)
