@@ -73,7 +73,8 @@ class Names:
         """The table for a file with tensors of these names: its experts may be in another form."""
         if self.inputs_first and any(name.endswith("_blocks") for name in stored):
             return replace(self, inputs_first=False)
-        endings = tuple(name for names in self.stacked.values() for name in names)
+        experts = [name for names in self.stacked.values() for name in names]
+        endings = tuple(name + form for name in experts for form in ("", "_packed", "_blocks"))
         if not endings or not any(name.endswith(endings) for name in stored):
             return self
         if self.stacked.keys() <= self.every.keys():  # of experts beside an MLP

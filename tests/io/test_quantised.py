@@ -18,7 +18,10 @@ from tests.support.small_checkpoints import edit_config, make_pair
 
 Q = "model.layers.0.self_attn.q_proj"
 INT4 = CASES["ct-int4-group"]
-SMALL_HYBRID = Path(__file__).parents[1] / "reference" / "cases" / "pair05" / "target"
+SMALL_HYBRID, SMALL_MOE = (
+    Path(__file__).parents[1] / "reference" / "cases" / name / "target"
+    for name in ("pair05", "pair03")
+)
 
 
 @pytest.fixture
@@ -279,6 +282,26 @@ def test_experts_in_one_tensor_have_their_blocks_each(tmp_path, monkeypatch):
     pieces = weight.pieces(read_ahead.find_tensors(tmp_path / "file"))
     numbers = np.concatenate([read_ahead.read(piece) for piece in pieces])
     np.testing.assert_array_equal(numbers.reshape(shape), [weight for _, weight in made])
+
+
+def test_packed_experts_in_one_tensor_are_found(tmp_path):
+    """No tensor has the stack's own name then."""
+    folder, rng, want = shutil.copytree(SMALL_MOE, tmp_path / "moe"), np.random.default_rng(5), {}
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: value for name, value in stored.items() if ".experts." not in name}
+    for layer in {name.split(".")[2] for name in stored if ".experts." in name}:
+        for stack, shape in (("gate_up", (48, 40)), ("down", (40, 24))):
+            made = [INT4.make(shape, rng) for _ in range(8)]
+            name = f"model.layers.{layer}.mlp.experts.{stack}_proj"
+            for form in ("packed", "scale"):
+                parts = [expert[f"weight_{form}"] for expert, _ in made]
+                tensors[f"{name}_{form}"] = np.stack(parts)
+            want[layer, stack] = np.stack([weight.T for _, weight in made])
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config=INT4.config)
+    params = load_target(folder, "float32")[1]
+    for (layer, stack), weights in want.items():
+        np.testing.assert_array_equal(params[f"layers_{layer}"]["mlp"][stack]["kernel"], weights)
 
 
 def test_a_converted_checkpoint_is_no_longer_quantised(target, tmp_path):
