@@ -20,10 +20,12 @@ from typing import Any
 
 from jflash.evals import program_supervisor
 from jflash.evals.program_supervisor import PASSED, TIMEOUT, Limits
+from jflash.io.text import before_stop
 
 LIMITS = Limits()
 END_SECONDS = 10.0  # for the supervisor, after a program's time, to end what there is
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of HumanEval's completions, by its paper
 
 
 def program(dataset: str, record: dict[str, Any], text: str) -> str:
@@ -32,7 +34,10 @@ def program(dataset: str, record: dict[str, Any], text: str) -> str:
         name, prompt = record["entry_point"], record["prompt"]
         definition = re.compile(rf"^(?:async +)?def +{re.escape(name)}\b", re.MULTILINE)
         code = _code(text, definition)
-        if not definition.search(code):  # the answer goes on where the prompt ended
+        goes_on = code.strip("\r\n")[:1].isspace()  # where the prompt ended
+        if goes_on and not FENCE.search(text):
+            code = before_stop(code, STOPS)
+        if goes_on or not definition.search(code):
             code = prompt + code
         elif begin := definition.search(prompt):  # imports and helpers of the prompt stay known
             code = prompt[: begin.start()] + "\n" + code

@@ -139,13 +139,9 @@ MBPP = {"prompt": "Double a number.", "test_list": ["assert twice(2) == 4"]}
         ("humaneval", HUMANEVAL, "I do not know.", "failed"),
         ("humaneval", TOLD, "```python\ndef half(x):\n    return x / 2\n```", "passed"),
         ("humaneval", TOLD, "    return math.fsum([x / 2])\n", "passed"),
+        # A completion ends where the function does: the rest may be cut by the limit.
+        ("humaneval", HUMANEVAL, "    return x / 2\n\ndef half(x):\n    return (", "passed"),
         # Another function whose name begins alike is not the one that is wanted.
-        (
-            "humaneval",
-            HUMANEVAL,
-            "    return half_of(x)\ndef half_of(x):\n    return x / 2\n",
-            "passed",
-        ),
         (
             "humaneval",
             HUMANEVAL,
