@@ -27,6 +27,8 @@ FORKS_BESIDE = 256  # processes and threads that this user may start elsewhere m
 
 # The program's process limits itself before it reads a line of the program. It sets no limit on the
 # user's processes if processes that it cannot see (another container's) have reached it already.
+# The program is not __main__, as under HumanEval's exec: what an answer would do as a script, such
+# as read input or end by unittest.main(), would end it before its tests.
 LIMITED = """
 import os, resource as r, runpy, sys
 program, processes, *rest = sys.argv[1:]
@@ -42,7 +44,7 @@ except OSError:
 for name, value in zip(("CPU", "AS", "FSIZE", "CORE"), map(int, rest)):
     r.setrlimit(getattr(r, "RLIMIT_" + name), (value, value))
 sys.argv = [program]
-runpy.run_path(program, run_name="__main__")
+runpy.run_path(program, run_name="program")
 """
 
 

@@ -149,6 +149,13 @@ MBPP = {"prompt": "Double a number.", "test_list": ["assert twice(2) == 4"]}
             "passed",
         ),
         ("mbpp", MBPP, "```python\ndef twice(x):\n    return 2 * x\n```", "passed"),
+        # What an answer does as a script is not asked, as in the authors' harnesses.
+        (
+            "mbpp",
+            MBPP,
+            "def twice(x):\n    return 2 * x\nif __name__ == '__main__':\n    input()\n",
+            "passed",
+        ),
         ("mbpp", MBPP, "```python\ndef twice(x):\n    return x\n```", "failed"),
     ],
 )
