@@ -25,6 +25,7 @@ from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop
 from jflash.pair import Models
 from jflash.programs import Shape
+from jflash.server.reasoning import CLOSE
 from jflash.serving.batch import Job, layout_for, serve
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
@@ -140,7 +141,7 @@ def execute_all(
     with appended(file) as add:
         for record in tqdm(todo, desc="running programs", unit="program", file=sys.stderr):
             index = record["index"]
-            source = program(dataset, records[index], record["text"])
+            source = program(dataset, records[index], said(record["text"]))
             results[index] = passes(source)
             add({"index": index, "result": results[index]})
     return results
@@ -152,6 +153,11 @@ def with_results(answers: Sequence[Record], results: dict[int, str]) -> list[Rec
         r | {"check": {"rule": results[r["index"]], "correct": results[r["index"]] == "passed"}}
         for r in answers
     ]
+
+
+def said(text: str) -> str:
+    """An answer after its thoughts, which hold other numbers and programs than it."""
+    return text.rpartition(CLOSE)[2]
 
 
 def _jobs(
@@ -179,7 +185,7 @@ def _record(problem: Problem, turn: int, generation: Generation, evaluation: Eva
     text = evaluation.decode(generation.token_ids)
     check = None
     if problem.gold is not None:
-        checked = check_answer(before_stop(text, evaluation.ends), problem.gold)
+        checked = check_answer(before_stop(said(text), evaluation.ends), problem.gold)
         check = checked._asdict() | {"gold": problem.gold}
     return {
         "index": problem.index,

@@ -336,7 +336,8 @@ def test_a_chat_answer_is_judged_whole_a_base_models_to_the_next_example(
     data, tmp_path, monkeypatch, base
 ):
     gold = re.sub(r".*#### ", "", lines(data)[0]["answer"], flags=re.DOTALL)
-    text = f"I restate it.\nQuestion: how many?\nAnswer: \\boxed{{{gold}}}"
+    text = "<think>\n\\boxed{0}?\n</think>\n"  # thoughts are no answer
+    text += f"I restate it.\nQuestion: how many?\nAnswer: {gold}"
     read_by = "decode" if base else "answer_text"
     monkeypatch.setattr(evaluation_run, read_by, lambda tokenizer, ids: text)
     argv = ["--data", str(data), "--output", str(tmp_path / "run"), *SAME, "--limit", "1"]

@@ -13,6 +13,8 @@ from scipy.stats import binomtest
 from jflash.evals import answer_check
 from jflash.evals.answer_check import check_answer, extract_answer, is_equal
 from jflash.evals.code_execution import LIMITS, passes, program
+from jflash.evals.datasets import Problem
+from jflash.evals.evaluation import execute_all, said
 from jflash.evals.report import table
 from jflash.evals.summary import (
     accuracy,
@@ -161,6 +163,15 @@ MBPP = {"prompt": "Double a number.", "test_list": ["assert twice(2) == 4"]}
 )
 def test_programs_run_with_their_tests(dataset, record, text, result):
     assert passes(program(dataset, record, text)) == result
+
+
+def test_thoughts_are_no_answer(tmp_path):
+    """They hold first tries, of the code too; an answer that was cut in them stays as it is."""
+    tried = "<think>\nSay\n```python\ndef twice(x):\n    return x\n```\nNo.\n</think>\n\n"
+    text = tried + "```python\ndef twice(x):\n    return 2 * x\n```"
+    problems, file = [Problem(0, ["Double."], None, MBPP)], tmp_path / "executed.jsonl"
+    assert execute_all("mbpp", problems, [{"index": 0, "text": text}], file) == {0: "passed"}
+    assert said("<think>\nIt is 7") == "<think>\nIt is 7"
 
 
 LIMITED = """
