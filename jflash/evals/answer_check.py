@@ -11,11 +11,14 @@ SECONDS = 3  # for one comparison: 9^(9^(9^9)) is an answer too
 LONGEST = 500  # characters of an expression; longer ones are no answer, and slow to compare
 WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)")  # as people write it: -7, 1,000
 # A dash after a digit or a letter is no sign: the last number of "18-20 days" is 20.
-NUMBER = re.compile(r"(?:(?<![\w)])-)?[$£€¥]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-UNIT = re.compile(r"(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*\.?")
+# The sign may be Unicode's minus, and no digit need stand before the point: −18, $.50.
+NUMBER = re.compile(
+    r"(?:(?<![\w)])[-\u2212])?[$£€¥]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:/\d+)?"
+)
+UNIT = re.compile(r"([-\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*\.?")
 MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
 WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")  # LaTeX around the whole
-CURRENCY = re.compile(r"^(-?)(?:\\?\$|[£€¥])\s*|(?<=\d)\s*[£€¥]$")
+CURRENCY = re.compile(r"^([-\u2212]?)(?:\\?\$|[£€¥])\s*|(?<=\d)\s*[£€¥]$")
 BRACES = re.compile(r"\\boxed\s*\{|[{}]")
 
 
