@@ -19,6 +19,12 @@ UNIT = re.compile(r"([-\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Z
 MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
 WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")  # LaTeX around the whole
 CURRENCY = re.compile(r"^([-\u2212]?)(?:\\?\$|[£€¥])\s*|(?<=\d)\s*[£€¥]$")
+HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+# How a line after #### begins that is an answer wherever it stands: a number or LaTeX, maybe after
+# the word answer. Others are Markdown's headings if a text follows: "Step 1", "2. The sum".
+RESULT = re.compile(
+    r"(?:.{0,40}\banswer\b\D{0,20})?[^\w\n]*(?:(?<=\\)\w|\d[\d,]*+(?![.)] ))", re.IGNORECASE
+)
 BRACES = re.compile(r"\\boxed\s*\{|[{}]")
 
 
@@ -37,13 +43,17 @@ def check_answer(text: str, gold: str) -> Check:
 
 
 def extract_answer(text: str) -> tuple[str | None, str]:
-    r"""The last \boxed{…}, else what follows the last ####, else the last number, else None."""
+    r"""The last \boxed{…}, else what follows the last ####, else the last number, else None.
+
+    A heading of four hashes is no answer.
+    """
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed, "boxed"
-    hashes = re.findall(r"####[ \t]*(\S[^\n]*)", text)
-    if hashes:
-        return hashes[-1].strip(), "hashes"
+    end = len(text.rstrip())
+    for line in reversed([*HASHES.finditer(text)]):
+        if line.end() >= end or RESULT.match(line[1]):
+            return line[1].strip(), "hashes"
     numbers = NUMBER.findall(text)
     if numbers:
         return numbers[-1].rstrip(","), "last number"

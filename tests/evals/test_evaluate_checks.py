@@ -34,6 +34,12 @@ from jflash.generate import Generation, Seconds
         (r"\boxed{1} so \boxed{\frac{3}{4}} and 5", r"\frac{3}{4}", "boxed"),
         (r"#### 7 then \boxed{8", "7 then \\boxed{8", "hashes"),
         ("#### 6\n#### $1,200\nbye", "$1,200", "hashes"),
+        ("#### Step 1: 3 eggs\nThat makes 18.", "18", "last number"),
+        ("#### 2. The sum\nIt is 18.", "18", "last number"),
+        ("#### Final Answer\n\n**18**", "18", "last number"),
+        ("#### Final answer: **18**\n\nThat is 3 more.", "Final answer: **18**", "hashes"),
+        ("#### \\frac{1}{2}\nbye 3", r"\frac{1}{2}", "hashes"),
+        ("so 3\n#### Monday\n", "Monday", "hashes"),
         ("3 eggs, 4 hens, so -1,234.50.", "-1,234.50", "last number"),
         (r"\boxed{} 9", "9", "last number"),
         ("none at all", None, "none"),
@@ -119,6 +125,8 @@ def test_a_comparison_that_would_take_for_ever_is_given_up():
         "#### " + "1,111." * 20_000,
         "#### " + "*" * 20_000,
         "#" * 50_000 + " " * 50_000,
+        "#### answer \n" * 20_000 + "3",
+        "#### " + "answer " * 10_000 + "\n3",
     ],
 )
 def test_a_long_answer_is_judged_soon(text):
