@@ -172,6 +172,8 @@ def test_outputs_that_cannot_be_written(pair, refused, tmp_path):
     refused(argv(output / "out.jsonl"), "Not a directory")
     refused(argv(tmp_path, "--overwrite"), "is no file")
     refused(argv(Path("/dev/null"), "--overwrite"), "is no file")
+    (tmp_path / "link.jsonl").symlink_to(source)
+    refused(argv(tmp_path / "link.jsonl", "--overwrite"), "would replace", "in.jsonl, which")
 
 
 def test_what_fails_halfway_leaves_the_old_output(pair, capsys, tmp_path, monkeypatch):

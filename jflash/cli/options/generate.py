@@ -11,7 +11,7 @@ from jflash.cli.options.pair import (
     prompt_options,
     sampling_options,
 )
-from jflash.cli.options.values import at_least_1, ids, refuse
+from jflash.cli.options.values import at_least_1, ids, refuse, refuse_replacing
 
 BATCH = 8  # prompts at a time
 
@@ -61,3 +61,5 @@ def check(options: Options) -> None:
     check_hosts(o)
     at_least_1(o, "batch_size")
     check_pair(o, drawn=o.temperature > 0 or many)
+    if o.output is not None:
+        refuse_replacing(o.output, o.prompts)

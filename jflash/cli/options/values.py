@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jflash.kernels import AUTO
@@ -65,3 +66,9 @@ def refuse(wrong: object, why: str) -> None:
     """ValueError with the reason if something is wrong."""
     if wrong:
         raise ValueError(why)
+
+
+def refuse_replacing(output: Path, source: Path) -> None:
+    """ValueError if the file to write is one that is read, by whatever path."""
+    same = output.exists() and source.exists() and output.samefile(source)
+    refuse(same, f"--output {output} would replace {source}, which is read: give another file")
