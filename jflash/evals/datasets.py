@@ -181,6 +181,13 @@ def _check(dataset: Dataset, record: Record, place: str) -> None:
             value = record[_present(record, names, place)]
             if not (isinstance(value, list) and value and all(isinstance(t, str) for t in value)):
                 raise ValueError(f"{place}{' or '.join(names)} must be a list of texts")
+    if dataset.tests:  # what MBPP's records may hold besides, read when programs run
+        setup, imports = record.get("test_setup_code"), record.get("test_imports")
+        if not isinstance(setup, str | None):
+            raise ValueError(f"{place}test_setup_code must be a text, not {setup!r}")
+        listed = isinstance(imports, list) and all(isinstance(line, str) for line in imports)
+        if imports is not None and not listed:
+            raise ValueError(f"{place}test_imports must be a list of texts, not {imports!r}")
     if dataset.kind == "math" and not gold_answer(record["answer"]):
         raise ValueError(f"{place}answer holds no final answer")
 

@@ -116,6 +116,12 @@ def test_compressed_data_is_read(tmp_path):
         ("gsm8k", '{"question": "x", "answer": "1 ####"}', "answer holds no final answer"),
         ("mbpp", '{"test_list": ["x"]}', "the field prompt or text is missing"),
         ("mbpp", '{"text": "x", "test_list": []}', "test_list must be a list of texts"),
+        (
+            "mbpp",
+            '{"text": "x", "test_list": ["x"], "test_imports": "re"}',
+            "must be a list of.* 're'",
+        ),
+        ("mbpp", '{"text": "x", "test_list": ["x"], "test_setup_code": 7}', "a text, not 7"),
         ("mt-bench", '{"turns": "x"}', "turns must be a list of texts"),
     ],
 )
