@@ -140,7 +140,7 @@ def load_examples(name: str, count: int, file: Path | None) -> list[tuple[str, s
         raise ValueError(f"few-shot examples are for gsm8k and math500, not for {name}")
     if file is None and name != "gsm8k":
         raise ValueError(f"few-shot examples for {name} need a file of them")
-    records = _records(dataset, "train", file)
+    records = _records(dataset, "train", file, "--few-shot-data")
     question = dataset.fields[0][0]
     examples = []
     for place, record in records[:count]:
@@ -207,10 +207,12 @@ def _present(record: Record, names: Sequence[str], place: str = "") -> str:
     return present[0]
 
 
-def _records(dataset: Dataset, split: str, file: Path | None) -> list[tuple[str, Record]]:
-    """Each record after the words that begin an error about it."""
+def _records(
+    dataset: Dataset, split: str, file: Path | None, option: str = "--data"
+) -> list[tuple[str, Record]]:
+    """Each record after the words that begin an error about it; `option` would name the file."""
     if file is None:
-        rows = enumerate(_from_hub(dataset, split))
+        rows = enumerate(_from_hub(dataset, split, option))
         return [(f"{dataset.hub} row {i}: ", record) for i, record in rows]
     records = [(f"{where}: ", record) for where, record in json_lines(file)]
     if not records:
@@ -218,7 +220,7 @@ def _records(dataset: Dataset, split: str, file: Path | None) -> list[tuple[str,
     return records
 
 
-def _from_hub(dataset: Dataset, split: str) -> list[Record]:
+def _from_hub(dataset: Dataset, split: str, option: str) -> list[Record]:
     import datasets
     import huggingface_hub
 
@@ -236,7 +238,7 @@ def _from_hub(dataset: Dataset, split: str) -> list[Record]:
         wanted = ", ".join(name for name in fields if name)
         raise ValueError(
             f"{dataset.hub} cannot be had from the hub ({unreachable or _first_line(error)}): give "
-            f"the data with --data FILE.jsonl, an object a line with {wanted}"
+            f"the data with {option} FILE.jsonl, an object a line with {wanted}"
         ) from None
     return [dict(row) for row in rows]
 

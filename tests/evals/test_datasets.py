@@ -154,7 +154,7 @@ def test_what_cannot_be_read_or_asked(tmp_path):
 
 
 def test_the_hub(monkeypatch):
-    """Rows come from the library; without a network one line names --data."""
+    """Rows come from the library; without a network one line names the option."""
     import datasets as library
     import huggingface_hub
 
@@ -167,6 +167,8 @@ def test_the_hub(monkeypatch):
     monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", False)
     with pytest.raises(ValueError, match=r"openai/gsm8k .* --data FILE.jsonl, .*question, answer"):
         load_problems("gsm8k")
+    with pytest.raises(ValueError, match=r"give the data with --few-shot-data FILE.jsonl"):
+        load_examples("gsm8k", 2, None)
 
     def load(hub, config, split):
         assert (hub, config, split) == ("openai/gsm8k", "main", "test")
