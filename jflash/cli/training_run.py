@@ -30,6 +30,7 @@ from jflash.training.drafter import (
     default_mask_token_id,
     drafter_config_for,
     split_held_out,
+    without_held_out,
 )
 
 
@@ -80,6 +81,8 @@ def prepare(args: Options) -> Prepared:
     check_sizes(target.config, args.row_length, args.anchors)
     records = read_prompts(args, tokenizer, target, stops)
     held = read_held_out(args, tokenizer, target)
+    if held:
+        records = without_held_out(records, held)
     if args.eval_every and args.held_out and not held:
         split_held_out(records, args.held_out, args.seed)  # refuses too many, before the answers
     shared = {"tensor_parallel": args.tensor_parallel, "experts_over": args.experts_over}

@@ -186,6 +186,17 @@ def split_held_out(
     )
 
 
+def without_held_out(records: list[Conversation], held: list[Conversation]) -> list[Conversation]:
+    """The records to learn: those whose prompt is none of `held`. ValueError if none is left."""
+    prompts = {tuple(h.prompt_ids) for h in held}
+    learnt = [r for r in records if tuple(r.prompt_ids) not in prompts]
+    if not learnt:
+        raise ValueError(f"all {len(records)} prompts are held out: none is left to learn")
+    if len(learnt) < len(records):
+        print(f"{len(records) - len(learnt)} of {len(records)} prompts are held out: not learnt")
+    return learnt
+
+
 def check_trainable(config: DrafterConfig) -> None:
     """ValueError for a drafter that the trainer cannot go on with."""
     if config.own_embedding or config.draft_vocab_size:

@@ -212,7 +212,7 @@ def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     ids = [json.dumps({"prompt_ids": list(question.encode())}) for question in QUESTIONS]
     ids[0] = ids[0].replace("}", ', "answer_ids": [1, 2]}')
     (place / "ids.jsonl").write_text("\n".join(ids))
-    (place / "long-ids.jsonl").write_text(json.dumps({"prompt_ids": [1] * 201}) + "\n" + ids[0])
+    (place / "long-ids.jsonl").write_text(json.dumps({"prompt_ids": [1] * 201}) + "\n" + ids[1])
     changes = {"target": place / "bare", "data": place / "ids.jsonl"}
     assert command(place, "dry", "--dry-run", **changes) == 2
     assert "give --mask-token-id" in capsys.readouterr().err
@@ -223,7 +223,9 @@ def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     assert "long-ids.jsonl: 1 prompts are too long for 201 tokens: left out" in out
     assert "activations and gradients" in out and "minutes for 60 steps" in out
     assert "attention of the training: xla; objective: loss tv, weights dpace" in out
-    assert f"answers: {2 * (len(QUESTIONS) - 1)} of at most 40 tokens" in out
+    # One has an answer, and one is among the prompts of the evaluation.
+    assert "1 of 60 prompts are held out: not learnt" in out
+    assert f"answers: {2 * (len(QUESTIONS) - 2)} of at most 40 tokens" in out
     assert not (place / "dry").exists() and not (place / "dry-work").exists()
 
 
@@ -239,6 +241,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"eval_prompts": place / "none"}, "none: no such file"),
         ({"eval_prompts": place / "long.jsonl"}, "long.jsonl: all 1 prompts are too long for 201"),
         ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
+        ({"eval_prompts": place / "prompts.jsonl"}, "all 60 prompts are held out: none is left"),
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
         (tiny, "all 60 prompts are too long for 3 tokens"),
         ({"max_new_tokens": 240}, "--max-new-tokens 240: the target has 240 positions in all"),

@@ -102,7 +102,8 @@ def _training_options(add) -> None:
 
 
 def _evaluation_options(add) -> None:
-    add("--eval-prompts", type=Path, metavar="FILE.jsonl", help="default: some of the data's")
+    other = "none of them is learnt; default: some of the data's"
+    add("--eval-prompts", type=Path, metavar="FILE.jsonl", help=other)
     add("--held-out", type=int, metavar="N", help="prompts of the data; default: 5 %%, at most 64")
     add("--eval-every", type=int, default=1000, metavar="STEPS", help="0: never")
     add("--eval-batch", type=int, default=32)
