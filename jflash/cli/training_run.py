@@ -8,7 +8,7 @@ import jax
 from jflash.cli.command import Options
 from jflash.cli.options.train import SECOND, drafter_form
 from jflash.cli.training_data import read_held_out, read_prompts
-from jflash.config import DrafterConfig, second_version
+from jflash.config import Drafter2Config, DrafterConfig, second_version
 from jflash.generate import Pair
 from jflash.io import (
     Checkpoint,
@@ -32,6 +32,7 @@ from jflash.training.drafter import (
     split_held_out,
     without_held_out,
 )
+from jflash.training.recipe import Objective
 
 
 class Prepared(NamedTuple):
@@ -107,6 +108,9 @@ def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
         drafter = pair_models(args.target, source).drafter
         assert drafter is not None
         check_trainable(drafter.config)
+        second = isinstance(drafter.config, Drafter2Config)
+        if not second and args.selector_weight != Objective.selector_weight:
+            raise ValueError(f"--selector-weight: {args.init_from} is of version 1, without one")
         to_hf_config(drafter.config, "bfloat16")  # refuses what could not be saved
         check_apart(source, args.output)
         source.check(drafter.config)

@@ -68,6 +68,7 @@ def place(tmp_path_factory) -> Path:
 
 
 FLAG = object()  # of an option without a value
+NO_LOOK: dict[str, object] = {"eval_every": 0, "held_out": None}
 
 
 def arguments(place: Path, output: str, changes: dict[str, object]) -> list[str]:
@@ -163,7 +164,7 @@ NO_FORM: dict[str, object] = {"num_layers": None, "block_size": None, "intermedi
 
 def test_a_drafter_is_trained_on(place, capsys):
     """Steps of nearly nothing leave it as it was; then it is another run than from new weights."""
-    changes: dict[str, object] = {"init_from": place / "drafter", "steps": 2, "eval_every": 0}
+    changes: dict[str, object] = {"init_from": place / "drafter", "steps": 2} | NO_LOOK
     changes |= NO_FORM | {"learning_rate": 1e-9, "max_new_tokens": 20, "answer_batch": 64}
     assert command(place, "on", **changes) == 0
     before, after = (load_pair(place / "target", place / name) for name in ("drafter", "on"))
@@ -186,7 +187,7 @@ def test_a_drafter_is_trained_on(place, capsys):
 def test_another_target_at_the_same_path_answers_and_teaches_anew(place, tmp_path, capsys):
     target = tmp_path / "target"
     shutil.copytree(place / "target", target)
-    changes: dict[str, object] = {"target": target, "steps": 2, "eval_every": 0}
+    changes: dict[str, object] = {"target": target, "steps": 2} | NO_LOOK
     changes |= {"max_new_tokens": 20, "answer_batch": 64}
     assert command(tmp_path, "new", data=place / "prompts.jsonl", **changes) == 0
     said, config = capsys.readouterr().out, json.loads((tmp_path / "new/config.json").read_text())
@@ -218,6 +219,7 @@ def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
     assert "give --mask-token-id" in capsys.readouterr().err
     changes |= {"answer_temperature": "0,1", "keep_answers": FLAG}
     changes |= {"mask_token_id": 299, "eval_prompts": place / "long-ids.jsonl"}
+    changes |= {"held_out": None}
     assert command(place, "dry", "--dry-run", **changes) == 0
     out = capsys.readouterr().out
     assert "long-ids.jsonl: 1 prompts are too long for 201 tokens: left out" in out
@@ -230,18 +232,28 @@ def test_dry_run_says_what_it_takes_and_leaves_nothing(place, capsys):
 
 
 def test_bad_input_is_a_line(place, capsys):
-    tiny = {"row_length": 3, "anchors": 2}
+    tiny, own = {"row_length": 3, "anchors": 2}, {"held_out": None}
     for changes, complaint in [
-        ({"decay": -1}, "decay must be positive, got -1"),
+        ({"decay": -1, "position_weights": None}, "decay must be positive, got -1"),
         ({"batch": 0}, "--batch 0: at least 1"),
         ({"checkpoint_every": 0}, "--checkpoint-every 0: at least 1"),
         ({"held_out": -3}, "--held-out -3: 0 or more"),
         ({"eval_every": -1}, "--eval-every -1: 0 or more"),
         ({"minutes": "nan"}, "--minutes nan: 0 or more"),
+        ({"decay": 3}, "--decay without --position-weights decay"),
+        (NO_LOOK | {"held_out": 2}, "--held-out with --eval-every 0: nothing would be"),
+        (NO_LOOK | {"eval_prompts": place / "odd.jsonl"}, "--eval-prompts with --eval-every 0"),
+        ({"eval_prompts": place / "odd.jsonl"}, "--held-out with --eval-prompts: these are"),
         ({"eval_prompts": place / "none"}, "none: no such file"),
-        ({"eval_prompts": place / "long.jsonl"}, "long.jsonl: all 1 prompts are too long for 201"),
-        ({"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
-        ({"eval_prompts": place / "prompts.jsonl"}, "all 60 prompts are held out: none is left"),
+        (
+            own | {"eval_prompts": place / "long.jsonl"},
+            "long.jsonl: all 1 prompts are too long for 201",
+        ),
+        (own | {"eval_prompts": place / "odd.jsonl"}, "odd.jsonl:2: token id 300 is outside"),
+        (
+            own | {"eval_prompts": place / "prompts.jsonl"},
+            "all 60 prompts are held out: none is left",
+        ),
         ({"data": place / "empty.jsonl"}, "empty.jsonl holds no record"),
         (tiny, "all 60 prompts are too long for 3 tokens"),
         ({"max_new_tokens": 240}, "--max-new-tokens 240: the target has 240 positions in all"),
@@ -256,6 +268,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"mask_token_id": 300}, "mask_token_id 300"),
         ({"init_from": place / "drafter"}, "--num-layers: the drafter of --init-from is as it is"),
         (NO_FORM | {"init_from": place / "target"}, "Qwen3ForCausalLM"),
+        (NO_FORM | {"init_from": place / "drafter", "selector_weight": 2}, "is of version 1, with"),
         (NO_FORM | {"init_from": place / "other"}, "vocab_size is 301 in the drafter, 300 in"),
         (NO_FORM | {"init_from": place / "cut"}, "corrupt or truncated"),
         ({"held_out": 60}, "60 of 60 different prompts held out leave none"),

@@ -175,10 +175,16 @@ def _check_read(args: Options) -> None:
     for name, unread, other in (
         ("ce_share", args.loss != "tv", "--loss tv"),
         ("dpace_alpha", args.position_weights != "dpace", "--position-weights dpace"),
+        ("decay", args.position_weights != "decay", "--position-weights decay"),
         ("selector_weight", first, "--drafter dflash2"),
     ):
         given = unread and getattr(args, name) != getattr(Objective, name)
         refuse(given, f"{option_name(name)} without {other}")
+    for name in ("eval_prompts", "held_out"):
+        given = not args.eval_every and getattr(args, name)
+        refuse(given, f"{option_name(name)} with --eval-every 0: nothing would be evaluated")
+    both = args.eval_prompts and args.held_out
+    refuse(both, "--held-out with --eval-prompts: these are the prompts held out")
     several = args.answers_per_prompt > 1 and 0 in args.answer_temperature
     why = f"--answers-per-prompt {args.answers_per_prompt} at temperature 0"
     refuse(several, f"{why}: greedy answers to a prompt are all the same")
