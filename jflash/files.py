@@ -56,6 +56,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; ValueError, naming the file, if something damaged it."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, and no JSON: {error}") from None
+
+
 @contextlib.contextmanager
 def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that writes a line; `path` appears when the block ends well.

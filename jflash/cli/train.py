@@ -202,6 +202,9 @@ def out_of_time(minutes: float | None, begin: float) -> bool:
 
 
 def report(output: Path, history: list[dict[str, Any]]) -> None:
+    if not history:  # the curve was removed from a finished training
+        print(f"{output}: saved")
+        return
     last = history[-1]
     text = f"loss {last['loss']:.3f}, acceptance length {last['acceptance_length']:.2f} in training"
     if "tau" in last:

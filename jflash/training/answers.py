@@ -67,5 +67,11 @@ def answer_into(
 
 
 def read_answers(file: Path) -> dict[int, list[int]]:
-    """Answers by index, without a last line that a kill cut short."""
-    return {line["index"]: line["answer_ids"] for line in read_lines(file)}
+    """Answers by index, without a last line that a kill cut short; ValueError for another line."""
+    answers = {}
+    for line in read_lines(file):
+        try:
+            answers[line["index"]] = line["answer_ids"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{file} has a line that is no answer: {str(line)[:60]}") from None
+    return answers

@@ -5,6 +5,7 @@ another. This file knows only tokens: chat templates are applied before, and ans
 stop token.
 """
 
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -111,10 +112,15 @@ def save_conversations(path: Path, conversations: Sequence[Conversation]) -> Non
 
 
 def load_conversations(path: Path) -> list[Conversation]:
-    """What save_conversations wrote."""
-    with np.load(path) as file:
-        tokens = file["tokens"].tolist()
-        prompts, answers = file["prompt_lengths"].tolist(), file["answer_lengths"].tolist()
+    """What save_conversations wrote; ValueError if something damaged it."""
+    try:
+        with path.open("rb") as opened, np.load(opened) as file:
+            tokens = file["tokens"].tolist()
+            prompts, answers = file["prompt_lengths"].tolist(), file["answer_lengths"].tolist()
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}. Without this file the same command makes it anew"
+        ) from None
     conversations, start = [], 0
     for prompt, answer in zip(prompts, answers, strict=True):
         middle, end = start + prompt, start + prompt + answer

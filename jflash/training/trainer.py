@@ -22,7 +22,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from jflash.device import device_memory
-from jflash.files import locked, write_json
+from jflash.files import locked, read_json, write_json
 from jflash.training import steps
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig
@@ -229,9 +229,16 @@ def _newest(
     step = manager.latest_step()
     if step is None:
         return 0, state, []
-    restored: Any = manager.restore(step, args=ocp.args.StandardRestore(state))
     path = directory / "curve.json"
-    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    records = read_json(path) if path.exists() else []
+    try:
+        restored: Any = manager.restore(step, args=ocp.args.StandardRestore(state))
+    except Exception as error:  # of Orbax, by a file that a power cut left half written
+        why = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"{directory / 'checkpoints' / str(step)} cannot be read: {why}. Without this folder "
+            "the same command goes on from the checkpoint before it, or else from the start"
+        ) from None
     return step, restored, [record for record in records if record["step"] <= step]
 
 
@@ -254,7 +261,7 @@ def _check_claim(directory: Path, settings: dict[str, Any]) -> None:
     path = directory / RUN
     if not path.exists():
         return
-    there = json.loads(path.read_text(encoding="utf-8"))
+    there = read_json(path)
     keys = settings.keys() | there.keys()
     other = {k: there.get(k) for k in keys if there.get(k) != settings.get(k)}
     if other:

@@ -24,7 +24,7 @@ from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.files import appended, locked
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
-from jflash.training.data import Conversation
+from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import (
     default_mask_token_id,
     read_records,
@@ -387,6 +387,23 @@ def test_half_a_line_is_taken_off(tmp_path):
         pass
     assert read_answers(file) == {3: [1, 2]}
     assert file.read_text() == whole
+    for other in ('{"text": "x"}\n', "[1]\n"):
+        file.write_text(whole + other)
+        with pytest.raises(ValueError, match=r"answers.jsonl has a line that is no answer"):
+            read_answers(file)
+
+
+def test_answers_that_were_damaged_are_named(tmp_path):
+    file = tmp_path / "answers.npz"
+    save_conversations(file, [Conversation([1, 2], [3])])
+    os.truncate(file, 100)
+    with pytest.raises(ValueError, match=r"answers.npz cannot be read: .* makes it anew"):
+        load_conversations(file)
+
+
+def test_a_finished_training_without_its_curve_is_reported(capsys):
+    train_command.report(Path("drafter"), [])
+    assert capsys.readouterr().out == "drafter: saved\n"
 
 
 class FullTokenizer:

@@ -1,6 +1,7 @@
 """The trainer resumes to the same bits, and its losses fall and are what they say."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from jflash.files import locked
@@ -91,6 +93,39 @@ def test_resumed_training_gives_the_same_bits(tmp_path, optimizer):
         other = rows()._replace(**{name: getattr(rows(), name)[:, ::-1]})
         with pytest.raises(ValueError, match=r"holds a run with \{'data_crc32'"):
             run(**(parts | {"data": other}))
+    if optimizer == "adamw":  # once is enough
+        assert_damage_is_named(partial(run, **finished), tmp_path / "whole")
+
+
+def assert_damage_is_named(again, folder) -> None:
+    """After a power cut a file may be cut; without a damaged checkpoint the run has the one before.
+
+    `again` goes on with a finished training.
+    """
+    (folder / "checkpoints/36/default/_METADATA").write_text("")
+    with pytest.raises(
+        ValueError, match=r"checkpoints/36 cannot be read: .* the checkpoint before"
+    ):
+        again()
+    shutil.rmtree(folder / "checkpoints/36")
+    assert again(should_stop=lambda _: True).step == 32
+    for name in ("curve.json", "run.json"):
+        (folder / name).write_text('[{"st')
+        with pytest.raises(ValueError, match=f"/{name} is damaged"):
+            again()
+
+
+def test_what_orbax_raises_is_a_line(tmp_path, monkeypatch):
+    """It is no ValueError where an array was cut, and holds pages."""
+
+    def restore(*_, **__):
+        raise Exception("Error while reading\n  an array " + "with its spec" * 99)
+
+    manager = ocp.CheckpointManager(tmp_path)
+    monkeypatch.setattr(manager, "latest_step", lambda: 8)
+    monkeypatch.setattr(manager, "restore", restore)
+    with pytest.raises(ValueError, match=r"/8 cannot be read: Error while reading an .{,250}$"):
+        trainer._newest(manager, steps.TrainState({}, {}), tmp_path)
 
 
 def test_steps_that_do_not_fit_are_refused_before_one_is_run(tmp_path, monkeypatch):
