@@ -51,6 +51,8 @@ def answer_into(
     with locked(file, file):
         for made in sorted(folder.glob(f"{glob.escape(name)}*.jsonl")):
             answers |= read_answers(made)
+        # More prompts may have been asked before.
+        answers = {i: answer for i, answer in answers.items() if i < len(jobs)}
         if answers:
             print(f"{len(answers)} of {len(jobs)} answers were made before", flush=True)
         others = {j.index for j in jobs if j.index // len(decodings) % share.of != share.index}

@@ -352,14 +352,16 @@ def test_ctrl_c_ends_where_all_is_saved(place, capsys, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_sampled_answers_are_shared_out(tmp_path):
+def test_sampled_answers_are_shared_out(tmp_path, capsys):
     """Two shares make what one process makes alone, each its own; a third call finds them all."""
     asked = prompts(5, low=3, high=20)
 
     decoding = Decoding(max_new_tokens=12, stop_token_ids=(0,), seed=3)
     both_ways = [GREEDY, Sampling(temperature=1.0)]
 
-    def answers(folder: Path, share: Share = WHOLE, ways=both_ways) -> list[list[int]] | None:
+    def answers(
+        folder: Path, share: Share = WHOLE, ways=both_ways, asked=asked
+    ) -> list[list[int]] | None:
         folder.mkdir(exist_ok=True)
         return answer_into(
             folder, "a", PAIR, asked, [replace(decoding, sampling=way) for way in ways],
@@ -369,6 +371,9 @@ def test_sampled_answers_are_shared_out(tmp_path):
     alone, both = answers(tmp_path / "alone"), tmp_path / "both"
     assert alone and len(alone) == 10
     assert answers(both, Share(1, 2)) is None
+    # Of fewer prompts, too: what was made of the others is none of these.
+    assert answers(both, Share(1, 2), asked=asked[:1]) is None
+    assert capsys.readouterr().out == ""
     assert set(read_answers(both / "a-1-of-2.jsonl")) == {2, 3, 6, 7}
     assert answers(both, Share(0, 2)) == alone
     assert set(read_answers(both / "a-0-of-2.jsonl")) == {0, 1, 4, 5, 8, 9}
