@@ -17,6 +17,7 @@ from jflash.files import json_lines
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question
 SHORTEST_WORDS = 4  # of a test question that no prompt may hold: fewer occur by chance
+MARKS = ".,;:!?…\"'“”‘’()[]{}"
 # How the reference's benchmark asks for a result.
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -140,10 +141,13 @@ def questions_of_tests(files: Iterable[Path]) -> list[str]:
 def collected(prompts: Iterable[Prompt], tests: Sequence[str]) -> tuple[list[Prompt], int]:
     """Different prompts that no test set asks, in their order, and how many were left out for that.
 
-    Only words count. A prompt is left out if it equals a test question (with the style's ending or
+    Prompts that differ in case, spaces and the marks around words are the same. For tests only
+    words count. A prompt is left out if it equals a test question (with the style's ending or
     without), shares 13 words in a row with one, or holds a whole one of 4 to 12 words.
     """
-    different = list({normal(prompt.text): prompt for prompt in reversed(list(prompts))}.values())
+    different = list(
+        {_unmarked(prompt.text): prompt for prompt in reversed(list(prompts))}.values()
+    )
     different.reverse()
     words = [normal(prompt.text.removesuffix(f"\n{BOXED}")) for prompt in different]
     known = {normal(test) for test in tests}
@@ -155,6 +159,12 @@ def collected(prompts: Iterable[Prompt], tests: Sequence[str]) -> tuple[list[Pro
 
     kept = [prompt for prompt, text in zip(different, words, strict=True) if not is_test(text)]
     return kept, len(different) - len(kept)
+
+
+def _unmarked(text: str) -> str:
+    """The text in lower case without marks around its words: signs such as + and - stay."""
+    words = (word.strip(MARKS) or word for word in text.lower().split())
+    return " ".join(words)
 
 
 def normal(text: str) -> str:

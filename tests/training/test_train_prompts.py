@@ -79,6 +79,10 @@ def test_equal_prompts_count_once():
     assert collected(prompts, []) == ([prompts[0], prompts[2]], 0)
     assert collected(prompts, ["Three!"]) == ([prompts[0]], 1)
     assert collected([Prompt(boxed("three"), "b")], ["Three!"]) == ([], 1)
+    # Signs and parts of letters make other prompts.
+    signs = ["What is 7 + 5?", "What is 7 - 5?", "Is C++ old?", "Is C# old?", "कि", "की", "?", "+"]
+    different = [Prompt(text, "a") for text in signs]
+    assert collected(different, []) == (different, 0)
 
 
 @pytest.mark.parametrize(
