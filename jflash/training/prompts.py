@@ -39,6 +39,16 @@ def _reading(where: str, kind: str) -> Iterator[None]:
         yield
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{where} is no {kind}: {error!r}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _asked(record: dict[str, str], name: str) -> str:
+    """A field without the whitespace around it; ValueError if nothing is left."""
+    text = record[name].strip()
+    if not text:
+        raise ValueError(f"{name} is empty")
+    return text
 
 
 def read_gsm8k(path: Path) -> list[tuple[str, str]]:
@@ -46,7 +56,7 @@ def read_gsm8k(path: Path) -> list[tuple[str, str]]:
     records = []
     for where, record in json_lines(path):
         with _reading(where, "GSM8K record"):
-            question, answer = record["question"].strip(), record["answer"].strip()
+            question, answer = _asked(record, "question"), record["answer"].strip()
             records.append((question, without_marks(answer)))
     return records
 
@@ -102,7 +112,7 @@ def svamp_prompts(file: Path) -> list[Prompt]:
     prompts = []
     for number, record in enumerate(records, start=1):
         with _reading(f"{file} entry {number}", "SVAMP problem"):
-            body, question = record["Body"].strip(), record["Question"].strip()
+            body, question = _asked(record, "Body"), _asked(record, "Question")
             stop = "" if body.endswith((".", "?", "!")) else "."
             prompts.append(Prompt(boxed(f"{body}{stop} {question}"), "svamp"))
     return prompts
@@ -113,7 +123,7 @@ def self_instruct_prompts(file: Path) -> list[Prompt]:
     prompts = []
     for where, record in json_lines(file):
         with _reading(where, "self-instruct task"):
-            instruction = record["instruction"].strip()
+            instruction = _asked(record, "instruction")
             inputs = [instance["input"].strip() for instance in record["instances"]]
         for given in dict.fromkeys(inputs):
             text = f"{instruction}\n\n{given}" if given else instruction
