@@ -117,7 +117,7 @@ def drafter_for(args: Options, target: Target, tokenizer: Any) -> DrafterConfig:
         return drafter.config
     if form["mask_token_id"] is None:
         mask = default_mask_token_id(tokenizer, target.config.vocab_size)
-        name = tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else None
+        name = {i: text for text, i in tokenizer.get_vocab().items()}.get(mask)
         print(f"mask token: id {mask}, " + (f"{name!r}" if name else "which the tokenizer lacks"))
         form["mask_token_id"] = mask
     version = form.pop("drafter")

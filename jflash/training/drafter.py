@@ -88,8 +88,10 @@ def default_mask_token_id(tokenizer: Any, vocab_size: int) -> int:
         raise ValueError("the target holds no tokenizer: give --mask-token-id")
     if getattr(tokenizer, "mask_token_id", None) is not None:
         return int(tokenizer.mask_token_id)
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer)
+    used = set(tokenizer.get_vocab().values())  # some tokenizers leave ids out between
+    unused = next((i for i in range(vocab_size) if i not in used), None)
+    if unused is not None:
+        return unused
     idle = _idle_special_tokens(tokenizer)
     if not idle:
         raise ValueError(

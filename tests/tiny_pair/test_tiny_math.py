@@ -206,8 +206,8 @@ def test_mask_token_is_the_tokenizers_or_unused():
     class Plain:
         mask_token_id = None
 
-        def __len__(self) -> int:
-            return 7
+        def get_vocab(self) -> dict[str, int]:
+            return {f"t{i}": i for i in range(7)}
 
     assert default_mask_token_id(Plain(), 8) == 7  # as Qwen3's published drafters: 151669
     with pytest.raises(ValueError, match="uses all 7 ids"):

@@ -423,15 +423,20 @@ class FullTokenizer:
             special = True
 
         self.added_tokens_decoder = {7 + i: Token(text) for i, text in enumerate(special)}
+        self.vocabulary = {f"t{i}": i for i in range(12)}
 
-    def __len__(self) -> int:
-        return 12
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocabulary
 
 
 def test_mask_token_of_a_full_vocabulary_is_one_without_a_part():
     choose = default_mask_token_id
     assert choose(FullTokenizer("<file>", "<start>", "<end>", "<empty>", "<last>"), 12) == 11
     assert choose(FullTokenizer("<file>", "<start>", "<end>", "<reserved_0>", "<last>"), 12) == 10
+    with_gap = FullTokenizer()
+    del with_gap.vocabulary["t3"]
+    assert choose(with_gap, 12) == choose(with_gap, 13) == 3  # 11, as many as it has, is a token
+    assert choose(FullTokenizer(), 13) == 12
     with pytest.raises(ValueError, match="uses all 12 ids"):
         choose(FullTokenizer(), 12)
     with pytest.raises(ValueError, match="uses all 12 ids"):
