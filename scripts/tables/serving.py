@@ -49,7 +49,7 @@ def serving(results: list[Result]) -> str:
 def place(measured: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, ...]:
     """The order of lines: by the models, what was timed, and the batch."""
     case, row = measured
-    models = case.get("shape", ""), case.get("target", "")
+    models = case.get("shape", ""), case.get("target", ""), case.get("drafter_dtype", "")
     return models, KINDS.index(row["what"]), row["rows"] or "", row["batch"]
 
 
@@ -76,7 +76,8 @@ def lines_of(
         return [[what, batch, f"≥ {100 * SHARE:.0f} %", "", text, busy]]
     kind = row["what"], row["rows"]
     goal, other = GOALS.get(kind, {}).get(batch), vllms(theirs, row, batch)
-    names = {"shape": case.get("shape"), "target": case.get("target")} | row
+    dtype = f", drafter in {case['drafter_dtype']}" if "drafter_dtype" in case else ""
+    names = {"shape": f"{case.get('shape')}{dtype}", "target": f"{case.get('target')}{dtype}"} | row
     return [[
         NAMES[kind].format(**names), batch,
         "" if goal is None else f"{goal:,}", "" if other is None else f"{other:,}",
