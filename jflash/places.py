@@ -48,4 +48,4 @@ def landing_places(models: Models) -> Places | None:
 def place_specs(models: Models) -> Any:
     """Where the places lie: each device has its own."""
     own: Any = PartitionSpec(AXIS)
-    return Places(own, own) if models.kernels.gather == "push" else None
+    return Places(own, own, own) if models.kernels.gather == "push" else None

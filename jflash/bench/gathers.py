@@ -17,12 +17,11 @@ from jaxtyping import Array, Float
 
 from jflash.gather import AXIS, gather, pushing
 from pallas_kernels.gather import Places, empty_places
-from pallas_kernels.gather.push import CTAS
 
 SIZES = ((16, 2048), (16, 6144), (128, 2048), (128, 6144), (512, 2048), (512, 6144))
 EACH, TRIPS, REPEATS = 8, 40, 7
 OWN: Any = PartitionSpec(AXIS)
-PLACES = Places(OWN, OWN)
+PLACES = Places(OWN, OWN, OWN)
 COLUMNS = PartitionSpec(None, AXIS)
 WAYS = ("copy", "push", "xla")
 
@@ -38,11 +37,12 @@ class _Bench(NamedTuple):
 def time_gathers(mesh: Mesh) -> Iterator[dict[str, Any]]:
     """A line for each size: rows, columns of a device, and microseconds of a gather."""
     places = empty_places(mesh.size)
-    landing = np.zeros((mesh.size * 2, *places.landing.shape[1:]), places.landing.dtype)
-    counts = np.zeros((mesh.size * (mesh.size + 1), CTAS), np.int32)
     bench = _Bench(mesh, places)
-    places = Places(bench.put(landing, OWN), bench.put(counts, OWN))
-    bench = bench._replace(places=jax.block_until_ready(places))
+
+    def of_all(one: Array) -> Array:
+        return bench.put(np.zeros((mesh.size * len(one), *one.shape[1:]), one.dtype), OWN)
+
+    bench = bench._replace(places=jax.block_until_ready(jax.tree.map(of_all, places)))
     for rows, columns in SIZES:
         found, results = {}, {}
         for way in WAYS:

@@ -2,8 +2,9 @@
 
 A part is cut into tiles of a row, and CTA i of every device moves the same ones, by registers or by
 copies in bulk. It writes them to the peers' landing places, then says so in the count that each
-peer keeps for it, and waits until its own counts say the same of the peers. No device waits for a
-kernel to begin elsewhere, so no barrier comes before.
+peer keeps for it, and waits until its own counts say the same of the peers; of small parts each
+number says so itself (`lines`). No device waits for a kernel to begin elsewhere, so no barrier
+comes before.
 
 Counts only grow, and nothing sets them back between calls or programs: a device may be a whole
 gather ahead of a peer that has not begun. It cannot be two ahead, since it waits for that peer's
@@ -24,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 from jaxtyping import Array, BFloat16, Int32
 
-from pallas_kernels.gather import bulk, registers
+from pallas_kernels.gather import bulk, lines, registers
 from pallas_kernels.gather.part import AT_ONCE, Part
 from pallas_kernels.gather.registers import LEAST as LEAST
 
@@ -36,17 +37,21 @@ class Places(NamedTuple):
     """One device's, or all devices' side by side; a program holds them as references."""
 
     landing: BFloat16[Array, "2 n _"]  # by turn and peer
+    lines: Int32[Array, "2 n _"]  # the same of small parts, whose numbers come with the gather's
     counts: Int32[Array, "rows _"]  # the last gather that each of n peers sent, and own; by CTA
 
 
 def empty_places(devices: int) -> Places:
     """One device's places before its first gather. All devices' must be there before any gather."""
     landing = jnp.zeros((2, devices, MOST), jnp.bfloat16)
-    return Places(landing, jnp.zeros((devices + 1, CTAS), jnp.int32))
+    few = jnp.zeros((2, devices, lines.MOST), jnp.int32)
+    return Places(landing, few, jnp.zeros((devices + 1, CTAS), jnp.int32))
 
 
 def gather(x: BFloat16[Array, "M C"], places: Places, axis: str) -> BFloat16[Array, "M _"]:
     """See the folder's contract."""
+    if x.size <= lines.MOST:
+        return _gather_lines(x, places.lines, places.counts, axis)
     return _gather(x, places.landing, places.counts, axis)
 
 
@@ -93,6 +98,38 @@ def _kernel(
     counts[devices, cta] = turn + 1
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def _gather_lines(x, landing, counts, axis: str):
+    M, C = x.shape
+    devices = counts.shape[0] - 1
+    return plgpu.kernel(
+        functools.partial(_kernel_of_lines, axis=axis, devices=devices, length=lines.length(C)),
+        out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
+        grid=(CTAS,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
+        kernel_name="push_lines",
+    )(x, landing, counts)
+
+
+def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, devices: int, length: int):
+    (M, C), me, cta = x_ref.shape, lax.axis_index(axis), lax.axis_index("cta")
+    tiles = M * (C // length)
+    peers = [lax.rem(me + i, devices) for i in range(1, devices)]
+    turn = counts[devices, cta]
+    part = Part(x_ref, landing, out_ref, turn & 1, me, peers, length)
+
+    @pl.when(cta < tiles)
+    def _():
+        each = functools.partial(_each, tiles, cta)
+        each(lambda some: lines.send(part, some, turn + 1))
+        _together()  # all threads have read the count that one sets
+        for peer in peers:
+            each(lambda some, peer=peer: lines.take(part, peer, some, turn + 1))
+
+    counts[devices, cta] = turn + 1
+
+
 def _each(tiles: int, cta, move) -> None:
     """Calls `move` with a CTA's tiles, AT_ONCE of them at a time."""
     rounds, rest = divmod(tiles, CTAS * AT_ONCE)
@@ -112,6 +149,16 @@ def _each(tiles: int, cta, move) -> None:
 def _inline(body: Any) -> Any:
     """`body` in MLIR, of a context, a reference and a number that all threads have."""
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(body)
+
+
+def _together() -> None:
+    """Waits for the CTA's other threads."""
+
+    @plgpu.inline_mgpu(arg_types=())
+    def barrier(context):
+        mosaic.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
 
 
 def _say(count, value) -> None:

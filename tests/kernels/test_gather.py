@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash.gather import AXIS, gather, pushing
 from jflash.mesh import tensor_mesh
-from pallas_kernels.gather import Places, Sizes, empty_places, push, refusal
+from pallas_kernels.gather import Places, Sizes, empty_places, lines, push, refusal
 from pallas_kernels.gather.push import CTAS
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, device_mesh
 from tests.support.virtual_devices import result, start
 
 SHAPES = [(1, 256), (16, 2048), (5, 768), (16, 6144), (128, 2048), (300, 256), (512, 6144)]
-SHAPES += [(200, 11008), (2048, 2048)]
-COMPILED = [(1, 256), (16, 2048), (5, 768), (200, 11008)]  # by registers and in bulk
-WHERE = Places(PartitionSpec(AXIS), PartitionSpec(AXIS))
+SHAPES += [(64, 6144), (200, 11008), (2048, 2048)]
+COMPILED = [(1, 256), (16, 2048), (5, 768), (64, 6144), (200, 11008)]  # in each of three ways
+WHERE = Places(*[PartitionSpec(AXIS)] * 3)
 COLUMNS = PartitionSpec(None, AXIS)
 BITS = """
 import json
@@ -96,8 +96,7 @@ def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
 
     one = empty_places(devices)
     places = Places(*[
-        where((n * devices, *x.shape[1:]), x.dtype, WHERE.landing)
-        for n, x in ((2, one.landing), (devices + 1, one.counts))
+        where((len(x) * devices, *x.shape[1:]), x.dtype, WHERE.landing) for x in one
     ])  # fmt: skip
     parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in COMPILED]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -107,7 +106,8 @@ def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
         "copy(%param" not in program and f"= s32[{devices + 1},{CTAS}]{{1,0}} copy(" not in program
     )
     landing = f"= bf16[2,{devices},{push.MOST}]{{2,1,0}} copy("
-    assert landing not in program
+    few = f"= s32[2,{devices},{lines.MOST}]{{2,1,0}} copy("
+    assert landing not in program and few not in program
 
 
 @pytest.mark.skipif(
@@ -124,8 +124,9 @@ def test_pushes_give_what_xla_gathers(first: int):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     landing = np.zeros((2 * devices, devices, push.MOST), jnp.bfloat16)
+    few = np.full((2 * devices, devices, lines.MOST), first, np.int32)
     counts = np.full(((devices + 1) * devices, CTAS), first, np.int32)
-    places = Places(put(landing, WHERE.landing), put(counts, WHERE.counts))
+    places = Places(*map(put, (landing, few, counts), WHERE))
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=(M, C * devices)).astype(jnp.bfloat16) for M, C in SHAPES]
     jax.block_until_ready(places)

@@ -1,0 +1,114 @@
+"""A push of few numbers, each four bytes of them beside the gather's number in one store of eight.
+
+Who waits sees by one load whether they are there, and has them: nothing is said after them, and no
+store waits for the others (NCCL calls this protocol LL). Twice the bytes pass, so it is for parts
+that take less time than that. The lines of a landing place hold nothing else, so what lies there of
+an earlier gather has another number, until counts have gone round.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf, vector
+
+from pallas_kernels.gather.part import Part
+from pallas_kernels.gather.registers import length as length
+
+MOST = 2**17  # numbers of a device's part
+THREADS = 128
+LINE = 2  # numbers beside a gather's number
+
+
+def send(part: Part, tiles: list[Any], turn: Any) -> None:
+    """Writes a CTA's tiles to the peers' lines, and to the result."""
+    values = [plgpu.load(part.x.at[part.own(tile)], layout=_layout(part.length)) for tile in tiles]
+    for tile, value in zip(tiles, values, strict=True):
+        for peer in part.peers:
+            lines = part.landing.at[part.place(part.me, tile)]
+            _send(plgpu.remote_ref(lines, peer), value, turn)
+        part.out[part.result(part.me, tile)] = value
+
+
+def take(part: Part, peer: Any, tiles: list[Any], turn: Any) -> None:
+    """Waits for a peer's tiles, and writes them to the result."""
+    for tile in tiles:
+        value = _take(part.landing.at[part.place(peer, tile)], turn, part.length)
+        part.out[part.result(peer, tile)] = value
+
+
+def _layout(length: int) -> Any:
+    """A thread has its numbers of a tile side by side."""
+    return plgpu.Layout.WG_STRIDED((length,), vec_size=length // THREADS)
+
+
+def _send(ref, value, turn) -> None:
+    types = (plgpu.RefType(), _layout(value.shape[0]), plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def send(context, ref, value, turn):
+        del context
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        count = value.shape[0] // THREADS // LINE
+        [numbers] = value.registers.flat
+        words = vector.bitcast(ir.VectorType.get((count,), i32), numbers)
+        high = arith.shli(arith.extui(i64, turn.registers.item()), mosaic.c(32, i64))
+        for i, at in enumerate(_lines(ref, count)):
+            word = arith.extui(i64, vector.extract(words, [], [i]))
+            mosaic.inline_ptx(
+                "st.relaxed.sys.global.b64 [$0], $1;", at, arith.ori(high, word),
+                has_side_effects=True,
+            )  # fmt: skip
+
+    send(ref, value, turn)  # pyright: ignore[reportCallIssue]
+
+
+def _take(ref, turn, length: int) -> jax.Array:
+    layout = _layout(length)
+    out = plgpu.ShapeDtypeStruct((length,), jnp.bfloat16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=out)
+    def take(context, ref, turn):
+        del context
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        count = length // THREADS // LINE
+        places, wanted = _lines(ref, count), turn.registers.item()
+        loop = scf.WhileOp([i64] * count, [])
+        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
+            seen = [
+                mosaic.inline_ptx(
+                    "ld.relaxed.sys.global.b64 $0, [$1];", at, result_types=i64,
+                    has_side_effects=True,
+                )
+                for at in places
+            ]  # fmt: skip
+            numbers = [arith.trunci(i32, arith.shrui(line, mosaic.c(32, i64))) for line in seen]
+            missing = [arith.cmpi(arith.CmpIPredicate.ne, n, wanted) for n in numbers]
+            some = missing[0]
+            for other in missing[1:]:
+                some = arith.ori(some, other)
+            scf.condition(some, seen)
+        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*[i64] * count)):
+            scf.yield_([])
+        words = vector.from_elements(
+            ir.VectorType.get((count,), i32), [arith.trunci(i32, line) for line in loop.results]
+        )
+        numbers = vector.bitcast(ir.VectorType.get((LINE * count,), ir.BF16Type.get()), words)
+        registers = np.array([numbers], dtype=object)
+        strided = mgpu.WGStridedFragLayout((length,), length // THREADS)
+        return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=None)
+
+    return take(ref, turn)  # pyright: ignore[reportCallIssue]
+
+
+def _lines(ref, count: int) -> list[ir.Value]:
+    """Where this thread's lines of a tile lie: a warp's are side by side."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.remui(mosaic.thread_idx(), mosaic.c(THREADS, ir.IntegerType.get_signless(32)))
+    first = mosaic.getelementptr(mosaic.memref_ptr(ref), [thread], i64)
+    return [mosaic.getelementptr(first, [i * THREADS], i64) for i in range(count)]
