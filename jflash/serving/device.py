@@ -48,7 +48,7 @@ class Device:
     def __init__(self, models: Models, params: Params, layout: Layout) -> None:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
-        self._several = several_prompts(models, layout)
+        self.several = several_prompts(models, layout)
         auto = models.rows == AUTO and "greedy" in layout.kinds
         self.rows = choosing(models, params, layout, self.programs) if auto else None
         self.state = empty_state(models, layout)
@@ -122,7 +122,7 @@ class Device:
         if (1, over.size) not in self.programs.whole:
             return None
         one = Several(1, over.size, 1)
-        return next((each for each in self._several if each.takes(over.size)), one)
+        return next((each for each in self.several if each.takes(over.size)), one)
 
     def whole(
         self,

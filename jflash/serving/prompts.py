@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jflash.programs import LARGE_CHUNK
 from jflash.serving.device import Device
+from jflash.serving.device_time import PROMPTS
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job, Read
 from jflash.serving.schedule import Pass, passes
@@ -48,11 +49,19 @@ class Prompts:
         takes more than its part of a large one's time, so whole large ones count if any fits."""
         sizes, known = sorted(self.device.programs.chunk), False
         for size in reversed(sizes):
-            if seconds := self.device.time.lasted("prefill_seconds", size):
+            if seconds := self._lasted(size):
                 known, fit = True, min(self.stall / seconds, self.burst)
                 if fit >= 1:
                     return min(self.burst, int(fit) * (size // sizes[0]))
         return 1 if known else self.burst
+
+    def _lasted(self, size: int) -> float:
+        """The seconds of a pass of so many tokens, alone or else as one of several; 0: unknown."""
+        time, several = self.device.time, (each[:2] for each in self.device.several)
+        for prompts, tokens in ((1, size), *several):
+            if tokens == size and (seconds := time.lasted(PROMPTS, prompts * tokens)):
+                return seconds / prompts
+        return 0.0
 
     def dispatch(self, chunks: Sequence[Job]) -> list[Read]:
         """Dispatches chunks of texts in their order; `chunks` has a text once for each."""

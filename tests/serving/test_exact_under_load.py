@@ -24,7 +24,7 @@ from jflash.serving.job import Job
 from jflash.serving.loop import Loop
 from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.slots import KINDS, Kind, Layout
+from jflash.serving.slots import KINDS, Kind, Layout, Several
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair, target_config
@@ -279,12 +279,15 @@ def test_a_long_prompt_keeps_no_text_waiting(pair, burst, seconds, monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "burst"),
     [({}, 16), ({512: 0.013}, 12), ({512: 0.026}, 4), ({512: 0.044, 128: 0.02}, 4),
-     ({512: 0.05, 128: 0.02}, 2), ({512: 0.1, 128: 0.06}, 1), ({128: 0.001}, 16)],
+     ({512: 0.05, 128: 0.02}, 2), ({512: 0.1, 128: 0.06}, 1), ({128: 0.001}, 16),
+     ({1024: 0.04}, 8)],
 )  # fmt: skip
 def test_whole_chunks_fit_into_the_stall(seconds, burst):
-    """Of chunks that take so long: a small one takes more than its part of a large one's time."""
+    """Of chunks that take so long: a small one takes more than its part of a large one's time, and
+    one that was computed beside another half the time of both."""
     time = SimpleNamespace(lasted=lambda part, size: seconds.get(size, 0.0))
-    device = SimpleNamespace(time=time, programs=SimpleNamespace(chunk={512: None, 128: None}))
+    programs, several = SimpleNamespace(chunk={512: None, 128: None}), (Several(2, 512),)
+    device = SimpleNamespace(time=time, programs=programs, several=several)
     prompts = Prompts(cast(Any, device), cast(Any, None), dict, burst=16, stall=0.045)
     assert prompts.now == burst
 
