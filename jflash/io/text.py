@@ -37,6 +37,8 @@ def encode_prompt(
     if system:
         messages.insert(0, {"role": "system", "content": system})
     names: dict[str, Any] = {"enable_thinking": reasoning}
+    if reasoning and not effort and "enable_thinking" not in str(tokenizer.chat_template):
+        raise ValueError("reasoning: the chat template has no enable_thinking")
     if effort is not None:
         if "reasoning_effort" not in str(tokenizer.chat_template):
             raise ValueError(f"reasoning {effort}: the chat template has no reasoning_effort")

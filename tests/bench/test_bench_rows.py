@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 
 from jflash.bench import row_speed
+from jflash.cli import main
 from jflash.kernels import Kernels
 from jflash.row_choice import row_counts
 from tests.support.pairs import random_pair
@@ -24,3 +25,9 @@ def test_it_times_a_step_of_each_number_of_rows(tmp_path, monkeypatch):
     assert [int(rows) for rows in row["step_ms"]] == [*row_counts(8, pair.models.block_size)]
     assert min(row["step_ms"].values()) > 0 and row["batch"] == 8
     assert calls == ["alone", "forgotten"] and {"compile_seconds", "cached_seconds"} < row.keys()
+
+
+def test_slots_are_those_of_a_shape(capsys):
+    pair = ["--target", "a", "--drafter", "b", "--gsm8k", "c"]
+    assert main.run("bench-rows", [*pair, "--capacity", "128"]) == 2
+    assert "--capacity 128 without --shape" in capsys.readouterr().err

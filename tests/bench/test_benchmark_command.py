@@ -99,6 +99,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         ("--shape tiny --widths 4,9", "--widths (4, 9)"),
         ("--shape tiny --acceptance 9", "--acceptance 9.0"),
         ("--shape tiny --capacity 1000", "--capacity 1000"),
+        ("--shape tiny --reference-python p", "--reference-python p without --against"),
         ("--shape tiny --context 600 --capacity 512", "--context 600"),
         ("--shape tiny --context 5000", "--context 5000"),
         ("--shape tiny --prefill 99999", "--prefill 99999: the pair has"),

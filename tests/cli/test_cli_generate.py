@@ -156,7 +156,11 @@ def test_reasoning_effort_is_the_templates(random):
     plain = encode_prompt(tokenizer, "hi")
     with pytest.raises(ValueError, match="reasoning high: the chat template has no"):
         encode_prompt(tokenizer, "hi", effort="high")
-    tokenizer.chat_template = "Reasoning: {{ reasoning_effort }}" + tokenizer.chat_template
+    own = tokenizer.chat_template
+    tokenizer.chat_template = own.replace("enable_thinking", "think")
+    with pytest.raises(ValueError, match="reasoning: the chat template has no enable_thinking"):
+        encode_prompt(tokenizer, "hi", reasoning=True)
+    tokenizer.chat_template = "Reasoning: {{ reasoning_effort }}" + own
     got = encode_prompt(tokenizer, "hi", effort="high")
     assert decode(tokenizer, got[: -len(plain)]) == "Reasoning: high"
 

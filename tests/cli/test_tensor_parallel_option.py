@@ -73,6 +73,8 @@ def test_devices_are_compared_if_their_number_is_given(capsys):
     assert run("check-lossless", ["--tensor-parallel", "1,2,4", "--checks", "ops"]) == 2
     why = "--tensor-parallel 1,2,4 is for --checks devices"
     assert why in capsys.readouterr().err
+    assert run("check-lossless", ["--whole", "--checks", "ops"]) == 2
+    assert "--whole is for --checks law" in capsys.readouterr().err
     assert run("check-lossless", ["--quantised", "int4", "--checks", "kept"]) == 2
     assert "--quantised int4 is for --checks devices" in capsys.readouterr().err
     assert run("check-lossless", ["--tensor-parallel", "1,3", "--pairs", "tiny-math"]) == 2

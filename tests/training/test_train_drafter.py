@@ -242,6 +242,7 @@ def test_bad_input_is_a_line(place, capsys):
         ({"minutes": "nan"}, "--minutes nan: 0 or more"),
         ({"decay": 3}, "--decay without --position-weights decay"),
         (NO_LOOK | {"held_out": 2}, "--held-out with --eval-every 0: nothing would be"),
+        (NO_LOOK | {"eval_batch": 8}, "--eval-batch with --eval-every 0: nothing would be"),
         (NO_LOOK | {"eval_prompts": place / "odd.jsonl"}, "--eval-prompts with --eval-every 0"),
         ({"eval_prompts": place / "odd.jsonl"}, "--held-out with --eval-prompts: these are"),
         ({"eval_prompts": place / "none"}, "none: no such file"),

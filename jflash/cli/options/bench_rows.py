@@ -13,12 +13,16 @@ from jflash.cli.options.values import at_least_1, counts, refuse
 KEPT = "kept there row by row, so that a run cut off keeps its rows"
 
 
+CAPACITY = 2048
+
+
 def declare(parser: Parser) -> None:
     add = parser.add_argument
     add("--target", metavar="SOURCE", help="as for generate")
     add("--drafter", metavar="SOURCE")
     add("--shape", help="random weights of a published shape instead: times of steps, no text")
-    add("--capacity", type=int, default=2048, help="slots of a shape's sequence, default 2048")
+    slots = f"slots of a shape's sequence, default {CAPACITY}"
+    add("--capacity", type=int, default=CAPACITY, help=slots)
     add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split")
     add("--mt-bench", type=Path, metavar="FILE", help="questions of MT-Bench")
     add("--batch", type=counts, default=(8, 32, 64), metavar="8,32", help="default 8,32,64")
@@ -37,6 +41,7 @@ def check(args: Options) -> None:
         refuse(None in pair, "give --shape NAME, or --target SOURCE and --drafter SOURCE")
         why = "nothing to decode: give --gsm8k FILE, --mt-bench FILE or both"
         refuse(prompts == (None, None), why)
+        refuse(args.capacity != CAPACITY, f"--capacity {args.capacity} without --shape")
     else:
         refuse(args.tensor_parallel > 1, "--tensor-parallel is for a real pair, not for --shape")
         text = f"--shape {args.shape} decodes no text: leave the pair and its prompts out"

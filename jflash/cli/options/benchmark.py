@@ -76,6 +76,8 @@ def check(args: Options) -> None:
     at_least_1(args, "steps", "repeats", "context", "max_new_tokens", "capacity", "prefill_chunk")
     refuse((args.capacity or 0) % 256, f"--capacity {args.capacity}: a multiple of 256")
     whole = 1 in args.batch and not args.only_step
+    idle = args.reference_python != sys.executable and not args.against
+    refuse(idle, f"--reference-python {args.reference_python} without --against reference")
     why = "--against reference compares whole cases at --batch 1"
     refuse(args.against and not whole, why)
     timed = "--no-compilation-cache: the command times a new cache for each case"

@@ -74,6 +74,7 @@ def check(args: Options) -> None:
         refuse(max(args.tensor_parallel) < 2, alone)
     alone = args.experts_over != OVER[0] and "devices" not in checks
     refuse(alone, f"--experts-over {args.experts_over} is for --checks devices")
+    refuse(args.whole and "law" not in checks, "--whole is for --checks law")
     form = f"--quantised {args.quantised}"
     refuse(args.quantised and "devices" not in checks, f"{form} is for --checks devices")
     whole = args.quantised and args.experts_over != OVER[0]

@@ -11,6 +11,11 @@ from jflash.cli.options.replicas import check_replicas, replica_options
 from jflash.cli.options.values import check_seed, option_name, refuse, refuse_replacing
 from jflash.decoding import Sampling
 
+# What only a target that writes reads.
+WRITING: dict[str, float] = {
+    "count": 1000, "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 256, "batch": 64,
+}  # fmt: skip
+
 
 def declare(parser: Parser) -> None:
     add = parser.add_argument
@@ -23,12 +28,13 @@ def declare(parser: Parser) -> None:
     add("--svamp", type=Path, metavar="FILE.json")
     add("--exclude-test", type=Path, nargs="*", default=[], metavar="FILE", help="test sets")
     add("--written-by", metavar="TARGET", help="checkpoint that writes user turns as well")
-    add("--count", type=int, default=1000, help="user turns that it writes")
+    add("--count", type=int, help="user turns that it writes")
     add("--system", action="append", metavar="TEXT", help="system message before them, in turns")
-    add("--temperature", type=float, default=1.0)
-    add("--top-p", type=float, default=1.0)
-    add("--max-new-tokens", type=int, default=256, help="of a user turn")
-    add("--batch", type=int, default=64)
+    add("--temperature", type=float)
+    add("--top-p", type=float)
+    add("--max-new-tokens", type=int, help="of a user turn")
+    add("--batch", type=int)
+    parser.set_defaults(**WRITING)
     add("--seed", type=int, default=0)
     shared_options(parser, "the target that writes")
     replica_options(parser.add_argument_group("replicas that write user turns"))
@@ -56,6 +62,9 @@ def check(args: Options) -> None:
         why = f"{option_name(name)} {value} without --written-by TARGET: they write its turns"
         refuse(idle, why)
     refuse(args.system and not args.written_by, "--system without --written-by TARGET")
+    for name, usual in WRITING.items():
+        idle = getattr(args, name) != usual and not args.written_by
+        refuse(idle, f"{option_name(name)} {getattr(args, name)} without --written-by TARGET")
     drawing(args)
 
 

@@ -18,6 +18,7 @@ from jflash.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
 
 # A new drafter's form without options; version 2 takes the second part as well.
+EVAL_BATCH = 32
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 FORM = {
     **{"drafter": "dflash", "num_layers": 5, "intermediate_size": None, "block_size": 16},
@@ -106,7 +107,7 @@ def _evaluation_options(add) -> None:
     add("--eval-prompts", type=Path, metavar="FILE.jsonl", help=other)
     add("--held-out", type=int, metavar="N", help="prompts of the data; default: 5 %%, at most 64")
     add("--eval-every", type=int, default=1000, metavar="STEPS", help="0: never")
-    add("--eval-batch", type=int, default=32)
+    add("--eval-batch", type=int, default=EVAL_BATCH)
 
 
 def share(text: str) -> Share:
@@ -180,8 +181,8 @@ def _check_read(args: Options) -> None:
     ):
         given = unread and getattr(args, name) != getattr(Objective, name)
         refuse(given, f"{option_name(name)} without {other}")
-    for name in ("eval_prompts", "held_out"):
-        given = not args.eval_every and getattr(args, name)
+    for name, usual in (("eval_prompts", None), ("held_out", None), ("eval_batch", EVAL_BATCH)):
+        given = not args.eval_every and (getattr(args, name) or usual) != usual
         refuse(given, f"{option_name(name)} with --eval-every 0: nothing would be evaluated")
     both = args.eval_prompts and args.held_out
     refuse(both, "--held-out with --eval-prompts: these are the prompts held out")
