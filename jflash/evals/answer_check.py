@@ -15,7 +15,11 @@ WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)")  # as people write it: -7, 1
 NUMBER = re.compile(
     r"(?:(?<![\w)])[-\u2212])?[$£€¥]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:/\d+)?"
 )
-UNIT = re.compile(r"([-\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*\.?")
+UNIT = re.compile(
+    r"([-\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*"
+    r"(?:\^\{?[23]\}?|[²³])?(?:/[A-Za-z]+(?:\^2|²)?)?\.?"
+)
+THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|\u202f|\u2009|~)(?=\d{3}(?!\d))")  # 1\,000
 MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
 WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")  # LaTeX around the whole
 CURRENCY = re.compile(r"^([-\u2212]?)(?:\\?\$|[£€¥])\s*|(?<=\d)\s*[£€¥]$")
@@ -25,6 +29,7 @@ HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 RESULT = re.compile(
     r"(?:.{0,40}\banswer\b\D{0,20})?[^\w\n]*(?:(?<=\\)\w|\d[\d,]*+(?![.)] ))", re.IGNORECASE
 )
+LATEX = re.compile(r"\\[A-Za-z]+")
 BRACES = re.compile(r"\\boxed\s*\{|[{}]")
 
 
@@ -79,20 +84,21 @@ def is_equal(answer: str, gold: str) -> bool:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs time-outs
-    both = (gold, _bare(answer))
+    # A letter of 3x is no unit.
+    bare = _bare(answer, units=not re.search(r"[A-Za-z]", LATEX.sub("", gold)))
+    both = (THOUSANDS.sub("", gold), THOUSANDS.sub("", bare))
     right, given = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in both)
     return math_verify.verify(right, given, timeout_seconds=SECONDS)
 
 
-def _bare(answer: str) -> str:
-    """An answer without marks around it, currency and unit: "**£18**" and "18 apples." are 18.
-
-    LaTeX would read a unit as a product of letters.
+def _bare(answer: str, units: bool) -> str:
+    """An answer without marks around it and currency, and if it may have some without `units`:
+    "**£18**" and "18 apples." are 18. LaTeX would read a unit as a product of letters.
     """
     while around := MARKS.fullmatch(answer) or WORDS.fullmatch(answer):
         answer = (around[2] if around.re is MARKS else around[1]).strip()
     answer = CURRENCY.sub(r"\1", answer)
-    unit = UNIT.fullmatch(answer)
+    unit = UNIT.fullmatch(THOUSANDS.sub("", answer)) if units else None
     return unit[1] if unit else answer
 
 
