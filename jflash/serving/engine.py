@@ -123,10 +123,7 @@ class Engine:
         handle = Handle(request, lambda _: self._cancel(job))
         now, seed = time.monotonic(), request.seed
         with self._changed:
-            if self._error is not None:
-                raise Failed("the engine has failed") from self._error
-            if self._closing:
-                raise RuntimeError("the engine is closed")
+            self._check_at_work()
             if self._waiting() >= self._max_queue:
                 raise Full(f"{self._max_queue} requests wait")
             job = Job(
@@ -195,6 +192,8 @@ class Engine:
             for name, params in new.items()
             if params is not None
         }
+        if not new:
+            raise ValueError("no new parameters: give a target, a drafter, or both")
 
         def update() -> int:
             self._loop.new_weights(self._loop.device.params._replace(**new))
@@ -231,13 +230,19 @@ class Engine:
         """The result of `action`, which the engine's thread runs as soon as no request runs."""
         done = Future[T]()
         with self._changed:
-            if self._error is not None:
-                raise Failed("the engine has failed") from self._error
-            if self._closing:
-                raise RuntimeError("the engine is closed")
+            self._check_at_work()
             self._actions.append((action, done))
             self._changed.notify()
         return done.result()
+
+    def _check_at_work(self) -> None:
+        """Failed, or RuntimeError, if nothing will be done any more."""
+        if self._error is not None:
+            raise Failed("the engine has failed") from self._error
+        if self._closing:
+            raise RuntimeError("the engine is closed")
+        if not self._thread.is_alive():  # no fork has its parent's threads
+            raise RuntimeError("the engine is of the process that was forked: make one after it")
 
     def _waiting(self) -> int:
         return len(self._inbox) + len(self._loop.waiting)

@@ -110,7 +110,7 @@ def test_rounds_are_counted_by_their_tokens(engine):
     assert {size: count for size, count in counts.items() if count} == {128: 1}
 
 
-def test_refusals(pair, engine):
+def test_refusals(engine, monkeypatch):
     wrong: list[tuple[dict[str, Any], str]] = [
         (dict(prompt_ids=[]), "empty"),
         (dict(prompt_ids=[1], max_tokens=240), "1 prompt tokens"),
@@ -128,6 +128,13 @@ def test_refusals(pair, engine):
     other: Any = {"prompt_ids": [1]}
     with pytest.raises(ValueError, match=r"{'prompt_ids': .* must be a Request"):
         engine.submit(other)
+    with pytest.raises(ValueError, match="no new parameters"):
+        engine.update_weights()
+    with monkeypatch.context() as forked:
+        forked.setattr(engine, "_thread", threading.Thread())
+        for act in (lambda: engine.submit(Request(prompt_ids=[1], max_tokens=2)), engine.sleep):
+            with pytest.raises(RuntimeError, match="of the process that was forked"):
+                act()
     handles = []
     with pytest.raises(Full, match="3 requests wait"):
         for _ in range(9):
