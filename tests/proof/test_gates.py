@@ -229,7 +229,7 @@ def on_two(models: Models, experts_over: str = "columns", **asked: str) -> tuple
 
 
 def pushes(program: Program) -> int:
-    return len(re.findall(r'custom-call\(.*?op_name="[^"]*/push/mpmd_map"', program.hlo))
+    return len(re.findall(r'custom-call\(.*?op_name="[^"]*/push(?:_lines)?/mpmd_map"', program.hlo))
 
 
 def test_two_devices_push_what_they_exchange():
@@ -240,7 +240,7 @@ def test_two_devices_push_what_they_exchange():
     program, bound = on_two(models_of(SMALL))
     assert not failed(program, bound)
     assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
-    places = re.findall(r"= bf16\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
+    places = re.findall(r"= (?:bf16|s32)\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
     assert places and not any("copy" in opcode for opcode in places)
     assert "f32[16,75968]" not in program.hlo  # a device's logits
 

@@ -26,6 +26,7 @@ WIDTHS = [2, 3, 5, 7, 8, 11, 16]
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33]
 LONG_LENGTHS = [127, 128, 129, 255, 256, 257]
 MIN_GAP = 2e-3  # between the two best logits, for logits of order 1 to 10
+ROUTED = 1e-5  # relative noise under which a router must choose as without it
 LONGEST_RUN = 80
 PROMPTS, ENDINGS = 8, 6  # tried for a case; of each prompt
 
@@ -60,6 +61,34 @@ def _gap(logits: torch.Tensor) -> float:
     return ((best[:, 0] - best[:, 1]) / scale).min().item() / MIN_GAP
 
 
+def _chosen(router: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The experts of each row, ascending: what a router gives besides numbers."""
+    (ids,) = (part for part in router.forward(x, *others) if not part.is_floating_point())
+    return ids.sort(-1).values
+
+
+@contextmanager
+def watched_routers(target: PreTrainedModel) -> Iterator[list[bool]]:
+    """Yields a list that gets, at each call of a router, whether noise of rounding's size, ten
+    times as large, changes an expert: logits may then be another by much, whatever their gaps."""
+    found, noise = [], torch.Generator().manual_seed(0)
+
+    def watch(router: nn.Module, given: tuple, _: object) -> None:
+        x, *others = given
+        want = _chosen(router, x, *others)
+        for _ in range(8):
+            nudge = 1 + ROUTED * torch.randn(x.shape, generator=noise)
+            found.append(not torch.equal(_chosen(router, x * nudge, *others), want))
+
+    routers = [module for module in target.modules() if "Router" in type(module).__name__]
+    hooks = [router.register_forward_hook(watch) for router in routers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def reference_run(pair: Pair, prompt: list[int], new: int, stops: list | None, block: int) -> Run:
     """`dflash_generate`, watched: its own numbers, and how close any deciding argmax was."""
     verified: list[torch.Tensor] = []
@@ -73,7 +102,7 @@ def reference_run(pair: Pair, prompt: list[int], new: int, stops: list | None, b
     hook = pair.target.register_forward_hook(lambda *a: verified.append(a[-1].logits[0]))
     pair.drafter.compute_logits = watch_draft
     try:
-        with exact_rollback(pair.target):
+        with exact_rollback(pair.target), watched_routers(pair.target) as ties:
             result = dflash_generate(
                 pair.drafter, pair.target, torch.tensor([prompt]), new, stops,
                 temperature=0, block_size=block, return_stats=True,
@@ -81,7 +110,7 @@ def reference_run(pair: Pair, prompt: list[int], new: int, stops: list | None, b
     finally:
         hook.remove()
         del pair.drafter.compute_logits
-    gap, steps, done = _gap(verified[0][-1:]), [], 1
+    gap, steps, done = 0.0 if any(ties) else _gap(verified[0][-1:]), [], 1
     for produced, draft, verify in zip(
         result.acceptance_lengths, drafted, verified[1:], strict=True
     ):
