@@ -9,6 +9,7 @@ from pallas_kernels.gather.part import AT_ONCE, Part
 
 FEWEST = 128  # rows of a part; with fewer the way through shared memory takes longer
 EACH, LONGEST = 256, 8192  # columns of a tile are so many times; AT_ONCE of the longest are 64 KB
+TAKEN = 3  # peers whose tiles lie in shared memory at once
 
 
 def length(columns: int) -> int:
@@ -17,9 +18,10 @@ def length(columns: int) -> int:
     return EACH * next(n for n in range(LONGEST // EACH, 0, -1) if pieces % n == 0)
 
 
-def scratch(length: int, dtype: Any) -> list[Any]:
-    """AT_ONCE tiles, and what tells that each is there."""
-    return [plgpu.SMEM((AT_ONCE, length), dtype), plgpu.Barrier(num_barriers=AT_ONCE)]
+def scratch(length: int, dtype: Any, peers: int) -> list[Any]:
+    """AT_ONCE tiles of each of some peers, and what tells that each is there."""
+    tiles = AT_ONCE * min(peers, TAKEN)
+    return [plgpu.SMEM((tiles, length), dtype), plgpu.Barrier(num_barriers=tiles)]
 
 
 class Moves(NamedTuple):
@@ -51,13 +53,15 @@ class Moves(NamedTuple):
         """Copies are not ordered with what is said after them: they must have been made."""
         plgpu.wait_smem_to_gmem(0)
 
-    def take(self, peer: Any, tiles: list[Any]) -> None:
+    def take(self, tiles: list[Any]) -> None:
         part = self.part
         _order()
-        self._load(part.landing, [part.place(peer, tile) for tile in tiles])
-        for i, tile in enumerate(tiles):
-            plgpu.barrier_wait(self.here.at[i])
-            plgpu.copy_smem_to_gmem(self.held.at[i], part.out.at[part.result(peer, tile)])
+        for first in range(0, len(part.peers), TAKEN):
+            every = [(peer, tile) for peer in part.peers[first : first + TAKEN] for tile in tiles]
+            self._load(part.landing, [part.place(*one) for one in every])
+            for i, one in enumerate(every):
+                plgpu.barrier_wait(self.here.at[i])
+                plgpu.copy_smem_to_gmem(self.held.at[i], part.out.at[part.result(*one)])
 
     def taken(self) -> None:
         plgpu.wait_smem_to_gmem(0)

@@ -18,11 +18,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
 from pallas_kernels.gather.part import Part
-from pallas_kernels.gather.registers import length as length
+from pallas_kernels.gather.registers import LEAST, LONGEST
+from pallas_kernels.gather.registers import length as longest
 
 MOST = 2**17  # numbers of a device's part
 THREADS = 128
 LINE = 2  # numbers beside a gather's number
+
+
+def length(rows: int, columns: int, ctas: int) -> int:
+    """Columns of a tile: the shortest that gives no CTA two, for the fewest stores of a thread."""
+    fitting = (n for n in (LEAST, LONGEST // 2, LONGEST) if columns % n == 0)
+    return next((n for n in fitting if rows * (columns // n) <= ctas), longest(columns))
 
 
 def send(part: Part, tiles: list[Any], turn: Any) -> None:
@@ -35,11 +42,12 @@ def send(part: Part, tiles: list[Any], turn: Any) -> None:
         part.out[part.result(part.me, tile)] = value
 
 
-def take(part: Part, peer: Any, tiles: list[Any], turn: Any) -> None:
-    """Waits for a peer's tiles, and writes them to the result."""
+def take(part: Part, tiles: list[Any], turn: Any) -> None:
+    """Waits for the peers' tiles, and writes them to the result."""
     for tile in tiles:
-        value = _take(part.landing.at[part.place(peer, tile)], turn, part.length)
-        part.out[part.result(peer, tile)] = value
+        lines = tuple(part.landing.at[part.place(peer, tile)] for peer in part.peers)
+        for peer, value in zip(part.peers, _take(lines, turn, part.length), strict=True):
+            part.out[part.result(peer, tile)] = value
 
 
 def _layout(length: int) -> Any:
@@ -68,17 +76,20 @@ def _send(ref, value, turn) -> None:
     send(ref, value, turn)  # pyright: ignore[reportCallIssue]
 
 
-def _take(ref, turn, length: int) -> jax.Array:
+def _take(refs: tuple[Any, ...], turn, length: int) -> tuple[jax.Array, ...]:
+    """A tile of each peer, once all of them are there: one look is at all."""
     layout = _layout(length)
     out = plgpu.ShapeDtypeStruct((length,), jnp.bfloat16, layout=layout)
+    types = (tuple(plgpu.RefType() for _ in refs), plgpu.Layout.WG_SPLAT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=out)
-    def take(context, ref, turn):
+    @plgpu.inline_mgpu(arg_types=types, return_type=tuple(out for _ in refs))
+    def take(context, refs, turn):
         del context
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         count = length // THREADS // LINE
-        places, wanted = _lines(ref, count), turn.registers.item()
-        loop = scf.WhileOp([i64] * count, [])
+        places = [at for ref in refs for at in _lines(ref, count)]
+        wanted = turn.registers.item()
+        loop = scf.WhileOp([i64] * len(places), [])
         with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
             seen = [
                 mosaic.inline_ptx(
@@ -93,17 +104,22 @@ def _take(ref, turn, length: int) -> jax.Array:
             for other in missing[1:]:
                 some = arith.ori(some, other)
             scf.condition(some, seen)
-        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*[i64] * count)):
+        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*[i64] * len(places))):
             scf.yield_([])
-        words = vector.from_elements(
-            ir.VectorType.get((count,), i32), [arith.trunci(i32, line) for line in loop.results]
-        )
-        numbers = vector.bitcast(ir.VectorType.get((LINE * count,), ir.BF16Type.get()), words)
-        registers = np.array([numbers], dtype=object)
-        strided = mgpu.WGStridedFragLayout((length,), length // THREADS)
-        return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=None)
+        words = [arith.trunci(i32, line) for line in loop.results]
+        return tuple(_array(words[i : i + count], length) for i in range(0, len(words), count))
 
-    return take(ref, turn)  # pyright: ignore[reportCallIssue]
+    return take(refs, turn)  # pyright: ignore[reportCallIssue]
+
+
+def _array(words: list[ir.Value], length: int) -> Any:
+    """A tile of which this thread has these words, of LINE numbers each."""
+    word = ir.VectorType.get((len(words),), ir.IntegerType.get_signless(32))
+    many = ir.VectorType.get((LINE * len(words),), ir.BF16Type.get())
+    numbers = vector.bitcast(many, vector.from_elements(word, words))
+    registers = np.array([numbers], dtype=object)
+    strided = mgpu.WGStridedFragLayout((length,), length // THREADS)
+    return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=None)
 
 
 def _lines(ref, count: int) -> list[ir.Value]:

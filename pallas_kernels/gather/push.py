@@ -63,9 +63,9 @@ def _gather(x, landing, counts, axis: str):
     way = bulk if M >= bulk.FEWEST else registers
     length = way.length(C)
     return plgpu.kernel(
-        functools.partial(_kernel, axis=axis, devices=devices, length=length, moves=way.Moves),
+        functools.partial(_kernel, axis=axis, length=length, moves=way.Moves),
         out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
-        scratch_types=way.scratch(length, x.dtype),
+        scratch_types=way.scratch(length, x.dtype, devices - 1),
         grid=(CTAS,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
@@ -73,29 +73,23 @@ def _gather(x, landing, counts, axis: str):
     )(x, landing, counts)
 
 
-def _kernel(
-    x_ref, landing, counts, out_ref, *scratch, axis: str, devices: int, length: int, moves: Any
-):
-    (M, C), me, cta = x_ref.shape, lax.axis_index(axis), lax.axis_index("cta")
-    tiles = M * (C // length)
-    peers = [lax.rem(me + i, devices) for i in range(1, devices)]
-    turn = counts[devices, cta]
-    part = Part(x_ref, landing, out_ref, turn & 1, me, peers, length)
-    way = moves(part, *scratch)
+def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, moves: Any):
+    part, tiles, turn = _task(x_ref, landing, counts, out_ref, axis, length)
+    way, cta = moves(part, *scratch), lax.axis_index("cta")
 
     @pl.when(cta < tiles)  # the others have nothing to say, and count on
     def _():
         each = functools.partial(_each, tiles, cta)
         each(way.send)
         way.sent()
-        for peer in peers:
-            _say(plgpu.remote_ref(counts.at[me, cta], peer), turn + 1)
-        for peer in peers:
+        for peer in part.peers:
+            _say(plgpu.remote_ref(counts.at[part.me, cta], peer), turn + 1)
+        for peer in part.peers:
             _await(counts.at[peer, cta], turn + 1)
-            each(functools.partial(way.take, peer))
+        each(way.take)
         way.taken()
 
-    counts[devices, cta] = turn + 1
+    counts[len(part.peers) + 1, cta] = turn + 1
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -103,7 +97,7 @@ def _gather_lines(x, landing, counts, axis: str):
     M, C = x.shape
     devices = counts.shape[0] - 1
     return plgpu.kernel(
-        functools.partial(_kernel_of_lines, axis=axis, devices=devices, length=lines.length(C)),
+        functools.partial(_kernel_of_lines, axis=axis, length=lines.length(M, C, CTAS)),
         out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
         grid=(CTAS,),
         grid_names=("cta",),
@@ -112,22 +106,26 @@ def _gather_lines(x, landing, counts, axis: str):
     )(x, landing, counts)
 
 
-def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, devices: int, length: int):
-    (M, C), me, cta = x_ref.shape, lax.axis_index(axis), lax.axis_index("cta")
-    tiles = M * (C // length)
-    peers = [lax.rem(me + i, devices) for i in range(1, devices)]
-    turn = counts[devices, cta]
-    part = Part(x_ref, landing, out_ref, turn & 1, me, peers, length)
+def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int):
+    part, tiles, turn = _task(x_ref, landing, counts, out_ref, axis, length)
+    cta = lax.axis_index("cta")
 
     @pl.when(cta < tiles)
     def _():
         each = functools.partial(_each, tiles, cta)
         each(lambda some: lines.send(part, some, turn + 1))
         _together()  # all threads have read the count that one sets
-        for peer in peers:
-            each(lambda some, peer=peer: lines.take(part, peer, some, turn + 1))
+        each(lambda some: lines.take(part, some, turn + 1))
 
-    counts[devices, cta] = turn + 1
+    counts[len(part.peers) + 1, cta] = turn + 1
+
+
+def _task(x_ref, landing, counts, out_ref, axis: str, length: int) -> tuple[Part, int, Any]:
+    """What a CTA moves: the part, of how many tiles, and the number of the gather before."""
+    (M, C), devices = x_ref.shape, counts.shape[0] - 1
+    me, turn = lax.axis_index(axis), counts[devices, lax.axis_index("cta")]
+    peers = [lax.rem(me + i, devices) for i in range(1, devices)]
+    return Part(x_ref, landing, out_ref, turn & 1, me, peers, length), M * (C // length), turn
 
 
 def _each(tiles: int, cta, move) -> None:

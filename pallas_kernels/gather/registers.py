@@ -14,7 +14,7 @@ def length(columns: int) -> int:
     return next(n for n in (LONGEST, LONGEST // 2, LEAST) if columns % n == 0)
 
 
-def scratch(length: int, dtype: Any) -> list[Any]:
+def scratch(length: int, dtype: Any, peers: int) -> list[Any]:
     """None."""
     return []
 
@@ -32,10 +32,11 @@ class Moves(NamedTuple):
                 plgpu.remote_ref(landing, peer)[self.part.place(me, tile)] = value
             out[self.part.result(me, tile)] = value
 
-    def take(self, peer: Any, tiles: list[Any]) -> None:
-        values = [self.part.landing[self.part.place(peer, tile)] for tile in tiles]
-        for tile, value in zip(tiles, values, strict=True):
-            self.part.out[self.part.result(peer, tile)] = value
+    def take(self, tiles: list[Any]) -> None:
+        every = [(peer, tile) for peer in self.part.peers for tile in tiles]
+        values = [self.part.landing[self.part.place(*one)] for one in every]
+        for one, value in zip(every, values, strict=True):
+            self.part.out[self.part.result(*one)] = value
 
     def sent(self) -> None:
         """A store is made before what is said after it."""
