@@ -1,0 +1,104 @@
+"""Tiles of products with few columns: those of a small model, and a device's part of a larger one.
+
+The general tiles would leave multiprocessors idle there, or fill a last turn badly. So a CTA reads
+more at a time, has fewer rows or columns, or one piece of K. All of it won for the products of
+Qwen3-8B and their parts on 2 and 4 devices, timed on an H200 (benchmarks/h200-part-tiles.json).
+Knows no jax.
+"""
+
+import dataclasses
+
+from pallas_kernels.matmul.tuning import (
+    SHORT_K,
+    SMS,
+    WALKED,
+    WARPGROUP_ROWS,
+    Tuning,
+    make_plan,
+    with_ring,
+)
+
+# For up to 64 rows, by the programs that 64 columns each would make at most: a program's columns,
+# step over K, stages and warps. 32B's products gain as well.
+_FEW_ROWS: dict[str, tuple[tuple[int, tuple[int, int, int, int]], ...]] = {
+    "gate_up": ((64, (32, 64, 8, 4)), (127, (64, 128, 4, 8))),
+    "sums": (
+        *((32, (16, 256, 4, 4)), (64, (32, 128, 8, 4))),
+        *((127, (64, 128, 6, 4)), (132, (64, 128, 5, 4)), (144, (64, 128, 4, 4))),
+    ),
+}
+# For more than WALKED rows: a CTA's rows and columns, and whether it walks all pieces of K.
+_SHORT = ((64, 192, True), (64, 128, True), (64, 192, False), (64, 128, False))
+_LONG = ((64, 256, False), (128, 64, False))
+_APART = 1024  # of K, the least that a CTA of its own takes: its sums are written and read again
+_LARGE = 128 * 128
+_FILLED = 112  # CTAs, of SMS
+_FILLED_BY_GATES = 96
+_TALLER = 1.8  # times as long as 64 rows take 128 rows by 256 columns of gate and up
+
+
+def few_rows_sizes(op: str, programs: int) -> tuple[int, int, int, int] | None:
+    """Columns, step over K, stages and warps where 64 columns a program make so few of them."""
+    rules = _FEW_ROWS.get(op, _FEW_ROWS["sums"])
+    return next((sizes for most, sizes in rules if programs <= most), None)
+
+
+def narrow_tuning(op: str, M: int, K: int, N: int, pieces: int, general: Tuning) -> Tuning:
+    """The tile for 65 rows or more: `general` unless another one fills the GPU better."""
+    if op == "gate_up":
+        return _of_gates(M, K, N, general)
+    if op not in ("matmul", "residual"):
+        return general
+    if M > WALKED:
+        large = general.block_m * general.block_n >= _LARGE
+        if large and _filled(op, M, K, N, general):
+            return general
+        sizes = _SHORT if K <= SHORT_K else _LONG
+        apart = K // pieces >= _APART
+        ways = [(m, n, pieces if walks else 1) for m, n, walks in sizes if walks or apart]
+        tilings = (with_ring(op, m, n, walk, pieces // walk) for m, n, walk in ways)
+        return next((t for t in tilings if t and _filled(op, M, K, N, t)), general)
+    deep = general.split_k > 1 and general.block_n <= 64 and M <= 2 * WARPGROUP_ROWS
+    tuning = with_ring(op, WARPGROUP_ROWS, 64, 1, pieces, 128) if deep else None
+    return tuning if tuning and _ctas(op, M, K, N, tuning) else general
+
+
+def _of_gates(M: int, K: int, N: int, general: Tuning) -> Tuning:
+    low = with_ring("gate_up", WARPGROUP_ROWS, 256, 1, 1)
+    assert low is not None, "its ring is smaller than that of 128 rows"
+    few = _ctas("gate_up", M, K, N, low)
+    if not few:
+        return general
+    if M <= 2 * WARPGROUP_ROWS:
+        return low if _FILLED_BY_GATES <= few <= SMS else general
+    if M <= WALKED or (general.block_m, general.block_n) != (128, 256):
+        return general
+    many = _ctas("gate_up", M, K, N, general)
+    if many > SMS:
+        return low if _TALLER * _turns(many) > 1.05 * _turns(few) else general
+    paired = [dataclasses.replace(general, cluster_m=2)]
+    narrower = with_ring("gate_up", 128, 192, 1, 1)
+    if narrower is not None:
+        paired.insert(0, dataclasses.replace(narrower, cluster_m=2))
+    fitting = (t for t in paired if _FILLED_BY_GATES <= _ctas("gate_up", M, K, N, t) <= SMS)
+    return next(fitting, general)
+
+
+def _turns(ctas: int) -> int:
+    return -(-ctas // SMS)
+
+
+def _filled(op: str, M: int, K: int, N: int, tuning: Tuning) -> bool:
+    """Whether its CTAs take one turn and leave few multiprocessors idle."""
+    return _FILLED <= _ctas(op, M, K, N, tuning) <= SMS
+
+
+def _ctas(op: str, M: int, K: int, N: int, tuning: Tuning) -> int:
+    """Of the shape, had each one tile; 0 if the tile does not divide it."""
+    if N % tuning.block_n:
+        return 0
+    try:
+        plan = make_plan("matmul" if tuning.split_k > 1 else op, M, K, N, tuning)
+    except ValueError:
+        return 0
+    return plan.columns * plan.row_groups * tuning.cluster_m * tuning.cluster_n
