@@ -8,6 +8,7 @@ import pytest
 from jflash.cli.command import run_command
 from scripts import benchmark_tables
 from tables.cells import Result
+from tables.devices import several_gpus
 from tables.documents import MARKED, TABLES, documents, read_results, with_tables
 from tables.evidence import CELLS
 from tables.losslessness import right_logits
@@ -222,7 +223,7 @@ def test_every_table_shows_its_numbers(results):
             "`benchmarks/z-2.json`.",
         ],
         "spent": ["Not measured yet."],  # by the test below
-        "several_gpus": ["| qwen3-8b, batch 1 | not measured | not measured (goal 0.68 ×) |"],
+        "several_gpus": ["| qwen3-8b, batch 1 |  | not measured | not measured (goal 0.68 ×) |"],
         "widths": ["| ms a step at width | 4 | 16 |", "| batch 1 |"],
         "reference": ["| qwen3-8b, DFlash step | 120.0 |", "22.2 ×"],
         "in_turns": [f"| qwen3-8b | 1 | {step['ms']:.2f} ms | tiny |", "| 1.040 × |"],
@@ -317,6 +318,29 @@ def test_steps_stand_beside_their_goals_and_vllms():
     made = step_goals([beside, whole])
     assert "| qwen3-8b, DFlash step, batch 8 | 6.4 | 8.00 (1.25 ×) | 6.50 | 9.00 |" in made
     assert "| qwen3-8b, plain, batch 1 | 4.3 | not measured |  | 6.00 |" in made
+
+
+def test_steps_of_several_gpus_stand_beside_one_s_by_kind_of_gpu():
+    """Two devices in one run, three newer times of bench-steps, and two of another GPU."""
+    where = {"versions": {"jax": "1"}, "date": "today"}
+    row = {"shape": "qwen3-8b", "batch": 1, "context": 1024}
+    one = row | {"tensor_parallel": 1, "step": {"ms": 8.0}}
+    two = row | {
+        "tensor_parallel": 2, "step": {"ms": 6.0}, "against": {"share_of_time": 0.755},
+    }  # fmt: skip
+    run = Result("run.json", where | {"device": "NVIDIA X 80GB", "cases": [one, two]})
+    row |= {"kind": "step"}
+    steps = [row | {"tensor_parallel": 4, "ms": 4.0}, row | {"ms": 7.0}]
+    steps += [row | {"tensor_parallel": 4, "ms": 1.0, "kind": "plain"}]
+    newer = Result("newer.json", where | {"device": "NVIDIA X 80GB", "step_times": steps})
+    of_two = row | {"tensor_parallel": 2, "ms": 3.0}
+    other = Result("other.json", where | {"device": "NVIDIA Y", "step_times": [of_two]})
+    made = several_gpus([run, newer, other])
+    assert (
+        "| qwen3-8b, batch 1 | X | 8.00 ms | 6.00 ms, 0.76 × (goal 0.68 ×) "
+        "| 4.00 ms, 0.50 × of another run (goal 0.48 ×) |" in made
+    )
+    assert "| qwen3-8b, batch 1 | Y | not measured | 3.00 ms (goal 0.68 ×) |" in made
 
 
 def test_a_verify_stands_beside_what_its_products_take(results):
