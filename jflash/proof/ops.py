@@ -18,10 +18,12 @@ from jflash.proof.lossless import compile_all
 from jflash.specs import AttentionSpec, MoeSpec
 from pallas_kernels import heads_to_cache, matmul, rms_norm
 from pallas_kernels.block_attention import block_attention
+from pallas_kernels.matmul.tuning import LEAST_SWIZZLE
 
 MOST = 512
 ROWS = (1, 2, 8, 16, 33, 64, 65, 128, 256)
 BEFORE, SLOTS, SEQUENCES = 700, 2048, (1, 8, 64)  # of attention
+DEVICES = (2, 4)  # that share a product's columns
 
 
 class Op(NamedTuple):
@@ -52,7 +54,8 @@ def ops_of(models: Models) -> Iterator[Op]:
 
     def product(name: str, size: int, columns: int, backend: str = kernels.matmul) -> Op:
         def call(w: Array, x: Array, residual: Array) -> Array:
-            return matmul.matmul(x, w, residual, backend=backend)
+            own = residual[:, : w.shape[1]]  # of a device's part
+            return matmul.matmul(x, w, own, backend=backend, columns=columns)
 
         weights = draw(size, columns, scale=size**-0.5)
         return op(name, call, weights, draw(MOST, size), draw(MOST, columns))
@@ -78,8 +81,8 @@ def ops_of(models: Models) -> Iterator[Op]:
         made = heads_to_cache.split_heads(x[None, None], scale, scale, cos, sin, **own)
         return jnp.concatenate(made, axis=2)[0]
 
-    yield product("qkv", D, (N + 2 * K) * H)
-    yield product("out", N * H, D)
+    yield from with_parts(product("qkv", D, (N + 2 * K) * H), kernels.matmul)
+    yield from with_parts(product("out", N * H, D), kernels.matmul)
     yield op("norm", norm, draw(D), draw(MOST, D))
     of_heads = draw(N * H, D, scale=(N * H) ** -0.5), draw(D)
     yield op("out and a norm", normed, of_heads, draw(MOST, N * H), draw(MOST, D))
@@ -106,8 +109,9 @@ def ops_of(models: Models) -> Iterator[Op]:
         def gated(w: Array, x: Array) -> Array:
             return matmul.gate_up(x, w, backend=kernels.matmul)
 
-        yield op("gate and up", gated, draw(D, 2 * F, scale=D**-0.5), draw(MOST, D))
-        yield product("down", F, D)
+        both = op("gate and up", gated, draw(D, 2 * F, scale=D**-0.5), draw(MOST, D))
+        yield from with_parts(both, kernels.matmul, halves=2)
+        yield from with_parts(product("down", F, D), kernels.matmul)
     vocabulary, x = draw(config.vocab_size, D), draw(MOST, D)
     yield op("logits", logits, vocabulary, x)
     yield op("best of the head", best, vocabulary, x)
@@ -115,6 +119,32 @@ def ops_of(models: Models) -> Iterator[Op]:
 
 
 PLANTED = "planted: XLA's product"
+
+
+def with_parts(product: Op, backend: str, halves: int = 1) -> Iterator[Op]:
+    """The product, and the columns of it that one of several devices has, beside the whole's.
+
+    On one device, so it needs no others. Products by other backends than the canonical ones
+    promise nothing of parts.
+    """
+    yield product
+    columns = product.weights.shape[1] // halves
+    for devices in DEVICES if backend == "canonical" else ():
+        if columns % (LEAST_SWIZZLE * devices) == 0:
+            yield part_of(product, columns // devices, f"{product.name}, 1 of {devices}", halves)
+
+
+def part_of(product: Op, columns: int, name: str, halves: int = 1) -> Op:
+    """The first columns of a product: by those of its weights alone, and of the whole."""
+
+    def call(w: Array, *rows: Array) -> Array:
+        own = [half[:, :columns] for half in jnp.split(w, halves, axis=1)]
+        return product.call(jnp.concatenate(own, axis=1), *rows)
+
+    def whole(w: Array, *rows: Array) -> Array:
+        return product.whole(w, *rows)[:, :columns]
+
+    return Op(name, call, whole, product.weights, product.rows, (*product.counts, MOST))
 
 
 def _attention(q: Array, kv: Array, backend: str) -> Iterator[Op]:

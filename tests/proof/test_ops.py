@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jflash.kernels import Kernels
@@ -58,3 +60,24 @@ def test_operations_that_break_the_law_are_named(monkeypatch):
     assert ops.failures_of_ops(found | {"pair": "small"})[1:] == [
         "small: XLA's product gave a row the same bits: nothing was shown"
     ]
+
+
+def test_a_devices_part_of_a_product_has_the_wholes_bits(monkeypatch):
+    """Of whole numbers, whose sums are exact; a part that is cut in other columns is found."""
+    monkeypatch.setattr(ops, "DEVICES", (2,))
+    draw = lambda *sizes: jax.random.randint(jax.random.key(len(sizes)), sizes, -9, 9) * 1.0  # noqa: E731
+    w, x = draw(8, 64), draw(48, 8)
+    for halves in (1, 2):
+
+        def product(w, x, halves=halves):
+            return jnp.stack(jnp.split(x @ w, halves, axis=1)).sum(axis=0)
+
+        whole = ops.Op("some", product, product, w, (x,), (1, 17))
+        assert [each.name for each in ops.with_parts(whole, "cpu")] == ["some"]
+        part = list(ops.with_parts(whole, "canonical", halves))[1]
+        assert part.name == "some, 1 of 2" and part.counts == (1, 17, 48)
+        shifted = part._replace(call=lambda w, *rows, part=part: part.call(w[:, ::-1], *rows))
+        monkeypatch.setattr(ops, "ops_of", lambda _, of=(part, shifted): iter(of))
+        found = ops.check_ops(models_of(*["cpu"] * 5), lambda _: None)
+        assert found["differences"] == 0 and found["ops"][0]["compared_rows"] == 66
+        assert found["planted"]["differing_rows"] == 66

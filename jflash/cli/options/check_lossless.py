@@ -6,8 +6,9 @@ must have the same bits. oracle: trained, random and replaying drafters decode -
 pair and batch size through one executable, and must give what its oracle gives, which accepts no
 draft; the law implies this. devices: as many devices as --tensor-parallel names decode what one
 does, with the same keys and values. ops: each operation of a target's sizes alone, at 1 to 512
-rows. kept: a target kept in FP8 and in INT4 decodes the text of the arrays that its codes stand
-for. Faults planted on purpose must be caught.
+rows, and the columns of a product that one of 2 and of 4 devices has. kept: a target kept in FP8
+and in INT4 decodes the text of the arrays that its codes stand for. Faults planted on purpose must
+be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
