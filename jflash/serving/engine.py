@@ -4,14 +4,10 @@ Where the law of one arithmetic holds, a request's greedy text does not depend o
 cancelled, is preempted or was cached. This file knows only token ids.
 """
 
-import atexit
 import secrets
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import Any
 
 from jflash.generate import Pair
@@ -22,11 +18,12 @@ from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job
 from jflash.serving.limits import check, check_sizes, checked_kinds
 from jflash.serving.loop import Loop
-from jflash.serving.request import KEYS, Event, Failed, FinishReason, Full, Request, Result
+from jflash.serving.request import KEYS, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
 from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
 from jflash.serving.weights import replacing
+from jflash.serving.work import Work
 from pallas_kernels.block_attention import PAGE
 
 # Tokens of prompts between two calls, as long as STALL allows. With 512 a burst fills its slots
@@ -34,12 +31,12 @@ from pallas_kernels.block_attention import PAGE
 # 6,698 / 6,630 with 2,048 (one H200, jax 0.11.2, 2026-11-24).
 PREFILL_BETWEEN = 2048
 STALL = 0.045  # seconds that prompts keep a text waiting at most, if a chunk is no longer
-LAST = 10.0  # seconds that a process which ends waits for an engine at most
 STEPS_PER_CALL = 2  # more leave ended slots idle for longer, fewer let the device wait
 
 
 class Engine:
-    """Decodes submitted requests, at most `max_batch` at once, until `close`.
+    """Decodes submitted requests, at most `max_batch` at once, until `close`, or until nobody holds
+    it nor a handle of it.
 
     A request may have `max_context` tokens, its new ones included: the models' positions unless
     given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
@@ -93,20 +90,12 @@ class Engine:
         self.pair, self.max_batch = pair, max_batch
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         self._layout = Layout(shape, pages, steps_per_call, kinds, states, prompts_at_once)
-        self._max_queue = max_queue
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
-        lock = threading.RLock()
-        self._changed, self._room = threading.Condition(lock), threading.Condition(lock)
-        self._inbox = list[Job]()
-        self._actions = deque[tuple[Callable[[], Any], Future]]()
-        self._arrived, self._closing = 0, False
-        self._ended: dict[FinishReason, int] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._guarded, name="jflash-engine", daemon=True)
-        self._thread.start()
-        _open.add(self)
+        self._work = Work(self._loop, max_queue)
+        # The thread holds no engine, so one that nobody closes frees its memory once it is dropped.
+        weakref.finalize(self, self._work.tell_to_end).atexit = False
 
     def check(self, request: Request) -> None:
         """ValueError, naming the field and its value, for what this engine can never serve."""
@@ -120,24 +109,25 @@ class Engine:
         self.check(request)
         if request.grammar is not None:
             self._loop.device.prepare_grammars()
-        handle = Handle(request, lambda _: self._cancel(job))
+        # Who holds a handle holds its engine.
+        handle = Handle(request, lambda _, engine=self: engine._work.cancel(job))
         now, seed = time.monotonic(), request.seed
-        with self._changed:
-            self._check_at_work()
-            if self._waiting() >= self._max_queue:
-                raise Full(f"{self._max_queue} requests wait")
+        job: Job
+
+        def make(number: int) -> Job:
+            nonlocal job
             job = Job(
                 handle=handle,
-                order=(request.priority, self._arrived),
+                order=(request.priority, number),
                 seed=secrets.randbelow(KEYS) if seed is None else seed,
                 deadline=None if request.timeout is None else now + request.timeout,
                 tokens=list(request.prompt_ids),
                 submitted=now,
                 matcher=request.grammar and Matcher(request.grammar),
             )
-            self._arrived += 1
-            self._inbox.append(job)
-            self._changed.notify()
+            return job
+
+        self._work.add(make)
         return handle
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
@@ -149,21 +139,19 @@ class Engine:
 
     def wait_for_room(self) -> None:
         """Until `submit` would not raise Full, though another thread may come first."""
-        with self._room:
-            ended = lambda: self._closing or self._error is not None  # noqa: E731
-            self._room.wait_for(lambda: ended() or self._waiting() < self._max_queue)
+        self._work.wait_for_room()
 
     def stats(self) -> Stats:
         """A snapshot."""
         pages, rows = self._loop.holdings.pages, self._loop.device.rows
-        with self._changed:
+        with self._work.changed:
             return Stats(
-                waiting=self._waiting(),
+                waiting=self._work.waiting(),
                 running=len(self._loop.running),
                 pages=pages.count,
                 pages_available=pages.available,
                 pages_kept=pages.kept,
-                ended=dict(self._ended),
+                ended=dict(self._work.ended),
                 steps_by_rows={} if rows is None else dict(rows.steps),
                 rounds_by_tokens=tuple(self._loop.rounds_by_tokens),
                 device_bytes=used_memory(),
@@ -199,123 +187,22 @@ class Engine:
             self._loop.new_weights(self._loop.device.params._replace(**new))
             return self._loop.version
 
-        return self._between(update)
+        return self._work.between(update)
 
     def sleep(self) -> None:
         """Frees the pages' memory once running requests have finished; others wait for `wake`."""
-        self._between(self._loop.sleep)
+        self._work.between(self._loop.sleep)
 
     def wake(self) -> None:
         """Allocates the pages again, empty, after `sleep`."""
-        self._between(self._loop.wake)
+        self._work.between(self._loop.wake)
 
     def close(self) -> None:
         """Cancels all requests and ends the thread; a second call does nothing."""
-        self._end()
-
-    def _end(self, seconds: float | None = None) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-            self._room.notify_all()
-        self._thread.join(seconds)
+        self._work.end()
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _between[T](self, action: Callable[[], T]) -> T:
-        """The result of `action`, which the engine's thread runs as soon as no request runs."""
-        done = Future[T]()
-        with self._changed:
-            self._check_at_work()
-            self._actions.append((action, done))
-            self._changed.notify()
-        return done.result()
-
-    def _check_at_work(self) -> None:
-        """Failed, or RuntimeError, if nothing will be done any more."""
-        if self._error is not None:
-            raise Failed("the engine has failed") from self._error
-        if self._closing:
-            raise RuntimeError("the engine is closed")
-        if not self._thread.is_alive():  # no fork has its parent's threads
-            raise RuntimeError("the engine is of the process that was forked: make one after it")
-
-    def _waiting(self) -> int:
-        return len(self._inbox) + len(self._loop.waiting)
-
-    def _cancel(self, job: Job) -> None:
-        with self._changed:
-            job.cancelled = True
-            self._changed.notify()
-
-    def _guarded(self) -> None:
-        try:
-            while self._turn():
-                pass
-            self._loop.close()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                left, self._inbox = [*self._loop.drop(), *self._inbox], []
-                actions, self._actions = self._actions, deque()
-                self._room.notify_all()
-            for _, done in actions:
-                done.set_exception(error)
-            for job in left:
-                failure = Failed("the engine has failed")
-                failure.__cause__ = error
-                job.handle.fail(failure)
-            self._loop.before_waiting()
-
-    def _turn(self) -> bool:
-        """One round, or a wait for work; False once closed and empty."""
-        loop = self._loop
-        with self._changed:
-            self._room.notify_all()  # the last round may have begun some that waited
-            self._changed.wait_for(
-                lambda: self._inbox or self._closing or self._actions or not loop.idle,
-                loop.patience,
-            )
-            loop.waiting += self._inbox
-            self._inbox = []
-            if self._closing:
-                for job in (*loop.waiting, *loop.running):
-                    job.cancelled = True
-            loop.held = bool(self._actions)
-        if loop.quiet and self._actions:
-            loop.before_waiting()
-            with self._changed:
-                action, done = self._actions.popleft()
-            try:
-                done.set_result(action())
-            except Exception as error:  # such as memory that is missing: who wanted it hears of it
-                done.set_exception(error)
-            return True
-        if loop.idle:
-            return not self._closing
-        loop.round(self._on_event)
-        if loop.idle:
-            loop.before_waiting()
-        return True
-
-    def _on_event(self, job: Job, event: Event) -> None:
-        if event.finish_reason:
-            with self._changed:
-                before = self._ended.get(event.finish_reason, 0)
-                self._ended[event.finish_reason] = before + 1
-        job.handle.give([event])
-
-
-_open = weakref.WeakSet[Engine]()
-
-
-@atexit.register
-def close_all() -> None:
-    """Ends the engines that nobody closed: a process aborts if it ends while a thread is in XLA."""
-    for engine in list(_open):
-        if engine._thread.is_alive():  # in a fork there is none
-            engine._end(LAST)

@@ -176,8 +176,10 @@ class Handle:
         wake, self._wake = self._wake, None  # a reader that waits is woken once
         if wake is not None:
             wake()
-        if self._ended and self._at_end is not None:
-            self._at_end()
+        if self._ended:
+            self._on_cancel = lambda _: None  # it holds its engine no longer
+            if self._at_end is not None:
+                self._at_end()
 
 
 def result_of(request: Request, events: list[Event]) -> Result:

@@ -15,7 +15,7 @@ from jflash.serving.device import Device
 from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
 from jflash.serving.grammar import GrammarError
 from jflash.serving.holdings import Holdings
-from jflash.serving.job import Counts, Job, Read
+from jflash.serving.job import Counts, Job, Read, Tally
 from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
 from jflash.serving.prompts import Prompts
@@ -49,10 +49,15 @@ class Loop:
         self.before_waiting: Callable[[], None] = lambda: None  # the device has its next work
         self.slots: list[Job | None] = [None] * layout.shape.batch
         self.waiting = list[Job]()
-        self.counts = Counts()
+        self._tally = Tally()
+        self._count = self._tally.add
         self.rounds_by_tokens = [0] * (len(SIZES) + 1)
         self.prompts = Prompts(self.device, self.holdings, self._count, burst, stall)
         self._unread = deque[Read]()  # in the order in which the device computes them
+
+    @property
+    def counts(self) -> Counts:
+        return self._tally.counts
 
     @property
     def running(self) -> list[Job]:
@@ -250,10 +255,6 @@ class Loop:
             if job.reason:
                 self._leave(job)
             self._drop_failed([job])
-
-    def _count(self, **more: int | float) -> None:
-        now = {name: getattr(self.counts, name) + value for name, value in more.items()}
-        self.counts = self.counts._replace(**now)
 
     def _drop_failed(self, jobs: Sequence[Job]) -> None:
         """Ends requests whose grammar cannot be followed; calls on their way are not read."""

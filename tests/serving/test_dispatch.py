@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,10 @@ from jflash.generate import Pair
 from jflash.kernels import AUTO
 from jflash.rounds import Step
 from jflash.row_choice import ChosenRows
-from jflash.serving.engine import Engine, close_all
+from jflash.serving.engine import Engine
 from jflash.serving.in_order import InOrder
 from jflash.serving.request import Event, Failed, Request
+from jflash.serving.work import close_all
 from tests.support.pairs import one_arithmetic, random_pair
 
 PATIENCE = 60.0  # seconds
@@ -165,6 +167,19 @@ def test_a_closed_engine_leaves_no_thread(pair):
         engine.submit(Request(prompt_ids=[1], max_tokens=4)).result()
         assert threading.active_count() == before + 2
     assert threading.active_count() == before
+
+
+def test_an_engine_that_nobody_holds_frees_its_memory(pair):
+    """Not while a handle is held whose request is under way."""
+    before, engine = threading.active_count(), engine_of(pair)
+    device = weakref.ref(engine._loop.device)
+    handle = engine.submit(Request(prompt_ids=[1], max_tokens=40))
+    del engine
+    assert handle.result().finish_reason == "length" and len(handle.result().token_ids) == 40
+    begin = time.monotonic()
+    while threading.active_count() > before or device() is not None:
+        assert time.monotonic() < begin + 20, "the thread or the device is still there"
+        time.sleep(0.01)
 
 
 def test_an_engine_that_nobody_closed_ends_with_its_process(pair):

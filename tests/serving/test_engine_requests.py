@@ -131,7 +131,7 @@ def test_refusals(engine, monkeypatch):
     with pytest.raises(ValueError, match="no new parameters"):
         engine.update_weights()
     with monkeypatch.context() as forked:
-        forked.setattr(engine, "_thread", threading.Thread())
+        forked.setattr(engine._work, "_thread", threading.Thread())
         for act in (lambda: engine.submit(Request(prompt_ids=[1], max_tokens=2)), engine.sleep):
             with pytest.raises(RuntimeError, match="of the process that was forked"):
                 act()
