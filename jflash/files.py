@@ -21,13 +21,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If not, it is removed and `path` stays as it was.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = _part(path)
     try:
         yield part
         part.rename(path)
     finally:
         with contextlib.suppress(OSError):  # the error before it says more
             part.unlink(missing_ok=True)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -94,13 +98,48 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
                 file.close()
 
 
+def unfinished(path: Path) -> Path:
+    """Where the lines are that were written before `path` could appear."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+@contextlib.contextmanager
+def kept_lines(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
+    """As `whole_file`; but lines that the block wrote before it failed are in `unfinished(path)`.
+
+    ValueError too where an earlier run left such lines, without `overwrite`.
+    """
+    path = path.resolve()
+    left, written = unfinished(path), 0
+    if left.exists() and not overwrite:
+        raise ValueError(
+            f"{left} has the lines of a run that did not end: move it, or pass --overwrite"
+        )
+    with whole_file(path, overwrite) as write:
+
+        def counted(line: str) -> None:
+            nonlocal written
+            write(line)
+            written += 1
+
+        try:
+            yield counted
+        except BaseException:
+            if written:
+                with contextlib.suppress(OSError):
+                    part = _part(path)
+                    os.truncate(part, _whole(part.read_bytes()))
+                    part.rename(left)
+            raise
+
+
 def check_whole_file(path: Path, overwrite: bool) -> None:
-    """ValueError if `whole_file` could not write `path` now; nothing is left there."""
+    """ValueError if `kept_lines` could not write `path` now; nothing is left there."""
 
     class Enough(Exception):
         pass
 
-    with contextlib.suppress(Enough), whole_file(path, overwrite):
+    with contextlib.suppress(Enough), kept_lines(path, overwrite):
         raise Enough
 
 

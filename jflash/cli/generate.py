@@ -1,11 +1,10 @@
 """generate: from a prompt to its text, one prompt live or a file of them in batches."""
 
 import functools
-import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from jflash.cli.results import (
 )
 from jflash.decoding import Decoding
 from jflash.draft_error import TEXT, draft_error
-from jflash.files import check_whole_file, whole_file
+from jflash.files import check_whole_file, kept_lines, unfinished, whole_file
 from jflash.generate import Generation, Pair, generate, models_for, stream
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
@@ -183,35 +182,59 @@ def _live(options: Options, job: Job, pair: Pair, setup: Setup) -> None:
 def _many(options: Options, prompts: list[Prompt], hosts: Hosts) -> None:
     """A JSON line for every prompt, in their order; all batches have one shape.
 
-    Hosts decode the batches that one host would, in turns, and host 0 writes all lines.
+    Of one host a batch's lines are written when it ends. Several decode the batches that one would,
+    in turns, and host 0 writes all lines.
     """
     job = _prepare(options, prompts)
     size = min(options.batch_size, len(prompts))
     capacity = _check_device(options, job, size)
     pair, setup = _load(options, job.files)
     parts = [slice(begin, begin + size) for begin in range(0, len(prompts), size)]
-    own, todo = {}, hosts.share(len(parts))
-    total = sum(len(prompts[parts[number]]) for number in todo)
+    todo = [parts[number] for number in hosts.share(len(parts))]
+    decoded = _decoded(pair, job, todo, size, capacity)
+
+    def write_all(write: Callable[[str], None], part: slice, results: list[Generation]) -> None:
+        for prompt, result in zip(prompts[part], results, strict=True):
+            line = record(result, job.text(result, options.stop), setup, prompt.sampling)
+            write(json_line((prompt.extra or {}) | line))
+
+    batches = []
+    if hosts.count == 1:
+        try:
+            with kept_lines(options.output, options.overwrite) as write:
+                for part, results in zip(todo, decoded, strict=True):
+                    write_all(write, part, results)
+                    batches.append(results)
+        except BaseException:
+            if (left := unfinished(options.output)).exists() and batches:
+                print(f"\nanswers to the first prompts are in {left}", file=sys.stderr)
+            raise
+    else:
+        own = dict(zip(hosts.share(len(parts)), map(as_json, decoded), strict=True))
+        texts = hosts.gathered(own, len(parts))
+        if texts is None:
+            return
+        batches = [from_json(text) for text in texts]
+        with whole_file(options.output, options.overwrite) as write:
+            for part, results in zip(parts, batches, strict=True):
+                write_all(write, part, results)
+    print(batch_statistics(batches, setup, hosts.count), file=sys.stderr)
+
+
+def _decoded(
+    pair: Pair, job: Job, parts: Sequence[slice], size: int, capacity: int
+) -> Iterator[list[Generation]]:
+    """The results of each part of the prompts, with a bar on stderr."""
+    total = sum(len(job.prompts[part]) for part in parts)
     with tqdm(total=total, desc="decoding", unit="prompt", file=sys.stderr) as bar:
-        for number in todo:
-            part = parts[number]
+        for part in parts:
             ids, decodings = job.prompts[part], job.decodings[part]
             missing = size - len(ids)  # copies of the last prompt, which decode no longer than it
-            results = generate(
+            yield generate(
                 pair, ids + ids[-1:] * missing, decodings + decodings[-1:] * missing,
                 first_index=part.start, capacity=capacity,
             )[: len(ids)]  # fmt: skip
-            own[number] = as_json(results)
             bar.update(len(ids))
-    texts = hosts.gathered(own, len(parts))
-    if texts is None:
-        return
-    batches = [from_json(text) for text in texts]
-    with whole_file(options.output, options.overwrite) as write:
-        for prompt, result in zip(prompts, itertools.chain(*batches), strict=True):
-            line = record(result, job.text(result, options.stop), setup, prompt.sampling)
-            write(json_line((prompt.extra or {}) | line))
-    print(batch_statistics(batches, setup, hosts.count), file=sys.stderr)
 
 
 def use_colour() -> bool:

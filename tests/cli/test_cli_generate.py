@@ -296,6 +296,34 @@ def test_all_batches_have_one_shape(run, random, tmp_path, monkeypatch):
     assert calls == [(2, 512)] * 3 and len(output.read_text().splitlines()) == 5
 
 
+def test_an_interruption_leaves_the_answers_that_were_there(random, tmp_path, monkeypatch, capsys):
+    """Whole lines beside the output, which a later run does not write over unasked."""
+    ends = [KeyboardInterrupt(), OSError("the disc is full")]
+
+    def broken(pair, prompts, decodings, *, first_index, **_):
+        if first_index == 2:
+            raise ends.pop(0)
+        return [chunks([0], [0])[-1].generation for _ in prompts]
+
+    monkeypatch.setattr(cli, "generate", broken)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_ids": [1]}\n' * 5)
+    argv = ["--prompts", str(source), "--output", str(output), "--batch-size", "2"]
+    argv += [*models(random), "--max-new-tokens", "5"]
+    left = tmp_path / "out.jsonl.unfinished"
+    assert main.run("generate", argv) == 130 and str(left) in capsys.readouterr().err
+    lines = left.read_text()
+    assert [json.loads(line)["new_tokens"] for line in lines.splitlines()] == [2, 2]
+    assert main.run("generate", argv) == 2 and f"{left} has the lines" in capsys.readouterr().err
+    left.unlink()
+    assert main.run("generate", argv) == 2 and "the disc is full" in capsys.readouterr().err
+    assert len(left.read_text().splitlines()) == 2
+    monkeypatch.setattr(cli, "generate", lambda *a, **k: broken(*a, **k | {"first_index": 0}))
+    assert main.run("generate", [*argv, "--overwrite"]) == 0
+    assert len(output.read_text().splitlines()) == 5
+    assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", left.name}
+
+
 def test_prompts_of_different_batches_draw_their_own(run, random, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt_ids": [1, 2]}\n' * 4)
