@@ -1,13 +1,22 @@
-"""HTTP as httptools reads it, which takes a head of any length: here it has a bound."""
+"""HTTP as httptools reads it: a head has a bound here, and a wish for another protocol is ignored.
 
+httptools takes a head of any length. It also takes what follows a head with `Upgrade` for the other
+protocol, and Java's HTTP client asks for HTTP/2 in this way with each first request, body and all.
+"""
+
+import sys
+
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 def bounded(most: int) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, but 400 and the connection's end for a head of more than `most` bytes."""
+    """uvicorn's protocol, but 400 and the connection's end for a head of more than `most` bytes,
+    and HTTP/1.1 for who asks for more."""
 
     class Bounded(HttpToolsProtocol):
         _in_head, _head = True, 0  # the bytes of a head that is not whole
+        _data = b""  # the newest
 
         def on_message_begin(self) -> None:
             self._in_head = True
@@ -18,9 +27,27 @@ def bounded(most: int) -> type[HttpToolsProtocol]:
             super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
+            self._data = data
             super().data_received(data)
             self._head = self._head + len(data) if self._in_head else 0
             if self._head > most and not self.transport.is_closing():
                 self.send_400_response(f"the head has more than {most} bytes")
+
+        def _should_upgrade(self) -> bool:
+            """uvicorn leaves such a request to `handle_websocket_upgrade`."""
+            return any(name == b"upgrade" for name, _ in self.headers)
+
+        def handle_websocket_upgrade(self) -> None:
+            """Reads the request again without its wish, and then what came after its head."""
+            asks = sys.exception()
+            assert isinstance(asks, httptools.HttpParserUpgrade), "uvicorn calls this for one"
+            line = f"{self.scope['method']} ".encode() + self.url
+            fields = [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
+            version = self.scope["http_version"].encode()
+            head = b"\r\n".join([line + b" HTTP/" + version, *fields, b"", b""])
+            # The one before has seen the end of a request, with some the end of the connection.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.data_received(head + self._data[asks.args[0] :])
 
     return Bounded

@@ -213,6 +213,13 @@ def test_keys_limits_and_pages_of_others(monkeypatch):
         with socket.create_connection(address) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * (HEADER_BYTES + 1000))
             assert client.recv(100).startswith(b"HTTP/1.1 400"), "a head without an end"
+        asked = json.dumps(body)
+        for asks in ("Upgrade", "Upgrade, close"):  # as Java's client asks for HTTP/2 at first
+            head = [f"POST {TEXT} HTTP/1.1", "Host: x", "Upgrade: h2c", f"Connection: {asks}"]
+            head += ["Authorization: Bearer right", f"Content-Length: {len(asked)}"]
+            with socket.create_connection(address) as client:
+                client.sendall("\r\n".join([*head, "", asked]).encode())
+                assert client.recv(100).startswith(b"HTTP/1.1 200"), "a body after that head"
         monkeypatch.setattr(wire, "BODY_SECONDS", 0.2)
         with socket.create_connection(address) as client:
             head = "\r\n".join([f"POST {TEXT} HTTP/1.1", "Host: x", "Content-Length: 9"])
