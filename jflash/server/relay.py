@@ -62,7 +62,7 @@ def _beginning(body: bytes) -> str:
         value = msgspec.json.decode(body)
         names = ("tools", "instructions", "messages", "prompt", "input")
         parts = [value[name] for name in names if value.get(name)]
-    except (msgspec.DecodeError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):  # the replica says what is wrong
         return ""
     return msgspec.json.encode(parts).decode() if parts else ""
 
