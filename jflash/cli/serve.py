@@ -99,6 +99,7 @@ def loaded(options: argparse.Namespace) -> Loaded:
     files = configured(options, batch=options.max_batch)
     files = with_sampling(files, [Decoding()], options.draft_rule)
     tokenizer = files.target.tokenizer()
+    template = template_of(options, tokenizer)
     stop_ids = files.target.stop_ids(tokenizer)
     note_idle_gpu()
     context = context_of(options, files.models)
@@ -126,7 +127,7 @@ def loaded(options: argparse.Namespace) -> Loaded:
         tokenizer=tokenizer,
         name=name,
         version=f"jflash {_version()}",
-        template=_template(tokenizer),
+        template=template,
         stop_ids=tuple(stop_ids),
         sampling=sampling(options),
         reasoning=options.reasoning == "on",
@@ -193,10 +194,14 @@ def _pages(options: argparse.Namespace, models: Models, context: int) -> int:
     return pages_within(models, *shape, options.steps_per_call, options.states)
 
 
-def _template(tokenizer: Any) -> str:
-    """The source of all chat templates; empty without one."""
-    source = getattr(tokenizer, "chat_template", None) or ""
-    return source if isinstance(source, str) else "\n".join(source.values())
+def template_of(options: argparse.Namespace, tokenizer: Any) -> str:
+    """The source of all chat templates, empty without one; ValueError for a thinking mode that they
+    lack."""
+    given = getattr(tokenizer, "chat_template", None) or ""
+    source = given if isinstance(given, str) else "\n".join(given.values())
+    if options.reasoning == "on" and "enable_thinking" not in source:
+        raise ValueError("--reasoning on: the chat template has no enable_thinking")
+    return source
 
 
 def _name(target: str) -> str:

@@ -157,8 +157,15 @@ def test_what_a_port_and_a_model_cannot_give_is_refused():
             listen("127.0.0.1", port)
     models = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter").models
     asked = lambda most: serve.context_of(argparse.Namespace(max_context=most), models)  # noqa: E731
+    template = lambda mode, source: serve.template_of(  # noqa: E731
+        argparse.Namespace(reasoning=mode), argparse.Namespace(chat_template=source)
+    )
     assert asked(None) == asked(2048) == 2048 and asked(2) == 2
     with pytest.raises(ValueError, match="--max-context 2049 passes the model's 2048 positions"):
         asked(2049)
     with pytest.raises(ValueError, match="--max-context 1 has no room"):
         asked(1)
+    for source in (None, "{{ messages }}", {"default": "{{ messages }}"}):
+        with pytest.raises(ValueError, match="--reasoning on: the chat template has no enable_th"):
+            template("on", source)
+    assert template("off", None) == "" and template("on", {"a": "x", "b": "enable_thinking"})
