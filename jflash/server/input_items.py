@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jflash.server.conversation import arguments_of, text_of
-from jflash.server.errors import ApiError, invalid, unsupported
-from jflash.server.protocol import FunctionCall, Message, Part, Responses, ToolCall
+from jflash.server.errors import invalid, unsupported
+from jflash.server.protocol import FunctionCall, Message, Part, Responses, ToolCall, named
 
 
 class Turns(NamedTuple):
@@ -61,24 +61,30 @@ def _add(found: Turns, message: Message, where: str) -> None:
 def _read(item: dict[str, Any], where: str) -> Message | str:
     """An item as a message, or as the thoughts before one."""
     kind = item.get("type", "message")
-    try:
-        if kind == "message":
-            return msgspec.convert(item, Message)
-        if kind == "function_call":
-            call = msgspec.convert(item, FunctionCall)
-            call.arguments = arguments_of(call.arguments, f"{where}.arguments")
-            return Message(
-                role="assistant", tool_calls=[ToolCall(call, id=str(item.get("call_id", "")))]
-            )
-        if kind == "function_call_output":
-            text = _output(item.get("output"), f"{where}.output")
-            return Message(role="tool", content=text, tool_call_id=str(item.get("call_id", "")))
-        if kind == "reasoning":
-            parts = msgspec.convert(item.get("content"), list[Part] | None)
-            return "".join(part.text or "" for part in parts or [])
-    except msgspec.ValidationError as error:
-        raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
+    if kind == "message":
+        return _as(Message, item, where)
+    if kind == "function_call":
+        call = _as(FunctionCall, item, where)
+        call.arguments = arguments_of(call.arguments, f"{where}.arguments")
+        return Message(
+            role="assistant", tool_calls=[ToolCall(call, id=str(item.get("call_id", "")))]
+        )
+    if kind == "function_call_output":
+        if "output" not in item:
+            raise invalid(f"{where}.output", "is missing")
+        text = _output(item["output"], f"{where}.output")
+        return Message(role="tool", content=text, tool_call_id=str(item.get("call_id", "")))
+    if kind == "reasoning":
+        parts = _as(list[Part], item.get("content") or [], f"{where}.content")
+        return "".join(part.text or "" for part in parts)
     raise unsupported(f"{where}.type", f"{kind!r} cannot be read")
+
+
+def _as[T](kind: type[T], value: Any, where: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise named(str(error), msgspec.json.encode(value), where) from None
 
 
 def _output(output: Any, where: str) -> str:
@@ -86,7 +92,7 @@ def _output(output: Any, where: str) -> str:
     if isinstance(output, str):
         return output
     if isinstance(output, Sequence) and all(_is_part(each) for each in output):
-        return text_of(msgspec.convert(output, list[Part]), where)
+        return text_of(_as(list[Part], output, where), where)
     return msgspec.json.encode(output).decode()
 
 

@@ -212,7 +212,7 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
     try:
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error), body) from None
+        raise named(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
     for name in kind.__struct_fields__:
@@ -228,15 +228,19 @@ def read[R: Struct](body: bytes, kind: type[R]) -> R:
     return value
 
 
-def _named(message: str, body: bytes) -> ApiError:
-    """msgspec's message as an error, with the path of the field as `param`, and with its value."""
+def named(message: str, body: bytes, where: str = "") -> ApiError:
+    """msgspec's message as an error, with the path of the field as `param`, and with its value.
+
+    `where` is the place of the JSON `body` in the request, if it is a part of one.
+    """
     path = PATH.search(message)
-    param = path[1] if path else None
-    if not param:
-        missing = re.search(r"missing required field `(\w+)`", message)
-        param = missing[1] if missing else None
-    text = f"{param}{_value(body, param)}: {message[: path.start()]}" if path and param else message
-    return ApiError(text, param=param, code="invalid_type")
+    inner, why = (path[1], message[: path.start()]) if path else ("", message)
+    value = _value(body, inner) if inner else ""
+    missing = None if inner else re.search(r"missing required field `(\w+)`", message)
+    found = missing[1] if missing else inner
+    param = f"{where}.{found}" if where and found and found[0] != "[" else where + found
+    text = f"{param}{value}: {why}" if where or inner else message
+    return ApiError(text, param=param or None, code="invalid_type")
 
 
 def _value(body: bytes, path: str) -> str:

@@ -100,6 +100,14 @@ def test_a_template_of_channels_gets_each_call_in_a_turn_of_its_own():
         ({"role": "cat", "content": "x"}, "role"),
         ({"role": "user"}, "content"),
         (ONE | {"arguments": "{"}, "arguments"),
+        ({"role": 1, "content": "x"}, "role"),
+        ({"content": "x"}, "role"),
+        ({"role": "user", "content": [{"type": "input_text", "text": 5}]}, "content[0].text"),
+        (ONE | {"name": None}, "name"),
+        (THOUGHTS | {"content": [{"type": 1}]}, "content[0].type"),
+        (THOUGHTS | {"content": 5}, "content"),
+        (GAVE | {"output": [{"type": "input_text", "text": 5}]}, "output[0].text"),
+        ({"type": "function_call_output", "call_id": "one"}, "output"),
     ],
 )
 def test_an_item_that_cannot_be_read_is_named_by_its_own_place(client, item, param):
@@ -107,4 +115,6 @@ def test_an_item_that_cannot_be_read_is_named_by_its_own_place(client, item, par
     body: dict[str, Any] = {"instructions": "abc", "input": [ASKS, ONE, item, TWO]}
     refused = client.post(RESPONSES, json=body)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == f"input[2].{param}"
+    error = refused.json()["error"]
+    assert error["param"] == f"input[2].{param}" and error["message"].startswith(error["param"])
+    assert "`$" not in error["message"]
