@@ -80,7 +80,8 @@ def _schema(value: Any, param: str) -> str:
 
 
 def _by_type(given: Mapping[str, Any], param: str) -> Form | None:
-    """OpenAI's response_format, and text.format, where a schema's fields lie one level higher."""
+    """OpenAI's response_format, and text.format, where a schema's fields lie one level higher; each
+    may have the other's form."""
     kind = given.get("type")
     if kind == "text":
         return None
@@ -89,7 +90,7 @@ def _by_type(given: Mapping[str, Any], param: str) -> Form | None:
     if kind != "json_schema":
         raise unsupported(f"{param}.type", f"{kind!r} is none of text, json_object, json_schema")
     inner, where = given, param
-    if "schema" not in given:
+    if "schema" not in given and ("json_schema" in given or param == "response_format"):
         inner, where = given.get("json_schema"), f"{param}.json_schema"
     if not isinstance(inner, dict) or "schema" not in inner:
         raise invalid(f"{where}.schema", "is missing")

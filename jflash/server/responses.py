@@ -34,7 +34,7 @@ from jflash.server.tools import narrowed, wanted
 from jflash.server.wire import Events, body_of, while_there
 from jflash.serving.handle import Handle
 
-EFFORT, FORMAT = "effort", "format"
+EFFORT, FORMAT, VERBOSITY = "effort", "format", "verbosity"
 
 
 async def responses(request: HttpRequest) -> Response:
@@ -42,7 +42,7 @@ async def responses(request: HttpRequest) -> Response:
     asked = read(await body_of(request, service.max_body), Responses)
     service.check_model(asked.model)
     _check_parts(asked)
-    tools = wanted(_chat_tools(asked.tools), asked.tool_choice, service.template)
+    tools = wanted(_chat_tools(asked.tools), asked.tool_choice, service.template, inside="")
     tools, choice = narrowed(tools, asked.tool_choice)
     effort = (asked.reasoning or {}).get(EFFORT)
     names = thinking(service, effort, {}, "reasoning.effort")
@@ -113,8 +113,13 @@ def _check_parts(asked: Responses) -> None:
     form = (asked.text or {}).get(FORMAT)
     if form is not None and not isinstance(form, dict):
         raise invalid("text.format", "must be an object")
-    if asked.prompt_logprobs is not None or asked.top_logprobs:
-        raise unsupported("top_logprobs", "this route gives no logprobs")
+    if (asked.text or {}).get(VERBOSITY) not in (None, "medium"):
+        raise unsupported("text.verbosity", "the model has no such control")
+    # OpenAI's 0 asks for nothing; vLLM's asks for the numbers of the prompt's own tokens.
+    numbers = {"top_logprobs": asked.top_logprobs or None, "prompt_logprobs": asked.prompt_logprobs}
+    for name, most in numbers.items():
+        if most is not None:
+            raise unsupported(name, "this route gives no logprobs")
 
 
 def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

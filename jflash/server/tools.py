@@ -121,17 +121,23 @@ def _call(body: str) -> _Call | None:
 
 
 def wanted(
-    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, template: str
+    tools: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    template: str,
+    inside: str = ".function",
 ) -> list[dict[str, Any]] | None:
-    """The tools for the template; ApiError for what is no tool, and a template without tools."""
+    """The tools for the template; ApiError for what is no tool, and a template without tools.
+
+    `inside` is where in a tool the request has the function's fields.
+    """
     for index, tool in enumerate(tools or []):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise invalid(f"tools[{index}]", 'must be {"type": "function", "function": {…}}')
         if not isinstance(function.get("name"), str) or not function["name"]:
-            raise invalid(f"tools[{index}].function.name", "must be a text")
+            raise invalid(f"tools[{index}]{inside}.name", "must be a text")
         if not isinstance(function.get("parameters") or {}, dict):
-            raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema")
+            raise invalid(f"tools[{index}]{inside}.parameters", "must be a JSON schema")
     if not isinstance(choice, dict) and choice not in (None, "none", "auto", "required"):
         raise invalid("tool_choice", f"{choice!r} is none of none, auto, required or a function")
     if not tools and choice not in (None, "none", "auto"):
