@@ -152,6 +152,7 @@ class _Begun:
     def __init__(self, send: Send, named: bool) -> None:
         self._send, self._named, self._head = send, named, dict[str, Any]()
         self.sent = self._whole = False
+        self._events = 0  # of a stream
 
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -162,6 +163,7 @@ class _Begun:
             await self._send(self._head)
             self.sent = True
         self._whole = not message.get("more_body", False)
+        self._events += message.get("body", b"").count(b"\n\n")  # with which each ends
         await self._send(message)
 
     def _check(self, body: bytes) -> None:
@@ -175,7 +177,7 @@ class _Begun:
         if self._whole:
             return
         words = _words(error)
-        body = last_words(words, named=True) if self._named else last_words(words) + DONE
+        body = last_words(words, self._events) if self._named else last_words(words) + DONE
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -102,13 +102,15 @@ class Events(Response):
     async def _tell(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        count = 0
         async with contextlib.aclosing(self._values) as values:
             try:
                 async for several in values:
+                    count += len(several)
                     body = b"".join([self._event(value) for value in several])
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except ApiError as error:
-                body = last_words(error, self._named)
+                body = last_words(error, count if self._named else None)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
@@ -119,7 +121,15 @@ class Events(Response):
         return name + b"data: " + ENCODER.encode(value) + b"\n\n"
 
 
-def last_words(error: ApiError, named: bool = False) -> bytes:
-    """The event of a stream that cannot go on."""
-    name = b"event: error\n" if named else b""
-    return name + b"data: " + ENCODER.encode(error.body()) + b"\n\n"
+def last_words(error: ApiError, number: int | None = None) -> bytes:
+    """The event of a stream that cannot go on; with names, its `number` among all events.
+
+    OpenAI's documents give an event with a name the error's fields themselves, and its SDKs raise
+    what stands under `error`: it has both.
+    """
+    value, name = error.body(), b""
+    if number is not None:
+        fields = {field: value["error"][field] for field in ("code", "message", "param")}
+        value = {"type": "error", "sequence_number": number} | fields | value
+        name = b"event: error\n"
+    return name + b"data: " + ENCODER.encode(value) + b"\n\n"

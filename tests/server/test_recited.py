@@ -247,6 +247,19 @@ def test_thoughts_whole_and_streamed(engine, sdk):
     assert "".join(delta.content or "" for delta in deltas) == "yes"
 
 
+def test_an_error_is_an_event_of_its_stream(engine, client, sdk, monkeypatch):
+    engine.text = "</think>ab<end>"
+    monkeypatch.setattr(engine, "finish", "timeout")
+    lines = client.post(RESPONSES, json={"input": "abc", "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    last = events[-1]
+    assert lines[-3] == "event: error" and last["type"] == "error"
+    assert (last["code"], last["param"]) == ("timeout", None) and "longer than" in last["message"]
+    with pytest.raises(openai.APIError, match="longer than"):
+        list(sdk.responses.create(model="small", input="abc", stream=True))
+
+
 def test_a_message_with_the_mark_of_thoughts_begins_none(engine, client):
     """Neither the reader nor a form's grammar takes what a client writes for the template's."""
     engine.text = "{}<end>"

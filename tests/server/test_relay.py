@@ -76,8 +76,10 @@ def test_a_stream_that_had_begun_ends_with_an_error_event(passed_on):
         status, body, unused = passed_on(broken, WHOLE, path=path)
         assert (status, unused) == (200, 1)
         event = body.removeprefix(b"data: {}\n\n" + before + b"data: ").removesuffix(after)
-        error = json.loads(event)["error"]
+        said = json.loads(event)
+        error = said["error"]
         assert error["code"] == "replica_lost" and "dead" in error["message"]
+        assert path == TEXT or (said["type"], said["sequence_number"]) == ("error", 1)
     assert passed_on([*WHOLE, Lost("later")], WHOLE) == (200, b"onetwo", 1)  # it had all
 
 
