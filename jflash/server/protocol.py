@@ -235,10 +235,10 @@ def named(message: str, body: bytes, where: str = "") -> ApiError:
     """
     path = PATH.search(message)
     inner, why = (path[1], message[: path.start()]) if path else ("", message)
-    value = _value(body, inner) if inner else ""
-    missing = None if inner else re.search(r"missing required field `(\w+)`", message)
-    found = missing[1] if missing else inner
-    param = f"{where}.{found}" if where and found and found[0] != "[" else where + found
+    value = _value(body, inner) if inner else ""  # none for an object that lacks a field
+    missing = re.search(r"missing required field `(\w+)`", message)
+    names = [name for name in (where, inner, missing and missing[1]) if name]
+    param = ".".join(names).replace(".[", "[")
     text = f"{param}{value}: {why}" if where or inner else message
     return ApiError(text, param=param or None, code="invalid_type")
 

@@ -355,6 +355,7 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (CHAT, {"messages": ...}, "messages", "invalid_type"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
         (CHAT, {"messages": [{"role": 1}]}, "messages[0].role", "invalid_type"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "invalid_type"),
         (CHAT, {"messages": [{"role": "cat", "content": "x"}]}, "messages[0].role", None),
         (
             CHAT,
@@ -480,6 +481,7 @@ def test_a_wrong_field_is_refused_by_its_name(server, route, changes, param, cod
         ('{"n": "9", "x": ' + "[" * 100_000, "n: Expected `int | null`, got `str`"),
         ('{"messages": [5], "messages": 1}', "messages[0]: Expected `object`, got `int`"),
         ("{}", "Object missing required field `messages`"),
+        ('{"messages": [{}]}', "messages[0].role: Object missing required field `role`"),
     ],
 )
 def test_a_wrong_value_is_shown(body, message):
