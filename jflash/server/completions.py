@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jflash.server.answers import Step, Usage, one_by_one, steps
-from jflash.server.errors import invalid, json_response
+from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
 from jflash.server.requests import requests_of, stops_of
@@ -28,6 +28,8 @@ async def completions(request: HttpRequest) -> Response:
     asked = read(await body_of(request, service.max_body), Completion)
     service.check_model(asked.model)
     stops, n = stops_of(asked.stop), asked.n or 1
+    if asked.best_of not in (None, n):  # all that are made are given
+        raise unsupported("best_of", f"{asked.best_of} is not n, {n}: choose among n answers")
     prompts = await _prompts(service, asked)
     max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     scores_only = asked.echo is True and max_tokens == 0 and not asked.stream

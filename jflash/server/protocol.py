@@ -186,7 +186,6 @@ class Detokenize(Struct, kw_only=True):
 
 # Fields that the server knows and cannot honour: the values that change nothing, and why.
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "best_of": ((1,), "give n, and choose among the answers"),
     "suffix": (("",), "the model only continues a text"),
     "chat_template": ((), "the model's template is used"),
     "modalities": ((["text"],), "the answer is text"),

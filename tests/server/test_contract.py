@@ -240,7 +240,7 @@ def test_logprobs_of_tokens_prompts_and_chunks(client, model):
     assert all(len(top) <= 2 for top in echoed.top_logprobs[1:])  # the likeliest, and the token
     chunks = client.completions.create(
         model=model, prompt=[prompt + ANSWER, prompt], max_tokens=1, logprobs=1, echo=True,
-        n=2, stream=True,
+        n=2, best_of=2, stream=True,
     )  # fmt: skip
     parts = [(each.index, each.text, each.logprobs) for c in chunks for each in c.choices]
     for own in (0, 1):  # samples of the first prompt
@@ -433,6 +433,8 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
         (TEXT, {"prompt": [4096]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [-1]}, "prompt[0]", "invalid_type"),
         (TEXT, {"suffix": "x"}, "suffix", "unsupported_parameter"),
+        (TEXT, {"best_of": 2}, "best_of", "unsupported_parameter"),
+        (TEXT, {"best_of": 1, "n": 2}, "best_of", "unsupported_parameter"),
         (RESPONSES, {"store": True}, "store", "unsupported_parameter"),
         (RESPONSES, {"previous_response_id": "r"}, "previous_response_id", None),
         (RESPONSES, {"input": [{"type": "odd"}]}, "input[0].type", "unsupported_parameter"),
