@@ -91,7 +91,8 @@ def check(options: argparse.Namespace) -> None:
     refuse(not 0 <= o.port < 2**16, f"--port {o.port} must be within 0 … {2**16 - 1}")
     for name in ("request_timeout", "shutdown_timeout", "hang_timeout"):
         value = getattr(o, name)
-        refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: seconds above 0")
+        bounds = "seconds above 0, below 1e9"
+        refuse(not 0 < value < 1e9, f"--{name.replace('_', '-')} {value}: {bounds}")
     for key in o.api_key:
         named = f"--api-key {key!r} is empty"
         refuse(not key.strip(), f"{named}: omit the option to serve every client")
