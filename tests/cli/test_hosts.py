@@ -161,6 +161,8 @@ def ends_with(left: subprocess.Popen, gone: subprocess.Popen, what: str, why: st
         (["--host-index", "1"], "--host-index 1 without --num-hosts N"),
         (["--num-hosts", "2", "--host-index", "2"], "--host-index 2: within 0 … 1"),
         (["--num-hosts", "2", "--coordinator", "here"], "--coordinator here: give HOST:PORT"),
+        (["--num-hosts", "2", "--coordinator", "http://a:80"], "http://a:80: give HOST:PORT"),
+        (["--num-hosts", "2", "--coordinator", "::1:80"], "--coordinator ::1:80: give HOST:PORT"),
         (["--num-hosts", "0"], "--num-hosts 0: at least 1"),
     ],
 )

@@ -1,12 +1,14 @@
 """Options that name the hosts of a run."""
 
 import argparse
+import re
 
 from jflash.cli.command import Options
 from jflash.cli.options.values import at_least_1, refuse
 
 COORDINATOR = "where host 0 listens for the others; default: what Slurm or Kubernetes says"
 COUNT = "hosts that share the work, each with the whole pair; default 1"
+ADDRESS = re.compile(r"[\w.-]+|\[[\w.:%]+\]")  # a name or a number, of version 6 in brackets
 INDEX = "this host, from 0; default: what Slurm or Kubernetes says"
 
 
@@ -24,7 +26,7 @@ def check_hosts(options: Options) -> None:
         refuse(value is not None and o.num_hosts is None, f"{name} {value} without --num-hosts N")
     if o.coordinator is not None:
         host, _, port = o.coordinator.rpartition(":")
-        wrong = not host or not port.isdecimal() or not 0 < int(port) < 2**16
+        wrong = not ADDRESS.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 2**16
         refuse(wrong, f"--coordinator {o.coordinator}: give HOST:PORT, such as 10.0.0.1:9000")
     if o.host_index is not None:
         last = (o.num_hosts or 1) - 1
