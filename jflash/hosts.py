@@ -29,6 +29,7 @@ LOST = 1  # exit code of the hosts that remain
 BEATS, ERRORS, RESULTS, END = "jflash/beat/", "jflash/error/", "jflash/result/", "jflash/end"
 PLACES = "jflash/place/"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
+UNMET = "one is lost, or two have the same --host-index, or not all the same --num-hosts"
 # Hosts compile the same programs at different times, so none may wait for another's measurements.
 OWN_AUTOTUNING = "--xla_gpu_shard_autotuning=false"
 
@@ -222,12 +223,17 @@ def _on_abort(met: list[Hosts], index: int | None) -> None:
     """Makes the lost host's line the last one where JAX aborts this process.
 
     JAX's client does so as soon as host 0's service is gone, from another thread and before
-    `_watch` can know. Python's signal handlers would come too late, so this is C's.
+    `_watch` can know, and where the service turns this host away. Python's signal handlers would
+    come too late, so this is C's.
     """
+    begin = time.monotonic()
 
     def aborted(_: int) -> None:
         if met:
             met[0].gone()
+        if time.monotonic() - begin < MEET:
+            own = "this host" if index is None else f"host {index}"
+            _end(f"\nthe hosts did not meet: {UNMET}; {own} ends\n")
         if index == 0:  # it has the service itself
             _end(f"\nthe other hosts did not come within {MEET} seconds; host 0 ends\n")
         _end("\nhost 0 is lost: it does not answer\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jflash.cli import main
-from jflash.hosts import SILENCE
+from jflash.hosts import SILENCE, UNMET
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +170,19 @@ def test_hosts_that_contradict_themselves_are_refused(argv, why, capsys):
     many = [] if "without --prompts" in why else ["--prompts", "in.jsonl", "--output", "out.jsonl"]
     assert main.run("generate", [*many, *argv]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_host_that_is_turned_away_does_not_say_that_none_came(address):
+    """Two processes have the number 0: either may be the one that ends."""
+    runs = [other(address, 0, "wait") for _ in range(2)]
+    while all(run.poll() is None for run in runs):
+        time.sleep(0.05)
+    ended = [run.returncode == 1 for run in runs]
+    for run in runs:
+        run.kill()
+    errors = [run.communicate(timeout=60)[1] for run in runs]
+    line = errors[ended.index(True)].splitlines()[-1]
+    assert line == f"the hosts did not meet: {UNMET}; host 0 ends"
 
 
 def test_host_0_says_that_no_other_came(address):
