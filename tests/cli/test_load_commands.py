@@ -60,6 +60,7 @@ def test_a_soak_sees_memory_that_grows(gained, why):
         ("--target T", "--target T needs --drafter"),
         ("--drafter random:x", "--drafter random:x: give a seed"),
         ("--layers 2", "--layers 2 without --pair"),
+        ("--pair qwen3-8b --layers 37", "--layers 37: qwen3-8b has 36"),
         ("--pair qwen9", "--pair qwen9: use qwen3-8b, "),
         ("--pair qwen3-8b --block-size 4", "--pair qwen3-8b beside --block-size 4"),
         (

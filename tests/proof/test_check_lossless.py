@@ -220,6 +220,10 @@ def test_pairs_of_random_weights_are_published_shapes_with_windows_that_are_pass
         ),
         (["--pairs", "tiny-math", "--heads-backend", "triton"], "this is a cpu device: use 'cpu'"),
         (["--pairs", "tiny-math", "--dtype", "float8"], "float8"),
+        (["--batches", "2"], "--batches is for --checks oracle"),
+        (["--checks", "ops", "--layers", "2"], "--layers is not for --checks ops"),
+        (["--pairs", "tiny-math", "--layers", "2"], "--layers is for random weights"),
+        (["--pairs", "qwen3-8b", "--layers", "37"], "--layers 37: qwen3-8b has 36"),
     ],
 )
 def test_bad_input_is_one_line(capsys, argv, words):

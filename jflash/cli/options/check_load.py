@@ -5,6 +5,7 @@ logprobs must be plain decoding's at batch 1. The exit code is 1 if one differs.
 """
 
 from jflash.cli.command import Options, Parser
+from jflash.cli.options.check_lossless import check_layers
 from jflash.cli.options.pair import DEFAULT_TARGET, check_pair, model_options
 from jflash.cli.options.values import at_least_1, option_name, refuse
 from jflash.kernels import AUTO
@@ -44,6 +45,7 @@ def check(options: Options) -> None:
         for name, usual in ALONE.items():
             value = getattr(options, name)
             refuse(value != usual, f"{named} beside {option_name(name)} {value}: without it")
+        check_layers(options.pair, options.layers)
         shared = options.drafter_dtype and options.tensor_parallel > 1
         rounded = f"{named} beside --drafter-dtype {options.drafter_dtype}"
         refuse(shared, f"{rounded}: not for devices that share the pair")

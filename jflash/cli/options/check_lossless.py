@@ -12,14 +12,16 @@ be caught.
 Exit code 0: lossless; 1: not so; 2: bad input.
 """
 
+from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
-from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
+from jflash.cli.options.values import at_least_1, check_seed, counts, refuse, refuse_unread
 from jflash.parts import OVER
 from jflash.proof.pairs import FORMS, PAIRS
 
 CHECKS = ("law", "oracle", "devices", "ops", "kept")
 DEVICES = (2, 4)
+OF_ORACLE = {"batches": (1, 8, 32), "tokens": 100_000, "min_count": 1000, "min_distinct": 1000}
 KEPT = "written there too"
 
 
@@ -56,6 +58,13 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split(",")))
 
 
+def check_layers(pair: str, layers: int | None) -> None:
+    """ValueError if a pair with random weights has fewer layers."""
+    if layers is not None and pair in SHAPES:
+        most = model_shape(pair).target.num_layers
+        refuse(layers > most, f"--layers {layers}: {pair} has {most}")
+
+
 def checks_of(args: Options) -> tuple[str, ...]:
     """The checks that are asked for, by name or by what only one of them reads."""
     return args.checks or (CHECKS[:1] if args.tensor_parallel is None else ("devices",))
@@ -85,4 +94,13 @@ def check(args: Options) -> None:
     rounded = args.drafter_dtype and "kept" in checks
     refuse(rounded, f"--drafter-dtype {args.drafter_dtype}: not for a target that is kept as codes")
     at_least_1(args, "tokens", "min_count", "min_distinct", "layers")
+    if "oracle" not in checks:
+        refuse_unread(args, OF_ORACLE, "is for --checks oracle")
+    if checks == ("ops",):
+        unread = {"layers": None, "drafter_dtype": ""}
+        refuse_unread(args, unread, "is not for --checks ops: it takes single operations")
+    if args.pairs == ("tiny-math",):
+        refuse_unread(args, {"layers": None}, "is for random weights, and tiny-math has its own")
+    for name in args.pairs or ():
+        check_layers(name, args.layers)
     check_seed(args.seed)

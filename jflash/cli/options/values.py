@@ -57,6 +57,12 @@ def at_least_1(options: argparse.Namespace, *names: str) -> None:
         refuse(value is not None and value < 1, f"{option_name(name)} {value}: at least 1")
 
 
+def refuse_unread(options: argparse.Namespace, usual: dict[str, Any], why: str) -> None:
+    """ValueError for the first of these options that has another value than its usual one."""
+    for name, value in usual.items():
+        refuse(getattr(options, name) != value, f"{option_name(name)} {why}")
+
+
 def option_name(name: str) -> str:
     """The option that argparse stores as `name`."""
     return f"--{name.replace('_', '-')}"
