@@ -129,6 +129,8 @@ def test_the_table_has_the_shares_of_one_run(measured):
         ("--cases huge:1", "no shape is called 'huge'"),
         ("--devices 0", "'0' is no list of numbers from 1"),
         ("--cases tiny:1 --context 5000", "--context 5000: tiny has 4096 positions"),
+        ("--gathers --steps 5", "--steps with --gathers, which times no steps"),
+        ("--cases tiny:1 --experts-over devices", "no case has experts on several --devices"),
         ("--experts-over rows", "'rows': of columns,devices"),
         ("--no-compilation-cache", "--no-compilation-cache"),
     ],

@@ -31,3 +31,5 @@ def test_slots_are_those_of_a_shape(capsys):
     pair = ["--target", "a", "--drafter", "b", "--gsm8k", "c"]
     assert main.run("bench-rows", [*pair, "--capacity", "128"]) == 2
     assert "--capacity 128 without --shape" in capsys.readouterr().err
+    assert main.run("bench-rows", ["--shape", "tiny", "--rounds", "3"]) == 2
+    assert "--rounds with --shape tiny, which decodes no text" in capsys.readouterr().err

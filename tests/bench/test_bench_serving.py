@@ -205,6 +205,21 @@ def test_a_file_that_is_no_recording_is_refused(text, tmp_path, capsys):
     assert f"{file} is no recording" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--shape tiny --replay r --questions 3", "--questions without --target"),
+        ("--shape tiny --replay r --probes 3", "--probes without --first-token"),
+        ("--target t --drafter d --gsm8k g --requests 2", "--requests without --shape"),
+        ("--target t --drafter d --gsm8k g --tau 3", "--tau without --record"),
+        ("--target t --drafter d --gsm8k g --record r --clients 2", "--clients with --record"),
+    ],
+)
+def test_options_that_nothing_reads_are_refused(options, why, capsys):
+    assert main.run("bench-serving", options.split()) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_a_stream_is_counted_by_its_usage_and_must_end():
     chunk, usage = b'data: {"choices": [{}]}\n\n', b'data: {"usage": {"completion_tokens": 9}}\n\n'
     assert counted(chunk * 3 + usage + b"data: [DONE]\n\n") == (9, 3)

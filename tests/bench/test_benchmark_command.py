@@ -103,6 +103,8 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
         ("--shape tiny --context 600 --capacity 512", "--context 600"),
         ("--shape tiny --context 5000", "--context 5000"),
         ("--shape tiny --prefill 99999", "--prefill 99999: the pair has"),
+        ("--shape tiny --prefill-chunk 64", "--prefill-chunk without --prefill"),
+        ("--shape tiny --max-new-tokens 5", "--max-new-tokens needs a real pair"),
         ("--shape tiny --prompts p.jsonl", "--prompts needs a real pair"),
         ("--shape tiny --batch 8 --against reference", "--batch 1"),
         ("--shape tiny --no-compilation-cache", "--no-compilation-cache"),

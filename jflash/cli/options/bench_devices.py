@@ -10,11 +10,17 @@ import argparse
 
 from jflash.bench.shapes import QUANTISED, SHAPES, check_quantised, form_of, model_shape
 from jflash.cli.command import Options, Parser
-from jflash.cli.options.values import at_least_1, counts, refuse
+from jflash.cli.options.values import at_least_1, counts, refuse, refuse_unread
 from jflash.parts import OVER
 
 KEPT = "kept there case by case"
+CASES: tuple[tuple[str, tuple[int, ...]], ...]
 CASES = (("qwen3-8b", (1, 32)), ("qwen3-coder-30b", (1, 8)), ("qwen3-32b", (1,)))
+
+
+# What only steps need.
+OF_STEPS = {"cases": CASES, "devices": (1, 2), "experts_over": OVER[:1], "context": 1024}
+OF_STEPS |= {"dtype": None, "steps": 64, "repeats": 5}
 
 
 def declare(parser: Parser) -> None:
@@ -51,7 +57,14 @@ def ways(text: str) -> tuple[str, ...]:
 
 
 def check(args: Options) -> None:
+    if args.gathers:
+        refuse_unread(args, OF_STEPS, "with --gathers, which times no steps")
     at_least_1(args, "context", "steps", "repeats")
+    names = [form_of(text)[0] for text, _ in args.cases]
+    shared = any(model_shape(name).target.experts for name in names) and max(args.devices) > 1
+    named = f"--experts-over {','.join(args.experts_over)}"
+    why = f"{named}: no case has experts on several --devices"
+    refuse(args.experts_over != OVER[:1] and not shared, why)
     for text, _ in args.cases:
         shape, form = form_of(text)
         target, drafter = model_shape(shape)

@@ -8,12 +8,14 @@ from pathlib import Path
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_shared, shared_options
-from jflash.cli.options.values import at_least_1, counts, refuse
+from jflash.cli.options.values import at_least_1, counts, refuse, refuse_unread
 
 KEPT = "kept there row by row, so that a run cut off keeps its rows"
 
 
 CAPACITY = 2048
+# What only texts need.
+OF_TEXTS = {"widths": (4, 8, 16), "answers": 3, "rounds": 2, "max_new_tokens": 256}
 
 
 def declare(parser: Parser) -> None:
@@ -26,10 +28,11 @@ def declare(parser: Parser) -> None:
     add("--gsm8k", type=Path, metavar="FILE", help="records of GSM8K's test split")
     add("--mt-bench", type=Path, metavar="FILE", help="questions of MT-Bench")
     add("--batch", type=counts, default=(8, 32, 64), metavar="8,32", help="default 8,32,64")
-    add("--widths", type=counts, default=(4, 8, 16), metavar="4,8", help="default 4,8,16")
-    add("--answers", type=int, default=3, metavar="N", help="of each slot, default 3")
-    add("--rounds", type=int, default=2, help="the fastest counts, default 2")
-    add("--max-new-tokens", type=int, default=256, help="of each prompt, default 256")
+    add("--widths", type=counts, metavar="4,8", help="default 4,8,16")
+    add("--answers", type=int, metavar="N", help="of each slot, default 3")
+    add("--rounds", type=int, help="the fastest counts, default 2")
+    add("--max-new-tokens", type=int, help="of each prompt, default 256")
+    parser.set_defaults(**OF_TEXTS)
     shared_options(parser, "the real pair")
     turn = "an empty file: commands that name it compile at once and are timed one after another"
     add("--in-turn", type=Path, metavar="FILE", help=turn)
@@ -47,6 +50,7 @@ def check(args: Options) -> None:
         text = f"--shape {args.shape} decodes no text: leave the pair and its prompts out"
         refuse(any((*pair, *prompts)), text)
         model_shape(args.shape)
+        refuse_unread(args, OF_TEXTS, f"with --shape {args.shape}, which decodes no text")
     at_least_1(args, "answers", "rounds", "max_new_tokens")
     check_shared(args)
     refuse(args.capacity < 64 or args.capacity % 64, f"--capacity {args.capacity}: in 64s")

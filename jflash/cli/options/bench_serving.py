@@ -10,12 +10,15 @@ from pathlib import Path
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import FLOAT8, check_shared, shared_options
-from jflash.cli.options.values import at_least_1, counts, option_name, refuse
+from jflash.cli.options.values import at_least_1, counts, option_name, refuse, refuse_unread
 from jflash.files import check_whole_file
 
 KEPT = "kept there case by case, so that a run cut off keeps its cases"
 SHORTEST = 1024  # tokens of a long prompt
 TAU = 6.05  # tokens a step; that of the numbers to compare with
+OF_PAIR = {"drafter": None, "gsm8k": None, "questions": 256, "max_new_tokens": 512}
+OF_SHAPE = {"replay": None, "requests": 1}
+NOT_RECORDED = {"clients": None, "beside_form": (), "steps_per_call": None, "repeats": 3}
 
 
 def declare(parser: Parser) -> None:
@@ -66,6 +69,13 @@ def check(args: Options) -> None:
     for name in ("record", "clients"):
         refuse(not real and getattr(args, name) is not None, f"--{name} without --target")
     refuse(not real and args.beside_form, "--beside-form without --target")
+    refuse_unread(args, *((OF_SHAPE, "without --shape") if real else (OF_PAIR, "without --target")))
+    if args.record is None:
+        refuse_unread(args, {"tau": TAU}, "without --record")
+    else:
+        refuse_unread(args, NOT_RECORDED, "with --record, which writes a recording and no more")
+    if not args.first_token:
+        refuse_unread(args, {"probes": 20}, "without --first-token")
     for batch in args.beside_form:
         named = f"--beside-form {batch}"
         refuse(batch < 2, f"{named}: at least 2, one of which has the form")

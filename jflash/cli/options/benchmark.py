@@ -12,7 +12,7 @@ from jflash.bench.shapes import QUANTISED, SHAPES, check_quantised, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.results import backend_options
-from jflash.cli.options.values import at_least_1, counts, refuse
+from jflash.cli.options.values import at_least_1, counts, refuse, refuse_unread
 
 KEPT = "kept there case by case"
 
@@ -59,6 +59,12 @@ def check(args: Options) -> None:
     refuse(args.shape is not None and args.prompts is not None, meaningless)
     random = args.beside is None or args.shape is not None
     refuse(not random, "--beside compares random weights: give --shape")
+    if args.shape is not None:
+        refuse_unread(
+            args, {"max_new_tokens": 256}, "needs a real pair: random weights have no text"
+        )
+    if not args.prefill:
+        refuse_unread(args, {"prefill_chunk": None}, "without --prefill")
     check_shared(args)
     for shape in filter(None, (args.shape, args.beside)):
         dense = not model_shape(shape).target.experts
