@@ -78,6 +78,7 @@ def test_each_form_is_loaded_by_a_process(tmp_path, capfd):
         ("--shape tiny --layers 9", "--layers 9: tiny has 3"),
         ("--forms gguf", "--forms gguf: of safetensors,orbax"),
         ("--experts-over devices", "--experts-over devices needs --tensor-parallel of 2 or more"),
+        ("--shape tiny --tensor-parallel 2 --experts-over devices", "tiny has no experts"),
         ("--folder nowhere", "--folder nowhere: no such folder"),
         ("--shape llama-3.1-8b", "only models of Qwen3's shape"),
     ],

@@ -34,10 +34,13 @@ def declare(parser: Parser) -> None:
 
 
 def check(args: Options) -> None:
-    layers = model_shape(args.shape).target.num_layers
+    target = model_shape(args.shape).target
+    layers = target.num_layers
     at_least_1(args, "layers")
     refuse((args.layers or 0) > layers, f"--layers {args.layers}: {args.shape} has {layers}")
     refuse(set(args.forms) - set(FORMS), f"--forms {','.join(args.forms)}: of {','.join(FORMS)}")
     whole = args.experts_over != OVER[0] and min(args.tensor_parallel) < 2
     refuse(whole, "--experts-over devices needs --tensor-parallel of 2 or more")
+    dense = args.experts_over != OVER[0] and not target.experts
+    refuse(dense, f"--experts-over devices: {args.shape} has no experts")
     refuse(not args.folder.is_dir(), f"--folder {args.folder}: no such folder")
