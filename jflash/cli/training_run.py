@@ -23,6 +23,7 @@ from jflash.io import (
 from jflash.io.hf_write import to_hf_config
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
+from jflash.training.attention import training_backend
 from jflash.training.data import Conversation
 from jflash.training.drafter import (
     check_sizes,
@@ -79,6 +80,9 @@ def prepare(args: Options) -> Prepared:
     tokenizer = source.tokenizer() if source.has_tokenizer() else None
     stops = source.stop_ids(tokenizer)
     config = drafter_for(args, target, tokenizer)
+    platform = jax.default_backend()
+    named = args.training_attention  # refused here if it cannot run, before the answers
+    training_backend(named, (target.config, config), default_dtype(), platform)
     check_sizes(target.config, args.row_length, args.anchors)
     records = read_prompts(args, tokenizer, target, stops)
     held = read_held_out(args, tokenizer, target)

@@ -263,6 +263,8 @@ def test_bad_input_is_a_line(place, capsys):
         ({"loss": "ce", "ce_share": 0.5}, "--ce-share without --loss tv"),
         ({"position_weights": "decay", "dpace_alpha": 0.2}, "--dpace-alpha without --position-w"),
         ({"answers_per_prompt": 2}, "--answers-per-prompt 2 at temperature 0: greedy answers"),
+        ({"answer_temperature": "0,1,0.0"}, "--answer-temperature has 0 twice: greedy answers"),
+        ({"training_attention": "cudnn"}, "cudnn attention needs an NVIDIA GPU"),
         ({"answer_part": "2/2"}, "argument --answer-part"),
         ({"answer_part": "0/2", "overwrite": FLAG}, "--overwrite with --answer-part"),
         ({"answer_temperature": "-1"}, "temperature"),

@@ -187,8 +187,9 @@ def _check_read(args: Options) -> None:
     both = args.eval_prompts and args.held_out
     refuse(both, "--held-out with --eval-prompts: these are the prompts held out")
     several = args.answers_per_prompt > 1 and 0 in args.answer_temperature
-    why = f"--answers-per-prompt {args.answers_per_prompt} at temperature 0"
-    refuse(several, f"{why}: greedy answers to a prompt are all the same")
+    same = "greedy answers to a prompt are all the same"
+    refuse(several, f"--answers-per-prompt {args.answers_per_prompt} at temperature 0: {same}")
+    refuse(args.answer_temperature.count(0) > 1, f"--answer-temperature has 0 twice: {same}")
 
 
 def train_config(args: Options, dtype: str) -> TrainConfig:
