@@ -1,6 +1,7 @@
 """bench-rows: tokens a second by the rows that a step verifies."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -38,6 +39,8 @@ def of_pair(args: Options, alone: Callable[[], None]) -> Iterator[dict[str, Any]
         args.target, args.drafter,
         tensor_parallel=args.tensor_parallel, experts_over=args.experts_over,
     )  # fmt: skip
+    for width in args.widths:
+        replace(files.models, block_size=width)  # refuses one that the drafter lacks
     tokenizer = files.target.tokenizer()
     stops = tuple(files.target.stop_ids(tokenizer))
     prompts = {

@@ -6,6 +6,7 @@ import jax
 
 from jflash.bench import row_speed
 from jflash.cli import main
+from jflash.cli.options.pair import DEFAULT_DRAFTER, DEFAULT_TARGET
 from jflash.kernels import Kernels
 from jflash.row_choice import row_counts
 from tests.support.pairs import random_pair
@@ -25,6 +26,13 @@ def test_it_times_a_step_of_each_number_of_rows(tmp_path, monkeypatch):
     assert [int(rows) for rows in row["step_ms"]] == [*row_counts(8, pair.models.block_size)]
     assert min(row["step_ms"].values()) > 0 and row["batch"] == 8
     assert calls == ["alone", "forgotten"] and {"compile_seconds", "cached_seconds"} < row.keys()
+
+
+def test_a_width_that_the_drafter_lacks_is_refused_before_the_weights(monkeypatch, capsys):
+    monkeypatch.setattr("jflash.cli.bench_rows.load_weights", None)
+    pair = ["--target", DEFAULT_TARGET, "--drafter", DEFAULT_DRAFTER, "--gsm8k", "none"]
+    assert main.run("bench-rows", [*pair, "--widths", "4,17"]) == 2
+    assert "block size 17 must be within 2 … 16" in capsys.readouterr().err
 
 
 def test_slots_are_those_of_a_shape(capsys):
