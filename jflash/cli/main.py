@@ -7,6 +7,7 @@ return an exit code. A command that measures or checks names by KEPT how its res
 its `run` yields that result, as often as it grows.
 """
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -80,7 +81,21 @@ def make_parser(name: str, prog: str | None = None) -> Parser:
     options.declare(parser)
     if hasattr(options, "KEPT"):
         result_options(parser, options.KEPT)
+    _tell_defaults(parser)
     return parser
+
+
+def _tell_defaults(parser: Parser) -> None:
+    """Adds a number or a word that an option has by default to help which does not say it."""
+    for action in parser._actions:
+        value, text = parser.get_default(action.dest), action.help or ""
+        told = "default" in text or text == argparse.SUPPRESS or not action.option_strings
+        if (
+            isinstance(value, int | float | str)
+            and value not in (False, "", argparse.SUPPRESS)
+            and not told
+        ):
+            action.help = f"{text}; default {value}" if text else f"default {value}"
 
 
 def _module(name: str) -> ModuleType:

@@ -71,6 +71,21 @@ def outcomes(call: str, argvs: list[list[str]], **options) -> list[tuple[int, st
     return found
 
 
+def test_help_says_what_an_option_has_by_default():
+    train, prompts = (make_parser(name).format_help() for name in ("train", "make-prompts"))
+    said = " ".join(train.split())
+    for text in (
+        "--steps STEPS default 20000",
+        "of an answer; default 512",
+        "loss tv; default 0.1",
+    ):
+        assert text in said
+    assert "at a time; default 64" in said and said.count("each with the whole target") == 2
+    assert "user turns that it writes; default 1000" in " ".join(prompts.split())
+    for name in COMMANDS:
+        assert "==SUPPRESS==" not in make_parser(name).format_help()
+
+
 def test_help_imports_nothing_slow():
     calls = [["--help"], *([command, "--help"] for command in COMMANDS)]
     (code, whole, _, slow), *each = outcomes("main", calls)

@@ -7,15 +7,16 @@ from jflash.cli.command import Options
 from jflash.cli.options.values import at_least_1, refuse
 
 COORDINATOR = "where host 0 listens for the others; default: what Slurm or Kubernetes says"
-COUNT = "hosts that share the work, each with the whole pair; default 1"
+COUNT = "hosts that share the work, each with the whole {}; default 1"
 ADDRESS = re.compile(r"[\w.-]+|\[[\w.:%]+\]")  # a name or a number, of version 6 in brackets
 INDEX = "this host, from 0; default: what Slurm or Kubernetes says"
 
 
-def host_options(group: argparse._ArgumentGroup) -> None:
+def host_options(group: argparse._ArgumentGroup, what: str = "pair") -> None:
+    """`what` each host holds."""
     add = group.add_argument
     add("--coordinator", metavar="HOST:PORT", help=COORDINATOR)
-    add("--num-hosts", type=int, metavar="N", help=COUNT)
+    add("--num-hosts", type=int, metavar="N", help=COUNT.format(what))
     add("--host-index", type=int, metavar="I", help=INDEX)
 
 

@@ -37,7 +37,7 @@ def declare(parser: Parser) -> None:
     parser.set_defaults(**WRITING)
     add("--seed", type=int, default=0)
     shared_options(parser, "the target that writes")
-    replica_options(parser.add_argument_group("replicas that write user turns"))
+    replica_options(parser.add_argument_group("replicas that write user turns"), "target")
 
 
 def check(args: Options) -> None:

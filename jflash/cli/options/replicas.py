@@ -5,14 +5,15 @@ import argparse
 from jflash.cli.command import Options
 from jflash.cli.options.values import at_least_1, refuse
 
-COUNT = "processes on Ray, each with the whole pair; needs jflash[ray]"
+COUNT = "processes on Ray, each with the whole {}; needs jflash[ray]"
 ADDRESS = (
     "a Ray cluster's, such as auto; default: a Ray of this machine, which ends with the command"
 )
 
 
-def replica_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--replicas", type=int, metavar="N", help=COUNT)
+def replica_options(group: argparse._ArgumentGroup, what: str = "pair") -> None:
+    """`what` each replica holds."""
+    group.add_argument("--replicas", type=int, metavar="N", help=COUNT.format(what))
     group.add_argument("--ray-address", metavar="ADDRESS", help=ADDRESS)
 
 

@@ -33,7 +33,7 @@ def declare(parser: Parser) -> None:
     _server_options(parser.add_argument_group("server"))
     _engine_options(parser.add_argument_group("engine"))
     replicas = parser.add_argument_group("replicas")
-    replicas.add_argument("--replicas", type=int, metavar="N", help=COUNT)
+    replicas.add_argument("--replicas", type=int, metavar="N", help=COUNT.format("pair"))
     replicas.add_argument("--max-replicas", type=int, metavar="N", help=MOST)
     _default_options(parser.add_argument_group("defaults of a request"))
     # `check_pair` reads these; a server leaves them to its requests.

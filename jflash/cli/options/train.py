@@ -36,8 +36,8 @@ def declare(parser: Parser) -> None:
     add("--minutes", type=float, help="stop training after as long, to be resumed by the next call")
     answers = parser.add_argument_group("answers")
     _answer_options(answers)
-    replica_options(answers)
-    host_options(parser.add_argument_group("hosts that share --output"))
+    replica_options(answers, "target")
+    host_options(parser.add_argument_group("hosts that share --output"), "target")
     _drafter_options(parser.add_argument_group("drafter").add_argument)
     _training_options(parser.add_argument_group("training").add_argument)
     _evaluation_options(parser.add_argument_group("τ on prompts that are not learnt").add_argument)
@@ -49,7 +49,7 @@ def _answer_options(group: argparse._ArgumentGroup) -> None:
     add("--keep-answers", action="store_true", help="learn the data's answers where it has any")
     add("--max-new-tokens", type=int, default=512, help="of an answer")
     add("--answer-batch", type=int, default=64, help="prompts answered at a time")
-    several = "0 is greedy; of several every prompt is answered at each"
+    several = "default 0: greedy; of several every prompt is answered at each"
     add("--answer-temperature", type=decimals, default=(0.0,), metavar="T,T…", help=several)
     add("--answers-per-prompt", type=int, default=1, metavar="N", help="at each temperature")
     add("--keep-looping", action="store_true", help="learn answers that repeat themselves too")
