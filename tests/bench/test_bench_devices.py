@@ -113,8 +113,8 @@ def test_the_table_has_the_shares_of_one_run(measured):
     alone = {"cases": [case | {"batch": 8} for case in done["cases"][:1]]}  # another command's
     text = several_gpus([Result("a.json", done | device), Result("b.json", alone | device)])
     shares = "8.00 ms | 4.00 ms, 0.50 × (goal 0.68 ×) | 2.00 ms, 0.25 × (goal 0.48 ×)"
-    assert f"| qwen3-8b, batch 1 | {shares} |" in text
-    row = "| qwen3-32b, batch 1 | not measured | not measured | not measured (goal 0.62 ×) |"
+    assert f"| qwen3-8b, batch 1 | GPU | {shares} |" in text
+    row = "| qwen3-32b, batch 1 |  | not measured | not measured | not measured (goal 0.62 ×) |"
     assert row in text
     assert "a.json" in text and "b.json" not in text
     assert " ms" not in several_gpus([Result("b.json", alone | device)])
