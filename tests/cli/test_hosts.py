@@ -173,16 +173,15 @@ def test_hosts_that_contradict_themselves_are_refused(argv, why, capsys):
 
 
 def test_a_host_that_is_turned_away_does_not_say_that_none_came(address):
-    """Two processes have the number 0: either may be the one that ends."""
-    runs = [other(address, 0, "wait") for _ in range(2)]
-    while all(run.poll() is None for run in runs):
-        time.sleep(0.05)
-    ended = [run.returncode == 1 for run in runs]
-    for run in runs:
-        run.kill()
-    errors = [run.communicate(timeout=60)[1] for run in runs]
-    line = errors[ended.index(True)].splitlines()[-1]
-    assert line == f"the hosts did not meet: {UNMET}; host 0 ends"
+    """It counts three hosts, where host 0 has two."""
+    first = other(address, 0, "wait")
+    more = OTHER.replace("(address, 2, int(index))", "(address, 3, int(index))")
+    third = start("-c", more, address, "2", "wait")
+    errors = third.communicate(timeout=120)[1]
+    first.kill()
+    first.communicate(timeout=60)
+    assert third.returncode == 1
+    assert errors.splitlines()[-1] == f"the hosts did not meet: {UNMET}; host 2 ends"
 
 
 def test_host_0_says_that_no_other_came(address):
