@@ -110,7 +110,7 @@ class Engine:
         if request.grammar is not None:
             self._loop.device.prepare_grammars()
         # Who holds a handle holds its engine.
-        handle = Handle(request, lambda _, engine=self: engine._work.cancel(job))
+        handle = Handle(request, lambda _: self._work.cancel(job))
         now, seed = time.monotonic(), request.seed
         job: Job
 

@@ -1,9 +1,9 @@
 """Tiles of products with few columns: those of a small model, and a device's part of a larger one.
 
 The general tiles would leave multiprocessors idle there, or fill a last turn badly. So a CTA reads
-more at a time, has fewer rows or columns, or one piece of K. All of it won for the products of
-Qwen3-8B and their parts on 2 and 4 devices, timed on an H200 (benchmarks/h200-part-tiles.json).
-Knows no jax.
+more at a time, has fewer rows or columns, or one piece of K. What won for the products of Qwen3-8B
+and their parts on 2 and 4 devices, at 16, 128 and 512 rows, on an H200; 32 and 64 rows have the
+tiles of 16, most of which won there too (benchmarks/h200-part-tiles.json). Knows no jax.
 """
 
 import dataclasses
