@@ -133,13 +133,13 @@ def kept_lines(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
             raise
 
 
-def check_whole_file(path: Path, overwrite: bool) -> None:
-    """ValueError if `kept_lines` could not write `path` now; nothing is left there."""
+def check_whole_file(path: Path, overwrite: bool, way: Callable = whole_file) -> None:
+    """ValueError if `way`, that or `kept_lines`, could not write `path` now; it leaves nothing."""
 
     class Enough(Exception):
         pass
 
-    with contextlib.suppress(Enough), kept_lines(path, overwrite):
+    with contextlib.suppress(Enough), way(path, overwrite):
         raise Enough
 
 

@@ -57,7 +57,7 @@ def run(options: Options) -> None:
     if options.output is not None:
         with joined(options.coordinator, options.num_hosts, options.host_index) as hosts:
             if hosts.index == 0:
-                check_whole_file(options.output, options.overwrite)
+                check_whole_file(options.output, options.overwrite, kept_lines)
             _many(options, prompts, hosts)
         return
     job = _prepare(options, prompts)
