@@ -81,6 +81,14 @@ class Estimate:
     accepted: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
     drafted: float = 0.0  # sequences, summed over the steps that drafted
     live: float = 0.0  # sequences, by the last call
+    before: Survey | None = None  # of all calls so far
+
+    def newest(self, now: Survey) -> Survey:
+        """What one call adds to the counts of all calls before it; calls come in order."""
+        before, self.before = self.before, now
+        if before is None or before.steps > now.steps:  # another state has begun
+            return now
+        return jax.tree.map(np.subtract, now, before)
 
     def add(self, seen: Survey) -> None:
         """Adds one call's counts; a call without drafts only updates `live`."""
@@ -121,13 +129,13 @@ class ChosenRows:
         times: Mapping[int, Step],
         seconds: float,
         fewest: int = 1,  # steps of a call, and so of a probe
+        estimate: Estimate | None = None,  # that several share
     ) -> None:
         self.prefill, self.seconds, self.times, self.fewest = prefill, seconds, dict(times), fewest
-        self.estimate, self.rounds = Estimate(), Rounds(times)
+        self.estimate, self.rounds = estimate or Estimate(), Rounds(times)
         self.steps = dict.fromkeys(runs, 0)
         self._runs, self._plain, self._now = dict(runs), min(runs), max(runs)
         self._pending = deque[tuple[int, Survey]]()
-        self._before: Survey | None = None
         self._undrafted = 0.0  # milliseconds since the last drafted step
 
     def run(
@@ -175,15 +183,10 @@ class ChosenRows:
             if len(self._pending) < 2 and not survey.counts.is_ready():
                 return
             self._pending.popleft()
-            self.seen(rows, jax.device_get(survey))
+            self.seen(rows, self.estimate.newest(jax.device_get(survey)))
 
     def seen(self, rows: int, now: Survey, during: Round | None = None) -> None:
-        """Takes in a call's survey, which counts all calls so far, and the round that ended with
-        it; calls come in order."""
-        before = self._before
-        self._before = now
-        if before is not None and before.steps <= now.steps:  # else another state has begun
-            now = jax.tree.map(np.subtract, now, before)
+        """Takes in what a call added to the survey, and the round that ended with it."""
         steps = int(now.steps)
         self.steps[rows] += steps
         if rows == self._plain:

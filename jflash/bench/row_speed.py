@@ -77,7 +77,7 @@ def steps_of(pair: Pair, batch: int, capacity: int, alone: Callable[[], None]) -
         programs = compile_programs(models, pair.params, layout)
         took["cached_seconds"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    chosen = choosing(models, pair.params, layout, programs)
+    chosen = choosing(models, pair.params, layout, programs)[batch]
     took["timing_seconds"] = time.perf_counter() - begin
     return {"batch": batch, **took, "capacity": capacity, **times_of(chosen)}
 
@@ -119,7 +119,7 @@ def measured(
     alone()
     if models.rows == AUTO:
         programs = compile_programs(models, pair.params, layout)
-        chosen = choosing(models, pair.params, layout, programs)
+        chosen = choosing(models, pair.params, layout, programs)[batch]
         times = times_of(chosen)
     capacity = layout.shape.capacity
     yield {"batch": batch, "compile_seconds": compiled, "capacity": capacity, **times}

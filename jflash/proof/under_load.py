@@ -38,6 +38,7 @@ class Load(NamedTuple):
     chunk: int
     steps: int
     seed: int = 0
+    slots_at_once: tuple[int, ...] | None = None  # of the engine
 
 
 def mixed(count: int, load: Load, vocabulary: int, forms: Sequence[Grammar] = ()) -> list[Request]:
@@ -86,6 +87,7 @@ def engine_for(pair: Pair, load: Load, requests: int) -> Engine:
     return Engine(
         pair, max_batch=load.batch, max_context=load.context, pages=load.pages,
         prefill_chunk=load.chunk, steps_per_call=load.steps, max_queue=2 * requests,
+        slots_at_once=load.slots_at_once,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jflash.kernels import AUTO
 from jflash.pair import Models, Params
+from jflash.row_choice import ChosenRows
 from jflash.serving.copies import Copies
 from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
 from jflash.serving.forms import Forms
@@ -37,6 +38,7 @@ from jflash.serving.prefill import First
 from jflash.serving.programs import Programs, choosing, compile_programs
 from jflash.serving.schedule import Pass
 from jflash.serving.slots import Layout, Several, empty_state, several_prompts
+from jflash.serving.some_slots import Stepping, slot_counts
 
 
 class Device:
@@ -49,8 +51,11 @@ class Device:
         self.models, self.params, self.layout = models, params, layout
         self.programs: Programs = compile_programs(models, params, layout)
         self.several = several_prompts(models, layout)
-        auto = models.rows == AUTO and "greedy" in layout.kinds
-        self.rows = choosing(models, params, layout, self.programs) if auto else None
+        self.counts = slot_counts(models, layout)
+        self.rows = dict[int, ChosenRows]()  # by slots, if the rows of a step are chosen
+        if models.rows == AUTO and "greedy" in layout.kinds:
+            self.rows = choosing(models, params, layout, self.programs)
+        self._steps = dict.fromkeys(sorted({each.rows for each in self.programs.greedy}), 0)
         self.state = empty_state(models, layout)
         self.copies = Copies(models, layout)
         self.time = DeviceTime()
@@ -216,29 +221,41 @@ class Device:
 
         return choose
 
-    def call(self, jobs: Sequence[Job], live: np.ndarray, table: np.ndarray) -> Read:
-        """A call of steps of these requests."""
-        greedy, program = self.programs.greedy, self.programs.drawn
-        rows = max(greedy, default=0)
-        if program is None or (greedy and not any(job.request.needs_logits for job in jobs)):
-            rows = rows if self.rows is None else self.rows.pick(len(jobs))[0]
-            program = greedy[rows]
+    def steps_by_rows(self) -> dict[int, int]:
+        """How many steps verified so many rows, if they are chosen."""
+        return dict(self._steps) if self.rows else {}
+
+    def slots_for(self, jobs: Sequence[Job]) -> int:
+        """The slots of the smallest call that has a place for each of these requests."""
+        return next(count for count in self.counts if count >= len(jobs))
+
+    def call(self, jobs: Sequence[Job], slots: np.ndarray, table: np.ndarray) -> Read:
+        """A call of steps of these requests, which are the first of these slots."""
+        count, programs = len(slots), self.programs
+        drawn = any(job.request.needs_logits for job in jobs) or not programs.greedy
+        rows = count * self.models.block_size
+        if drawn and programs.drawn:
+            program = programs.drawn[count]
+        else:
+            each = [stepping.rows for stepping in programs.greedy if stepping.slots == count]
+            rows = self.rows[count].pick(len(jobs))[0] if count in self.rows else max(each)
+            program = programs.greedy[Stepping(count, rows)]
         tops = any(job.request.top_logprobs for job in jobs)
 
         def work() -> Given:
             began = time.perf_counter()
-            self.state, report = program(self.params, self.state, table, live)
+            self.state, report = program(self.params, self.state, table, slots)
             return _reported(report, tops, began)
 
-        return self._called(jobs, rows, self._dispatch(work), self.layout.steps)
+        return self._called(jobs, slots, rows, self._dispatch(work), self.layout.steps)
 
-    def step_with_forms(self, jobs: Sequence[Job], _: np.ndarray, table: np.ndarray) -> Read:
+    def step_with_forms(self, jobs: Sequence[Job], slots: np.ndarray, table: np.ndarray) -> Read:
         """One step of these requests, of which some have a grammar. Such a one waits for masks: it
         only gets drafts if the newest such step made none for it."""
         forms = self.forms
         assert forms.programs is not None, "the engine prepares it before the first such request"
         programs, (ready, who) = forms.programs, forms.who(jobs)
-        rows = max(self.programs.greedy, default=0)
+        rows = len(slots) * self.models.block_size
         tops = any(job.request.top_logprobs for job in jobs)
 
         def look() -> tuple[float, Any]:
@@ -259,7 +276,7 @@ class Device:
             drafts.copy_to_host_async()
             return _reported(report, tops, began)._replace(drafts=drafts)
 
-        read = self._called(ready, rows, self._dispatch(work), 1)
+        read = self._called(ready, slots, rows, self._dispatch(work), 1)
         forms.follows(jobs, read.given)
         return read
 
@@ -274,20 +291,32 @@ class Device:
 
         return self._work.do(timed)
 
-    def _called(self, jobs: Sequence[Job], rows: int, given: Future[Given], steps: int) -> Read:
+    def _called(
+        self, jobs: Sequence[Job], slots: np.ndarray, rows: int, given: Future[Given], steps: int
+    ) -> Read:
         """Notes a call that is or will be dispatched."""
         for job in jobs:
             job.unread += steps
-        self.time.follows(UnderWay("decode_seconds", rows, given, steps))
-        return Read(given, jobs=tuple(jobs), steps=steps, rows=rows)
+        stepping = Stepping(len(slots), rows)
+        self.time.follows(UnderWay("decode_seconds", stepping, given, steps))
+        at = {slot: i for i, slot in enumerate(slots.tolist())}
+        places = tuple(at[job.slot] for job in jobs)
+        return Read(given, jobs=tuple(jobs), places=places, steps=steps, stepping=stepping)
 
     def learn(self, read: Read, report: Report) -> None:
         """Tells the choice of rows what a call came to; the calls come in order."""
-        if self.rows is not None:
-            numbers, width = np.asarray(report.numbers), self.models.block_size
-            during = self.time.round()
-            usual = during if read.steps == self.layout.steps else None
-            self.rows.seen(read.rows, surveyed(numbers, width, read.steps), usual)
+        if not self.rows or read.stepping is None:
+            return
+        slots, rows = read.stepping
+        numbers, width = np.asarray(report.numbers), self.models.block_size
+        during, chosen = self.time.round(), self.rows.get(slots, self.rows[self.counts[-1]])
+        now = chosen.estimate.newest(surveyed(numbers, width, read.steps))
+        self._steps[rows] += int(now.steps)
+        if slots not in self.rows:
+            chosen.estimate.add(now)
+            return
+        usual = during if read.steps == self.layout.steps else None
+        chosen.seen(rows, now, usual)
 
 
 def _reported(report: Report, tops: bool, began: float) -> Given:

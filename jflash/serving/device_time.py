@@ -9,6 +9,7 @@ did for certain.
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class UnderWay(NamedTuple):
     """A program that the device will compute: its part of Counts, and what it will give."""
 
     part: str
-    rows: int  # that it computes of a prompt, or verifies in a step
+    rows: Hashable  # that it computes of a prompt, or its program of steps
     given: Future[Any]
     steps: int = 1
 
@@ -45,7 +46,7 @@ class DeviceTime:
         self._since = self._busy_until = self._seen_until = time.perf_counter()
         self._unseen = 0.0  # busy seconds since the last end that was seen
         self._lasted = dict[
-            tuple[str, int, int], float
+            tuple[str, Hashable, int], float
         ]()  # seconds of each program, when last seen
         self.dispatching = self.waiting = 0.0  # seconds of the host, in all
         self._blocked = 0.0  # of those that it waited, once all was dispatched that it waited for
@@ -58,7 +59,7 @@ class DeviceTime:
         """The number of programs that were not waited for."""
         return len(self._under_way)
 
-    def lasted(self, part: str, rows: int) -> float:
+    def lasted(self, part: str, rows: Hashable) -> float:
         """The seconds of such a program of one step, as they were last seen; 0 before the first."""
         return self._lasted.get((part, rows, 1), 0.0)
 
@@ -106,7 +107,7 @@ class DeviceTime:
         return spent
 
     def _computed(
-        self, kind: tuple[str, int, int], dispatched: Dispatched, now: float, late: bool
+        self, kind: tuple[str, Hashable, int], dispatched: Dispatched, now: float, late: bool
     ) -> tuple[float, float]:
         """The seconds for which the device computed a program, at most and for certain.
 

@@ -16,7 +16,7 @@ from jflash.programs import Shape, engine_chunk
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job
-from jflash.serving.limits import check, check_sizes, checked_kinds
+from jflash.serving.limits import check, check_sizes, checked_counts, checked_kinds
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Request, Result
 from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
@@ -46,9 +46,11 @@ class Engine:
     `max_queue` requests wait; more are refused. Between two calls of steps at most
     `prefill_between` tokens of prompts are computed, in whole chunks, of one prompt 512 or a chunk,
     and none that would pass STALL, so that a long prompt keeps no text waiting. A pass computes the
-    ends of at most `prompts_at_once` prompts: of several where that pays, unless given. The
-    constructor compiles the programs, only those of `kinds` of requests: 'greedy' ones need no more
-    than the argmax of the unchanged logits. The engine is a context manager.
+    ends of at most `prompts_at_once` prompts: of several where that pays, unless given. A call
+    serves all slots, or the fewest of `slots_at_once` that have a place for each request that
+    steps: some that pay unless given. The constructor compiles the programs, only those of `kinds`
+    of requests: 'greedy' ones need no more than the argmax of the unchanged logits. The engine is a
+    context manager.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         prefill_chunk: int | None = None,
         prefill_between: int = PREFILL_BETWEEN,
         prompts_at_once: int | None = None,
+        slots_at_once: Iterable[int] | None = None,
         kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
         positions = min(c.max_position_embeddings for c in pair.models.configs)
@@ -83,13 +86,14 @@ class Engine:
         refusal = refusal_of_prompts(pair.models)
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
+        counts = checked_counts(slots_at_once, max_batch, refusal)
         states = states_kept(pair.models, max_batch, states)
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
         self.pair, self.max_batch = pair, max_batch
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
-        self._layout = Layout(shape, pages, steps_per_call, kinds, states, prompts_at_once)
+        self._layout = Layout(shape, pages, steps_per_call, kinds, states, prompts_at_once, counts)
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
@@ -143,7 +147,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot."""
-        pages, rows = self._loop.holdings.pages, self._loop.device.rows
+        pages = self._loop.holdings.pages
         with self._work.changed:
             return Stats(
                 waiting=self._work.waiting(),
@@ -152,7 +156,7 @@ class Engine:
                 pages_available=pages.available,
                 pages_kept=pages.kept,
                 ended=dict(self._work.ended),
-                steps_by_rows={} if rows is None else dict(rows.steps),
+                steps_by_rows=self._loop.device.steps_by_rows(),
                 rounds_by_tokens=tuple(self._loop.rounds_by_tokens),
                 device_bytes=used_memory(),
                 **self._loop.counts._asdict(),

@@ -30,11 +30,10 @@ def tokens_of_calls(read: Read, report: Report, width: int) -> Iterator[tuple[Jo
     """What a call gave to each of its requests that have not ended since."""
     numbers = np.asarray(report.numbers)
     tops = None if report.tops is None else np.asarray(report.tops)
-    for job in read.jobs:
+    for job, place in zip(read.jobs, read.places, strict=True):
         if job.reason is None:
-            assert job.slot is not None, "who leaves a slot has read all of its calls"
-            likely = None if tops is None else tops[job.slot]
-            yield job, taken(numbers[job.slot], likely, width, read.steps)
+            likely = None if tops is None else tops[place]
+            yield job, taken(numbers[place], likely, width, read.steps)
 
 
 def gained(job: Job, given: Taken, max_accept: int, version: int) -> Iterator[Event]:

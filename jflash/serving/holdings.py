@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from jflash.cache import DeltaCache
 from jflash.pair import Models
@@ -15,6 +15,7 @@ from jflash.serving.job import Job
 from jflash.serving.pages import Name, Pages, chain
 from jflash.serving.sliding import Held, Sliding
 from jflash.serving.slots import Layout, pass_sizes, sliding
+from jflash.serving.some_slots import places
 from jflash.serving.states import States, borders
 from jflash.state import State
 from pallas_kernels.block_attention import PAGE
@@ -130,13 +131,14 @@ class Holdings:
         self._slide(job, position, end)
         return self._tables[job.slot : job.slot + 1].copy()
 
-    def tables(self, jobs: Sequence[Job]) -> tuple[Bool[np.ndarray, " B"], Int[np.ndarray, "B _"]]:
-        """The slots that step, and the tables for their next call."""
-        live = np.zeros(len(self._tables), bool)
+    def tables(
+        self, jobs: Sequence[Job], count: int
+    ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n _"]]:
+        """The `count` slots of the next call of these (see `some_slots.places`), and the tables."""
         for job in jobs:
-            live[job.slot] = True
             self._slide(job, len(job.tokens) - 1, len(job.pages) * PAGE)
-        return live, np.where(live[:, None], self._tables, self._none)
+        slots = places([job.slot for job in jobs], count, len(self._tables))
+        return slots, np.where(slots[:, None] >= 0, self._tables[slots], self._none)
 
     def _slide(self, job: Job, position: int, end: int) -> None:
         """Moves the pages of layers with windows on, and writes the table's row."""

@@ -14,6 +14,7 @@ from jflash.serving.prefill import First
 from jflash.serving.request import FinishReason, Request, Top
 from jflash.serving.schedule import Order
 from jflash.serving.sliding import Held
+from jflash.serving.some_slots import Stepping
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,8 +96,9 @@ class Read(NamedTuple):
     index: int = 0  # of the job among those whose first tokens it brings
     count: int = 0  # prompt tokens whose logprobs the chunk brings
     jobs: tuple[Job, ...] = ()  # of a report
+    places: tuple[int, ...] = ()  # of these in the report
     steps: int = 0  # of a report
-    rows: int = 0  # that each of these verified
+    stepping: Stepping | None = None  # its program
 
 
 class Counts(NamedTuple):

@@ -27,6 +27,22 @@ def checked_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
     return some
 
 
+def checked_counts(
+    counts: Iterable[int] | None, batch: int, refusal: str | None
+) -> tuple[int, ...] | None:
+    """The numbers of slots that a call may serve. ValueError unless they are of 1 to `batch`, or
+    for fewer than `batch` where all must step together, which `refusal` tells."""
+    if counts is None:
+        return None
+    some = tuple(counts)
+    for count in some:
+        if not 1 <= whole("slots_at_once", count) <= batch:
+            raise ValueError(f"slots_at_once {count}: it must be 1 to {batch}, the engine's slots")
+        if refusal and count < batch:
+            raise ValueError(f"slots_at_once {count}: {refusal}")
+    return some
+
+
 def check(request: Request, models: Models, layout: Layout, max_context: int) -> None:
     """ValueError, naming the field and its value, for a request that the engine never serves."""
     if not isinstance(request, Request):

@@ -160,7 +160,8 @@ class Loop:
             left = 0  # the next masks need its drafts, and whole texts
             stepping = [job for job in stepping if not job.matcher and job.certain < job.limit]
         if stepping:
-            self._unread.append(self._call(self.device.call, stepping))
+            count = self.device.slots_for(stepping)
+            self._unread.append(self._call(self.device.call, stepping, count))
             left += 1
         self.before_waiting()
         while len(self._unread) > left:
@@ -205,12 +206,11 @@ class Loop:
         steps of a call, which keeps the device at work while the host makes masks; who got its
         pages before the first grammar came may lack those for one step more."""
         taking = [job for job in jobs if job.matcher or not self.holdings.short(job)]
-        return self._call(self.device.step_with_forms, taking)
+        return self._call(self.device.step_with_forms, taking, len(self.slots))
 
-    def _call(self, program: Callable[..., Read], jobs: Sequence[Job]) -> Read:
-        """The next steps of these requests."""
-        live, table = self.holdings.tables(jobs)
-        read = program(jobs, live, table)
+    def _call(self, program: Callable[..., Read], jobs: Sequence[Job], count: int) -> Read:
+        """The next steps of these requests, in a call of `count` slots."""
+        read = program(jobs, *self.holdings.tables(jobs, count))
         self._count(calls=1, live=len(jobs))
         self._drop_failed(jobs)
         return read

@@ -23,6 +23,7 @@ from jflash.programs import Shape, empty_sequences
 from jflash.sampling import Filters, choose, cut_at_stop, greedy
 from jflash.serving.packing import CONTROL, FRESH, HEAD, STEPS, row_size
 from jflash.serving.slots import BIASED, CACHES, most_of, with_table
+from jflash.serving.some_slots import putting
 from jflash.shaping import Shaping, constrained, shaped
 from jflash.speculative import apply
 from jflash.state import Sequences, State
@@ -131,18 +132,12 @@ def whole(
 
 
 def _entered(sequences: Sequences, over: Over, rows: Sequences) -> Sequences:
-    """The sequences with P rows in their slots, by masks: a scatter of each leaf is a kernel."""
-    here = over.slot == jnp.arange(len(sequences.length))[:, None]
-    which, hit = jnp.argmax(here, axis=1), jnp.any(here, axis=1)
-
-    def one(all: Array, new: Array) -> Array:
-        return jnp.where(jnp.expand_dims(hit, range(1, all.ndim)), new[which], all)
-
-    asked = sequences.logprobs
+    """The sequences with P rows in their slots."""
+    into, asked = putting(over.slot, len(sequences.length)), sequences.logprobs
     assert asked is not None, "the engine's slots have them"
-    count, processed = map(one, (asked.count, asked.processed), over.asked)
-    put = jax.tree.map(one, sequences._replace(logprobs=None), rows)
-    return put._replace(logprobs=asked._replace(count=count, processed=processed))
+    count, processed = map(into, (asked.count, asked.processed), over.asked)
+    entered = jax.tree.map(into, sequences._replace(logprobs=None), rows)
+    return entered._replace(logprobs=asked._replace(count=count, processed=processed))
 
 
 def _computed(

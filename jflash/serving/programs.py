@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from jflash.kernels import AUTO
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
-from jflash.row_choice import ChosenRows, row_counts
+from jflash.row_choice import ChosenRows, Estimate
 from jflash.row_times import kept_times, timed, with_texts
 from jflash.serving import prefill
 from jflash.serving.packing import CONTROL, Report, mask_words, report_of, row_size
@@ -37,6 +37,15 @@ from jflash.serving.slots import (
     table_columns,
     with_table,
 )
+from jflash.serving.some_slots import (
+    Stepping,
+    places,
+    putting,
+    slot_counts,
+    slots_of,
+    steppings,
+    taken,
+)
 from jflash.speculative import speculative_step
 from jflash.state import State
 from jflash.stored import compiling
@@ -51,20 +60,20 @@ class Programs(NamedTuple):
     whole[prompts, size](params, state, given) -> (state, first)
     first[kind](params, sequences, newest, control, allowed) -> (sequences, first); donates too
     score[size](params, hidden, following) -> (chosen, tops)
-    greedy[rows], drawn (params, state, table, live) -> (state, report)
+    greedy[stepping], drawn[slots] (params, state, table, slots) -> (state, report)
 
     `chunk` has a program for each number of tokens that a pass computes, `whole` too for one
-    prompt, and those of `several_prompts`; `greedy` for each number of rows that a step may verify.
-    `drawn` verifies all, and serves requests of every kind. `whole` is there with `greedy`.
-    Of `greedy` and `drawn` only the layout's kinds are there.
+    prompt, and those of `several_prompts`; `greedy` one for each of `steppings`, and `drawn` for
+    each of `slot_counts`, which verifies all rows and serves requests of every kind. `whole` is
+    there with `greedy`. Of `greedy` and `drawn` only the layout's kinds are there.
     """
 
     chunk: dict[int, Any]
     whole: dict[tuple[int, int], Any]
     first: dict[Kind, Any]
     score: dict[int, Any]
-    greedy: dict[int, Any]
-    drawn: Any | None
+    greedy: dict[Stepping, Any]
+    drawn: dict[int, Any]
 
 
 def run(
@@ -72,33 +81,35 @@ def run(
     steps: int,
     params: Params,
     state: State,
-    table: Int[Array, "B _"],
-    live: Bool[Array, " B"],
+    table: Int[Array, "n _"],
+    slots: Int[Array, " n"],
 ) -> tuple[State, Report]:
-    """`steps` steps of the slots that are `live`; the others do not change.
+    """`steps` steps of the live ones of these slots (see `some_slots.places`), whose tables these
+    are; all others do not change.
 
-    The report has, for each slot: the new tokens (W · steps places), the bits of their logprobs,
+    The report has, for each of them: the new tokens (W · steps places), the bits of their logprobs,
     the number that each step committed, the number of steps, and whether the slot is done. Models
     that draw nothing change no logits and give no logprobs.
     """
-    s, width = state.sequences, models.block_size
-    kept = {name: getattr(s, name) for name in DRAWN}
-    if not models.sampled:
-        state = state.with_sequences(**dict.fromkeys(DRAWN))
-    state = with_table(state.with_sequences(done=s.done | ~live), table)
+    everyone, width = state.sequences, models.block_size
+    kept = {} if models.sampled else {name: getattr(everyone, name) for name in DRAWN}
+    everyone = everyone._replace(**dict.fromkeys(kept))
+    (who, live), batch = slots_of(slots), len(everyone.length)
+    all_step = len(slots) == batch
+    s = everyone if all_step else taken(everyone, who)
+    state = with_table(state._replace(sequences=s._replace(done=s.done | ~live)), table)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
     report = report_of(s, state, width, steps)
-    state = state.with_sequences(done=jnp.where(live, state.sequences.done, s.done))
-    if not models.sampled:
-        state = state.with_sequences(**kept)
-    return with_table(state, None), report
+    after = state.sequences._replace(done=jnp.where(live, state.sequences.done, s.done))
+    after = after if all_step else jax.tree.map(putting(who, batch), everyone, after)
+    return with_table(state._replace(sequences=after._replace(**kept)), None), report
 
 
-def of_all_kinds(models: Models, batch: int) -> Models:
+def of_all_kinds(models: Models, slots: int) -> Models:
     """The models that serve requests of every kind. A changed logit depends on the drafts before
     it, so their steps verify whole blocks. Drafts are drawn as if none were ranked, unless the
     number of rows is a fixed one."""
-    fixed = None if models.rows in (None, AUTO) else batch * models.block_size
+    fixed = None if models.rows in (None, AUTO) else slots * models.block_size
     return replace(models, sampled=True, rows=fixed)
 
 
@@ -125,7 +136,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     weights, where = param_specs(models, params), state_specs(models, layout)
     gives = (where, EVERYWHERE)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
-    live, columns = jax.ShapeDtypeStruct((shape.batch,), jnp.bool_), table_columns(models, layout)
+    columns = table_columns(models, layout)
     draws, width = of_all_kinds(models, shape.batch), models.target.config.hidden_size
     of_kind = {"drawn": draws, "greedy": replace(models, sampled=False, rows=None)}
     hidden = lambda rows: jax.ShapeDtypeStruct((1, rows, width), models.dtype)  # noqa: E731
@@ -135,10 +146,10 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         where = (models.mesh, takes, gives, donate)
         return compiling(pool.submit, _lower, function, given, *where)
 
-    def steps(models: Models):
+    def steps(models: Models, slots: int):
         bound = functools.partial(run, local(models), layout.steps)
-        table = ints(shape.batch, columns)
-        return made(bound, (weights, where), gives, (1,), params, state, table, live)
+        given = params, state, ints(slots, columns), ints(slots)
+        return made(bound, (weights, where), gives, (1,), *given)
 
     def over(function: Any, models: Models, prompts: int, size: int):
         bound = functools.partial(function, shape, local(models), size)
@@ -160,21 +171,21 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         bound = functools.partial(prefill.score, local(draws))
         return made(bound, (weights,), EVERYWHERE, (), params, hidden(size), ints(size))
 
-    counts = [models.rows or shape.batch * models.block_size]
-    if models.rows == AUTO:
-        counts = row_counts(shape.batch, models.block_size)
-    budgets = [int(count) for count in counts] if "greedy" in layout.kinds else []
-    stepping = [replace(models, sampled=False, rows=models.rows and count) for count in budgets]
-    stepping += [draws] if "drawn" in layout.kinds else []
+    counts = slot_counts(models, layout) if "drawn" in layout.kinds else ()
+    budgets = steppings(models, layout) if "greedy" in layout.kinds else []
     sizes = pass_sizes(models, shape)
     several = [(1, size) for size in sizes] if "greedy" in layout.kinds else []
     if several:
         several += [each[:2] for each in several_prompts(models, layout)]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        stepped, chunks = [steps(m) for m in stepping], [chunk(size) for size in sizes]
+        greedy = [
+            steps(replace(of_kind["greedy"], rows=models.rows and each.rows), each.slots)
+            for each in budgets
+        ]
+        drawn = [steps(of_all_kinds(models, count), count) for count in counts]
+        chunks = [chunk(size) for size in sizes]
         firsts, scores = [first(kind) for kind in KINDS], [score(size) for size in sizes]
         wholes = [whole(each) for each in several]
-    drawn = stepped.pop().result() if "drawn" in layout.kinds else None
 
     def by(keys: Iterable[Any], programs: Iterable[Future]) -> dict[Any, Any]:
         return dict(zip(keys, [program.result() for program in programs], strict=True))
@@ -184,8 +195,8 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         whole=by(several, wholes),
         first=by(KINDS, firsts),
         score=by(sizes, scores),
-        greedy=by(budgets, stepped),
-        drawn=drawn,
+        greedy=by(budgets, greedy),
+        drawn=by(counts, drawn),
     )
 
 
@@ -195,23 +206,31 @@ def _lower(
     return spread(mesh, function, takes, gives, donate).lower(*given)
 
 
-def choosing(models: Models, params: Params, layout: Layout, programs: Programs) -> ChosenRows:
-    """Picks among the greedy programs, by their times here and the survey of the drafts."""
-    measure = functools.partial(_times, models, params, layout, programs.greedy)
-    folder = jax.config.jax_compilation_cache_dir
+def choosing(
+    models: Models, params: Params, layout: Layout, programs: Programs
+) -> dict[int, ChosenRows]:
+    """Picks among the greedy programs of each number of slots that has several, by their times
+    here and one survey of the drafts."""
+    folder, estimate = jax.config.jax_compilation_cache_dir, Estimate()
     where = Path(folder) if folder else None
-    times = kept_times(models, layout, [*programs.greedy], measure, where)
-    return ChosenRows(None, programs.greedy, times, 0.0, layout.steps)
+    found = {}
+    for slots in slot_counts(models, layout):
+        runs = {each.rows: run for each, run in programs.greedy.items() if each.slots == slots}
+        if len(runs) > 1:
+            measure = functools.partial(_times, models, params, layout, runs, slots)
+            times = kept_times(models, (layout, slots), [*runs], measure, where)
+            found[slots] = ChosenRows(None, runs, times, 0.0, layout.steps, estimate)
+    return found
 
 
-def _times(models: Models, params: Params, layout: Layout, greedy: dict[int, Any]):
-    """The times of a step by its rows; see jflash.row_times.timed."""
+def _times(models: Models, params: Params, layout: Layout, runs: dict[int, Any], slots: int):
+    """The times of a step of these programs by its rows; see jflash.row_times.timed."""
     batch = layout.shape.batch
     columns, window = table_columns(models, layout), sliding(models, layout)
     fewest = min(layout.pages, window.pages if window else layout.pages)
-    pages = np.arange(batch * columns, dtype=np.int32) % fewest
-    table, live = pages.reshape(batch, columns), np.ones(batch, bool)
+    pages = np.arange(slots * columns, dtype=np.int32) % fewest
+    given = pages.reshape(slots, columns), places([*range(slots)], slots, batch)
     return timed(
-        greedy, layout.shape, layout.steps, with_texts(models, empty_state(models, layout)),
-        lambda program, state: program(params, state, table, live),
+        runs, layout.shape, layout.steps, with_texts(models, empty_state(models, layout)),
+        lambda program, state: program(params, state, *given),
     )  # fmt: skip

@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     kinds: tuple[Kind, ...] = KINDS  # of requests that it serves
     states: int = 0  # copies of a slot's recurrent states that prefixes keep
     prompts: int | None = None  # that a pass computes at most; None: as many as pay
+    counts: tuple[int, ...] | None = None  # of slots that a call may serve; None: those that pay
 
     @property
     def columns(self) -> int:

@@ -114,12 +114,12 @@ def test_chosen_rows_cost_a_call_one_small_array(pair):
     for rows in (None, AUTO):
         models = replace(pair.models, rows=rows)
         with engine_of(replace(pair, models=models)) as engine:
-            widest, program = max(engine._loop.device.programs.greedy.items())
+            (_, widest), program = max(engine._loop.device.programs.greedy.items())
             leaves[rows] = program.in_tree.num_leaves, program.out_tree.num_leaves
             device = engine._loop.device
-            if device.rows is not None:
-                times = dict.fromkeys(device.rows.times, Step(99.0)) | {widest: Step(1.0)}
-                device.rows = ChosenRows(None, times, times, 0.0)
+            for slots, chosen in device.rows.items():
+                times = dict.fromkeys(chosen.times, Step(99.0)) | {widest: Step(1.0)}
+                device.rows[slots] = ChosenRows(None, times, times, 0.0)
             engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100)).result()
             steps = engine.stats().steps_by_rows
     assert leaves[AUTO] == tuple(count + 1 for count in leaves[None])

@@ -52,8 +52,9 @@ def alone(pair, requests: list[Request]):
 
 
 def test_exact_under_load(pair, compilations):
-    """Random arrivals, cancels and time-outs, in a pool for little more than one long request."""
-    load = Load(BATCH, CONTEXT, pages=5, chunk=CHUNK, steps=STEPS)
+    """Random arrivals, cancels and time-outs, in a pool for little more than one long request, and
+    calls over one slot and over all."""
+    load = Load(BATCH, CONTEXT, pages=5, chunk=CHUNK, steps=STEPS, slots_at_once=(1,))
     vocabulary = pair.models.target.config.vocab_size
     tokenizer, end = forms.letters()
     own = forms.grammars(tokenizer, vocabulary, [end])
@@ -385,11 +386,11 @@ def test_rows_are_timed_over_different_texts(pair):
     """Rows of one token would reach the same experts, and look cheap."""
     texts, layout = [], Layout(Shape.of(2, CONTEXT, 16, CHUNK), 8, STEPS)
 
-    def step(params, state, table, live):
+    def step(params, state, table, slots):
         texts.append(np.asarray(state.sequences.tokens))
         return state, 0
 
-    assert programs._times(pair.models, pair.params, layout, {2: step})[2].ms > 0
+    assert programs._times(pair.models, pair.params, layout, {2: step}, 2)[2].ms > 0
     assert len(np.unique(texts[0])) > 10
 
 
@@ -400,15 +401,14 @@ def test_as_many_rows_as_pay(pair):
     models = replace(pair.models, rows=AUTO)
     shape = Shape.of(2, CONTEXT, 16, CHUNK)
     loop = Loop(models, pair.params, Layout(shape, 8, STEPS, ("greedy",)), b"")
-    rows = loop.device.rows
-    assert rows is not None
-    turns = itertools.cycle(loop.device.programs.greedy)
+    rows = loop.device.rows[2]
+    turns = itertools.cycle(each.rows for each in loop.device.programs.greedy)
     rows.choice = lambda: (next(turns), STEPS)
     events, jobs = {0: [], 1: []}, [job_of(r, i) for i, r in enumerate(requests)]
     loop.waiting += jobs
     while not loop.idle:
         loop.round(lambda job, event: events[job.order[1]].append(event))
-    assert sorted(loop.device.programs.greedy) == [2, 8, 16] and all(rows.steps.values())
+    assert sorted(rows.steps) == [2, 8, 16] and all(rows.steps.values())
     assert [job.tokens[len(job.request.prompt_ids) :] for job in jobs] == [
         one.token_ids for one in want
     ]

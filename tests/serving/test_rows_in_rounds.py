@@ -111,7 +111,8 @@ class Simulated:
             if self.before is not None:
                 given, of, survey, gained = self.before
                 self.time.wait_for(given)
-                self.chosen.seen(of, survey, self.time.round())
+                now = self.chosen.estimate.newest(survey)
+                self.chosen.seen(of, now, self.time.round())
                 made += gained
             for prompt in prompts:
                 self.time.wait_for(prompt)

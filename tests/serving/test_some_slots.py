@@ -1,0 +1,121 @@
+"""Calls over some of the slots: which they are, and that no text shows it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jflash.kernels import AUTO, XLA, Kernels
+from jflash.programs import Shape
+from jflash.proof.under_load import DRAWN
+from jflash.serving.engine import Engine
+from jflash.serving.request import Request, Result
+from jflash.serving.slots import Layout
+from jflash.serving.some_slots import Stepping, places, slot_counts, steppings
+from tests.support.attention_checks import ON_GPU
+from tests.support.pairs import one_arithmetic, prompts, random_pair
+
+BATCH = 4
+cpu_law = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
+
+
+@pytest.fixture(scope="module", params=["full", "windows"])
+def pair(request):
+    windows = request.param == "windows"
+    return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
+
+
+def layout(batch: int, counts: tuple[int, ...] | None = None) -> Layout:
+    return Layout(Shape.of(batch, 256), 4 * batch, 2, counts=counts)
+
+
+def test_the_slots_of_a_call():
+    assert places([2, 0], 2, 4).tolist() == [2, 0]
+    assert places([3], 2, 4).tolist() == [3, ~0]
+    assert places([3, 1], 4, 4).tolist() == [~0, 1, ~2, 3]
+    assert places([], 1, 2).tolist() == [~0]
+
+
+def test_the_numbers_of_slots_that_have_programs(pair):
+    """The next one is a third less at least, and the choice of rows has programs where they pay."""
+    assert slot_counts(pair.models, layout(32)) == (32,)  # a CPU
+    assert slot_counts(pair.models, layout(4, (2, 1, 2, 4))) == (1, 2, 4)
+    kernels = Kernels(*["canonical"] * len(XLA))._replace(heads="triton")
+    gpu = replace(pair.models, kernels=kernels)
+    counts = {batch: slot_counts(gpu, layout(batch)) for batch in (1, 2, 4, 6, 8, 9, 32, 48)}
+    assert counts == {
+        1: (1,), 2: (1, 2), 4: (1, 4), 6: (1, 4, 6), 8: (1, 4, 8), 9: (1, 4, 9),
+        32: (1, 4, 8, 16, 32), 48: (1, 4, 8, 16, 32, 48),
+    }  # fmt: skip
+    assert slot_counts(gpu, layout(8, ())) == (8,)
+    width = gpu.block_size
+    assert steppings(gpu, layout(8)) == [Stepping(n, n * width) for n in (1, 4, 8)]
+    assert steppings(replace(gpu, rows=12), layout(8)) == [(1, width), (4, 12), (8, 12)]
+    chosen = steppings(replace(gpu, rows=AUTO), layout(64))
+    rows = [(n, n * width) for n in (1, 4, 8, 16)]
+    assert chosen == rows + [(n, n * row) for n in (32, 64) for row in (1, 4, width)]
+
+
+@cpu_law
+def test_a_text_is_the_same_in_every_call(pair):
+    """Requests of all kinds come to one engine and leave it, so calls have one slot, two and four;
+    each text is that of an engine whose calls serve all."""
+    windows = any(mixer.window for mixer in pair.models.target.config.mixers)
+    requests, models = asked(7), replace(pair.models, rows=None if windows else AUTO)
+    with engine_of(pair, ()) as engine:
+        want = [engine.generate([one])[0] for one in requests]
+    with engine_of(replace(pair, models=models), (1, 2)) as engine:
+        served = counted(engine)
+        got = [engine.generate([one])[0] for one in requests]
+        assert set(served) == {1}
+        got += engine.generate(requests)
+        assert set(served) == {1, 2, BATCH}
+    for mine, alone in zip(got, want * 2, strict=True):
+        assert answer(mine) == answer(alone)
+
+
+def asked(count: int) -> list[Request]:
+    """Short texts and long ones; every third is drawn, and tells its logprobs."""
+    drawn: dict[str, Any] = dict(sampling=DRAWN, logprobs=True, presence_penalty=0.5)
+    ids = prompts(count, seed=3, low=5, high=40)
+    return [
+        Request(prompt_ids=p, max_tokens=10 + 9 * i, seed=i, cache_salt=str(i), **more)
+        for i, p in enumerate(ids)
+        for more in [drawn if i % 3 == 1 else {}]
+    ]
+
+
+def engine_of(pair, counts: tuple[int, ...]) -> Engine:
+    return Engine(pair, max_batch=BATCH, max_context=192, prefill_chunk=32, slots_at_once=counts)
+
+
+def counted(engine: Engine) -> list[int]:
+    """The slots of each call from now on."""
+    device, served = engine._loop.device, list[int]()
+    call = device.call
+    device.call = lambda jobs, slots, table: (served.append(len(slots)), call(jobs, slots, table))[
+        1
+    ]
+    return served
+
+
+def answer(result: Result) -> tuple:
+    return result.token_ids, result.acceptance_lengths, result.logprobs, result.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ((0,), "slots_at_once 0: it must be 1 to 4, the engine's slots"),
+        ((1, 5), "slots_at_once 5: it must be 1 to 4"),
+        ((1.5,), "slots_at_once 1.5 must be a whole number"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(pair, counts, why):
+    with pytest.raises(ValueError, match=why):
+        engine_of(pair, counts)
+
+
+def test_texts_that_depend_on_their_neighbours_step_together():
+    with pytest.raises(ValueError, match="slots_at_once 1: a prompt's bits may depend on the othe"):
+        engine_of(random_pair(), (1,))
