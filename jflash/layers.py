@@ -16,6 +16,7 @@ from jflash.experts import Experts
 from jflash.gather import best_of
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
+from jflash.newest import rows_read
 from jflash.passes import Pass, Projected
 from jflash.projections import Projection, RMSNorm, output
 from jflash.rope import rope_angles
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         out, cache = over.attend(s, projected, cache, self.sinks if s.sinks else None)
         out = out.reshape(*out.shape[:2], -1)
         if s.gated:
-            opened = projected.columns(gate[0], s.out_width, out.dtype)
+            opened = rows_read(over, projected.columns(gate[0], s.out_width, out.dtype))
             out = sigmoid_times(opened, out, backend=over.kernels.matmul)
         return self.out.unsummed(out, over.kernels.matmul, residual), cache
 
@@ -212,9 +213,10 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, given: Unsummed, positions, cache, over: Pass
     ) -> tuple[Float[Array, "B T D"], Unsummed, LayerState | None]:
-        """What the layer is given, summed; its output; and the new cache."""
+        """What the layer is given, summed; its output of the rows that are read; the new cache."""
         norm = over.kernels.norm
         x, normed = self.input_norm.after(given, norm)
-        sums, cache = self.attention.unsummed(normed, positions, cache, over, x)
+        residual = rows_read(over, x)
+        sums, cache = self.attention.unsummed(normed, positions, cache, over, residual)
         inner, normed = self.post_norm.after(sums, norm)
         return x, self.mlp.unsummed(normed, inner, over.kernels), cache

@@ -11,6 +11,7 @@ from jflash.experts import Experts
 from jflash.kernels import Kernels
 from jflash.layers import MLP, DecoderLayer
 from jflash.leaves import Leaf, declare
+from jflash.newest import rows_read
 from jflash.passes import Pass
 from jflash.projections import RMSNorm
 from jflash.specs import DenseSpec
@@ -72,7 +73,8 @@ class SandwichLayer(DecoderLayer):
         norm, backend = over.kernels.norm, over.kernels.matmul
         entered, normed = self.input_norm.after(given, norm)
         out, cache = self.attention(normed, positions, cache, over, None)
-        x = added(entered, self.attention_norm(out, norm), backend=backend)
+        residual = rows_read(over, entered)
+        x = added(residual, self.attention_norm(out, norm), backend=backend)
         out = self.mlp(self.mlp_input_norm(x, norm), None, over.kernels)
         if self.config.beside is not None:
             other = self.experts.routed_by(x, self.experts_input_norm(x, norm), over.kernels)

@@ -31,8 +31,8 @@ class ReplayTarget(Target):
 
     recording: Recording
 
-    def __call__(self, tokens, positions, caches, over, taps=()):
-        hidden, features, caches = super().__call__(tokens, positions, caches, over, taps)
+    def __call__(self, tokens, positions, caches, over, *rest):
+        hidden, features, caches = super().__call__(tokens, positions, caches, over, *rest)
         if not isinstance(over, Block | PackedBlock):
             return hidden, features, caches
         choices = self._choices(tokens, positions, over)

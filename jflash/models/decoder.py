@@ -63,11 +63,13 @@ class Target(nn.Module):
         caches: Caches,
         over: Pass,
         taps: tuple[int, ...] = (),
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T PD"], Caches]:
+        last: Pass | None = None,
+    ) -> tuple[Float[Array, "B _ D"], Float[Array, "B T PD"], Caches]:
         """Final-normed hidden states, tapped features (side by side, as `taps` orders), caches.
 
         Tap i is the output of layer i, counted from 0; that of the last layer is the final-normed
-        state, as in transformers' `hidden_states[i + 1]`.
+        state, as in transformers' `hidden_states[i + 1]`. `last` is the last layer's pass if that
+        reads some of the rows alone: the hidden states are theirs, and no tap is that layer.
         """
         x = self.embed(tokens)
         if self.config.embedding_scale != 1:
@@ -76,8 +78,9 @@ class Target(nn.Module):
             ones = jnp.ones(x.shape[-1])
             x = rms_norm(x, ones, self.config.rms_norm_eps, backend=over.kernels.norm)
         sums, inputs, new = Unsummed(None, x), [], []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, sums, cache = layer(sums, positions, cache, over)
+        passes = [over] * (len(self.layers) - 1) + [last or over]
+        for layer, cache, through in zip(self.layers, caches, passes, strict=True):
+            x, sums, cache = layer(sums, positions, cache, through)
             inputs.append(x)
             new.append(cache)
         outputs = [*inputs[1:], self.norm.after(sums, over.kernels.norm)[1]]

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash.logprobs import bits, judged, noted, read, scored
+from jflash.newest import Newest
 from jflash.pair import Models, Params
 from jflash.passes import Chunk, Chunks
 from jflash.prefill import put
@@ -25,6 +26,7 @@ from jflash.serving.packing import CONTROL, FRESH, HEAD, STEPS, row_size
 from jflash.serving.slots import BIASED, CACHES, most_of, with_table
 from jflash.serving.some_slots import putting
 from jflash.shaping import Shaping, constrained, shaped
+from jflash.specs import AttentionSpec
 from jflash.speculative import apply
 from jflash.state import Sequences, State
 
@@ -108,7 +110,7 @@ def chunk(
     length = jnp.minimum(over.offset + size, over.end) + 1
     rows = over.rows._replace(length=length, done=~over.steps)
     state = state._replace(sequences=_entered(state.sequences, over, rows))
-    return state, Computed(hidden, _newest(hidden, over))
+    return state, Computed(hidden, _newest(models, size, over).of(hidden))
 
 
 def whole(
@@ -119,9 +121,11 @@ def whole(
     Passes over nothing (`packing.no_pass`) may be among them.
     """
     over = unpacked(shape, given)
-    hidden, state = _computed(models, size, params, state, over)
+    newest, alone = _newest(models, size, over), reads_newest_alone(models)
+    hidden, state = _computed(models, size, params, state, over, newest if alone else None)
+    hidden = hidden if alone else newest.of(hidden)
     matmul, rows, end = models.kernels.chunk.matmul, over.rows, over.end
-    logits = apply(models.target, params.target, _newest(hidden, over), matmul, method="logits")
+    logits = apply(models.target, params.target, hidden, matmul, method="logits")
     token = greedy(logits)
     done = _ended(rows, token, end)
     tokens = rows.tokens.at[jnp.arange(len(end)), end].set(token[:, 0])
@@ -140,10 +144,21 @@ def _entered(sequences: Sequences, over: Over, rows: Sequences) -> Sequences:
     return entered._replace(logprobs=asked._replace(count=count, processed=processed))
 
 
+def reads_newest_alone(models: Models) -> bool:
+    """Whether the last layer may make its output for the prompts' newest tokens alone: no bit of a
+    row hangs on the others, and no feature of the drafter is that layer's output.
+    """
+    config = models.target.config
+    attends = isinstance(config.layers[-1].mixer, AttentionSpec)
+    return models.one_arithmetic and attends and config.num_layers - 1 not in models.taps
+
+
 def _computed(
-    models: Models, size: int, params: Params, state: State, to: Over
-) -> tuple[Float[Array, "P C D"], State]:
-    """The hidden rows, and the state with their keys, values and context."""
+    models: Models, size: int, params: Params, state: State, to: Over, last: Newest | None = None
+) -> tuple[Float[Array, "P _ D"], State]:
+    """The hidden rows that the last layer's pass reads, and the state with the keys, values and
+    context of all.
+    """
     kernels = models.kernels.chunk
     positions = to.offset[:, None] + jnp.arange(size)
     tokens = jnp.take_along_axis(to.rows.tokens, positions, axis=1, mode="clip")
@@ -156,7 +171,7 @@ def _computed(
         state = cleared(state, jnp.where(to.fresh[0], to.slot[0], past))
     state = with_table(state, to.table)
     hidden, features, target_cache = apply(
-        models.target, params.target, tokens, positions, state.target_cache, over, models.taps
+        models.target, params.target, tokens, positions, state.target_cache, over, models.taps, last
     )
     drafter_cache = state.drafter_cache
     if models.drafter is not None:
@@ -175,10 +190,10 @@ def cleared(state: State, slot: Int[Array, ""]) -> State:
     return state._replace(**caches)
 
 
-def _newest(hidden: Float[Array, "P C D"], over: Over) -> Float[Array, "P 1 D"]:
-    """The rows of the prompts' newest tokens, if they are among these."""
-    last = jnp.clip(over.end - 1 - over.offset, 0, hidden.shape[1] - 1)
-    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+def _newest(models: Models, size: int, over: Over) -> Newest:
+    """The rows of the prompts' newest tokens, if the pass has them."""
+    rows = jnp.clip(over.end - 1 - over.offset, 0, size - 1)
+    return Newest(over.offset, rows, models.kernels.chunk)
 
 
 def _ended(rows: Sequences, token: Int[Array, "P 1"], end: Int[Array, " P"]) -> Bool[Array, " P"]:

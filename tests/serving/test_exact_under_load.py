@@ -35,7 +35,7 @@ CONTEXT, CHUNK, BATCH, STEPS = 256, 32, 3, 2
 
 @pytest.fixture(scope="module")
 def pair():
-    pair = one_arithmetic(random_pair())
+    pair = one_arithmetic(random_pair(target_layer_ids=(0,)))
     return replace(pair, models=replace(pair.models, draft_rule="greedy"))
 
 

@@ -26,7 +26,8 @@ BATCH = 4
 @pytest.fixture(scope="module", params=["full", "windows"])
 def pair(request):
     windows = request.param == "windows"
-    return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
+    changes = {"sights": ({"window": 24}, {})} if windows else {"target_layer_ids": (0,)}
+    return one_arithmetic(random_pair(**changes))
 
 
 def engine_of(pair, at_once: int = 3) -> Engine:
