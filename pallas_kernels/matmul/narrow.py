@@ -34,7 +34,10 @@ _APART = 1024  # of K, the least that a CTA of its own takes: its sums are writt
 _LARGE = 128 * 128
 _FILLED = 112  # CTAs, of SMS
 _FILLED_BY_GATES = 96
-_TALLER = 1.8  # times as long as 64 rows take 128 rows by 256 columns of gate and up
+# Times as long as 64 rows take 128 rows by 256 columns of gate and up. In several turns two CTAs
+# share what they read of these columns: in loops of 50 ms 512 and 1,024 rows take 169 and 326 µs
+# so, and 173 and 337 each by itself (benchmarks/h200-long-loops.json).
+_TALLER = 1.8
 
 
 def few_rows_sizes(op: str, programs: int) -> tuple[int, int, int, int] | None:
@@ -74,9 +77,12 @@ def _of_gates(M: int, K: int, N: int, general: Tuning) -> Tuning:
     if M <= WALKED or (general.block_m, general.block_n) != (128, 256):
         return general
     many = _ctas("gate_up", M, K, N, general)
+    both = dataclasses.replace(general, cluster_m=2)
     if many > SMS:
-        return low if _TALLER * _turns(many) > 1.05 * _turns(few) else general
-    paired = [dataclasses.replace(general, cluster_m=2)]
+        if _TALLER * _turns(many) > 1.05 * _turns(few):
+            return low
+        return both if _ctas("gate_up", M, K, N, both) else general
+    paired = [both]
     narrower = with_ring("gate_up", 128, 192, 1, 1)
     if narrower is not None:
         paired.insert(0, dataclasses.replace(narrower, cluster_m=2))

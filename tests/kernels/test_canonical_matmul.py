@@ -289,7 +289,7 @@ def test_every_shape_of_the_step_has_a_tile(op, K, N):
     for M in (65, 128, 192, 320, 512, 1024):
         tuning = by_rule(Product.of(op, M, K, N, P))
         if isinstance(tuning, Wide):
-            rows = (65, 128) if op == "gate_up" else (192,)  # of several pieces: one turn
+            rows = (65, 128) if op == "gate_up" else (192, 512)  # of several pieces: one turn
             assert M in rows and tuning.ring >= 4 and (op == "gate_up") == (P == 1)
             continue
         assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
@@ -313,6 +313,25 @@ def test_pieces_of_two_row_tiles_take_one_turn_that_fills_the_gpu():
     others += [("matmul", 257, 4096, 6144, 2)]
     for op, M, K, N, P in others:
         assert isinstance(by_rule(Product.of(op, M, K, N, P)), Tuning), (op, M, K, N)
+
+
+def test_pieces_of_four_row_tiles_take_one_turn_where_other_tiles_would_take_two():
+    """By whole swizzles: what 160 columns read in vain costs more than the turn."""
+    tile = Wide(width=192, ring=4)
+    for M, K, N in [(512, 4096, 6144), (385, 4096, 6144), (512, 2560, 6144)]:
+        assert by_rule(Product.of("matmul", M, K, N, 2)) == tile
+    others = [(384, 4096, 6144), (513, 4096, 6144), (512, 4096, 4096), (512, 4096, 5120)]
+    for M, K, N in [*others, (512, 12288, 6144)]:
+        assert isinstance(by_rule(Product.of("matmul", M, K, N, 2)), Tuning), (M, K, N)
+
+
+def test_two_row_tiles_share_the_columns_of_gate_and_up_in_turns():
+    """Of an odd number of row tiles none has another beside it."""
+    for M, rows, together in [(512, 128, 2), (1024, 128, 2), (384, 64, 1), (640, 128, 1)]:
+        tuning = by_rule(Product.of("gate_up", M, 4096, 24576, 1))
+        assert isinstance(tuning, Tuning), tuning
+        sizes = tuning.block_m, tuning.block_n, tuning.cluster_m
+        assert sizes == (rows, 256, together), (M, tuning)
 
 
 def test_columns_that_are_no_whole_swizzles_have_a_tile_that_needs_none():
