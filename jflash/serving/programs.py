@@ -97,6 +97,9 @@ def run(
     (who, live), batch = slots_of(slots), len(everyone.length)
     all_step = len(slots) == batch
     s = everyone if all_step else taken(everyone, who)
+    # The loop's graphs read a number of the program's own: the argument's address is another one in
+    # each call, and would be written into every layer's node again.
+    table = jnp.maximum(table, 0)
     state = with_table(state._replace(sequences=s._replace(done=s.done | ~live)), table)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
     report = report_of(s, state, width, steps)
