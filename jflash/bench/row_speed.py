@@ -32,10 +32,10 @@ from jflash.programs import Shape
 from jflash.row_choice import ChosenRows, with_rows
 from jflash.serving.batch import Job, layout_for
 from jflash.serving.collection import only_of_new_objects
-from jflash.serving.engine import STEPS_PER_CALL, Engine
+from jflash.serving.engine import Engine
 from jflash.serving.programs import choosing, compile_programs, forget
 from jflash.serving.request import Request
-from jflash.serving.slots import Layout
+from jflash.serving.slots import Layout, steps_of_call
 from pallas_kernels.block_attention import PAGE
 
 
@@ -66,7 +66,8 @@ def steps_of(pair: Pair, batch: int, capacity: int, alone: Callable[[], None]) -
     if models.rows != AUTO:
         raise ValueError(f"batch {batch}: no number of rows is chosen there")
     shape = Shape.of(batch, capacity)
-    layout = Layout(shape, batch * capacity // PAGE, STEPS_PER_CALL, ("greedy",))
+    steps = steps_of_call(models)
+    layout = Layout(shape, batch * capacity // PAGE, steps, ("greedy",))
     begin = time.perf_counter()
     programs = compile_programs(models, pair.params, layout)
     took = {"compile_seconds": time.perf_counter() - begin}

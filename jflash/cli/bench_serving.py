@@ -1,7 +1,7 @@
 """bench-serving: the figures of the engine and of the server."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jflash.bench.recording import of_mean, read_recording, recorded
@@ -15,7 +15,8 @@ from jflash.files import in_turn, whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
 from jflash.programs import LARGE_CHUNK, engine_chunk
-from jflash.serving.engine import PREFILL_BETWEEN, STEPS_PER_CALL
+from jflash.serving.engine import PREFILL_BETWEEN
+from jflash.serving.slots import steps_of_call
 
 BATCHES = (1, 8, 32, 64)
 TEXTS = 8  # beside a long prompt
@@ -23,27 +24,27 @@ TEXTS = 8  # beside a long prompt
 
 def run(args: Options) -> Iterator[dict[str, Any]]:
     """Yields the result after each row."""
-    steps = args.steps_per_call or (STEPS_PER_CALL,)
     with in_turn(args.in_turn) as wait:
         result: dict[str, Any] = describe_device() | {"serving": []}
         if args.record is not None:
             yield result | record(args)
             return
         rows = of_shape if args.target is None else of_pair
-        for row in rows(args, steps, result, wait):
+        for row in rows(args, result, wait):
             print(row_text(row), flush=True)
             result["serving"].append(row)
             yield result
 
 
 def of_shape(
-    args: Options, steps: Sequence[int], result: dict[str, Any], wait: Callable[[], None]
+    args: Options, result: dict[str, Any], wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     recording = read_recording(args.replay)
     pair = random_pair(args.shape, recording, args.dtype, args.drafter_dtype, most_slots(args))
     result |= {"shape": args.shape, "backends": pair.models.kernels._asdict()}
     result |= {"block_size": pair.models.block_size, "replayed_tau": recording.tokens_a_step}
     result |= dtype_note(args)
+    steps = args.steps_per_call or (steps_of_call(pair.models),)
     others = args.auto_batch or args.first_token or args.long_prompt
     batches = args.batch or (() if others else BATCHES)
     cases = [
@@ -65,13 +66,14 @@ def of_shape(
 
 
 def of_pair(
-    args: Options, steps: Sequence[int], result: dict[str, Any], wait: Callable[[], None]
+    args: Options, result: dict[str, Any], wait: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     if args.clients is not None:
         require("httpx", "starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
     from jflash.bench.pair_serving import Load, answered, with_rows
 
     pair, asked = pair_and_questions(args)
+    steps = args.steps_per_call or (steps_of_call(pair.models),)
     result |= {"target": str(args.target).rsplit("/", 1)[-1], "questions": len(asked.prompts)}
     result |= {"backends": pair.models.kernels._asdict(), "block_size": pair.models.block_size}
     result |= shared_note(args) | dtype_note(args)
@@ -118,6 +120,7 @@ def pair_and_questions(args: Options) -> tuple[Any, Any]:
 def record(args: Options) -> dict[str, Any]:
     """Writes the recording, and returns what it holds."""
     pair, asked = pair_and_questions(args)
+    steps = args.steps_per_call or (steps_of_call(pair.models),)
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=asked.stops)
     answers = recorded(pair, asked.prompts, decoding)
     kept = of_mean(answers, args.tau)

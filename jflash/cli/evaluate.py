@@ -26,7 +26,6 @@ from jflash.evals.summary import differences, summarise
 from jflash.files import write_text
 from jflash.hosts import Hosts, joined
 from jflash.replicas import cluster
-from jflash.serving.engine import STEPS_PER_CALL
 
 DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
 
@@ -34,8 +33,6 @@ DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
 def run(options: Options) -> int:
     name = options.dataset
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
-    if options.steps_per_call is None:
-        options.steps_per_call = STEPS_PER_CALL
     if options.replicas is not None:
         require("ray")
         with cluster(options.ray_address, options.replicas):

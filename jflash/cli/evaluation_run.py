@@ -26,6 +26,7 @@ from jflash.io.digest import checkpoint_digest
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.memory import check_memory
+from jflash.serving.slots import steps_of_call
 
 # Options that decide about the answers and their times.
 SETTINGS = (
@@ -64,6 +65,7 @@ def prepare(options: Options, hosts: int) -> Run:
         few = f"{name} {sharing}: there are only {len(problems)} problems to share"
         refuse(sharing > len(problems) > 0, few)
     files = configured(options, options.batch)
+    options.steps_per_call = steps_of_call(files.models, options.steps_per_call)
     tokenizer = files.target.tokenizer()
     decoding = Decoding(
         sampling=draws,

@@ -14,10 +14,10 @@ from jflash.decoding import Decoding
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
 from jflash.programs import Shape, capacity_for, engine_chunk
-from jflash.serving.engine import STEPS_PER_CALL, Engine
+from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
 from jflash.serving.request import Request, Result
-from jflash.serving.slots import Kind, Layout
+from jflash.serving.slots import Kind, Layout, steps_of_call
 from pallas_kernels.block_attention import PAGE
 
 
@@ -39,7 +39,7 @@ def serve(
     jobs: Sequence[Job],
     *,
     batch_size: int,
-    steps_per_call: int = STEPS_PER_CALL,
+    steps_per_call: int | None = None,
     context: int | None = None,
     answered: Collection[int] = (),
     prefill_chunk: int | None = None,
@@ -77,7 +77,7 @@ def layout_for(
     jobs: Sequence[Job],
     batch_size: int,
     context: int | None = None,
-    steps_per_call: int = STEPS_PER_CALL,
+    steps_per_call: int | None = None,
     prefill_chunk: int | None = None,
 ) -> Layout:
     """The static sizes of a run: pages for `batch_size` texts of `context` tokens.
@@ -91,7 +91,8 @@ def layout_for(
     stops = max((len(job.decoding.stop_token_ids) for job in jobs), default=0)
     chunk = engine_chunk(models, columns * PAGE) if prefill_chunk is None else prefill_chunk
     shape = Shape.of(batch_size, columns * PAGE, stops, chunk)
-    return Layout(shape, batch_size * columns, steps_per_call, _kinds(models, jobs))
+    steps = steps_of_call(models, steps_per_call)
+    return Layout(shape, batch_size * columns, steps, _kinds(models, jobs))
 
 
 def _kinds(models: Models, jobs: Sequence[Job]) -> tuple[Kind, ...]:
@@ -104,10 +105,10 @@ def _expected(job: Job) -> tuple[int, int, int]:
     return -job.decoding.max_new_tokens, -len(job.prompt_ids), job.index
 
 
-def _check(pair: Pair, jobs: Sequence[Job], batch_size: int, steps: int) -> None:
+def _check(pair: Pair, jobs: Sequence[Job], batch_size: int, steps: int | None) -> None:
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ValueError(f"steps_per_call must be at least 1, got {steps}")
     if len({job.index for job in jobs}) < len(jobs):
         raise ValueError("two jobs have the same index: it names a job and makes its key")

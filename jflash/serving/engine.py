@@ -19,7 +19,14 @@ from jflash.serving.job import Job
 from jflash.serving.limits import check, check_sizes, checked_counts, checked_kinds
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Request, Result
-from jflash.serving.slots import KINDS, Kind, Layout, pass_sizes, refusal_of_prompts
+from jflash.serving.slots import (
+    KINDS,
+    Kind,
+    Layout,
+    pass_sizes,
+    refusal_of_prompts,
+    steps_of_call,
+)
 from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
 from jflash.serving.weights import replacing
@@ -31,7 +38,6 @@ from pallas_kernels.block_attention import PAGE
 # 6,698 / 6,630 with 2,048 (one H200, jax 0.11.2, 2026-11-24).
 PREFILL_BETWEEN = 2048
 STALL = 0.045  # seconds that prompts keep a text waiting at most, if a chunk is no longer
-STEPS_PER_CALL = 2  # more leave ended slots idle for longer, fewer let the device wait
 
 
 class Engine:
@@ -63,7 +69,7 @@ class Engine:
         states: int | None = None,
         max_queue: int = 1024,
         max_stop_ids: int = 16,
-        steps_per_call: int = STEPS_PER_CALL,
+        steps_per_call: int | None = None,
         prefill_chunk: int | None = None,
         prefill_between: int = PREFILL_BETWEEN,
         prompts_at_once: int | None = None,
@@ -93,7 +99,8 @@ class Engine:
             raise ValueError(f"{rows} rows to verify for {max_batch} requests: each needs one")
         self.pair, self.max_batch = pair, max_batch
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
-        self._layout = Layout(shape, pages, steps_per_call, kinds, states, prompts_at_once, counts)
+        steps = steps_of_call(pair.models, steps_per_call)
+        self._layout = Layout(shape, pages, steps, kinds, states, prompts_at_once, counts)
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)

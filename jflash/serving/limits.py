@@ -9,7 +9,12 @@ from jflash.serving.request import Request, TooLong
 from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
 from pallas_kernels.block_attention import PAGE
 
-OPTIONAL = ("pages", "prefill_chunk", "prompts_at_once")  # an engine's sizes that may be None
+OPTIONAL = (
+    "pages",
+    "prefill_chunk",
+    "prompts_at_once",
+    "steps_per_call",
+)  # an engine's sizes that may be None
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -14,8 +14,7 @@ from jflash.pair import Models
 from jflash.programs import Shape, engine_chunk
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
-from jflash.serving.engine import STEPS_PER_CALL
-from jflash.serving.slots import Layout, empty_state, several_prompts
+from jflash.serving.slots import Layout, empty_state, several_prompts, steps_of_call
 from jflash.serving.states import states_kept
 from pallas_kernels.block_attention import PAGE
 
@@ -32,10 +31,11 @@ class Need(NamedTuple):
 
 
 def needed(
-    models: Models, shape: Shape, steps: int = STEPS_PER_CALL, states: int | None = None
+    models: Models, shape: Shape, steps: int | None = None, states: int | None = None
 ) -> Need:
     """The bytes of an engine of this shape, with `steps` steps a call, which keeps `states` copies
-    of recurrent states, as many as `states_kept` says unless given."""
+    of recurrent states, as many as `steps_of_call` and `states_kept` say unless given."""
+    steps = steps_of_call(models, steps)
 
     def state(pages: int) -> int:
         return tree_bytes(
@@ -56,7 +56,7 @@ def need_of(
     models: Models,
     batch: int,
     context: int,
-    steps: int = STEPS_PER_CALL,
+    steps: int | None = None,
     states: int | None = None,
 ) -> Need:
     """The bytes of an engine for `batch` requests of `context` tokens; others as `needed`."""
@@ -70,7 +70,7 @@ def pages_within(
     context: int,
     pages: int | None,
     limit: int | None,
-    steps: int = STEPS_PER_CALL,
+    steps: int | None = None,
     states: int | None = None,
 ) -> int:
     """`pages`, or those for `batch` requests of `context` tokens, or as many as `limit` bytes hold.

@@ -27,7 +27,10 @@ from pallas_kernels.block_attention import PAGE
 Kind = Literal["greedy", "drawn"]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 CACHES = ("target_cache", "drafter_cache")  # of a State
-PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`
+PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`; more are no small model
+# Of a call. More leave ended slots idle for longer, and fewer let the device wait: a call's first
+# step takes the host longer than the others, which a short step does not hide.
+STEPS, STEPS_OF_SMALL = 2, 4
 BIASED = 320  # tokens with a bias in a request at most; OpenAI's limit is 300
 
 
@@ -118,6 +121,20 @@ class Several(NamedTuple):
         return size <= self.tokens <= 2 * size
 
 
+def steps_of_call(models: Models, steps: int | None = None) -> int:
+    """The steps of a call: those given, or as many as keep the device at work."""
+    if steps is not None:
+        return steps
+    dispatched = models.kernels.attention == "canonical"  # a CPU computes them at once
+    return STEPS_OF_SMALL if dispatched and small(models) else STEPS
+
+
+def small(models: Models) -> bool:
+    """Whether a device's part of the target has so few weights that the host is the slower one."""
+    weights = jax.tree.leaves(decoding_params(local(models).target.config))
+    return sum(math.prod(leaf.stored) for leaf in weights) <= MOST_WEIGHTS
+
+
 def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
     """The passes over several prompts.
 
@@ -132,8 +149,7 @@ def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
         return (Several(layout.prompts, smallest),) if layout.prompts > 1 else ()
     if refusal_of_prompts(models) or models.kernels.attention != "canonical":
         return ()
-    weights = jax.tree.leaves(decoding_params(local(models).target.config))
-    if sum(math.prod(leaf.stored) for leaf in weights) <= MOST_WEIGHTS:
+    if small(models):
         return (Several(PROMPTS, smallest),)
     pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
     return Several(PROMPTS, smallest, PROMPTS - 1), *pairs

@@ -20,7 +20,6 @@ from jflash.cli import bench_serving, main
 from jflash.decoding import Decoding
 from jflash.files import in_turn
 from jflash.programs import Shape, new_state
-from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.request import Request
 from jflash.speculative import draft
 from tests.support.small_checkpoints import edit_config, make_pair
@@ -148,7 +147,7 @@ def test_each_text_walks_through_the_recorded_steps(file):
     """Every step accepts as many drafts as the recorded one that its anchor names."""
     pair = random_pair("tiny", read_recording(file), "float32")
     taken = [step[0] + 1 for step in STEPS]
-    with engine_for(pair, layout_of(2, 768, STEPS_PER_CALL), 8) as engine:
+    with engine_for(pair, layout_of(2, 768, 2), 8) as engine:
         found = engine.generate(Request(prompt_ids=[i, 7, 9], max_tokens=60) for i in range(3))
     for result in found:
         first = result.token_ids[0] % len(STEPS)

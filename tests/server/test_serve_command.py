@@ -16,11 +16,10 @@ from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
 from jflash.server.run import listen, open_to_clients
 from jflash.serving.constrained import decide, kept_bytes, look, undrafted
-from jflash.serving.engine import STEPS_PER_CALL
 from jflash.serving.packing import mask_words
 from jflash.serving.programs import of_all_kinds
 from jflash.serving.room import needed
-from jflash.serving.slots import Layout, empty_state
+from jflash.serving.slots import Layout, empty_state, steps_of_call
 from pallas_kernels.block_attention import PAGE
 from tests.support.pairs import one_arithmetic, random_pair
 
@@ -42,8 +41,7 @@ def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
 
     def pages(limit: int | None, given: int | None = None) -> int:
         monkeypatch.setattr(serve, "device_memory", lambda: limit)
-        steps = STEPS_PER_CALL
-        options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=steps, states=None)
+        options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=None, states=None)
         return serve._pages(options, models, 1024)
 
     assert pages(None) == pages(need.of(4 * columns)) == 4 * columns
@@ -62,7 +60,7 @@ def test_pages_of_windows_have_room_for_what_a_call_may_commit():
     models = random_pair(sights=({"window": 40}, {"window": None})).models
     shape = Shape.of(4, 1024, chunk=64)
     budget = memory_budget(replace(models, sampled=True), shape)
-    state = jax.eval_shape(lambda: empty_state(models, Layout(shape, 40, STEPS_PER_CALL)))
+    state = jax.eval_shape(lambda: empty_state(models, Layout(shape, 40, steps_of_call(models))))
     kept = kept_bytes(models, 4)
     parts = (budget.weights, budget.temporaries, tree_bytes(state), kept)
     assert needed(models, shape).of(40) == sum(parts)
