@@ -35,7 +35,7 @@ from jflash.serving.packing import (
     surveyed,
 )
 from jflash.serving.prefill import First
-from jflash.serving.programs import Programs, choosing, compile_programs
+from jflash.serving.programs import Programs, choosing, compile_programs, run_once
 from jflash.serving.schedule import Pass
 from jflash.serving.slots import Layout, Several, empty_state, several_prompts
 from jflash.serving.some_slots import Stepping, slot_counts
@@ -55,6 +55,8 @@ class Device:
         self.rows = dict[int, ChosenRows]()  # by slots, if the rows of a step are chosen
         if models.rows == AUTO and "greedy" in layout.kinds:
             self.rows = choosing(models, params, layout, self.programs)
+        if len(self.counts) > 1:  # a warm-up by requests would not reach all
+            run_once(models, params, layout, self.programs)
         self._steps = dict.fromkeys(sorted({each.rows for each in self.programs.greedy}), 0)
         self.state = empty_state(models, layout)
         self.copies = Copies(models, layout)

@@ -226,6 +226,20 @@ def choosing(
     return found
 
 
+def run_once(models: Models, params: Params, layout: Layout, programs: Programs) -> None:
+    """Has each program of steps run, over slots without a text, and waits for it: its first run
+    loads its kernels and makes its graphs, for which texts would wait."""
+    batch, columns = layout.shape.batch, table_columns(models, layout)
+    state = empty_state(models, layout)
+    for slots, program in (
+        *((each.slots, program) for each, program in programs.greedy.items()),
+        *programs.drawn.items(),
+    ):
+        table = np.zeros((slots, columns), np.int32)
+        state, _ = program(params, state, table, places([], slots, batch))
+    jax.block_until_ready(state)
+
+
 def _times(models: Models, params: Params, layout: Layout, runs: dict[int, Any], slots: int):
     """The times of a step of these programs by its rows; see jflash.row_times.timed."""
     batch = layout.shape.batch

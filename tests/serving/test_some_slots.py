@@ -8,6 +8,7 @@ import pytest
 from jflash.kernels import AUTO, XLA, Kernels
 from jflash.programs import Shape
 from jflash.proof.under_load import DRAWN
+from jflash.serving import device
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request, Result
 from jflash.serving.slots import Layout
@@ -74,6 +75,29 @@ def test_a_text_is_the_same_in_every_call(pair):
         assert answer(mine) == answer(alone)
 
 
+def test_every_program_of_steps_has_run_before_the_first_request(pair, monkeypatch):
+    """A request of one slot would not reach the others, and their first runs take longest."""
+    ran, compile_programs = list[Any](), device.compile_programs
+
+    def counting(*given: Any) -> Any:
+        programs = compile_programs(*given)
+
+        def noted(key: Any, program: Any) -> Any:
+            return lambda *given: (ran.append((key, len(given[3]))), program(*given))[1]
+
+        kinds = {name: getattr(programs, name) for name in ("greedy", "drawn")}
+        return programs._replace(
+            **{name: {k: noted(k, p) for k, p in kind.items()} for name, kind in kinds.items()}
+        )
+
+    monkeypatch.setattr(device, "compile_programs", counting)
+    with engine_of(pair, (1, 2)) as engine:
+        width = pair.models.block_size
+        each = [(Stepping(n, n * width), n) for n in (1, 2, BATCH)]
+        assert ran == [*each, (1, 1), (2, 2), (BATCH, BATCH)]
+        assert engine.stats().calls == 0 and engine.stats().steps_by_rows == {}
+
+
 def asked(count: int) -> list[Request]:
     """Short texts and long ones; every third is drawn, and tells its logprobs."""
     drawn: dict[str, Any] = dict(sampling=DRAWN, logprobs=True, presence_penalty=0.5)
@@ -91,11 +115,9 @@ def engine_of(pair, counts: tuple[int, ...]) -> Engine:
 
 def counted(engine: Engine) -> list[int]:
     """The slots of each call from now on."""
-    device, served = engine._loop.device, list[int]()
-    call = device.call
-    device.call = lambda jobs, slots, table: (served.append(len(slots)), call(jobs, slots, table))[
-        1
-    ]
+    own, served = engine._loop.device, list[int]()
+    call = own.call
+    own.call = lambda jobs, slots, table: (served.append(len(slots)), call(jobs, slots, table))[1]
     return served
 
 
