@@ -120,7 +120,6 @@ def pair_and_questions(args: Options) -> tuple[Any, Any]:
 def record(args: Options) -> dict[str, Any]:
     """Writes the recording, and returns what it holds."""
     pair, asked = pair_and_questions(args)
-    steps = args.steps_per_call or (steps_of_call(pair.models),)
     decoding = Decoding(max_new_tokens=args.max_new_tokens, stop_token_ids=asked.stops)
     answers = recorded(pair, asked.prompts, decoding)
     kept = of_mean(answers, args.tau)

@@ -9,12 +9,8 @@ from jflash.serving.request import Request, TooLong
 from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
 from pallas_kernels.block_attention import PAGE
 
-OPTIONAL = (
-    "pages",
-    "prefill_chunk",
-    "prompts_at_once",
-    "steps_per_call",
-)  # an engine's sizes that may be None
+# An engine's sizes that may be None.
+OPTIONAL = ("pages", "prefill_chunk", "prompts_at_once", "steps_per_call")
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -21,8 +21,8 @@ from jflash.serving.slots import Layout, refusal_of_prompts
 from jflash.state import Sequences
 
 # Each is a program for greedy requests and one for others, which take seconds to compile: so none
-# for 2 slots, whose step takes 4 % longer than one's (5.42 and 5.23 ms, Qwen3-8B's sizes with a
-# drafter in float8).
+# for 2 slots, whose step takes 4 % longer than one's (5.42 and 5.23 ms in two runs, Qwen3-8B's
+# sizes with a drafter in float8).
 COUNTS = (1, 4, 8, 16, 32, 64, 128, 256)
 MOST_OF_ALL = 2 / 3  # of the slots: a larger part of them gains too little
 CHOSEN_FROM = 256  # rows of whole blocks, from which on fewer of them pay for more programs

@@ -11,9 +11,9 @@ ascending pieces, each by itself, and adds a piece's sum to that of those before
 So 129 to 256 rows take a product of several pieces in one turn, where a CTA for each piece took a
 second turn that few of them filled, or left sums to be read: with Qwen3-8B's qkv so a step of 256
 rows took 10.44 ms in place of 10.69, and one that verifies 256 of 512 rows 12.31 in place of 12.67
-(H200, jax 0.11.2, 2026-11-26, in turns). So do 385 to 512 rows where 128 columns would take a
-second turn and 192 take one: qkv 44.5 µs in place of 55.4 in a loop of 50 ms, by 128 columns 58.7
-and by 160, which read 32 in vain, 67.6 (`benchmarks/h200-long-loops.json`).
+(H200, jax 0.11.2, 2026-11-26, in turns). So do four row tiles where 128 columns would take a second
+turn and 192 take one: 512 rows of qkv take 44.5 µs in place of 55.4 in a loop of 50 ms, by 128
+columns 58.7 and by 160, which read 32 in vain, 67.6 (`benchmarks/h200-long-loops.json`).
 """
 
 import dataclasses

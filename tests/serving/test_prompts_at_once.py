@@ -16,8 +16,8 @@ from jflash.serving.loop import Loop
 from jflash.serving.prompts import counts
 from jflash.serving.request import Event, Request, Result
 from jflash.serving.slots import (
-    STEPS,
     STEPS_OF_SMALL,
+    STEPS_PER_CALL,
     Layout,
     Several,
     several_prompts,
@@ -134,11 +134,11 @@ def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypat
     )
     layout = Layout(Shape.of(BATCH, 1024, 16, 512), 64, 2)
     assert several_prompts(models, layout) == (Several(4, 128),)
-    assert steps_of_call(models) == STEPS_OF_SMALL > steps_of_call(pair.models) == STEPS
+    assert steps_of_call(models) == STEPS_OF_SMALL > steps_of_call(pair.models) == STEPS_PER_CALL
     monkeypatch.setattr(slots, "MOST_WEIGHTS", 0)
     short, long = several_prompts(models, layout)
     assert (short, long) == (Several(4, 128, 3), Several(2, 512))
-    assert steps_of_call(models) == STEPS and steps_of_call(models, 3) == 3
+    assert steps_of_call(models) == STEPS_PER_CALL and steps_of_call(models, 3) == 3
     taken = {size: [each.takes(size) for each in (short, long)] for size in (64, 128, 512)}
     assert taken == {64: [True, False], 128: [True, False], 512: [False, True]}
     assert [*counts(9, short)] == [4, 4, 1] and [*counts(7, short)] == [4, 3]
