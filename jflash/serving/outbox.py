@@ -50,5 +50,6 @@ class Outbox:
                 self._waiting -= 1
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):
+        # TypeError: it was closed while a part of the message was left, and has no number any more.
+        with contextlib.suppress(OSError, TypeError):
             self._pipe.send_bytes(data)

@@ -1,6 +1,7 @@
 """An event loop sends to an end that does not read, and goes on."""
 
 import asyncio
+import threading
 import time
 from dataclasses import fields
 from multiprocessing import Pipe
@@ -54,3 +55,19 @@ def test_a_long_prompt_to_an_engine_that_has_stopped_holds_nobody_up():
 
     asyncio.run(asyncio.wait_for(main(), 30))
     far.close()
+
+
+def test_a_pipe_may_be_closed_while_a_message_is_half_sent(monkeypatch):
+    """The thread that sends it meets a connection without a number, and ends nobody's work."""
+    failed = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", lambda given: failed.append(given.exc_value))
+    for _ in range(5):
+        near, far = Pipe()
+        outbox = Outbox(near)
+        outbox.send(b"x" * 2**24)
+        time.sleep(0.01)
+        near.close()
+        far.close()
+        outbox.send("small")
+        time.sleep(0.01)
+    assert not failed
