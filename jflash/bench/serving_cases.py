@@ -114,15 +114,15 @@ def measured(
     cases: Sequence[Case],
     wait: Callable[[], None],
     *,
-    requests: int,
+    requests: Sequence[int],
     repeats: int,
     probes: int,
     between: int,
 ) -> Iterator[dict[str, Any]]:
     """A row for each case; all are compiled before `wait` is called, and timed after it.
 
-    Bursts have `requests` for each slot. Between two calls of steps at most `between` tokens of
-    prompts are computed.
+    There is a burst of each of `requests` for each slot. Between two calls of steps at most
+    `between` tokens of prompts are computed.
     """
     pairs = [replace(pair, models=replace(pair.models, rows=case.rows)) for case in cases]
     warm([(own, case.layout) for own, case in zip(pairs, cases, strict=True)])
@@ -131,7 +131,7 @@ def measured(
     for own, case in zip(pairs, cases, strict=True):
         row = {"batch": case.slots, "rows": case.rows, "steps_per_call": case.steps}
         row |= {"prefill_chunk": case.chunk, "prefill_between": between}
-        queue = (requests + 1) * case.slots
+        queue = (max(requests) + 1) * case.slots
         with engine_for(own, case.layout, queue, between) as engine, only_of_new_objects():
             if case.long:
                 yield (
@@ -140,8 +140,8 @@ def measured(
                     | stalled(engine, case.slots - 1, prompts, case.long)
                 )
                 continue
-            if case.burst:
-                found = forced(engine, requests * case.slots, prompts, repeats)
+            for each in requests if case.burst else ():
+                found = forced(engine, each * case.slots, prompts, repeats)
                 yield {"what": "forced"} | row | found
             if case.first:
                 found = waited_for(engine, case.slots, prompts, probes)

@@ -38,12 +38,13 @@ def file(tmp_path_factory):
 def test_rows_of_the_table(file, tmp_path):
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
-    argv += ["--in-turn", str(tmp_path / "turn"), "--drafter-dtype", "float8"]
+    argv += ["--in-turn", str(tmp_path / "turn"), "--drafter-dtype", "float8", "--requests", "1,2"]
     assert main.run("bench-serving", [*argv, "--dtype", "float32", "--json", str(kept)]) == 0
     result = json.loads(kept.read_text())
     assert result["drafter_dtype"] == "float8"
-    [row] = result["serving"]
+    row, longer = result["serving"]
     assert (row["requests"], row["new_tokens"]) == (2, 2 * 256)
+    assert (longer["requests"], longer["new_tokens"]) == (4, 4 * 256)
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut
     assert 0 <= row["device_busy_seen"] <= row["device_busy"] < 1.05
 

@@ -17,7 +17,7 @@ KEPT = "kept there case by case, so that a run cut off keeps its cases"
 SHORTEST = 1024  # tokens of a long prompt
 TAU = 6.05  # tokens a step; that of the numbers to compare with
 OF_PAIR = {"drafter": None, "gsm8k": None, "questions": 256, "max_new_tokens": 512}
-OF_SHAPE = {"replay": None, "requests": 1}
+OF_SHAPE = {"replay": None, "requests": (1,)}
 NOT_RECORDED = {"clients": None, "beside_form": (), "steps_per_call": None, "repeats": 3}
 
 
@@ -45,7 +45,13 @@ def declare(parser: Parser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="by default the device's")
     add("--drafter-dtype", choices=("float8",), default="", help=FLOAT8)
     add("--steps-per-call", type=counts, default=None, metavar="1,4", help="of the engine")
-    add("--requests", type=int, default=1, help="of a shape, for each slot: default 1, a burst")
+    add(
+        "--requests",
+        type=counts,
+        default=(1,),
+        metavar="4,16",
+        help="of a shape, for each slot, in bursts of each number: default 1",
+    )
     add(
         "--prefill-chunk",
         type=int,
@@ -92,7 +98,7 @@ def check(args: Options) -> None:
     shared = not real and args.tensor_parallel > 1
     refuse(shared, "--tensor-parallel is for a real pair, not for --shape")
     at_least_1(args, "questions", "clients", "max_new_tokens", "repeats", "probes")
-    at_least_1(args, "requests", "prefill_chunk", "prefill_between")
+    at_least_1(args, "prefill_chunk", "prefill_between")
     refuse(not args.tau > 1, f"--tau {args.tau}: above 1")
     if args.record is not None:  # last, because it looks at the disk
         there = f"--record {args.record} exists already: give another file"
