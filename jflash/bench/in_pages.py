@@ -14,8 +14,9 @@ from jflash.bench.step_cases import PLACES
 from jflash.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
 from jflash.programs import Report, Shape, run, run_limits
+from jflash.serving.layout import Layout
 from jflash.serving.programs import DRAWN
-from jflash.serving.slots import Layout, empty_state, sliding, state_specs, with_table
+from jflash.serving.slots import empty_state, sliding, state_specs, with_table
 from jflash.state import State
 from pallas_kernels.block_attention import PAGE
 
@@ -23,7 +24,7 @@ from pallas_kernels.block_attention import PAGE
 def layout_of(models: Models, shape: Shape) -> Layout:
     """As many pages as the slots have places; ValueError for layers with windows, whose pages are
     fewer."""
-    layout = Layout(shape, shape.batch * shape.capacity // PAGE, steps=1)
+    layout = Layout(shape, None, steps=1, ahead=0)
     if sliding(models, layout) is not None:
         raise ValueError("layers with windows: their pages hold less than their slots")
     return layout

@@ -33,10 +33,9 @@ from jflash.row_choice import ChosenRows, with_rows
 from jflash.serving.batch import Job, layout_for
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import Engine
+from jflash.serving.layout import Layout, steps_of_call
 from jflash.serving.programs import choosing, compile_programs, forget
 from jflash.serving.request import Request
-from jflash.serving.slots import Layout, steps_of_call
-from pallas_kernels.block_attention import PAGE
 
 
 def random_pair(shape: str) -> Pair:
@@ -67,7 +66,7 @@ def steps_of(pair: Pair, batch: int, capacity: int, alone: Callable[[], None]) -
         raise ValueError(f"batch {batch}: no number of rows is chosen there")
     shape = Shape.of(batch, capacity)
     steps = steps_of_call(models)
-    layout = Layout(shape, batch * capacity // PAGE, steps, ("greedy",))
+    layout = Layout(shape, None, steps, ("greedy",))
     begin = time.perf_counter()
     programs = compile_programs(models, pair.params, layout)
     took = {"compile_seconds": time.perf_counter() - begin}

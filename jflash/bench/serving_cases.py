@@ -36,9 +36,9 @@ from jflash.pair import Models, Params
 from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import PREFILL_BETWEEN, Engine
+from jflash.serving.layout import Layout
 from jflash.serving.programs import compile_programs
 from jflash.serving.request import Request
-from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 
 LONG = 2048  # new tokens of those that decode while a first token is waited for
@@ -99,7 +99,7 @@ def layout_of(
 ) -> Layout:
     columns = -(-context // PAGE)
     shape = Shape.of(slots, columns * PAGE, stops, chunk)
-    return Layout(shape, slots * columns, steps, ("greedy",))
+    return Layout(shape, None, steps, ("greedy",))
 
 
 def warm(wanted: Sequence[tuple[Pair, Layout]]) -> None:

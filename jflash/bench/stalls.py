@@ -14,8 +14,8 @@ from jflash.bench.serving_speed import PROMPT, RandomPrompts
 from jflash.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
+from jflash.serving.layout import Layout
 from jflash.serving.request import Request
-from jflash.serving.slots import Layout
 from pallas_kernels.block_attention import PAGE
 
 TEXT = 6144  # new tokens of a text, so that it lasts

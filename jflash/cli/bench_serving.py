@@ -16,7 +16,7 @@ from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
 from jflash.programs import LARGE_CHUNK, engine_chunk
 from jflash.serving.engine import PREFILL_BETWEEN
-from jflash.serving.slots import steps_of_call
+from jflash.serving.layout import steps_of_call
 
 BATCHES = (1, 8, 32, 64)
 TEXTS = 8  # beside a long prompt

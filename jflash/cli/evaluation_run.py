@@ -26,7 +26,7 @@ from jflash.io.digest import checkpoint_digest
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.memory import check_memory
-from jflash.serving.slots import steps_of_call
+from jflash.serving.layout import steps_of_call
 
 # Options that decide about the answers and their times.
 SETTINGS = (

@@ -16,8 +16,8 @@ from jflash.pair import Models
 from jflash.programs import Shape, capacity_for, engine_chunk
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
+from jflash.serving.layout import Kind, Layout, steps_of_call
 from jflash.serving.request import Request, Result
-from jflash.serving.slots import Kind, Layout, steps_of_call
 from pallas_kernels.block_attention import PAGE
 
 
@@ -92,7 +92,7 @@ def layout_for(
     chunk = engine_chunk(models, columns * PAGE) if prefill_chunk is None else prefill_chunk
     shape = Shape.of(batch_size, columns * PAGE, stops, chunk)
     steps = steps_of_call(models, steps_per_call)
-    return Layout(shape, batch_size * columns, steps, _kinds(models, jobs))
+    return Layout(shape, None, steps, _kinds(models, jobs))
 
 
 def _kinds(models: Models, jobs: Sequence[Job]) -> tuple[Kind, ...]:

@@ -18,9 +18,11 @@ from jflash.drafts import Proposal
 from jflash.memory import FLOAT32, tree_bytes
 from jflash.mesh import EVERYWHERE, local, param_specs, shared, spread
 from jflash.pair import Models, Params
+from jflash.serving.layout import Layout, settled
 from jflash.serving.packing import Report, mask_words, report_of
 from jflash.serving.programs import of_all_kinds
-from jflash.serving.slots import Layout, empty_state, state_specs, table_columns, with_table
+from jflash.serving.slots import empty_state, state_specs, table_columns, with_table
+from jflash.serving.some_slots import putting, slots_of, taken
 from jflash.speculative import Seen, commit, draft, judge
 from jflash.speculative import look as verify_rows
 from jflash.state import State
@@ -28,12 +30,13 @@ from jflash.stored import compiling
 
 
 class Constrained(NamedTuple):
-    """Executables of one layout; `state` and `drafted` are donated, and `who` is a
-    `Who` of slots as one array.
+    """Executables of one layout; `state` and `drafted` are donated. A call serves as many slots as
+    step at once, `slots` as `some_slots.places` gives them, and `who` is a `Who` of these.
 
-    empty() -> drafted
-    look(params, state, table, who, drafted) -> (state, drafted, seen)
-    decide(params, state, table, who, drafted, seen, allowed) -> (state, drafted, drafts, report)
+    empty() -> drafted, of all slots
+    look(params, state, table, slots, who, drafted) -> (state, drafted, seen)
+    decide(params, state, table, slots, who, drafted, seen, allowed)
+        -> (state, drafted, drafts, report)
     """
 
     empty: Any
@@ -53,42 +56,51 @@ def look(
     models: Models,
     params: Params,
     state: State,
-    table: Int[Array, "B _"],
-    who: Bool[Array, "3 B"],
+    table: Int[Array, "n _"],
+    slots: Int[Array, " n"],
+    who: Bool[Array, "3 n"],
     drafted: Proposal,
 ) -> tuple[State, Proposal, Seen]:
     """Drafts for those that have none, and the target's pass over all."""
-    (steps, given, _), done = Who(*who), state.sequences.done
-    state = with_table(state.with_sequences(done=done | ~steps), table)
+    (steps, given, _), (at, _) = Who(*who), slots_of(slots)
+    everyone, put = state.sequences, putting(at, len(state.sequences.length))
+    s, before = taken(everyone, at), taken(drafted, at)
+    state = with_table(state._replace(sequences=s._replace(done=s.done | ~steps)), table)
     fresh, state = draft(models, params, state)
-    drafted = jax.tree.map(functools.partial(_where, given), drafted, fresh)
-    seen, state = verify_rows(models, params, state, drafted)
-    return with_table(state.with_sequences(done=done), None), drafted, seen
+    now = jax.tree.map(functools.partial(_where, given), before, fresh)
+    seen, state = verify_rows(models, params, state, now)
+    after = jax.tree.map(put, everyone, state.sequences._replace(done=s.done))
+    state = with_table(state._replace(sequences=after), None)
+    return state, jax.tree.map(put, drafted, now), seen
 
 
 def decide(
     models: Models,
     params: Params,
     state: State,
-    table: Int[Array, "B _"],
-    who: Bool[Array, "3 B"],
+    table: Int[Array, "n _"],
+    slots: Int[Array, " n"],
+    who: Bool[Array, "3 n"],
     drafted: Proposal,
     seen: Seen,
-    allowed: Int[Array, "B W _"],
-) -> tuple[State, Proposal, Int[Array, "B T"], Report]:
+    allowed: Int[Array, "n W _"],
+) -> tuple[State, Proposal, Int[Array, "n T"], Report]:
     """Chooses, accepts, commits and drafts; the drafts come as an array too that is not donated.
 
     `allowed` has ones for texts without a grammar. The report is that of a call of one step.
     """
-    (steps, _, drafts), before = Who(*who), state.sequences
-    state = with_table(state.with_sequences(done=before.done | ~steps), table)
-    verdict, state = judge(models, params, state, drafted, seen, allowed)
+    (steps, _, drafts), (at, _) = Who(*who), slots_of(slots)
+    everyone, put = state.sequences, putting(at, len(state.sequences.length))
+    s, before = taken(everyone, at), taken(drafted, at)
+    state = with_table(state._replace(sequences=s._replace(done=s.done | ~steps)), table)
+    verdict, state = judge(models, params, state, before, seen, allowed)
     state = commit(models, params, state, verdict)
-    report = report_of(before, state, models.block_size, 1)
-    done = jnp.where(steps, state.sequences.done, before.done)
+    report = report_of(s, state, at, models.block_size, 1)
+    done = jnp.where(steps, state.sequences.done, s.done)
     following, state = draft(models, params, state.with_sequences(done=done | ~drafts))
-    state = with_table(state.with_sequences(done=done), None)
-    return state, following, following.tokens, report
+    after = jax.tree.map(put, everyone, state.sequences._replace(done=done))
+    state = with_table(state._replace(sequences=after), None)
+    return state, jax.tree.map(put, drafted, following), following.tokens, report
 
 
 def _where(chosen: Bool[Array, " B"], a: Array, b: Array) -> Array:
@@ -107,10 +119,11 @@ def undrafted(models: Models, batch: int) -> Proposal:
     )
 
 
-def kept_bytes(models: Models, batch: int) -> int:
+def kept_bytes(models: Models, layout: Layout) -> int:
     """The bytes that lie on the device between the programs: the drafts, `Seen` and the masks."""
-    drafted = tree_bytes(jax.eval_shape(lambda: undrafted(models, batch)))
-    c, rows = models.target.config, batch * models.block_size
+    drafted = tree_bytes(jax.eval_shape(lambda: undrafted(models, layout.slots)))
+    c, batch = models.target.config, layout.shape.batch
+    rows = batch * models.block_size
     hidden = rows * c.hidden_size * jnp.dtype(models.dtype).itemsize * (1 + len(models.taps))
     logits = rows * (c.vocab_size + mask_words(models)) * FLOAT32
     return drafted + hidden + logits + batch * FLOAT32  # the rows' widths
@@ -119,7 +132,7 @@ def kept_bytes(models: Models, batch: int) -> int:
 def compile_constrained(models: Models, params: Params, layout: Layout) -> Constrained:
     """The executables; a second call returns the same ones without compiling."""
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
-    return _compile(models, tuple(leaves), tree, layout)
+    return _compile(models, tuple(leaves), tree, settled(models, layout))
 
 
 @functools.lru_cache(maxsize=16)
@@ -127,7 +140,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Constr
     params = jax.tree.unflatten(tree, leaves)
     with ThreadPoolExecutor(2) as pool:
         both = [compiling(pool.submit, f, models, params, layout) for f in (_lower_look, _lower)]
-        make = functools.partial(undrafted, models, layout.shape.batch)
+        make = functools.partial(undrafted, models, layout.slots)
         empty = jax.jit(shared(models.mesh, make, (), EVERYWHERE)).lower().compile()
     return Constrained(empty, *(program.result() for program in both))
 
@@ -151,16 +164,18 @@ def _given(models: Models, params: Params, layout: Layout) -> tuple:
     batch = layout.shape.batch
     state = jax.eval_shape(lambda: empty_state(models, layout))
     table = jax.ShapeDtypeStruct((batch, table_columns(models, layout)), jnp.int32)
-    drafted = jax.eval_shape(lambda: undrafted(models, batch))
-    return params, state, table, jax.ShapeDtypeStruct((3, batch), bool), drafted
+    drafted = jax.eval_shape(lambda: undrafted(models, layout.slots))
+    slots, who = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((3, batch), bool)
+    return params, state, table, slots, who, drafted
 
 
 def _jitted(
     function: Any, results: int, models: Models, params: Params, layout: Layout, others: int
 ) -> Any:
-    """A program over all devices: it takes `others` arrays after params, state, table and who."""
+    """A program over all devices: it takes `others` arrays after params, state, table, slots and
+    who."""
     weights, where = param_specs(models, params), state_specs(models, layout)
-    takes = (weights, where, *[EVERYWHERE] * (2 + others))
+    takes = (weights, where, *[EVERYWHERE] * (3 + others))
     gives = (where, *[EVERYWHERE] * results)
     bound = functools.partial(function, local(of_all_kinds(models, layout.shape.batch)))
-    return spread(models.mesh, bound, takes, gives, (1, 4))
+    return spread(models.mesh, bound, takes, gives, (1, 5))

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from jflash.cache import DeltaCache
 from jflash.mesh import EVERYWHERE, local, shared, specs, spread
 from jflash.pair import Models
-from jflash.serving.slots import CACHES, Layout, empty_state
+from jflash.serving.layout import Layout
+from jflash.serving.slots import CACHES, empty_state
 from jflash.state import State
 from pallas_kernels.gated_delta import CHUNK, Memory
 
@@ -105,7 +106,7 @@ def _compile(models: Models, layout: Layout) -> tuple[Any, Any, Any]:
     make = shared(models.mesh, functools.partial(of_copies, local(models)), (), in_copies)
     nets, copies = jax.eval_shape(functools.partial(of_nets, models)), jax.eval_shape(make)
     ints = lambda count: jax.ShapeDtypeStruct((count,), jnp.int32)  # noqa: E731
-    begun, in_begun = (ints(layout.shape.batch), nets), (EVERYWHERE, in_nets)
+    begun, in_begun = (ints(layout.slots), nets), (EVERYWHERE, in_nets)
 
     def compiled(function: Any, first: Any, takes: Any, gives: Any, donates: int) -> Any:
         takes = (takes, in_copies, EVERYWHERE)

@@ -23,6 +23,7 @@ from jflash.serving.forms import Forms
 from jflash.serving.grammar import fill
 from jflash.serving.in_order import InOrder
 from jflash.serving.job import Given, Job, Read
+from jflash.serving.layout import Layout, Several, several_prompts
 from jflash.serving.packing import (
     FRESH,
     STEPS,
@@ -37,7 +38,7 @@ from jflash.serving.packing import (
 from jflash.serving.prefill import First
 from jflash.serving.programs import Programs, choosing, compile_programs, run_once
 from jflash.serving.schedule import Pass
-from jflash.serving.slots import Layout, Several, empty_state, several_prompts
+from jflash.serving.slots import empty_state
 from jflash.serving.some_slots import Stepping, slot_counts
 
 
@@ -48,7 +49,7 @@ class Device:
     """
 
     def __init__(self, models: Models, params: Params, layout: Layout) -> None:
-        self.models, self.params, self.layout = models, params, layout
+        self.models, self.params, self.layout = models, params, layout  # settled
         self.programs: Programs = compile_programs(models, params, layout)
         self.several = several_prompts(models, layout)
         self.counts = slot_counts(models, layout)
@@ -146,8 +147,8 @@ class Device:
             self._pass(job, over.end, table, False)
             for (job, over), table in zip(some, tables, strict=True)
         ]
-        shape = self.layout.shape
-        given += [no_pass(i, none, shape) for i in range(sizes[0] - len(given))]
+        shape, past = self.layout.shape, self.layout.slots
+        given += [no_pass(past + i, none, shape) for i in range(sizes[0] - len(given))]
         packed = np.concatenate(given)
 
         def work() -> Given:
@@ -228,19 +229,22 @@ class Device:
         return dict(self._steps) if self.rows else {}
 
     def slots_for(self, jobs: Sequence[Job]) -> int:
-        """The slots of the smallest call that has a place for each of these requests."""
-        return next(count for count in self.counts if count >= len(jobs))
+        """The slots of the smallest call that has a place for each of these requests, or of the
+        largest call."""
+        return next((count for count in self.counts if count >= len(jobs)), self.counts[-1])
 
-    def call(self, jobs: Sequence[Job], slots: np.ndarray, table: np.ndarray) -> Read:
-        """A call of steps of these requests, which are the first of these slots."""
-        count, programs = len(slots), self.programs
+    def call(self, jobs: Sequence[Job], count: int, slots: np.ndarray, table: np.ndarray) -> Read:
+        """Steps of the first `count` of these requests that have not ended. Their slots are the
+        first of these, unless all slots step."""
+        programs = self.programs
         drawn = any(job.request.needs_logits for job in jobs) or not programs.greedy
         rows = count * self.models.block_size
         if drawn and programs.drawn:
             program = programs.drawn[count]
         else:
             each = [stepping.rows for stepping in programs.greedy if stepping.slots == count]
-            rows = self.rows[count].pick(len(jobs))[0] if count in self.rows else max(each)
+            live = min(len(jobs), count)
+            rows = self.rows[count].pick(live)[0] if count in self.rows else max(each)
             program = programs.greedy[Stepping(count, rows)]
         tops = any(job.request.top_logprobs for job in jobs)
 
@@ -249,37 +253,40 @@ class Device:
             self.state, report = program(self.params, self.state, table, slots)
             return _reported(report, tops, began)
 
-        return self._called(jobs, slots, rows, self._dispatch(work), self.layout.steps)
+        stepping = Stepping(count, rows)
+        return self._called(jobs, stepping, self._dispatch(work), self.layout.steps)
 
-    def step_with_forms(self, jobs: Sequence[Job], slots: np.ndarray, table: np.ndarray) -> Read:
+    def step_with_forms(
+        self, jobs: Sequence[Job], count: int, slots: np.ndarray, table: np.ndarray
+    ) -> Read:
         """One step of these requests, of which some have a grammar. Such a one waits for masks: it
         only gets drafts if the newest such step made none for it."""
         forms = self.forms
         assert forms.programs is not None, "the engine prepares it before the first such request"
-        programs, (ready, who) = forms.programs, forms.who(jobs)
-        rows = len(slots) * self.models.block_size
+        programs, (ready, who) = forms.programs, forms.who(jobs, slots)
         tops = any(job.request.top_logprobs for job in jobs)
 
         def look() -> tuple[float, Any]:
             began, drafted = time.perf_counter(), forms.drafted
             self.state, forms.drafted, seen = programs.look(
-                self.params, self.state, table, who, drafted or programs.empty()
+                self.params, self.state, table, slots, who, drafted or programs.empty()
             )
             return began, seen
 
         looked = self._dispatch(look)
-        masks = forms.masks(ready)
+        masks = forms.masks(ready, slots)
 
         def work() -> Given:
             began, seen = looked.result()
             self.state, forms.drafted, drafts, report = programs.decide(
-                self.params, self.state, table, who, forms.drafted, seen, masks
+                self.params, self.state, table, slots, who, forms.drafted, seen, masks
             )
             drafts.copy_to_host_async()
             return _reported(report, tops, began)._replace(drafts=drafts)
 
-        read = self._called(ready, slots, rows, self._dispatch(work), 1)
-        forms.follows(jobs, read.given)
+        stepping = Stepping(count, count * self.models.block_size)
+        read = self._called(ready, stepping, self._dispatch(work), 1)
+        forms.follows(jobs, slots, read.given)
         return read
 
     def _dispatch[T](self, work: Callable[[], T]) -> Future[T]:
@@ -294,16 +301,14 @@ class Device:
         return self._work.do(timed)
 
     def _called(
-        self, jobs: Sequence[Job], slots: np.ndarray, rows: int, given: Future[Given], steps: int
+        self, jobs: Sequence[Job], stepping: Stepping, given: Future[Given], steps: int
     ) -> Read:
         """Notes a call that is or will be dispatched."""
-        for job in jobs:
-            job.unread += steps
-        stepping = Stepping(len(slots), rows)
         self.time.follows(UnderWay("decode_seconds", stepping, given, steps))
-        at = {slot: i for i, slot in enumerate(slots.tolist())}
-        places = tuple(at[job.slot] for job in jobs)
-        return Read(given, jobs=tuple(jobs), places=places, steps=steps, stepping=stepping)
+        slots = tuple(job.slot for job in jobs if job.slot is not None)
+        read = Read(given, jobs=tuple(jobs), slots=slots, steps=steps, stepping=stepping)
+        read.count_unread(steps)
+        return read
 
     def learn(self, read: Read, report: Report) -> None:
         """Tells the choice of rows what a call came to; the calls come in order."""

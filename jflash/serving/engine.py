@@ -16,17 +16,18 @@ from jflash.programs import Shape, engine_chunk
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job
-from jflash.serving.limits import check, check_sizes, checked_counts, checked_kinds
-from jflash.serving.loop import Loop
-from jflash.serving.request import KEYS, Request, Result
-from jflash.serving.slots import (
+from jflash.serving.layout import (
     KINDS,
     Kind,
     Layout,
     pass_sizes,
     refusal_of_prompts,
+    settled,
     steps_of_call,
 )
+from jflash.serving.limits import check, check_sizes, checked_ahead, checked_counts, checked_kinds
+from jflash.serving.loop import Loop
+from jflash.serving.request import KEYS, Request, Result
 from jflash.serving.states import states_kept
 from jflash.serving.stats import Stats
 from jflash.serving.weights import replacing
@@ -46,17 +47,18 @@ class Engine:
 
     A request may have `max_context` tokens, its new ones included: the models' positions unless
     given. Keys, values and context lie in `pages` of PAGE tokens, which all requests share: enough
-    for `max_batch` of the longest unless given. When they are short, the last request gives its
+    for the longest in every slot unless given. When they are short, the last request gives its
     pages back, and is computed again later. For prefixes `states` copies of the recurrent states of
     a slot are kept, where layers have such: one for each slot unless given, 4 at least. At most
     `max_queue` requests wait; more are refused. Between two calls of steps at most
     `prefill_between` tokens of prompts are computed, in whole chunks, of one prompt 512 or a chunk,
     and none that would pass STALL, so that a long prompt keeps no text waiting. A pass computes the
     ends of at most `prompts_at_once` prompts: of several where that pays, unless given. A call
-    serves all slots, or the fewest of `slots_at_once` that have a place for each request that
-    steps: some that pay unless given. The constructor compiles the programs, only those of `kinds`
-    of requests: 'greedy' ones need no more than the argmax of the unchanged logits. The engine is a
-    context manager.
+    serves `max_batch` requests, or the fewest of `slots_at_once` that have a place for each that
+    steps: some that pay unless given. The prompts of `prompts_ahead` more requests are computed
+    before a text has ended: of as many as pay unless given. The constructor compiles the programs,
+    only those of `kinds` of requests: 'greedy' ones need no more than the argmax of the unchanged
+    logits. The engine is a context manager.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         prefill_between: int = PREFILL_BETWEEN,
         prompts_at_once: int | None = None,
         slots_at_once: Iterable[int] | None = None,
+        prompts_ahead: int | None = None,
         kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
         positions = min(c.max_position_embeddings for c in pair.models.configs)
@@ -84,7 +87,6 @@ class Engine:
             prefill_between=prefill_between, prompts_at_once=prompts_at_once,
         )  # fmt: skip
         kinds, columns = checked_kinds(kinds), -(-self.max_context // PAGE)
-        pages = max_batch * columns if pages is None else pages
         if prefill_chunk is None:
             prefill_chunk = engine_chunk(pair.models, columns * PAGE)
         if self.max_context > positions:
@@ -93,6 +95,7 @@ class Engine:
         if refusal and (prompts_at_once or 1) > 1:
             raise ValueError(f"prompts_at_once {prompts_at_once}: {refusal}")
         counts = checked_counts(slots_at_once, max_batch, refusal)
+        ahead = checked_ahead(prompts_ahead, refusal)
         states = states_kept(pair.models, max_batch, states)
         rows = pair.models.rows
         if isinstance(rows, int) and rows < max_batch:
@@ -100,7 +103,8 @@ class Engine:
         self.pair, self.max_batch = pair, max_batch
         shape = Shape.of(max_batch, columns * PAGE, max_stop_ids, prefill_chunk)
         steps = steps_of_call(pair.models, steps_per_call)
-        self._layout = Layout(shape, pages, steps, kinds, states, prompts_at_once, counts)
+        layout = Layout(shape, pages, steps, kinds, states, prompts_at_once, counts, ahead)
+        self._layout = settled(pair.models, layout)
         smallest = pass_sizes(pair.models, shape)[0]
         burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)

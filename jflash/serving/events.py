@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jflash.serving.job import Given, Job, Read
-from jflash.serving.packing import Report, Taken, floats, taken, tops_of
+from jflash.serving.packing import Report, Taken, floats, slots_in, taken, tops_of
 from jflash.serving.prefill import First
 from jflash.serving.request import Event, FinishReason
 
@@ -27,11 +27,13 @@ def first_token(job: Job, first: First, index: int) -> Taken:
 
 
 def tokens_of_calls(read: Read, report: Report, width: int) -> Iterator[tuple[Job, Taken]]:
-    """What a call gave to each of its requests that have not ended since."""
+    """What a call gave to each of its requests that stepped and have not ended since."""
     numbers = np.asarray(report.numbers)
     tops = None if report.tops is None else np.asarray(report.tops)
-    for job, place in zip(read.jobs, read.places, strict=True):
-        if job.reason is None:
+    places = {slot: i for i, slot in enumerate(slots_in(numbers, width, read.steps))}
+    for job, slot in zip(read.jobs, read.slots, strict=True):
+        if job.reason is None and slot in places:
+            place, job.stepped = places[slot], True
             likely = None if tops is None else tops[place]
             yield job, taken(numbers[place], likely, width, read.steps)
 

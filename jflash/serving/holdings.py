@@ -12,9 +12,10 @@ from jaxtyping import Int
 from jflash.cache import DeltaCache
 from jflash.pair import Models
 from jflash.serving.job import Job
+from jflash.serving.layout import Layout, pass_sizes
 from jflash.serving.pages import Name, Pages, chain
 from jflash.serving.sliding import Held, Sliding
-from jflash.serving.slots import Layout, pass_sizes, sliding
+from jflash.serving.slots import sliding
 from jflash.serving.some_slots import places
 from jflash.serving.states import States, borders
 from jflash.state import State
@@ -27,7 +28,7 @@ class Holdings:
     """The pages of one layout, the tables that calls bring, and the prefixes' recurrent states."""
 
     def __init__(self, models: Models, layout: Layout, state: State, salt: bytes) -> None:
-        self.pages, self.sliding = Pages(layout.pages), Sliding(sliding(models, layout))
+        self.pages, self.sliding = Pages(layout.page_count), Sliding(sliding(models, layout))
         layers = (*state.target_cache, *state.drafter_cache)
         recurrent = any(isinstance(layer, DeltaCache) for layer in layers)
         self.states = States(layout.states if recurrent else None)
@@ -37,9 +38,10 @@ class Holdings:
         self._former = deque[bytes](maxlen=FORMER)
         self.steps = layout.steps  # of the next round, at most
         self._width = models.block_size  # tokens that a step may add
-        self._none = np.full(layout.columns, layout.pages, np.int32)
+        self._none = np.full(layout.columns, layout.page_count, np.int32)
         self._none = np.append(self._none, self.sliding.row(Held(), layout.columns))
-        self._tables = np.tile(self._none, (layout.shape.batch, 1))
+        self._tables = np.tile(self._none, (layout.slots, 1))
+        self._layout = layout
 
     def new_drafter(self, version: int) -> None:
         """Pages of the drafter before have a context of another drafter. Only texts without drafts,
@@ -132,12 +134,13 @@ class Holdings:
         return self._tables[job.slot : job.slot + 1].copy()
 
     def tables(
-        self, jobs: Sequence[Job], count: int
+        self, jobs: Sequence[Job], given: int
     ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n _"]]:
-        """The `count` slots of the next call of these (see `some_slots.places`), and the tables."""
+        """The `given` slots of the next call of these, as `some_slots.places` has them, and their
+        tables."""
         for job in jobs:
             self._slide(job, len(job.tokens) - 1, len(job.pages) * PAGE)
-        slots = places([job.slot for job in jobs], count, len(self._tables))
+        slots = places([job.slot for job in jobs], given, self._layout)
         return slots, np.where(slots[:, None] >= 0, self._tables[slots], self._none)
 
     def _slide(self, job: Job, position: int, end: int) -> None:

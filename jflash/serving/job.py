@@ -38,7 +38,9 @@ class Job:
     origin: int | None = None  # the place of the copied states that it begins with
     borders: tuple[int, ...] = ()  # positions at which its states are copied
     end: int = 0  # tokens that chunks compute; 0 once they have
-    unread: int = 0  # its steps that were dispatched and that the host has not read
+    unread: int = 0  # its steps that were dispatched and that the host has not read, at most
+    unread_certain: int = 0  # of these, those that are its own, unless it ends before
+    stepped: bool = False  # it had a place in a call of steps
     gained: bool = False
     cached: int | None = None  # tokens of the prompt that were cached when it first ran
     matcher: Matcher | None = None  # at the place of `tokens` in the grammar
@@ -69,7 +71,7 @@ class Job:
         """The tokens that the text has at least, unless it ends before, once all that was
         dispatched has run."""
         coming = not self.begun and self.slot is not None and not self.end
-        return len(self.tokens) + coming + self.unread
+        return len(self.tokens) + coming + self.unread_certain
 
     @property
     def begun(self) -> bool:
@@ -95,10 +97,20 @@ class Read(NamedTuple):
     last: bool = False  # the chunk brings a first token
     index: int = 0  # of the job among those whose first tokens it brings
     count: int = 0  # prompt tokens whose logprobs the chunk brings
-    jobs: tuple[Job, ...] = ()  # of a report
-    places: tuple[int, ...] = ()  # of these in the report
+    jobs: tuple[Job, ...] = ()  # of a report: those that might step
+    slots: tuple[int, ...] = ()  # of these
     steps: int = 0  # of a report
     stepping: Stepping | None = None  # its program
+
+    def count_unread(self, steps: int) -> None:
+        """Adds so many steps to those that are on their way. The first requests of a report, as
+        many as its program has places for, step for certain, unless they end before."""
+        assert self.stepping is not None, "a call"
+        for i, job in enumerate(self.jobs):
+            job.unread += steps
+            if i < self.stepping.slots:
+                job.unread_certain += steps
+                job.stepped = True
 
 
 class Counts(NamedTuple):

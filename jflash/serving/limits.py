@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from jflash.checks import check_ids
 from jflash.decoding import whole
 from jflash.pair import Models
+from jflash.serving.layout import KINDS, Kind, Layout
 from jflash.serving.request import Request, TooLong
-from jflash.serving.slots import BIASED, KINDS, Kind, Layout, most_of
+from jflash.serving.slots import BIASED, most_of
 from pallas_kernels.block_attention import PAGE
 
 # An engine's sizes that may be None.
@@ -44,6 +45,18 @@ def checked_counts(
     return some
 
 
+def checked_ahead(ahead: int | None, refusal: str | None) -> int | None:
+    """The requests whose prompts are computed ahead. ValueError for a negative number, or for one
+    above 0 where the device cannot take some slots, which `refusal` tells."""
+    if ahead is None:
+        return None
+    if whole("prompts_ahead", ahead) < 0:
+        raise ValueError(f"prompts_ahead must be at least 0, got {ahead}")
+    if refusal and ahead:
+        raise ValueError(f"prompts_ahead {ahead}: {refusal}")
+    return ahead
+
+
 def check(request: Request, models: Models, layout: Layout, max_context: int) -> None:
     """ValueError, naming the field and its value, for a request that the engine never serves."""
     if not isinstance(request, Request):
@@ -57,10 +70,10 @@ def check(request: Request, models: Models, layout: Layout, max_context: int) ->
         )
     if request.needs_logits and "drawn" not in layout.kinds:
         raise ValueError("the engine was made for greedy requests, without drawn ones")
-    if -(-total // PAGE) > layout.pages:
+    if -(-total // PAGE) > layout.page_count:
         raise TooLong(
             f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
-            f"{layout.pages} pages of {PAGE} tokens: give fewer"
+            f"{layout.page_count} pages of {PAGE} tokens: give fewer"
         )
     vocabulary = models.target.config.vocab_size
     outside = [token for token in request.logit_bias if not 0 <= token < vocabulary]

@@ -16,12 +16,13 @@ from jflash.serving.events import first_token, gained, keep_prompt_scores, token
 from jflash.serving.grammar import GrammarError
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Counts, Job, Read, Tally
+from jflash.serving.layout import Layout, settled
 from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
 from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, FinishReason
 from jflash.serving.schedule import Plan
-from jflash.serving.slots import Layout
+from jflash.serving.some_slots import given_slots
 from jflash.serving.stats import SIZES
 
 OnEvent = Callable[[Job, Event], None]
@@ -42,12 +43,13 @@ class Loop:
         burst: int = 4,
         stall: float = math.inf,
     ) -> None:
+        layout = settled(models, layout)
         self.device = Device(models, params, layout)
         self.holdings = Holdings(models, layout, self.device.state, salt)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.before_waiting: Callable[[], None] = lambda: None  # the device has its next work
-        self.slots: list[Job | None] = [None] * layout.shape.batch
+        self.slots: list[Job | None] = [None] * layout.slots
         self.waiting = list[Job]()
         self._tally = Tally()
         self._count = self._tally.add
@@ -155,13 +157,15 @@ class Loop:
         ready = {id(job): job for job in chunked if not job.end}.values()
         stepping = [job for job in (*jobs(what.steps), *ready) if job.slot is not None]
         stepping = [job for job in stepping if job.certain < job.limit]
+        stepping.sort(key=lambda job: (not job.stepped, job.order))  # who has begun goes on
         if any(job.matcher for job in stepping):
             self._unread.append(self._step_with_forms(stepping))
             left = 0  # the next masks need its drafts, and whole texts
             stepping = [job for job in stepping if not job.matcher and job.certain < job.limit]
         if stepping:
             count = self.device.slots_for(stepping)
-            self._unread.append(self._call(self.device.call, stepping, count))
+            given = given_slots(self.device.layout, count)
+            self._unread.append(self._call(self.device.call, stepping, count, given))
             left += 1
         self.before_waiting()
         while len(self._unread) > left:
@@ -182,10 +186,16 @@ class Loop:
         return [*self.waiting, *self.running]
 
     def _plan(self) -> Plan:
+        free, at_once = self.slots.count(None), self.device.layout.shape.batch
+        places, ahead = at_once - len(self.running), len(self.slots) - at_once
+        if self.waiting and places <= 0:  # nobody waits for a prompt: it comes with others
+            first = min(self.waiting, key=lambda job: job.order)
+            together = min(self.prompts.together(first.to_compute), len(self.waiting), ahead)
+            free -= free % max(together, 1)
         return planned(
             self.waiting, self.running, self.holdings, chunk=self.prompts.smallest,
             burst=self.prompts.now, each=self.prompts.each,
-            slots=self.slots.count(None), still=self.held or self.asleep,
+            slots=free, places=places, still=self.held or self.asleep,
         )  # fmt: skip
 
     def _admit(self, job: Job) -> None:
@@ -195,7 +205,8 @@ class Loop:
         self.waiting.remove(job)
         job.slot = self.slots.index(None)
         self.slots[job.slot] = job
-        job.end, job.unread, job.gained = job.to_compute, 0, False
+        job.end, job.gained, job.stepped = job.to_compute, False, False
+        job.unread = job.unread_certain = 0
         if job.cached is None:
             job.cached, job.queued = job.computed, time.monotonic() - job.submitted
             self._count(prompt_tokens=job.end, cached_tokens=job.cached)
@@ -206,12 +217,15 @@ class Loop:
         steps of a call, which keeps the device at work while the host makes masks; who got its
         pages before the first grammar came may lack those for one step more."""
         taking = [job for job in jobs if job.matcher or not self.holdings.short(job)]
-        return self._call(self.device.step_with_forms, taking, len(self.slots))
+        most = self.device.layout.shape.batch
+        return self._call(self.device.step_with_forms, taking[:most], most, most)
 
-    def _call(self, program: Callable[..., Read], jobs: Sequence[Job], count: int) -> Read:
-        """The next steps of these requests, in a call of `count` slots."""
-        read = program(jobs, *self.holdings.tables(jobs, count))
-        self._count(calls=1, live=len(jobs))
+    def _call(
+        self, program: Callable[..., Read], jobs: Sequence[Job], count: int, given: int
+    ) -> Read:
+        """The next steps of these requests, in a call that steps `count` of `given` slots."""
+        read = program(jobs, count, *self.holdings.tables(jobs, given))
+        self._count(calls=1, live=min(len(jobs), count))
         self._drop_failed(jobs)
         return read
 
@@ -227,8 +241,7 @@ class Loop:
         if given.report is not None:
             self.device.learn(read, given.report)
             taken = list(tokens_of_calls(read, given.report, self.device.models.block_size))
-            for job, _ in taken:
-                job.unread -= read.steps
+            read.count_unread(-read.steps)
             self._gain(taken, on_event)
         elif read.job is not None and read.job.reason is None:
             if given.scored is not None:

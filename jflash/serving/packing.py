@@ -14,8 +14,9 @@ from jflash.logprobs import read
 from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.rows import SURVEYED, Survey
+from jflash.serving.layout import Layout
 from jflash.serving.request import Request, Top
-from jflash.serving.slots import BIASED, Layout
+from jflash.serving.slots import BIASED
 from jflash.state import Sequences, State
 
 HEAD = 17  # numbers of a row before its stop ids and tokens
@@ -70,10 +71,10 @@ def pass_of(
     return np.concatenate([np.asarray(control, np.int32), table[0], row])[None]
 
 
-def no_pass(index: int, table: Int[np.ndarray, "1 _"], shape: Shape) -> Int[np.ndarray, "1 _"]:
-    """A pass over nothing beside others, which changes nothing: it has a slot past all slots, and
+def no_pass(slot: int, table: Int[np.ndarray, "1 _"], shape: Shape) -> Int[np.ndarray, "1 _"]:
+    """A pass over nothing beside others, which changes nothing: `slot` is past all slots, and
     `table` names no page."""
-    return pass_of([shape.batch + index, 0, 1, 0], table, np.zeros(row_size(shape), np.int32))
+    return pass_of([slot, 0, 1, 0], table, np.zeros(row_size(shape), np.int32))
 
 
 def mask_words(models: Models) -> int:
@@ -91,15 +92,18 @@ class Report(NamedTuple):
     tops: Int[Array, "B _ _"] | None
 
 
-def report_of(before: Sequences, state: State, width: int, steps: int) -> Report:
-    """What `steps` steps of blocks of `width` rows added; see `run`."""
+def report_of(
+    before: Sequences, state: State, slots: Int[Array, " B"], width: int, steps: int
+) -> Report:
+    """What `steps` steps of blocks of `width` rows added to the sequences of these slots; see
+    `run`."""
     s = state.sequences
 
     def cut(x: Array, first: Array, count: int) -> Array:
         index = first[:, None] + jnp.arange(count)
         return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
 
-    ends = jnp.stack([s.steps - before.steps, s.done.astype(jnp.int32)], axis=1)
+    ends = jnp.stack([s.steps - before.steps, s.done.astype(jnp.int32), slots], axis=1)
     numbers, tops = [cut(s.tokens, before.length, width * steps)], None
     if s.logprobs is not None:
         chosen, tops = read(s.logprobs.scores, before.length, width * steps)
@@ -121,8 +125,13 @@ def surveyed(numbers: Int[np.ndarray, "B _"], width: int, steps: int) -> Survey:
 
 
 def _own(width: int, steps: int) -> int:
-    """The numbers of a slot's row that are about this slot."""
-    return 2 * width * steps + steps + 2
+    """The numbers of a slot's row that are about this slot; the last is the slot."""
+    return 2 * width * steps + steps + 3
+
+
+def slots_in(numbers: Int[np.ndarray, "B _"], width: int, steps: int) -> list[int]:
+    """The slot of each row of a report: the device chooses which step."""
+    return numbers[:, _own(width, steps) - 1].tolist()
 
 
 class Taken(NamedTuple):
@@ -138,7 +147,7 @@ def taken(
     report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
 ) -> Taken:
     """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
-    *lengths, count, done = report[2 * width * steps : _own(width, steps)].tolist()
+    *lengths, count, done, _ = report[2 * width * steps : _own(width, steps)].tolist()
     ends = list(itertools.accumulate(lengths[:count]))
     cuts = list(zip([0, *ends], ends, strict=False))
     halves = report[: width * steps], floats(report[width * steps : 2 * width * steps])

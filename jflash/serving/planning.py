@@ -19,11 +19,12 @@ def planned(
     *,
     chunk: int,
     slots: int,
+    places: int,
     burst: int,
     each: int,
     still: bool,
 ) -> Plan:
-    """The next round, with `slots` free slots; `still`: no new text begins.
+    """The next round, with `slots` free slots and `places` in calls; `still`: no new text begins.
 
     Of those that wait only as many are looked at as may find a slot. A request whose time is up
     ends however long the queue is.
@@ -50,6 +51,6 @@ def planned(
         for job in running
     ]
     return plan(
-        queued, at_work, slots=slots, pages=holdings.pages.available, clock=now, burst=burst,
-        each=each,
+        queued, at_work, slots=slots, places=places, pages=holdings.pages.available, clock=now,
+        burst=burst, each=each,
     )  # fmt: skip

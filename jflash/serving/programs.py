@@ -24,21 +24,13 @@ from jflash.pair import Models, Params
 from jflash.row_choice import ChosenRows, Estimate
 from jflash.row_times import kept_times, timed, with_texts
 from jflash.serving import prefill
+from jflash.serving.layout import KINDS, Kind, Layout, pass_sizes, settled, several_prompts
 from jflash.serving.packing import CONTROL, Report, mask_words, report_of, row_size
-from jflash.serving.slots import (
-    KINDS,
-    Kind,
-    Layout,
-    empty_state,
-    pass_sizes,
-    several_prompts,
-    sliding,
-    state_specs,
-    table_columns,
-    with_table,
-)
+from jflash.serving.slots import empty_state, sliding, state_specs, table_columns, with_table
 from jflash.serving.some_slots import (
     Stepping,
+    first_of,
+    given_slots,
     places,
     putting,
     slot_counts,
@@ -79,30 +71,34 @@ class Programs(NamedTuple):
 def run(
     models: Models,
     steps: int,
+    count: int,
     params: Params,
     state: State,
     table: Int[Array, "n _"],
     slots: Int[Array, " n"],
 ) -> tuple[State, Report]:
-    """`steps` steps of the live ones of these slots (see `some_slots.places`), whose tables these
-    are; all others do not change.
+    """`steps` steps of the first `count` of these slots (see `some_slots.places`) that are live and
+    not done; these are the slots' tables, and all others do not change.
 
-    The report has, for each of them: the new tokens (W · steps places), the bits of their logprobs,
-    the number that each step committed, the number of steps, and whether the slot is done. Models
-    that draw nothing change no logits and give no logprobs.
+    The report has, for each that steps: the new tokens (W · steps places), the bits of their
+    logprobs, the number that each step committed, the number of steps, whether the slot is done,
+    and the slot. Models that draw nothing change no logits and give no logprobs.
     """
     everyone, width = state.sequences, models.block_size
     kept = {} if models.sampled else {name: getattr(everyone, name) for name in DRAWN}
     everyone = everyone._replace(**dict.fromkeys(kept))
     (who, live), batch = slots_of(slots), len(everyone.length)
-    all_step = len(slots) == batch
+    if count < len(slots):
+        chosen = first_of(live & ~everyone.done[who], count)
+        who, live, table = who[chosen], live[chosen], table[chosen]
+    all_step = count == batch
     s = everyone if all_step else taken(everyone, who)
     # The loop's graphs read a number of the program's own: the argument's address is another one in
     # each call, and would be written into every layer's node again.
     table = jnp.maximum(table, 0)
     state = with_table(state._replace(sequences=s._replace(done=s.done | ~live)), table)
     state = lax.fori_loop(0, steps, lambda _, x: speculative_step(models, params, x), state)
-    report = report_of(s, state, width, steps)
+    report = report_of(s, state, who, width, steps)
     after = state.sequences._replace(done=jnp.where(live, state.sequences.done, s.done))
     after = after if all_step else jax.tree.map(putting(who, batch), everyone, after)
     return with_table(state._replace(sequences=after._replace(**kept)), None), report
@@ -121,6 +117,7 @@ def compile_programs(models: Models, params: Params, layout: Layout) -> Programs
 
     They know no copies of states: layouts that differ in their number alone share the programs.
     """
+    layout = settled(models, layout)
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: jax.typeof(x), params))
     return _compile(models, tuple(leaves), tree, layout._replace(states=0))
 
@@ -140,7 +137,7 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
     gives = (where, EVERYWHERE)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     columns = table_columns(models, layout)
-    draws, width = of_all_kinds(models, shape.batch), models.target.config.hidden_size
+    draws, width = of_all_kinds(models, layout.slots), models.target.config.hidden_size
     of_kind = {"drawn": draws, "greedy": replace(models, sampled=False, rows=None)}
     hidden = lambda rows: jax.ShapeDtypeStruct((1, rows, width), models.dtype)  # noqa: E731
 
@@ -150,8 +147,9 @@ def _compile(models: Models, leaves: tuple, tree: Any, layout: Layout) -> Progra
         return compiling(pool.submit, _lower, function, given, *where)
 
     def steps(models: Models, slots: int):
-        bound = functools.partial(run, local(models), layout.steps)
-        given = params, state, ints(slots, columns), ints(slots)
+        bound = functools.partial(run, local(models), layout.steps, slots)
+        n = given_slots(layout, slots)
+        given = params, state, ints(n, columns), ints(n)
         return made(bound, (weights, where), gives, (1,), *given)
 
     def over(function: Any, models: Models, prompts: int, size: int):
@@ -214,6 +212,7 @@ def choosing(
 ) -> dict[int, ChosenRows]:
     """Picks among the greedy programs of each number of slots that has several, by their times
     here and one survey of the drafts."""
+    layout = settled(models, layout)
     folder, estimate = jax.config.jax_compilation_cache_dir, Estimate()
     where = Path(folder) if folder else None
     found = {}
@@ -229,25 +228,26 @@ def choosing(
 def run_once(models: Models, params: Params, layout: Layout, programs: Programs) -> None:
     """Has each program of steps run, over slots without a text, and waits for it: its first run
     loads its kernels and makes its graphs, for which texts would wait."""
-    batch, columns = layout.shape.batch, table_columns(models, layout)
-    state = empty_state(models, layout)
+    columns, state = table_columns(models, layout), empty_state(models, layout)
     for slots, program in (
         *((each.slots, program) for each, program in programs.greedy.items()),
         *programs.drawn.items(),
     ):
-        table = np.zeros((slots, columns), np.int32)
-        state, _ = program(params, state, table, places([], slots, batch))
+        n = given_slots(layout, slots)
+        given = np.zeros((n, columns), np.int32), places([], n, layout)
+        state, _ = program(params, state, *given)
     jax.block_until_ready(state)
 
 
 def _times(models: Models, params: Params, layout: Layout, runs: dict[int, Any], slots: int):
     """The times of a step of these programs by its rows; see jflash.row_times.timed."""
-    batch = layout.shape.batch
     columns, window = table_columns(models, layout), sliding(models, layout)
-    fewest = min(layout.pages, window.pages if window else layout.pages)
-    pages = np.arange(slots * columns, dtype=np.int32) % fewest
-    given = pages.reshape(slots, columns), places([*range(slots)], slots, batch)
+    fewest = min(layout.page_count, window.pages if window else layout.page_count)
+    count = given_slots(layout, slots)
+    pages = np.arange(count * columns, dtype=np.int32) % fewest
+    given = pages.reshape(count, columns), places([*range(slots)], count, layout)
+    everyone = layout.shape._replace(batch=layout.slots)
     return timed(
-        runs, layout.shape, layout.steps, with_texts(models, empty_state(models, layout)),
+        runs, everyone, layout.steps, with_texts(models, empty_state(models, layout)),
         lambda program, state: program(params, state, *given),
     )  # fmt: skip

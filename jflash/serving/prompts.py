@@ -9,8 +9,8 @@ from jflash.serving.device import Device
 from jflash.serving.device_time import PROMPTS
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job, Read
+from jflash.serving.layout import Several
 from jflash.serving.schedule import Pass, passes
-from jflash.serving.slots import Several
 
 
 class Prompts:
@@ -56,12 +56,23 @@ class Prompts:
         return 1 if known else self.burst
 
     def _lasted(self, size: int) -> float:
-        """The seconds of a pass of so many tokens, alone or else as one of several; 0: unknown."""
+        """The seconds of a pass of so many tokens, alone or as one of several, whichever is less:
+        one that did not run for long may have waited then; 0: unknown."""
         time, several = self.device.time, (each[:2] for each in self.device.several)
-        for prompts, tokens in ((1, size), *several):
-            if tokens == size and (seconds := time.lasted(PROMPTS, prompts * tokens)):
-                return seconds / prompts
-        return 0.0
+        each = [
+            time.lasted(PROMPTS, prompts * tokens) / prompts
+            for prompts, tokens in ((1, size), *several)
+            if tokens == size
+        ]
+        return min(filter(None, each), default=0.0)
+
+    def together(self, tokens: int) -> int:
+        """The prompts of so many tokens that one program computes at most."""
+        sizes = self.device.programs.chunk
+        if tokens > max(sizes):
+            return 1
+        [only] = passes(0, (tokens,), list(sizes), tokens)
+        return next((each.prompts for each in self.device.several if each.takes(only.size)), 1)
 
     def dispatch(self, chunks: Sequence[Job]) -> list[Read]:
         """Dispatches chunks of texts in their order; `chunks` has a text once for each."""

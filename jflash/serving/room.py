@@ -14,7 +14,8 @@ from jflash.pair import Models
 from jflash.programs import Shape, engine_chunk
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
-from jflash.serving.slots import Layout, empty_state, several_prompts, steps_of_call
+from jflash.serving.layout import Layout, settled, several_prompts, steps_of_call
+from jflash.serving.slots import empty_state
 from jflash.serving.states import states_kept
 from pallas_kernels.block_attention import PAGE
 
@@ -35,19 +36,18 @@ def needed(
 ) -> Need:
     """The bytes of an engine of this shape, with `steps` steps a call, which keeps `states` copies
     of recurrent states, as many as `steps_of_call` and `states_kept` say unless given."""
-    steps = steps_of_call(models, steps)
+    layout = settled(models, Layout(shape, 1, steps_of_call(models, steps)))
 
     def state(pages: int) -> int:
-        return tree_bytes(
-            jax.eval_shape(lambda: empty_state(local(models), Layout(shape, pages, steps)))
-        )
+        sized = layout._replace(pages=pages)
+        return tree_bytes(jax.eval_shape(lambda: empty_state(local(models), sized)))
 
     page = state(2) - state(1)
-    several = several_prompts(models, Layout(shape, 1, steps))
+    several = several_prompts(models, layout)
     rows = max(shape.chunk, *(each.prompts * each.tokens for each in several), 0)
     budget = memory_budget(replace(models, sampled=True), shape._replace(chunk=rows))
-    others = state(1) - page + budget.temporaries + kept_bytes(models, shape.batch)
-    kept = Layout(shape, 1, steps, states=states_kept(models, shape.batch, states))
+    others = state(1) - page + budget.temporaries + kept_bytes(models, layout)
+    kept = layout._replace(states=states_kept(models, shape.batch, states))
     others += tree_bytes(jax.eval_shape(lambda: empty_copies(local(models), kept)))
     return Need(budget.weights, others, page)
 
@@ -73,13 +73,15 @@ def pages_within(
     steps: int | None = None,
     states: int | None = None,
 ) -> int:
-    """`pages`, or those for `batch` requests of `context` tokens, or as many as `limit` bytes hold.
+    """`pages`, or those for `context` tokens in every slot of an engine for `batch` requests, or as
+    many as `limit` bytes hold.
 
     ValueError if the given ones do not fit, or if no request of `context` tokens would; and for
     `states` as `states_kept`.
     """
     columns = -(-context // PAGE)
-    wanted = batch * columns if pages is None else pages
+    longest = Layout(Shape.of(batch, columns * PAGE), pages, 1)
+    wanted = settled(models, longest).page_count
     kept = states_kept(models, batch, states)
     if limit is None:
         return wanted

@@ -71,23 +71,27 @@ def plan(
     running: Sequence[Running],
     *,
     slots: int,
+    places: int,
     pages: int,
     clock: float,
     burst: int,
     each: int,
 ) -> Plan:
-    """The next round, with `slots` free slots and `pages` available pages.
+    """The next round, with `slots` free slots, `places` for more requests in a call of steps, and
+    `pages` available pages.
 
     At most `burst` chunks run before a call in which requests step, and `each` of one request,
     whose later chunks take ever longer; without such a call, 8 times as many as `burst`. A request
     that lacks pages takes them from the last one that has gained tokens since it was admitted,
     itself included; without such a request it skips this call. Requests are admitted in order, and
-    one that does not fit keeps all later ones waiting. A round that preempts admits
-    none.
+    one that does not fit keeps all later ones waiting. One without a place in a call is admitted
+    only if a page is left for each that runs, which would preempt it soon. A round that preempts
+    admits none.
     """
     expired = [r.order for r in (*waiting, *running) if r.deadline and clock >= r.deadline]
     pages += sum(r.alone for r in running if r.order in expired)
-    slots += sum(r.order in expired for r in running)
+    ending = sum(r.order in expired for r in running)
+    slots, places = slots + ending, places + ending
     active = sorted((r for r in running if r.order not in expired), key=lambda r: r.order)
     preempted, grown, paused = list[Order](), list[Order](), list[Order]()
     for r in active:
@@ -112,7 +116,8 @@ def plan(
         for w in sorted(waiting, key=lambda w: w.order):
             if w.order in expired:
                 continue
-            if len(admitted) >= slots or w.pages > pages:
+            left = len(active) if len(admitted) >= places else 0
+            if len(admitted) >= slots or w.pages + left > pages:
                 break
             pages -= w.pages
             admitted.append(w.order)

@@ -3,7 +3,8 @@
 A step of whole blocks of all slots takes as long for one request as for as many as there are slots.
 So some numbers of slots have programs of their own, and a call takes the smallest that has a place
 for each request that steps: its sequences are taken out of the state and put back after the steps.
-A text does not depend on the number, by the law of one arithmetic.
+Where more requests are there than step at once, the device takes the first that have not ended.
+A text does not depend on any of this, by the law of one arithmetic.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +18,14 @@ from jaxtyping import Array, Bool, Int
 from jflash.kernels import AUTO
 from jflash.pair import Models
 from jflash.row_choice import row_counts
-from jflash.serving.slots import Layout, refusal_of_prompts
-from jflash.state import Sequences
+from jflash.serving.layout import Layout, takes_some
 
 # Each is a program for greedy requests and one for others, which take seconds to compile: so none
 # for 2 slots, whose step takes 4 % longer than one's (5.42 and 5.23 ms in two runs, Qwen3-8B's
 # sizes with a drafter in float8).
 COUNTS = (1, 4, 8, 16, 32, 64, 128, 256)
-MOST_OF_ALL = 2 / 3  # of the slots: a larger part of them gains too little
+BETWEEN = (24, 48, 96, 192)  # if all rows are verified; where rows are chosen, they cost more
+MOST_OF_ALL = 3 / 4  # of the slots: a larger part of them gains too little
 CHOSEN_FROM = 256  # rows of whole blocks, from which on fewer of them pay for more programs
 
 
@@ -36,16 +37,12 @@ class Stepping(NamedTuple):
 
 
 def slot_counts(models: Models, layout: Layout) -> tuple[int, ...]:
-    """The numbers of slots that calls may serve, ascending; the last is all of them.
-
-    On a CPU programs take long to compile, several GPUs were not timed, and a state of recurrent
-    layers is no row of a sequence: there a call serves all, unless the layout says otherwise.
-    """
+    """The numbers of slots that calls may serve, ascending; the last is of as many as step at once,
+    and the only one where `takes_some` is false, unless the layout says otherwise."""
     batch, wanted = layout.shape.batch, layout.counts
     if wanted is None:
-        one_gpu = models.kernels.attention == "canonical" and models.mesh is None
-        free = one_gpu and refusal_of_prompts(models) is None
-        wanted = [n for n in COUNTS if n <= MOST_OF_ALL * batch] if free else []
+        some = COUNTS if models.rows == AUTO else (*COUNTS, *BETWEEN)
+        wanted = [n for n in some if n <= MOST_OF_ALL * batch] if takes_some(models) else []
     return (*sorted(n for n in set(wanted) if n < batch), batch)
 
 
@@ -64,17 +61,21 @@ def steppings(models: Models, layout: Layout) -> list[Stepping]:
     return found
 
 
-def places(live: Sequence[int | None], count: int, batch: int) -> Int[np.ndarray, " n"]:
-    """A call's `count` slots as `run` takes them: the live ones, and of the others ~slot.
+def given_slots(layout: Layout, count: int) -> int:
+    """The slots that a call is given which steps `count` of them; the layout is settled."""
+    return min(count + layout.slots - layout.shape.batch, layout.slots)
 
-    All slots lie in their order; of fewer the live ones come first.
+
+def places(live: Sequence[int | None], given: int, layout: Layout) -> Int[np.ndarray, " {given}"]:
+    """`given` slots as a call takes them: the live ones in their order, and of the others ~slot. If
+    there are no more slots than step at once, all lie in the slots' order.
     """
     stepping = set(live)
-    others = [~slot for slot in range(batch) if slot not in stepping]
+    others = [~slot for slot in range(layout.slots) if slot not in stepping]
     found = np.array([*live, *others], np.int32)  # TypeError: a request without a slot
-    if count == batch:
+    if given == layout.shape.batch == layout.slots:
         return found[np.argsort(np.maximum(found, ~found))]
-    return found[:count]
+    return found[:given]
 
 
 def slots_of(given: Int[Array, " n"]) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
@@ -83,9 +84,18 @@ def slots_of(given: Int[Array, " n"]) -> tuple[Int[Array, " n"], Bool[Array, " n
     return jnp.where(live, given, ~given), live
 
 
-def taken(sequences: Sequences, slots: Int[Array, " n"]) -> Sequences:
-    """The sequences of some slots."""
-    return jax.tree.map(lambda x: x[slots], sequences)
+def first_of(able: Bool[Array, " n"], count: int) -> Int[Array, " {count}"]:
+    """The first `count` that are able, and the first others if there are fewer. By masks: a sort is
+    a kernel of its own."""
+    before = jnp.cumsum(able) - able
+    others = jnp.sum(able) + jnp.cumsum(~able) - 1
+    place = jnp.where(able, before, others)
+    return jnp.argmax(place == jnp.arange(count)[:, None], axis=1)
+
+
+def taken[T](of_all: T, slots: Int[Array, " n"]) -> T:
+    """What some slots have of arrays of all."""
+    return jax.tree.map(lambda x: x[slots], of_all)
 
 
 def putting(slots: Int[Array, " n"], batch: int) -> Callable[[Array, Array], Array]:

@@ -24,9 +24,9 @@ from jflash.server.metrics import Metrics, Times
 from jflash.server.run import listen, server_of
 from jflash.serving.grammar import Opening
 from jflash.serving.handle import Handle
+from jflash.serving.layout import Layout
 from jflash.serving.limits import check
 from jflash.serving.request import Request
-from jflash.serving.slots import Layout
 from tests.support.letters import END, END_OF_THOUGHTS, letters_tokenizer
 from tests.support.pairs import random_pair
 from tests.support.reciting import (

@@ -16,10 +16,12 @@ from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
 from jflash.server.run import listen, open_to_clients
 from jflash.serving.constrained import decide, kept_bytes, look, undrafted
+from jflash.serving.layout import Layout, settled, steps_of_call
 from jflash.serving.packing import mask_words
 from jflash.serving.programs import of_all_kinds
 from jflash.serving.room import needed
-from jflash.serving.slots import Layout, empty_state, steps_of_call
+from jflash.serving.slots import empty_state
+from jflash.serving.some_slots import places
 from pallas_kernels.block_attention import PAGE
 from tests.support.pairs import one_arithmetic, random_pair
 
@@ -60,8 +62,9 @@ def test_pages_of_windows_have_room_for_what_a_call_may_commit():
     models = random_pair(sights=({"window": 40}, {"window": None})).models
     shape = Shape.of(4, 1024, chunk=64)
     budget = memory_budget(replace(models, sampled=True), shape)
-    state = jax.eval_shape(lambda: empty_state(models, Layout(shape, 40, steps_of_call(models))))
-    kept = kept_bytes(models, 4)
+    layout = settled(models, Layout(shape, 40, steps_of_call(models)))
+    state = jax.eval_shape(lambda: empty_state(models, layout))
+    kept = kept_bytes(models, layout)
     parts = (budget.weights, budget.temporaries, tree_bytes(state), kept)
     assert needed(models, shape).of(40) == sum(parts)
 
@@ -71,18 +74,18 @@ def test_what_the_programs_of_a_grammar_hand_on(rule, rows):
     """To the byte what their shapes say."""
     pair = one_arithmetic(random_pair())
     models = replace(pair.models, draft_rule=rule, rows=rows)
-    layout, draws = Layout(Shape.of(4, 256, chunk=64), 16, 1), of_all_kinds(models, 4)
-    state = empty_state(models, layout)
+    layout, draws = Layout(Shape.of(4, 256, chunk=64), 16, 1, ahead=2), of_all_kinds(models, 4)
+    state, slots = empty_state(models, layout), places([5, 2], 4, layout)
     table, who = np.zeros((4, 4), np.int32), np.ones((3, 4), bool)
-    drafted, of = jax.eval_shape(lambda: undrafted(models, 4)), functools.partial
-    _, waiting, seen = jax.eval_shape(of(look, draws), pair.params, state, table, who, drafted)
+    drafted, of = jax.eval_shape(lambda: undrafted(models, 6)), functools.partial
+    given = (pair.params, state, table, slots, who)
+    _, waiting, seen = jax.eval_shape(of(look, draws), *given, drafted)
     masks = np.zeros((4, models.block_size, mask_words(models)), np.int32)
-    given = (pair.params, state, table, who, waiting, seen, masks)
-    _, following, drafts, _ = jax.eval_shape(of(decide, draws), *given)
+    _, following, drafts, _ = jax.eval_shape(of(decide, draws), *given, waiting, seen, masks)
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     assert shapes(drafted) == shapes(waiting) == shapes(following)
     assert drafts.shape == (4, models.block_size - 1)
-    assert kept_bytes(models, 4) == tree_bytes((drafted, seen, masks))
+    assert kept_bytes(models, layout) == tree_bytes((drafted, seen, masks))
 
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.generate import generate
 from jflash.serving.batch import Job, layout_for, serve
+from jflash.serving.layout import settled
 from jflash.serving.loop import Loop
 from tests.support.pairs import prompts, random_pair, replay_pair, unit_head
 
@@ -130,7 +131,7 @@ def test_what_was_answered_is_not_run_and_keeps_the_shapes(monkeypatch):
     for answered in ((), [0, 3, 4], range(5)):
         assert list(serve(pair, jobs, batch_size=2, answered=answered)) == []
     layout = layout_for(pair.models, jobs, 2)
-    assert layout.shape.capacity == 512 and layout.pages == 2 * 8
+    assert layout.shape.capacity == 512 and settled(pair.models, layout).pages == 2 * 8
     assert asked == [(layout, [3, 4, 0, 1, 2]), (layout, [1, 2])]
     assert list(serve(pair, [], batch_size=2)) == []
 

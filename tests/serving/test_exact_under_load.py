@@ -16,15 +16,16 @@ from jflash.models.decoder import Target
 from jflash.programs import Shape
 from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
-from jflash.serving import programs, slots
+from jflash.serving import layout as layouts
+from jflash.serving import programs
 from jflash.serving.device_time import DeviceTime
 from jflash.serving.engine import STALL, Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
+from jflash.serving.layout import KINDS, Kind, Layout, Several
 from jflash.serving.loop import Loop
 from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.slots import KINDS, Kind, Layout, Several
 from pallas_kernels.block_attention import PAGE
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair, target_config
@@ -298,7 +299,7 @@ def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch)
     requests = [Request(prompt_ids=p, max_tokens=9) for p in prompts(2, seed=2, low=180, high=181)]
     texts: list[dict[int, list[int]]] = [{}, {}]
     loops = [loop_of(pair)]
-    monkeypatch.setattr(slots, "chunk_sizes", lambda models, shape: (CHUNK, 128))
+    monkeypatch.setattr(layouts, "chunk_sizes", lambda models, shape: (CHUNK, 128))
     shape = Shape.of(BATCH, CONTEXT, 16, CHUNK)
     loops.append(Loop(pair.models, pair.params, Layout(shape, 9, STEPS, ("greedy",)), b""))
     for loop, got in zip(loops, texts, strict=True):
@@ -384,7 +385,7 @@ def test_drawn_texts_take_whole_blocks(pair):
 
 def test_rows_are_timed_over_different_texts(pair):
     """Rows of one token would reach the same experts, and look cheap."""
-    texts, layout = [], Layout(Shape.of(2, CONTEXT, 16, CHUNK), 8, STEPS)
+    texts, layout = [], Layout(Shape.of(2, CONTEXT, 16, CHUNK), 8, STEPS, ahead=0)
 
     def step(params, state, table, slots):
         texts.append(np.asarray(state.sequences.tokens))

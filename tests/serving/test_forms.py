@@ -11,9 +11,9 @@ from jflash.programs import Shape
 from jflash.serving.grammar import Grammar, Grammars, Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
+from jflash.serving.layout import Layout
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request
-from jflash.serving.slots import Layout
 from tests.support.attention_checks import ON_GPU
 from tests.support.letters import DIGITS, END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, prompts, random_pair
@@ -32,9 +32,11 @@ def grammar() -> Grammar:
     return Grammars(letters_tokenizer(), 67, [END]).compile("regex", "[0-9]{20}")
 
 
-def loop_of(pair: Pair, burst: int = 4, steps: int = STEPS) -> tuple[Loop, list[tuple[str, Any]]]:
+def loop_of(
+    pair: Pair, burst: int = 4, steps: int = STEPS, ahead: int = 0
+) -> tuple[Loop, list[tuple[str, Any]]]:
     """A loop, and what its device is given of steps from now on: the method, and whose they are."""
-    layout = Layout(Shape.of(BATCH, 512, 16, CHUNK), 24, steps)
+    layout = Layout(Shape.of(BATCH, 512, 16, CHUNK), 24, steps, ahead=ahead)
     loop, calls = Loop(pair.models, pair.params, layout, b"", burst), []
     loop.device.prepare_grammars()
 
@@ -108,7 +110,7 @@ def test_who_lacks_pages_for_one_step_more_takes_the_call_alone(pair, grammar):
     while not loop.idle:
         loop.round(lambda *_: None)
     assert calls[:2] == [("step", [form]), ("call", [other])]
-    assert calls[2] == ("step", [form, other])
+    assert calls[2] == ("step", [other, form])  # who has begun comes first
     want = generate(pair, [ids], max_new_tokens=40)[0]
     assert other.tokens[tokens:] == want.token_ids
 
@@ -128,11 +130,39 @@ def test_drafts_that_wait_are_those_of_the_newest_step(pair, grammar):
             if away and len(loop.running) == 2 and len(jobs[0].tokens) % 3 == 0:
                 loop._unread.append(loop._step_with_forms([jobs[1]]))
                 loop.drain(nobody)
-                ready = loop.device.forms.who(jobs)[0]
+                ready = loop.device.forms.who(jobs, np.arange(BATCH))[0]
                 assert (jobs[0] not in ready and jobs[1] in ready) or jobs[1].reason
                 given_up += 1
         texts.append([job.tokens for job in jobs])
     assert texts[0] == texts[1] and given_up > 3
+
+
+def test_a_text_of_a_grammar_waits_for_a_place_with_its_prompt_computed(pair, grammar):
+    """A step in which some texts have a grammar has no rows for those that wait, and a text is what
+    it is alone, whichever slot and place it has."""
+    ids, ahead = prompts(7, seed=4, high=30), 3
+    ways: list[dict[str, Any]] = [dict(grammar=grammar, max_tokens=30), dict(max_tokens=40)]
+    requests = [
+        Request(prompt_ids=p, stop_ids=[END], **ways[i % 3 == 1]) for i, p in enumerate(ids)
+    ]
+    alone = []
+    for one in requests:
+        loop, _ = loop_of(pair)
+        job = job_of(loop, replace(one, speculate=False), 0)
+        while not loop.idle:
+            loop.round(lambda *_: None)
+        alone.append(job.tokens)
+    loop, calls = loop_of(pair, ahead=ahead)
+    rows, masks = list[int](), loop.device.forms.masks
+    loop.device.forms.masks = lambda jobs, slots: (rows.append(len(slots)), masks(jobs, slots))[1]
+    jobs = [job_of(loop, one, i) for i, one in enumerate(requests)]
+    most = 0
+    while not loop.idle:
+        loop.round(lambda *_: None)
+        most = max(most, len(loop.running))
+    assert most == BATCH + ahead and set(rows) == {BATCH}
+    assert all(len(who) <= BATCH for name, who in calls if name == "step")
+    assert [job.tokens for job in jobs] == alone
 
 
 def test_sleep_frees_the_drafts(pair, grammar):
@@ -149,5 +179,5 @@ def test_sleep_frees_the_drafts(pair, grammar):
         assert loop.device.forms.drafted is None
         loop.wake()
     assert texts[0] == texts[1] and len(texts[0]) == 11
-    masks = loop.device.forms.masks([])
+    masks = loop.device.forms.masks([], np.arange(BATCH))
     assert np.all(masks == -1)

@@ -17,6 +17,7 @@ from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
 from jflash.programs import Shape
 from jflash.serving import prefill
+from jflash.serving.layout import Layout
 from jflash.serving.packing import (
     CONTROL,
     FRESH,
@@ -29,7 +30,7 @@ from jflash.serving.packing import (
 )
 from jflash.serving.programs import of_all_kinds
 from jflash.serving.request import Request
-from jflash.serving.slots import Layout, empty_state, table_columns
+from jflash.serving.slots import empty_state, table_columns
 from jflash.specs import MoeSpec
 from jflash.speculative import apply
 from tests.support.attention_checks import ON_GPU

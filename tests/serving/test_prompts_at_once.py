@@ -8,14 +8,11 @@ import pytest
 from jflash.kernels import XLA, Kernels
 from jflash.programs import Shape
 from jflash.proof.under_load import DRAWN
-from jflash.serving import slots
+from jflash.serving import layout as layouts
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
-from jflash.serving.loop import Loop
-from jflash.serving.prompts import counts
-from jflash.serving.request import Event, Request, Result
-from jflash.serving.slots import (
+from jflash.serving.layout import (
     STEPS_OF_SMALL,
     STEPS_PER_CALL,
     Layout,
@@ -23,6 +20,9 @@ from jflash.serving.slots import (
     several_prompts,
     steps_of_call,
 )
+from jflash.serving.loop import Loop
+from jflash.serving.prompts import counts
+from jflash.serving.request import Event, Request, Result
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
@@ -135,7 +135,7 @@ def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypat
     layout = Layout(Shape.of(BATCH, 1024, 16, 512), 64, 2)
     assert several_prompts(models, layout) == (Several(4, 128),)
     assert steps_of_call(models) == STEPS_OF_SMALL > steps_of_call(pair.models) == STEPS_PER_CALL
-    monkeypatch.setattr(slots, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(layouts, "MOST_WEIGHTS", 0)
     short, long = several_prompts(models, layout)
     assert (short, long) == (Several(4, 128, 3), Several(2, 512))
     assert steps_of_call(models) == STEPS_PER_CALL and steps_of_call(models, 3) == 3

@@ -13,9 +13,9 @@ from jflash.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
+from jflash.serving.layout import Layout
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
-from jflash.serving.slots import Layout
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (
     drafter_config,

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,41 +14,63 @@ from jflash.serving.sliding import Held, Sliding
 from jflash.serving.slots import Window
 
 NOTHING = Plan((), (), (), (), (), ())
-HOW = dict(slots=2, pages=10, clock=0.0, burst=2, each=9)
+HOW: dict[str, Any] = dict(clock=0.0, burst=2, each=9)
 
 
 def test_who_waits_comes_in_order():
     waiting = [Waiting((1, 0), 2), Waiting((0, 3), 4), Waiting((0, 1), 3)]
-    got = plan(waiting, [], slots=2, pages=10, clock=0.0, burst=2, each=9)
+    got = plan(waiting, [], slots=2, places=2, pages=10, clock=0.0, burst=2, each=9)
     assert got == NOTHING._replace(admitted=((0, 1), (0, 3)), chunks=((0, 1), (0, 3)))
-    got = plan(waiting, [], slots=3, pages=6, clock=0.0, burst=2, each=9)
+    got = plan(waiting, [], slots=3, places=3, pages=6, clock=0.0, burst=2, each=9)
     assert got.admitted == ((0, 1),)  # nobody passes the one that does not fit
+
+
+def test_a_prompt_that_is_computed_ahead_leaves_pages_to_those_that_step():
+    """One to each, or it would soon be preempted for them; so does the last of two that come."""
+    running, waiting = [Running((0, 0)), Running((0, 1))], [Waiting((0, 2), 3), Waiting((0, 3), 3)]
+    for places, pages, admitted in ((0, 4, 0), (0, 5, 1), (1, 7, 1), (1, 8, 2), (2, 6, 2)):
+        got = plan(waiting, running, slots=2, places=places, pages=pages, **HOW)
+        assert len(got.admitted) == admitted
 
 
 def test_chunks_do_not_keep_steps_waiting():
     running = [Running((0, 0)), Running((0, 1), chunks=9)]
-    got = plan([], running, slots=0, pages=0, clock=0.0, burst=2, each=9)
+    got = plan([], running, slots=0, places=0, pages=0, clock=0.0, burst=2, each=9)
     assert got == NOTHING._replace(chunks=((0, 1),) * 2, steps=((0, 0),))
-    got = plan([], running[1:], slots=1, pages=0, clock=0.0, burst=2, each=9)
+    got = plan([], running[1:], slots=1, places=1, pages=0, clock=0.0, burst=2, each=9)
     assert got.chunks == ((0, 1),) * 9
     several = [*running, Running((0, 2), chunks=3)]
-    got = plan([], several, slots=0, pages=0, clock=0.0, burst=5, each=4)
+    got = plan([], several, slots=0, places=0, pages=0, clock=0.0, burst=5, each=4)
     assert got.chunks == ((0, 1),) * 4 + ((0, 2),)  # a long text leaves time to the next
 
 
 def test_the_last_gives_its_pages():
     old, young = Running((0, 0), short=2, gained=True), Running((0, 1), alone=3, gained=True)
     waiting = [Waiting((0, 2), 1)]
-    got = plan(waiting, [young, old], slots=1, pages=1, clock=0.0, burst=2, each=9)
+    got = plan(waiting, [young, old], slots=1, places=1, pages=1, clock=0.0, burst=2, each=9)
     assert got == NOTHING._replace(preempted=((0, 1),), grown=((0, 0),), steps=((0, 0),))
     fresh = young._replace(gained=False)  # it came back just now: the old one sits out
     got = plan(
-        waiting, [fresh, old._replace(gained=False)], slots=1, pages=1, clock=0.0, burst=2, each=9
+        waiting,
+        [fresh, old._replace(gained=False)],
+        slots=1,
+        places=1,
+        pages=1,
+        clock=0.0,
+        burst=2,
+        each=9,
     )
     assert got == NOTHING._replace(steps=((0, 1),))
     needy = young._replace(short=2)  # never an older one for a younger
     got = plan(
-        [], [old._replace(short=0, alone=9), needy], slots=1, pages=1, clock=0.0, burst=2, each=9
+        [],
+        [old._replace(short=0, alone=9), needy],
+        slots=1,
+        places=1,
+        pages=1,
+        clock=0.0,
+        burst=2,
+        each=9,
     )
     assert got == NOTHING._replace(preempted=((0, 1),), steps=((0, 0),))
 
@@ -55,7 +78,7 @@ def test_the_last_gives_its_pages():
 def test_time_is_up():
     running = [Running((0, 0), alone=5, deadline=3.0), Running((0, 1), deadline=4.0)]
     waiting = [Waiting((0, 2), 5, 1, 2.0), Waiting((0, 3), 5)]
-    got = plan(waiting, running, slots=0, pages=0, clock=3.0, burst=1, each=9)
+    got = plan(waiting, running, slots=0, places=0, pages=0, clock=3.0, burst=1, each=9)
     assert got == NOTHING._replace(
         expired=((0, 2), (0, 0)), admitted=((0, 3),), chunks=((0, 3),), steps=((0, 1),)
     )
@@ -91,13 +114,15 @@ TEXTS = st.lists(
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
-    texts=TEXTS, slots=st.integers(1, 4), spare=st.integers(0, 6), burst=st.integers(1, 3),
+    texts=TEXTS, slots=st.integers(1, 4), ahead=st.integers(0, 2), spare=st.integers(0, 6),
+    burst=st.integers(1, 3),
     gains=st.lists(st.integers(1, WIDTH), min_size=1, max_size=9),
 )  # fmt: skip
 def test_who_was_preempted_gains_before_the_next_time_and_everybody_ends(
-    texts, slots, spare, burst, gains
+    texts, slots, ahead, spare, burst, gains
 ):
-    """Whoever comes when, with pages for the longest text alone, and some to spare."""
+    """Whoever comes when, with pages for the longest text alone, and some to spare; `slots` texts
+    step, and the prompts of more are computed ahead."""
     coming = {(priority, i): text for i, (priority, text) in enumerate(texts)}
     total = spare + max(text.needs(text.prompt + text.new) for text in coming.values())
     waiting, running, gain = dict[Order, Text](), dict[Order, Text](), itertools.cycle(gains)
@@ -114,7 +139,8 @@ def test_who_was_preempted_gains_before_the_next_time_and_everybody_ends(
                 )
                 for o, t in running.items()
             ],
-            slots=slots - len(running), pages=total - sum(t.held for t in running.values()),
+            slots=slots + ahead - len(running), places=slots - len(running),
+            pages=total - sum(t.held for t in running.values()),
             clock=0.0, burst=burst, each=2,
         )  # fmt: skip
         news = any(t.gained and not t.known for t in running.values())
@@ -137,14 +163,16 @@ def test_who_was_preempted_gains_before_the_next_time_and_everybody_ends(
         for order in got.chunks:
             running[order].left = max(0, running[order].left - IN_CHUNK)
         ready = [order for order in dict.fromkeys(got.chunks) if not running[order].left]
-        for order in (*got.steps, *ready):
+        able = sorted((*got.steps, *ready), key=lambda order: (not running[order].gained, order))
+        for order in able[:slots]:
             text = running[order]
             more = min(next(gain), text.prompt + text.new - text.tokens)
             text.tokens, text.gained = text.tokens + more, text.gained + more
             assert text.tokens <= text.held * IN_PAGE, "it wrote past its pages"
             if text.tokens == text.prompt + text.new:
                 del running[order]
-        assert sum(t.held for t in running.values()) <= total and len(running) <= slots
+        assert sum(t.held for t in running.values()) <= total
+        assert len(running) <= slots + ahead
         if not (waiting or running) and all(text.arrival <= clock for text in coming.values()):
             return
 

@@ -1,8 +1,10 @@
 """Calls over some of the slots: which they are, and that no text shows it."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jflash.kernels import AUTO, XLA, Kernels
@@ -10,9 +12,16 @@ from jflash.programs import Shape
 from jflash.proof.under_load import DRAWN
 from jflash.serving import device
 from jflash.serving.engine import Engine
+from jflash.serving.layout import Layout
 from jflash.serving.request import Request, Result
-from jflash.serving.slots import Layout
-from jflash.serving.some_slots import Stepping, places, slot_counts, steppings
+from jflash.serving.some_slots import (
+    Stepping,
+    first_of,
+    given_slots,
+    places,
+    slot_counts,
+    steppings,
+)
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
@@ -26,19 +35,32 @@ def pair(request):
     return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
 
 
-def layout(batch: int, counts: tuple[int, ...] | None = None) -> Layout:
-    return Layout(Shape.of(batch, 256), 4 * batch, 2, counts=counts)
+def layout(batch: int, counts: tuple[int, ...] | None = None, ahead: int | None = 0) -> Layout:
+    return Layout(Shape.of(batch, 256), 4 * batch, 2, counts=counts, ahead=ahead)
 
 
 def test_the_slots_of_a_call():
-    assert places([2, 0], 2, 4).tolist() == [2, 0]
-    assert places([3], 2, 4).tolist() == [3, ~0]
-    assert places([3, 1], 4, 4).tolist() == [~0, 1, ~2, 3]
-    assert places([], 1, 2).tolist() == [~0]
+    assert places([2, 0], 2, layout(4)).tolist() == [2, 0]
+    assert places([3], 2, layout(4)).tolist() == [3, ~0]
+    assert places([3, 1], 4, layout(4)).tolist() == [~0, 1, ~2, 3]
+    assert places([], 1, layout(2)).tolist() == [~0]
+    ahead = layout(3, ahead=2)
+    assert [given_slots(ahead, n) for n in (1, 3)] == [3, 5]
+    assert places([4, 2], 3, ahead).tolist() == [4, 2, ~0]
+    assert places([4, 2, 0, 1], 5, ahead).tolist() == [4, 2, 0, 1, ~3]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 6])
+def test_the_first_that_are_able_step(count):
+    """In their order, and others only where a call has more places."""
+    for able in itertools.product((False, True), repeat=6):
+        got = first_of(jnp.array(able), count).tolist()
+        order = sorted(range(6), key=lambda i: not able[i])
+        assert got == order[:count]
 
 
 def test_the_numbers_of_slots_that_have_programs(pair):
-    """The next one is a third less at least, and the choice of rows has programs where they pay."""
+    """A quarter less at least, or half where rows are chosen, which has programs where they pay."""
     assert slot_counts(pair.models, layout(32)) == (32,)  # a CPU
     assert slot_counts(pair.models, layout(4, (2, 1, 2, 4))) == (1, 2, 4)
     kernels = Kernels(*["canonical"] * len(XLA))._replace(heads="triton")
@@ -46,8 +68,9 @@ def test_the_numbers_of_slots_that_have_programs(pair):
     counts = {batch: slot_counts(gpu, layout(batch)) for batch in (1, 2, 4, 6, 8, 9, 32, 48)}
     assert counts == {
         1: (1,), 2: (1, 2), 4: (1, 4), 6: (1, 4, 6), 8: (1, 4, 8), 9: (1, 4, 9),
-        32: (1, 4, 8, 16, 32), 48: (1, 4, 8, 16, 32, 48),
+        32: (1, 4, 8, 16, 24, 32), 48: (1, 4, 8, 16, 24, 32, 48),
     }  # fmt: skip
+    assert slot_counts(replace(gpu, rows=AUTO), layout(64)) == (1, 4, 8, 16, 32, 64)
     assert slot_counts(gpu, layout(8, ())) == (8,)
     width = gpu.block_size
     assert steppings(gpu, layout(8)) == [Stepping(n, n * width) for n in (1, 4, 8)]
@@ -109,15 +132,18 @@ def asked(count: int) -> list[Request]:
     ]
 
 
-def engine_of(pair, counts: tuple[int, ...]) -> Engine:
-    return Engine(pair, max_batch=BATCH, max_context=192, prefill_chunk=32, slots_at_once=counts)
+def engine_of(pair, counts: tuple[int, ...], ahead: int | None = None) -> Engine:
+    return Engine(
+        pair, max_batch=BATCH, max_context=192, prefill_chunk=32, slots_at_once=counts,
+        prompts_ahead=ahead,
+    )  # fmt: skip
 
 
 def counted(engine: Engine) -> list[int]:
     """The slots of each call from now on."""
     own, served = engine._loop.device, list[int]()
     call = own.call
-    own.call = lambda jobs, slots, table: (served.append(len(slots)), call(jobs, slots, table))[1]
+    own.call = lambda jobs, count, *rest: (served.append(count), call(jobs, count, *rest))[1]
     return served
 
 

@@ -18,11 +18,12 @@ from jflash.serving.copies import Copies, delta_nets
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
+from jflash.serving.layout import Layout, settled
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
 from jflash.serving.room import needed, pages_within
 from jflash.serving.schedule import Pass, passes
-from jflash.serving.slots import Layout, empty_state
+from jflash.serving.slots import empty_state
 from jflash.serving.states import States, borders, leaving, states_kept
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import hybrid_pair, knowing, prompts, random_pair
@@ -386,13 +387,14 @@ def test_nothing_compiles_under_load(compilations):
 def test_the_copies_memory_is_counted(pair):
     """To the byte; an attention model has none."""
     models, shape = pair.models, Shape.of(6, 256, chunk=64)
-    state = jax.eval_shape(lambda: empty_state(models, Layout(shape, 24, STEPS)))
+    layout = settled(models, Layout(shape, 24, STEPS))
+    state = jax.eval_shape(lambda: empty_state(models, layout))
     nets = delta_nets(state)
     one = sum(
         4 * (net.memory.state.size + 3 * net.raw.size // net.raw.shape[1]) // 6 for net in nets
     )
     budget = memory_budget(replace(models, sampled=True), shape)
-    parts = (budget.weights, budget.temporaries, tree_bytes(state), kept_bytes(models, 6))
+    parts = (budget.weights, budget.temporaries, tree_bytes(state), kept_bytes(models, layout))
     assert one and needed(models, shape, STEPS).of(24) == sum(parts) + 6 * one
     assert states_kept(models, 1) == 4 and states_kept(models, 9) == 9
     assert states_kept(random_pair().models, 9) == 0

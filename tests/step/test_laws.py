@@ -25,7 +25,7 @@ from jflash.programs import (
     new_state,
 )
 from jflash.serving.batch import Job, layout_for
-from jflash.serving.slots import pass_sizes
+from jflash.serving.layout import pass_sizes
 from jflash.speculative import speculative_step
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
 

@@ -1,0 +1,140 @@
+"""An engine's static sizes, and which of them pay for a pair of models.
+
+Nothing here touches a device.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+
+from jflash.mesh import local
+from jflash.models.params import decoding_params
+from jflash.pair import Models
+from jflash.programs import LARGE_CHUNK, Shape, chunk_sizes
+from pallas_kernels.block_attention import PAGE
+
+Kind = Literal["greedy", "drawn"]
+KINDS: tuple[Kind, ...] = ("greedy", "drawn")
+PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`; more are no small model
+# More leave ended slots idle for longer, and fewer let the device wait where a step is short: with
+# SmolLM2 at batch 32 a round's dispatches take 4.0 ms with two steps a call, and 4.9 with four.
+STEPS_PER_CALL, STEPS_OF_SMALL = 2, 4
+PART_AHEAD, MOST_AHEAD = 4, 8  # of `settled`: one request of so many, and at most
+
+
+class Layout(NamedTuple):
+    """The static sizes; `shape.batch` requests step at once, and `shape.capacity` is PAGE times the
+    columns of a table."""
+
+    shape: Shape
+    pages: int | None  # None: enough for the longest request in every slot
+    steps: int  # of a call
+    kinds: tuple[Kind, ...] = KINDS  # of requests that it serves
+    states: int = 0  # copies of a slot's recurrent states that prefixes keep
+    prompts: int | None = None  # that a pass computes at most; None: as many as pay
+    counts: tuple[int, ...] | None = None  # of slots that a call may serve; None: those that pay
+    ahead: int | None = None  # requests whose prompts wait computed; None: as many as pay
+
+    @property
+    def columns(self) -> int:
+        return self.shape.capacity // PAGE
+
+    @property
+    def slots(self) -> int:
+        """Of the requests that step, and of those whose prompts are computed ahead."""
+        assert self.ahead is not None, "see `settled`"
+        return self.shape.batch + self.ahead
+
+    @property
+    def page_count(self) -> int:
+        """Of the pools."""
+        return self.slots * self.columns if self.pages is None else self.pages
+
+
+def settled(models: Models, layout: Layout) -> Layout:
+    """The layout with its pages, and with its number of requests whose prompts are computed ahead,
+    before a text of those that step has ended.
+
+    They have slots, and as soon as the device finds that a text has ended, the next one steps in
+    its place: the host sees an end one call later. And so prompts need not come one by one, as
+    texts end. Unless the layout says otherwise none is ahead where `takes_some` is false, nor of a
+    small target: where the host is the slower one, a fuller call gained nothing.
+    """
+    if layout.ahead is None:
+        ahead = min(MOST_AHEAD, layout.shape.batch // PART_AHEAD)
+        pays = takes_some(models) and not small(models)
+        layout = layout._replace(ahead=ahead if pays else 0)
+    return layout._replace(pages=layout.page_count)
+
+
+def takes_some(models: Models) -> bool:
+    """Whether calls that step some of the slots pay, and change no text. On a CPU programs take
+    long to compile, several GPUs were not timed, and a recurrent layer's state is no row of a
+    sequence."""
+    one_gpu = models.kernels.attention == "canonical" and models.mesh is None
+    return one_gpu and refusal_of_prompts(models) is None
+
+
+def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
+    """Tokens of a prompt that one pass may compute, ascending: `chunk_sizes`, and a page where no
+    size changes a bit. A prompt that came before has its full pages, so no more is left of it.
+    """
+    sizes = chunk_sizes(models, shape)
+    free = models.one_arithmetic and models.kernels.attention == "canonical"
+    return (PAGE, *sizes) if free and sizes[0] > PAGE else sizes
+
+
+class Several(NamedTuple):
+    """A pass over the last chunks of several prompts, which runs where `least` of them wait."""
+
+    prompts: int
+    tokens: int  # of each, at most
+    least: int = 2
+
+    def takes(self, size: int) -> bool:
+        """Whether it computes a prompt's pass of so many tokens, and not half of it for nothing."""
+        return size <= self.tokens <= 2 * size
+
+
+def steps_of_call(models: Models, steps: int | None = None) -> int:
+    """The steps of a call: those given, or as many as keep the device at work."""
+    if steps is not None:
+        return steps
+    dispatched = models.kernels.attention == "canonical"  # a CPU computes them at once
+    return STEPS_OF_SMALL if dispatched and small(models) else STEPS_PER_CALL
+
+
+def small(models: Models) -> bool:
+    """Whether a device's part of the target has so few weights that the host is the slower one."""
+    weights = jax.tree.leaves(decoding_params(local(models).target.config))
+    return sum(math.prod(leaf.stored) for leaf in weights) <= MOST_WEIGHTS
+
+
+def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
+    """The passes over several prompts.
+
+    A pass has a fixed number, so where fewer wait it computes rows for nothing: 128 of a model of N
+    weights take 256 N operations, 0.5 ms of an H200 at 10⁹. What it saves is a program's dispatch
+    for each prompt but one, 1.5 ms or more of the host, and as many turns of reading the weights.
+    With fewer weights it pays for two prompts; with more where most of its rows are theirs, and two
+    large chunks fill the turns of a GPU better than one. A CPU waits for no dispatch.
+    """
+    smallest, *larger = chunk_sizes(models, layout.shape)
+    if layout.prompts is not None:
+        return (Several(layout.prompts, smallest),) if layout.prompts > 1 else ()
+    if refusal_of_prompts(models) or models.kernels.attention != "canonical":
+        return ()
+    if small(models):
+        return (Several(PROMPTS, smallest),)
+    pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
+    return Several(PROMPTS, smallest, PROMPTS - 1), *pairs
+
+
+def refusal_of_prompts(models: Models) -> str | None:
+    """Why a pass computes one prompt alone, if it must."""
+    if not models.one_arithmetic:
+        return "a prompt's bits may depend on the others"
+    if any(config.deltas for config in models.configs):
+        return "recurrent layers take one prompt at a time"
+    return None
