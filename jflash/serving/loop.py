@@ -260,13 +260,13 @@ class Loop:
             accepted=sum(event.accepted for event in every),
         )
         for (job, _), of_job in zip(given, events, strict=True):
-            for event in of_job:
-                on_event(job, event)
-                job.reason = event.finish_reason
-            job.gained |= bool(of_job)
+            if of_job:
+                job.gained, job.reason = True, of_job[-1].finish_reason
             self.holdings.name(job, len(job.tokens) - 1)
             if job.reason:
-                self._leave(job)
+                self._leave(job)  # before its last event, as above
+            for event in of_job:
+                on_event(job, event)
             self._drop_failed([job])
 
     def _drop_failed(self, jobs: Sequence[Job]) -> None:

@@ -294,6 +294,22 @@ def test_whole_chunks_fit_into_the_stall(seconds, burst):
     assert prompts.now == burst
 
 
+def test_slot_and_pages_are_free_when_the_last_event_comes(pair):
+    """Who sees it may ask for the counts at once."""
+    loop, seen = loop_of(pair), []
+
+    def on_event(job, event):
+        pages = loop.holdings.pages
+        seen.append((event.finish_reason, job.slot, pages.available == pages.count))
+
+    loop.waiting.append(job_of(Request(prompt_ids=[1, 2, 3], max_tokens=12), 0))
+    while not loop.idle:
+        loop.round(on_event)
+    *during, end = seen
+    assert end == ("length", None, True)
+    assert during[0] == (None, 0, False)
+
+
 def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch):
     """Of a text of 180 tokens one pass computes 128; the texts are those by small chunks."""
     requests = [Request(prompt_ids=p, max_tokens=9) for p in prompts(2, seed=2, low=180, high=181)]
