@@ -25,6 +25,7 @@ FIRST = (  # ms to the first token, p50
 )
 SHARE = 0.85  # of the engine's, over HTTP
 STALL = 50  # ms that a long prompt keeps a text waiting
+STREAM = 16  # requests for each of several slots, of which the first and last weigh little
 KINDS = (
     "forced",
     "questions",
@@ -47,10 +48,12 @@ def serving(results: list[Result]) -> str:
 
 
 def place(measured: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, ...]:
-    """The order of lines: by the models, what was timed, and the batch."""
+    """The order of lines: by the models, what was timed, the batch, and how long a burst was."""
     case, row = measured
     models = case.get("shape", ""), case.get("target", ""), case.get("drafter_dtype", "")
-    return models, KINDS.index(row["what"]), row["rows"] or "", row["batch"]
+    slots = row["batch"]
+    long = row["what"] == "forced" and slots > 1 and row["requests"] >= STREAM * slots
+    return models, KINDS.index(row["what"]), row["rows"] or "", slots, long
 
 
 def lines_of(
