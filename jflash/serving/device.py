@@ -14,9 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jflash.kernels import AUTO
 from jflash.pair import Models, Params
-from jflash.row_choice import ChosenRows
 from jflash.serving.copies import Copies
 from jflash.serving.device_time import DeviceTime, Dispatched, UnderWay
 from jflash.serving.forms import Forms
@@ -33,13 +31,13 @@ from jflash.serving.packing import (
     no_pass,
     pass_of,
     row_of,
-    surveyed,
 )
 from jflash.serving.prefill import First
-from jflash.serving.programs import Programs, choosing, compile_programs, run_once
+from jflash.serving.programs import Programs, compile_programs, run_once
 from jflash.serving.schedule import Pass
 from jflash.serving.slots import empty_state
 from jflash.serving.some_slots import Stepping, slot_counts
+from jflash.serving.step_programs import StepPrograms
 
 
 class Device:
@@ -53,12 +51,9 @@ class Device:
         self.programs: Programs = compile_programs(models, params, layout)
         self.several = several_prompts(models, layout)
         self.counts = slot_counts(models, layout)
-        self.rows = dict[int, ChosenRows]()  # by slots, if the rows of a step are chosen
-        if models.rows == AUTO and "greedy" in layout.kinds:
-            self.rows = choosing(models, params, layout, self.programs)
+        self.step_programs = StepPrograms(models, params, layout, self.programs)
         if len(self.counts) > 1:  # a warm-up by requests would not reach all
             run_once(models, params, layout, self.programs)
-        self._steps = dict.fromkeys(sorted({each.rows for each in self.programs.greedy}), 0)
         self.state = empty_state(models, layout)
         self.copies = Copies(models, layout)
         self.time = DeviceTime()
@@ -224,10 +219,6 @@ class Device:
 
         return choose
 
-    def steps_by_rows(self) -> dict[int, int]:
-        """How many steps verified so many rows, if they are chosen."""
-        return dict(self._steps) if self.rows else {}
-
     def slots_for(self, jobs: Sequence[Job]) -> int:
         """The slots of the smallest call that has a place for each of these requests, or of the
         largest call."""
@@ -236,16 +227,8 @@ class Device:
     def call(self, jobs: Sequence[Job], count: int, slots: np.ndarray, table: np.ndarray) -> Read:
         """Steps of the first `count` of these requests that have not ended. Their slots are the
         first of these, unless all slots step."""
-        programs = self.programs
-        drawn = any(job.request.needs_logits for job in jobs) or not programs.greedy
-        rows = count * self.models.block_size
-        if drawn and programs.drawn:
-            program = programs.drawn[count]
-        else:
-            each = [stepping.rows for stepping in programs.greedy if stepping.slots == count]
-            live = min(len(jobs), count)
-            rows = self.rows[count].pick(live)[0] if count in self.rows else max(each)
-            program = programs.greedy[Stepping(count, rows)]
+        drawn = any(job.request.needs_logits for job in jobs)
+        stepping, program = self.step_programs.pick(count, min(len(jobs), count), drawn)
         tops = any(job.request.top_logprobs for job in jobs)
 
         def work() -> Given:
@@ -253,7 +236,6 @@ class Device:
             self.state, report = program(self.params, self.state, table, slots)
             return _reported(report, tops, began)
 
-        stepping = Stepping(count, rows)
         return self._called(jobs, stepping, self._dispatch(work), self.layout.steps)
 
     def step_with_forms(
@@ -312,18 +294,8 @@ class Device:
 
     def learn(self, read: Read, report: Report) -> None:
         """Tells the choice of rows what a call came to; the calls come in order."""
-        if not self.rows or read.stepping is None:
-            return
-        slots, rows = read.stepping
-        numbers, width = np.asarray(report.numbers), self.models.block_size
-        during, chosen = self.time.round(), self.rows.get(slots, self.rows[self.counts[-1]])
-        now = chosen.estimate.newest(surveyed(numbers, width, read.steps))
-        self._steps[rows] += int(now.steps)
-        if slots not in self.rows:
-            chosen.estimate.add(now)
-            return
-        usual = during if read.steps == self.layout.steps else None
-        chosen.seen(rows, now, usual)
+        if self.step_programs.rows and read.stepping is not None:
+            self.step_programs.learn(read.stepping, read.steps, report, self.time.round())
 
 
 def _reported(report: Report, tops: bool, began: float) -> Given:

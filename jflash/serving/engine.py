@@ -167,7 +167,7 @@ class Engine:
                 pages_available=pages.available,
                 pages_kept=pages.kept,
                 ended=dict(self._work.ended),
-                steps_by_rows=self._loop.device.steps_by_rows(),
+                steps_by_rows=self._loop.device.step_programs.steps_by_rows(),
                 rounds_by_tokens=tuple(self._loop.rounds_by_tokens),
                 device_bytes=used_memory(),
                 **self._loop.counts._asdict(),

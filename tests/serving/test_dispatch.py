@@ -82,7 +82,8 @@ def test_events_go_out_while_the_next_call_is_dispatched(pair, rows):
             came.set()
 
     with engine_of(pair) as engine:
-        programs = engine._loop.device.programs
+        of_steps = engine._loop.device.step_programs
+        programs = of_steps.programs
         calls = iter(range(1000))
 
         def slow(program: Any) -> Any:
@@ -98,7 +99,7 @@ def test_events_go_out_while_the_next_call_is_dispatched(pair, rows):
             return dispatched
 
         slowly = {rows: slow(one) for rows, one in programs.greedy.items()}
-        engine._loop.device.programs = programs._replace(greedy=slowly)
+        of_steps.programs = programs._replace(greedy=slowly)
         handle = engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100))
         handle.forward(take)
         try:
@@ -117,9 +118,9 @@ def test_chosen_rows_cost_a_call_one_small_array(pair):
             (_, widest), program = max(engine._loop.device.programs.greedy.items())
             leaves[rows] = program.in_tree.num_leaves, program.out_tree.num_leaves
             device = engine._loop.device
-            for slots, chosen in device.rows.items():
+            for slots, chosen in device.step_programs.rows.items():
                 times = dict.fromkeys(chosen.times, Step(99.0)) | {widest: Step(1.0)}
-                device.rows[slots] = ChosenRows(None, times, times, 0.0)
+                device.step_programs.rows[slots] = ChosenRows(None, times, times, 0.0)
             engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=100)).result()
             steps = engine.stats().steps_by_rows
     assert leaves[AUTO] == tuple(count + 1 for count in leaves[None])
@@ -138,6 +139,7 @@ def test_a_dispatch_that_fails_ends_the_engine(pair, name):
         programs = getattr(device.programs, name)
         new = dict.fromkeys(programs, broken) if isinstance(programs, dict) else broken
         device.programs = device.programs._replace(**{name: new})
+        device.step_programs.programs = device.programs
         with pytest.raises(Failed) as failed:
             engine.submit(Request(prompt_ids=[1, 2, 3], max_tokens=9)).result()
         assert str(failed.value.__cause__) == "no memory"

@@ -418,7 +418,7 @@ def test_as_many_rows_as_pay(pair):
     models = replace(pair.models, rows=AUTO)
     shape = Shape.of(2, CONTEXT, 16, CHUNK)
     loop = Loop(models, pair.params, Layout(shape, 8, STEPS, ("greedy",)), b"")
-    rows = loop.device.rows[2]
+    rows = loop.device.step_programs.rows[2]
     turns = itertools.cycle(each.rows for each in loop.device.programs.greedy)
     rows.choice = lambda: (next(turns), STEPS)
     events, jobs = {0: [], 1: []}, [job_of(r, i) for i, r in enumerate(requests)]
