@@ -67,12 +67,12 @@ class Prompts:
         return min(filter(None, each), default=0.0)
 
     def together(self, tokens: int) -> int:
-        """The prompts of so many tokens that one program computes at most."""
+        """The prompts of so many tokens whose ends one program computes at most."""
         sizes = self.device.programs.chunk
         if tokens > max(sizes):
             return 1
-        [only] = passes(0, (tokens,), list(sizes), tokens)
-        return next((each.prompts for each in self.device.several if each.takes(only.size)), 1)
+        *_, last = passes(0, (tokens,), list(sizes), tokens)
+        return next((each.prompts for each in self.device.several if each.takes(last.size)), 1)
 
     def dispatch(self, chunks: Sequence[Job]) -> list[Read]:
         """Dispatches chunks of texts in their order; `chunks` has a text once for each."""

@@ -294,6 +294,17 @@ def test_whole_chunks_fit_into_the_stall(seconds, burst):
     assert prompts.now == burst
 
 
+def test_how_many_prompts_of_a_length_come_together():
+    """Whatever the length: the last pass counts, of several or of one."""
+    programs = SimpleNamespace(chunk=dict.fromkeys((64, 128, 512)))
+    device = SimpleNamespace(programs=programs, several=(Several(4, 128, 3), Several(2, 512)))
+    prompts = Prompts(cast(Any, device), cast(Any, None), dict)
+    found = {n: prompts.together(n) for n in range(1, 600)}
+    assert {n: found[n] for n in (1, 64, 65, 128, 200, 256, 257, 512, 513)} == {
+        1: 4, 64: 4, 65: 4, 128: 4, 200: 4, 256: 4, 257: 2, 512: 2, 513: 1,
+    }  # fmt: skip
+
+
 def test_slot_and_pages_are_free_when_the_last_event_comes(pair):
     """Who sees it may ask for the counts at once."""
     loop, seen = loop_of(pair), []
