@@ -1,8 +1,9 @@
 """Block attention in the canonical form: the same bits for every batch, width, capacity and chunk.
 
 It is the Mosaic GPU kernel with pieces of 256 absolute positions. If sequences, heads and row tiles
-fill half the multiprocessors, a CTA walks all pieces of its rows; if not, every piece has another
-CTA and a second kernel merges them, in the same order by the same formula (`pieces`).
+fill half the multiprocessors, a CTA walks all pieces of its rows, or two do (`mosaic_shares`); if
+not, every piece has another CTA and a second kernel merges them, in the same order by the same
+formula (`pieces`).
 On an H200 (jax 0.11.2, benchmarks/h200-canonical-attention.json), 16 rows at context 1024 of 2048,
 µs beside the cut that suits batch and capacity best: batch 1 10.5 and 9.4, batch 8 23.8 and 22.9,
 batch 32 49.5 and 48.8. Long texts pay more: batch 1 at 32,000 tokens 66.9 and 47.8, because 126
@@ -24,6 +25,10 @@ WALKERS = 64  # CTAs: batch 8 of Qwen3-8B's heads took 27.2 µs by a second kern
 # 2026-11-23) 96 of 64 dims took 14.7 µs in place of 17.9. Of 128 dims 64 took 20.4 in place of
 # 22.2, but two strands spill registers there.
 ALONE = 96
+# CTAs up to which two share a walk, so that each has a multiprocessor: steps of Qwen3-8B's sizes at
+# batch 8 took 7.07 ms in place of 7.19 at context 1,024 on an H200, and 10.15 in place of 10.74 at
+# 4,000 on an H100 (jax 0.11.2, 2026-11-26). More shares, and shares of fewer CTAs' walks, lost.
+SHARED = 66
 WALKED_DIMS = 128  # of a head at most: a wider one's two sums do not fit registers
 
 
@@ -58,5 +63,6 @@ def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
     ctas = B * K * row_tiles
     walks = H <= WALKED_DIMS and ctas >= WALKERS
     strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
-    how = {"stages": STAGES[H], "walk": walks, "strands": strands, "ordered": True}
-    return Tiles(chunk=PIECE, block=BLOCK, **how)
+    shares = 2 if walks and strands == 1 and H > 64 and ctas <= SHARED else 1
+    how = {"stages": STAGES[H], "walk": walks, "strands": strands, "shares": shares}
+    return Tiles(chunk=PIECE, block=BLOCK, ordered=True, **how)

@@ -25,12 +25,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention.combine import LOG2E, combine, combine_in_order
 from pallas_kernels.block_attention.mosaic_layouts import ROW_LAYOUT, SWIZZLED_ROWS, across
+from pallas_kernels.block_attention.mosaic_shares import AXIS
 from pallas_kernels.block_attention.mosaic_task import ROWS, STAGES, Task, Tiles, choose_tiles
 from pallas_kernels.block_attention.mosaic_walk import Memory, memory_of, scratch, walk
 from pallas_kernels.block_attention.pieces import LOWEST, finish
 
 MAX_GROUPS = 32  # query heads of a KV head: a row tile holds two queries of so many
 SHARED_BYTES = 227 * 1024  # what one CTA may have on sm90
+SHARED_ALIGNMENT = 128  # bytes, of what TMA takes there
 
 
 def block_attention(
@@ -75,6 +77,9 @@ def block_attention(
         raise ValueError(f"pages of {k.shape[1]} positions: blocks of {tiles.block} read no table")
     if tiles.shared_bytes(H) > SHARED_BYTES:
         raise ValueError(f"{tiles} does not fit a multiprocessor at {H=}")
+    each = 2 * N // K * (min(H, 128) // tiles.shares)
+    if tiles.shares > 1 and each % SHARED_ALIGNMENT:
+        raise ValueError(f"{tiles} would write {each} bytes a query: not a multiple of 128")
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
     task = Task(
@@ -119,14 +124,16 @@ def _attend_rows(rows, k, v, lengths, widths, sinks, task: Task, interpret, tabl
 def _one_chunk(task: Task, interpret, sinks: bool):
     """The kernel for a cache of one chunk: writes the result itself."""
 
-    strands = task.tiles.strands
+    strands, shares = task.tiles.strands, task.tiles.shares
+    each = task.columns // shares
 
     def block_attention(q_ref, k_ref, v_ref, lengths_ref, widths_ref, *rest):
         table_ref, rest = _split(task, rest)
         sinks_ref, rest = (rest[:1], rest[1:]) if sinks else ((), rest)
         out_ref, out_s, *refs = rest
-        memory, at = memory_of(refs), _place()
+        memory, at = memory_of(task, refs), _place()
         b, _, head, tile, part = at
+        first = part * task.columns + (lax.axis_index(AXIS) * each if shares > 1 else 0)
         length, width = lengths_ref[b], widths_ref[b]
 
         def go(strand: int):
@@ -138,7 +145,7 @@ def _one_chunk(task: Task, interpret, sinks: bool):
             out_s[...] = finish((acc, top, total), sink, across).astype(jnp.bfloat16)
             plgpu.commit_smem()
             heads = pl.ds(head * task.G, task.G)
-            columns = pl.ds(part * task.columns, task.columns)
+            columns = pl.ds(first, each)
             for i in range(task.queries):
                 query = tile * task.queries + i
                 written = out_s.at[pl.ds(i * task.G, task.G)]
@@ -157,7 +164,7 @@ def _one_chunk(task: Task, interpret, sinks: bool):
     return plgpu.kernel(
         block_attention,
         out_type=_out_type(task),
-        scratch_types=[plgpu.SMEM((ROWS, task.columns), jnp.bfloat16), *scratch(task)],
+        scratch_types=[plgpu.SMEM((ROWS, each), jnp.bfloat16), *scratch(task)],
         **task.grid,
         **({"num_threads": strands, "thread_name": "strand"} if strands > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -2,7 +2,7 @@
 
 Strand s takes every n-th chunk from the s-th on, with a ring of its own, and hands their sums to
 strand 0, which merges all in ascending order. So a few CTAs keep more multiplications on their way,
-and no bit is another.
+and no bit is another. `mosaic_shares` has its own form of this, with CTAs in place of warpgroups.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from pallas_kernels.block_attention.pieces import merge
 class Strand(NamedTuple):
     """A strand's blocks, numbered from its first chunk's first on: `first` to `last` are seen."""
 
-    number: int
+    number: Any
     strands: int
     steps: int  # blocks of a chunk
     first_chunk: Any  # of all strands
@@ -47,9 +47,9 @@ class Strand(NamedTuple):
         return j * self.strands + other < self.chunks
 
 
-def strand_of(task: Task, number: int, begin, end) -> Strand:
-    """The part of strand `number` in the blocks from `begin` to `end`."""
-    strands, steps = task.tiles.strands, task.tiles.chunk // task.tiles.block
+def strand_of(task: Task, number, begin, end) -> Strand:
+    """The part of strand or share `number` in the blocks from `begin` to `end`."""
+    strands, steps = task.tiles.strands * task.tiles.shares, task.tiles.chunk // task.tiles.block
     first_chunk = lax.div(begin, steps)
     chunks = lax.div(end + steps - 1, steps) - first_chunk
     own = lax.div(chunks - number + strands - 1, strands)

@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 ROWS = 64  # of a wgmma
+ROW_COLUMNS = 8  # of what a share sends of each row, the fewest that such a layout has
+MOST_SHARES = 8  # CTAs of a cluster on every part
 # By head dim, so that two CTAs fit a multiprocessor; of 512 dims one.
 STAGES = {64: 4, 128: 2, 256: 1, 512: 1}
 
@@ -25,6 +27,7 @@ class Tiles:
     walk: bool = False  # a CTA takes all chunks in turn, and merges each with those before
     ordered: bool = False  # chunks of several CTAs are merged one after the other, as by a walk
     strands: int = 1  # warpgroups of a walk, which take its chunks in turn; the first merges all
+    shares: int = 1  # CTAs of a walk, which take its chunks in turn; each merges some columns
 
     def __post_init__(self):
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -35,14 +38,18 @@ class Tiles:
             raise ValueError(f"stages is {self.stages}: it must be 1 to {self.chunk // self.block}")
         if self.strands < 1 or (self.strands > 1 and not self.walk):
             raise ValueError(f"strands is {self.strands}: a walk has 1 or more, others 1")
+        alone = self.strands == 1 and self.walk
+        if self.shares not in (1, 2, 4, MOST_SHARES) or (self.shares > 1 and not alone):
+            raise ValueError(f"shares is {self.shares}: a walk of one strand has 1, 2, 4 or 8")
 
     def shared_bytes(self, head_dim: int) -> int:
         """Upper bound of the first kernel's shared memory."""
         columns = min(head_dim, 128)
         each = ROWS * self.block + self.stages * self.block * (head_dim + columns)
         handed = 4 * (self.strands - 1) * ROWS * columns  # in float32
+        sent = 8 * ROWS * (columns + ROW_COLUMNS) if self.shares > 1 else 0  # of two rounds
         once = 2 * ROWS * (head_dim + columns)  # queries and the result
-        return once + 2 * self.strands * each + handed + 2048
+        return once + 2 * self.strands * each + handed + sent + 2048
 
 
 def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
@@ -100,10 +107,12 @@ class Task:
     @property
     def grid(self) -> dict[str, Any]:
         # The last axis runs fastest: CTAs that read the same slots, then neighbours in memory.
-        return {
+        grid = {
             "grid": (self.B, self.chunks, self.K, self.row_tiles, self.H // self.columns),
             "grid_names": ("batch", "chunk", "head", "tile", "part"),
         }
+        shares = self.tiles.shares
+        return grid | ({"cluster": (shares,), "cluster_names": ("share",)} if shares > 1 else {})
 
     def seen(self, length, width, query):
         """[first, last) slot that `query` of the block sees: always one run of slots."""

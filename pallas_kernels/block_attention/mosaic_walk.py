@@ -1,7 +1,7 @@
 """The walk of a CTA: the online softmax over the blocks of slots that its rows see.
 
 Keys and values pass through a ring of shared memory; see `mosaic_gpu` for the whole.
-A walk may have several strands (`mosaic_strands`).
+A walk may have several strands (`mosaic_strands`), or several shares (`mosaic_shares`).
 """
 
 from functools import partial
@@ -12,9 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.block_attention import mosaic_strands
+from pallas_kernels.block_attention import mosaic_shares, mosaic_strands
 from pallas_kernels.block_attention.combine import LOG2E
 from pallas_kernels.block_attention.mosaic_layouts import LAYOUT, ROW_LAYOUT, SWIZZLED, across
+from pallas_kernels.block_attention.mosaic_shares import AXIS, Mailbox, rounds
 from pallas_kernels.block_attention.mosaic_strands import (
     Handed,
     hand_over,
@@ -36,10 +37,11 @@ class Memory(NamedTuple):
     k_bar: Any
     v_bar: Any
     handed: Any = None  # Handed, of several strands
+    mail: Any = None  # Mailbox, of several shares
 
 
 def scratch(task: Task) -> list[Any]:
-    """The types of Memory's fields, those of `Handed` in their place."""
+    """The types of Memory's fields, those of `Handed` and `Mailbox` in their place."""
     tiles = task.tiles
 
     def operand(*shape):
@@ -56,13 +58,15 @@ def scratch(task: Task) -> list[Any]:
         plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
         plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
     ]
-    return [*memory, *mosaic_strands.scratch(task)]
+    return [*memory, *mosaic_strands.scratch(task), *mosaic_shares.scratch(task)]
 
 
-def memory_of(refs) -> Memory:
+def memory_of(task: Task, refs) -> Memory:
     """The record of `scratch`'s references."""
-    q, k, v, p, q_bar, k_bar, v_bar, *handed = refs
-    return Memory(q, k, v, p, q_bar, k_bar, v_bar, Handed(*handed) if handed else None)
+    q, k, v, p, q_bar, k_bar, v_bar, *others = refs
+    handed = Handed(*others) if task.tiles.strands > 1 else None
+    mail = Mailbox(*others) if task.tiles.shares > 1 else None
+    return Memory(q, k, v, p, q_bar, k_bar, v_bar, handed, mail)
 
 
 def walk(
@@ -80,7 +84,7 @@ def walk(
     """The online softmax over a chunk's visible blocks, or over all of them: sums of values
     [ROWS, columns], the scale of each row and the sum of its weights [ROWS], see `pieces`.
 
-    A strand but the first returns sums that mean nothing.
+    A strand but the first returns sums that mean nothing, and a share those of its columns.
     """
     b, chunk, head, tile, part = at
     block, stages, steps = task.tiles.block, task.tiles.stages, task.tiles.chunk // task.tiles.block
@@ -88,7 +92,8 @@ def walk(
     begin, end = lax.div(first_read, block), lax.div(last_read + block - 1, block)
     if not task.tiles.walk:
         begin, end = jnp.maximum(chunk * steps, begin), jnp.minimum((chunk + 1) * steps, end)
-    mine = strand_of(task, strand, begin, end)
+    number = lax.axis_index(AXIS) if task.tiles.shares > 1 else strand
+    mine = strand_of(task, number, begin, end)
     n, m = mine.first, mine.last
 
     def slot_of(i):
@@ -128,6 +133,8 @@ def walk(
         first, last = jnp.maximum(n, j * steps), jnp.minimum(m, (j + 1) * steps)
         return lax.fori_loop(first, last, step, nothing)
 
+    if task.tiles.shares > 1:
+        return rounds(task, mine.chunks, sums_of, nothing, memory.mail)
     if strand:
         pl.loop(0, mine.own)(lambda j: hand_over(memory.handed, strand - 1, sums_of(j)))
         return nothing

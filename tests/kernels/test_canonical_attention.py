@@ -5,7 +5,9 @@ an order of their own but of one shape, so a row keeps its place in a tile where
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from pallas_kernels.block_attention import canonical, mosaic_gpu, pieces, reference
 from pallas_kernels.block_attention.mosaic_task import Tiles
 from tests.support.attention_checks import ON_GPU
+from tests.support.described_gpu import H200, compile_for
 
 interpreted = pytest.mark.skipif(
     ON_GPU, reason="beside a GPU the interpreter may wait for ever; there kernels run compiled"
@@ -88,6 +91,41 @@ def test_strands_without_a_walk_are_refused():
         dataclasses.replace(WALK, walk=False, strands=2)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter has no memory of other CTAs")
+@pytest.mark.parametrize("name", ["plain", "window", "both ways"])
+@pytest.mark.parametrize("shares", [2, 4, 8])
+def test_shares_of_a_walk_give_the_same_bits(name, shares):
+    """Of 2,048 positions all take part once or more; of few, some take none."""
+    tiles = Tiles(chunk=256, block=64, stages=2, walk=True, ordered=True)
+    q, k, v = operands(6, 16, 2048, N=32, K=8, H=128)
+    lengths = [2032, 1000, 700, 256, 255, 0]
+    one, want = attend(q, k, v, lengths, tiles, **HOW[name])
+    many, _ = attend(q, k, v, lengths, dataclasses.replace(tiles, shares=shares), **HOW[name])
+    np.testing.assert_array_equal(one, many)
+    np.testing.assert_allclose(one.astype(jnp.float32), want, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU is described to a process of CPUs alone")
+def test_a_walk_of_two_shares_compiles_and_is_one_kernel():
+    tiles = canonical.tiles_for(8, 16, 32, 8, 128)
+    assert tiles.shares == 2
+    q, cache = jax.ShapeDtypeStruct((8, 16, 32, 128), jnp.bfloat16), (256, 64, 8, 128)
+    pages, numbers = (jax.ShapeDtypeStruct(cache, jnp.bfloat16),) * 2, jnp.zeros(8, jnp.int32)
+    how = {"causal": True, "scale": 0.1, "table": jnp.zeros((8, 32), jnp.int32)}
+    attention = functools.partial(canonical.block_attention, **how)
+    text = compile_for(H200, attention, q, *pages, numbers, numbers).as_text()
+    assert text.count(" custom-call(") == 1  # no second kernel
+
+
+def test_shares_that_cannot_be_are_refused():
+    for other in ({"shares": 3}, {"shares": 2, "strands": 2}, {"shares": 2, "walk": False}):
+        with pytest.raises(ValueError, match="a walk of one strand has 1, 2, 4 or 8"):
+            dataclasses.replace(WALK, **other)
+    q, k, v = operands(1, 4, 64, N=6)
+    with pytest.raises(ValueError, match="192 bytes a query: not a multiple of 128"):
+        attend(q, k, v, [50], dataclasses.replace(WALK, shares=2))
+
+
 @interpreted
 def test_more_chunks_than_are_loaded_at_once():
     q, k, v = operands(1, 2, 640)  # ten pieces
@@ -149,10 +187,14 @@ def test_the_cut_is_one_constant():
     for B, T, N, K, H in [(1, 1, 32, 8, 128), (8, 16, 32, 8, 128), (1, 512, 64, 8, 64)]:
         tiles = canonical.tiles_for(B, T, N, K, H)
         assert tiles.chunk == pieces.PIECE and tiles.block == 64 and tiles.ordered
-        assert tiles.shared_bytes(H) <= mosaic_gpu.SHARED_BYTES // (1 if tiles.strands > 1 else 2)
+        assert tiles.shared_bytes(H) <= mosaic_gpu.SHARED_BYTES // (
+            1 if max(tiles.strands, tiles.shares) > 1 else 2
+        )
     assert not canonical.tiles_for(1, 16, 32, 8, 128).walk
     assert canonical.tiles_for(8, 16, 32, 8, 128).walk
     strands = {b: canonical.tiles_for(b, 16, 9, 3, 64).strands for b in (1, 22, 32, 33)}
     assert strands == {1: 1, 22: 2, 32: 2, 33: 1}
+    shares = {b: canonical.tiles_for(b, 16, 32, 8, 128).shares for b in (1, 4, 8, 9, 32)}
+    assert shares == {1: 1, 4: 1, 8: 2, 9: 1, 32: 1}
     assert canonical.tiles_for(8, 16, 32, 8, 128).strands == 1
     assert canonical.tiles_for(1, 512, 32, 8, 128).walk  # a prompt's chunk
