@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import gather as gather_op
 from pallas_kernels.gather import Places
+from pallas_kernels.matmul import Unsummed, summed
 
 AXIS = "tensor"  # of the mesh
 _PLACES: contextvars.ContextVar[Places | None] = contextvars.ContextVar("places", default=None)
@@ -37,6 +38,15 @@ def pushing(places: Places) -> Iterator[None]:
 def gather(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:
     """The last axis of all devices, side by side in their order."""
     return x if shards == 1 else gather_op.gather(x, AXIS, _PLACES.get())
+
+
+def gather_sum(sums: Unsummed, shards: int) -> Float[Array, "*lead _"]:
+    """`gather` of what a product without a residual leaves unmade."""
+    pieces, whole = sums
+    if shards == 1 or pieces is None:
+        return gather(summed(sums), shards)
+    assert whole is None, "a residual is not of this device's columns alone"
+    return gather_op.gather_sum(pieces, AXIS, _PLACES.get())
 
 
 def gather_if_read(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jflash.gather import gather, share
+from jflash.gather import gather, gather_sum, share
 from jflash.leaves import Leaf, declare
 from pallas_kernels.matmul import (
     Unsummed,
@@ -125,12 +125,12 @@ class Output(Projection):
         rows = gather(x, self.shards)
         if self.whole or self.shards == 1:
             return super().unsummed(rows, backend, residual)
-        own = summed(super().unsummed(rows, backend, None))
-        return unadded(gather(own, self.shards), residual, backend=backend)
+        own = super().unsummed(rows, backend, None)
+        return unadded(gather_sum(own, self.shards), residual, backend=backend)
 
 
 def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) -> Output:
     """The last product of a layer to `width` columns, from `rows` of each device that shares it."""
     shape = (rows * spec.shards, width if spec.whole_out else width // spec.shards)
     leaf = Leaf(shape, (axis, "embed"), whole=width)
-    return Output(leaf, use_bias, shards=spec.shards, whole=spec.whole_out)
+    return Output(leaf, use_bias, shards=spec.shards, whole=bool(spec.whole_out))

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.choice import device_refusal
 from pallas_kernels.gather import push, xla
 from pallas_kernels.gather.push import Places as Places
 from pallas_kernels.gather.push import empty_places as empty_places
+from pallas_kernels.matmul.add import Unsummed, summed
 
 BACKENDS = {"push": push, "xla": xla}  # the better first
 
@@ -49,6 +50,18 @@ def gather(
     halves = lax.bitcast_convert_type(parts, jnp.uint16).reshape(M, -1, padded)[..., : C * each]
     halves = halves.reshape(M, -1, C, each) if each > 1 else halves
     return lax.bitcast_convert_type(halves, x.dtype).reshape(*lead, -1)
+
+
+def gather_sum(
+    pieces: Float[Array, "P *lead _"], axis: str, places: Places | None = None
+) -> Float[Array, "*lead _"]:
+    """`gather` of a product that is in pieces (`matmul.unsummed`): a push of few rows adds them up
+    on its way. The sum is bfloat16's, and has the bits of `matmul.summed`."""
+    _, *lead, C = pieces.shape
+    M = math.prod(lead)
+    if places is None or not push.adds(M, C):
+        return gather(summed(Unsummed(pieces, None)), axis, places)
+    return push.gather_sum(pieces.reshape(-1, M, C), places, axis).reshape(*lead, -1)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

@@ -6,6 +6,7 @@ that take less time than that. The lines of a landing place hold nothing else, s
 an earlier gather has another number, until counts have gone round.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -34,12 +35,21 @@ def length(rows: int, columns: int, ctas: int) -> int:
 
 def send(part: Part, tiles: list[Any], turn: Any) -> None:
     """Writes a CTA's tiles to the peers' lines, and to the result."""
-    values = [plgpu.load(part.x.at[part.own(tile)], layout=_layout(part.length)) for tile in tiles]
+    values = [_own(part, tile) for tile in tiles]
     for tile, value in zip(tiles, values, strict=True):
         for peer in part.peers:
             lines = part.landing.at[part.place(part.me, tile)]
             _send(plgpu.remote_ref(lines, peer), value, turn)
         part.out[part.result(part.me, tile)] = value
+
+
+def _own(part: Part, tile: Any) -> Any:
+    """A tile of this device's part; of a part in pieces their sum, as `matmul.summed` has it."""
+    layout, at = _layout(part.length), part.own(tile)
+    if len(part.x.shape) == len(at):
+        return plgpu.load(part.x.at[at], layout=layout)
+    pieces = (plgpu.load(part.x.at[p, *at], layout=layout) for p in range(part.x.shape[0]))
+    return functools.reduce(jnp.add, pieces).astype(part.out.dtype)
 
 
 def take(part: Part, tiles: list[Any], turn: Any) -> None:

@@ -11,7 +11,7 @@ AT_ONCE = 4  # tiles that a CTA loads before it stores them
 class Part(NamedTuple):
     """References of one gather; a tile has `length` columns of a row."""
 
-    x: Any  # [M, C]
+    x: Any  # [M, C], or pieces of it [P, M, C]
     landing: Any  # [2, devices, _]
     out: Any  # [M, devices * C]
     slot: Any  # of `landing`, in turn
@@ -29,8 +29,8 @@ class Part(NamedTuple):
 
     def result(self, device: Any, tile: Any) -> tuple[Any, Any]:
         """Of a device's tile in `out`."""
-        return self._at(device * self.x.shape[1], tile)
+        return self._at(device * self.x.shape[-1], tile)
 
     def _at(self, first: Any, tile: Any) -> tuple[Any, Any]:
-        across = self.x.shape[1] // self.length
+        across = self.x.shape[-1] // self.length
         return tile // across, pl.ds(first + lax.rem(tile, across) * self.length, self.length)

@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
-from jaxtyping import Array, BFloat16, Int32
+from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.gather import bulk, lines, registers
 from pallas_kernels.gather.part import AT_ONCE, Part
@@ -53,6 +53,18 @@ def gather(x: BFloat16[Array, "M C"], places: Places, axis: str) -> BFloat16[Arr
     if x.size <= lines.MOST:
         return _gather_lines(x, places.lines, places.counts, axis)
     return _gather(x, places.landing, places.counts, axis)
+
+
+def adds(M: int, C: int) -> bool:
+    """Whether `gather_sum` takes such parts: a part that goes by lines passes through registers."""
+    return M * C <= lines.MOST and C % LEAST == 0
+
+
+def gather_sum(
+    pieces: Float32[Array, "P M C"], places: Places, axis: str
+) -> BFloat16[Array, "M _"]:
+    """The pieces' sum, rounded, in place of x."""
+    return _gather_lines(pieces, places.lines, places.counts, axis)
 
 
 # One inner jit: gathers of one shape share one kernel.
@@ -94,11 +106,11 @@ def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, m
 
 @functools.partial(jax.jit, static_argnums=3)
 def _gather_lines(x, landing, counts, axis: str):
-    M, C = x.shape
+    M, C = x.shape[-2:]
     devices = counts.shape[0] - 1
     return plgpu.kernel(
         functools.partial(_kernel_of_lines, axis=axis, length=lines.length(M, C, CTAS)),
-        out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
+        out_type=jax.ShapeDtypeStruct((M, devices * C), jnp.bfloat16),
         grid=(CTAS,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
@@ -122,7 +134,7 @@ def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int)
 
 def _task(x_ref, landing, counts, out_ref, axis: str, length: int) -> tuple[Part, int, Any]:
     """What a CTA moves: the part, of how many tiles, and the number of the gather before."""
-    (M, C), devices = x_ref.shape, counts.shape[0] - 1
+    (M, C), devices = x_ref.shape[-2:], counts.shape[0] - 1
     me, turn = lax.axis_index(axis), counts[devices, lax.axis_index("cta")]
     peers = [lax.rem(me + i, devices) for i in range(1, devices)]
     return Part(x_ref, landing, out_ref, turn & 1, me, peers, length), M * (C // length), turn

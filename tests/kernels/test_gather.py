@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jflash.gather import AXIS, gather, pushing
+from jflash.gather import AXIS, gather, gather_sum, pushing
 from jflash.mesh import tensor_mesh
 from pallas_kernels.gather import Places, Sizes, empty_places, lines, push, refusal
 from pallas_kernels.gather.push import CTAS
+from pallas_kernels.matmul import Unsummed
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, device_mesh
 from tests.support.virtual_devices import result, start
@@ -79,7 +80,7 @@ def compared(places: Places, parts: list[jax.Array]):
     return lax.psum(wrong, AXIS), jax.tree.map(jax.freeze, references)
 
 
-def over(mesh):
+def over(mesh, compared=compared):
     specs = (WHERE, COLUMNS), (PartitionSpec(), WHERE)
     shared = jax.shard_map(
         compared, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
@@ -110,6 +111,52 @@ def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
     assert landing not in program and few not in program
 
 
+def in_pieces(part: jax.Array) -> Unsummed:
+    third = part.astype(jnp.float32) / 3
+    return Unsummed(jnp.stack([third, -7 * third, jnp.sin(third)]), None)
+
+
+def sums_compared(places: Places, part: jax.Array):
+    """As `compared`, of parts in pieces: pushed, and added before XLA gathers them."""
+    references = jax.tree.map(jax.new_ref, places)
+
+    def several(i, wrong):
+        sums, devices = in_pieces(part + i.astype(part.dtype)), lax.axis_size(AXIS)
+        with pushing(references):
+            pushed = gather_sum(sums, devices)
+        return wrong + jnp.sum(pushed != gather_sum(sums, devices))
+
+    wrong = lax.fori_loop(0, 20, several, jnp.int32(0))
+    return lax.psum(wrong, AXIS), jax.tree.map(jax.freeze, references)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_push_adds_pieces_on_its_way(devices: int):
+    """Compiled for described GPUs: of few rows by the push itself, of many before it."""
+    mesh = device_mesh(H200, devices, AXIS)
+
+    def where(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    places = Places(*[
+        where((len(x) * devices, *x.shape[1:]), x.dtype, WHERE.landing)
+        for x in empty_places(devices)
+    ])  # fmt: skip
+
+    def pushed(places, part):
+        references = jax.tree.map(jax.new_ref, places)
+        with pushing(references):
+            gathered = gather_sum(in_pieces(part), devices)
+        return gathered, jax.tree.map(jax.freeze, references)
+
+    for rows, adds in ((16, 0), (512, 1)):
+        part = where((rows, 2048 * devices), jnp.bfloat16, COLUMNS)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = over(mesh, pushed).lower(places, part).compile().as_text()
+        assert program.count('custom_call_target="mosaic_gpu') == 1
+        assert program.count('custom_call_target="__gpu$xla.gpu.triton') == adds
+
+
 @pytest.mark.skipif(
     not ON_GPU or jax.local_device_count() < 2, reason="a push needs two GPUs of a host"
 )
@@ -132,7 +179,10 @@ def test_pushes_give_what_xla_gathers(first: int):
     jax.block_until_ready(places)
     wrong, places = over(mesh)(places, [put(x, COLUMNS) for x in parts])
     assert int(wrong) == 0
-    turns = (len(SHAPES) * 20 + first) % 2**32
+    for part in parts[1:3]:
+        wrong, places = over(mesh, sums_compared)(places, put(part, COLUMNS))
+        assert int(wrong) == 0
+    turns = ((len(SHAPES) + 2) * 20 + first) % 2**32
     assert (np.asarray(places.counts)[devices].astype(np.uint32) == turns).all()
 
 
