@@ -22,7 +22,7 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
-from jflash.parts import indivisible, part_of, with_experts_over
+from jflash.parts import FEW_ROWS, for_few_rows, indivisible, part_of, with_experts_over
 from jflash.places import over_places
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
@@ -68,6 +68,21 @@ def over(models: Models, mesh: Mesh | None, experts_over: str = "columns") -> Mo
     models = replace(models, target=target, drafter=drafter, mesh=mesh)
     local(models)
     return models
+
+
+def for_batch(models: Models, batch: int | None) -> Models:
+    """The models, whose parts are those that steps of `batch` sequences read soonest, if it is
+    known; with their kernels, and with what they keep."""
+    pushed = models.mesh is not None and models.kernels.gather == "push"
+    if batch is None or not pushed or batch * models.block_size > FEW_ROWS:
+        return models
+    assert models.mesh is not None
+    shards = models.mesh.size
+    target, drafter = (
+        model and model.clone(config=for_few_rows(model.config, shards))
+        for model in (models.target, models.drafter)
+    )
+    return replace(models, target=target, drafter=drafter)
 
 
 def local(models: Models) -> Models:

@@ -16,6 +16,11 @@ from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSp
 # copies around it take. A step of Qwen3-8B's pair on two H200s at batch 1 takes 5.49 ms so, and
 # 5.88 ms if every result is gathered (0 here).
 READ_RATHER = 2**24
+# But a step of few rows pushes a result sooner (pallas_kernels/gather/lines.py) than more than so
+# many are read: with Qwen3-8B's `out` split that step takes 4.08 ms in place of 4.15 (H200s, jax
+# 0.11.2, 2026-11-26, benchmarks/h200-x2-out.json; four devices were not timed).
+FEW_ROWS, READ_BY_FEW = 64, 7 * 2**20
+COLUMNS = 64  # of a tile, which split products are whole numbers of
 OVER = ("columns", "devices")  # what devices share of experts
 
 
@@ -68,14 +73,43 @@ def part_of[C: DecoderConfig](config: C, shards: int) -> C:
     return replace(model, layers=layers, shards=shards)
 
 
-def _whole_out(rows: int, config: DecoderConfig, shards: int) -> bool:
+def for_few_rows[C: DecoderConfig](config: C, shards: int) -> C:
+    """The model, for steps of up to FEW_ROWS rows over so many devices that push their parts: they
+    share a layer's last product unless it is very small, or kept in fewer bytes."""
+    model: Any = config
+    if isinstance(config, DrafterConfig) and config.products is not None:
+        return model
+
+    def split(spec: Any, rows: int) -> Any:
+        pays = _others(rows, config, shards) > READ_BY_FEW
+        even = config.hidden_size // shards % COLUMNS == 0
+        return replace(spec, whole_out=False) if pays and even else spec
+
+    def shared(layer: LayerConfig) -> LayerConfig:
+        if layer.kept:
+            return layer
+        mlp, mixer = layer.mlp, split(layer.mixer, layer.mixer.out_width)
+        dense = isinstance(mlp, DenseSpec)
+        return replace(layer, mixer=mixer, mlp=split(mlp, mlp.intermediate_size) if dense else mlp)
+
+    return replace(model, layers=tuple(map(shared, model.layers)))
+
+
+def _others(rows: int, config: DecoderConfig, shards: int) -> int:
+    """Numbers of the other devices' columns of a last product of `rows` rows."""
+    return rows * config.hidden_size * (shards - 1) // shards
+
+
+def _whole_out(spec: Any, rows: int, config: DecoderConfig, shards: int) -> bool:
     """Whether every device has the whole kernel of a last product of `rows` rows."""
-    return rows * config.hidden_size * (shards - 1) // shards <= READ_RATHER
+    if spec.whole_out is not None:
+        return spec.whole_out
+    return _others(rows, config, shards) <= READ_RATHER
 
 
 def _layer(layer: LayerConfig, config: DecoderConfig, shards: int) -> LayerConfig:
     mixer, mlp = layer.mixer, layer.mlp
-    whole_out = _whole_out(mixer.out_width, config, shards)
+    whole_out = _whole_out(mixer, mixer.out_width, config, shards)
     if isinstance(mixer, AttentionSpec):
         kv_heads = max(1, mixer.num_kv_heads // shards)
         mixer = replace(
@@ -96,7 +130,7 @@ def _layer(layer: LayerConfig, config: DecoderConfig, shards: int) -> LayerConfi
         )
     if isinstance(mlp, DenseSpec):
         rows = mlp.intermediate_size
-        whole_out = _whole_out(rows, config, shards)
+        whole_out = _whole_out(mlp, rows, config, shards)
         mlp = replace(mlp, intermediate_size=rows // shards, shards=shards, whole_out=whole_out)
     else:
         mlp = part_of_experts(mlp, shards)

@@ -85,7 +85,8 @@ class AttentionSpec:
     head, without a weight. `shared_kv`: values are the keys before norm and rotation, and have no
     columns. If `shards` devices share the
     layer, its heads are one device's, and `copies` devices have the same key and value heads.
-    `whole_out`: every device makes all columns of the layer's last product, and none is gathered.
+    `whole_out`: every device makes all columns of the layer's last product, and none is gathered;
+    None of a layer that no devices share yet: its size will say (`jflash.parts`).
     """
 
     num_heads: int
@@ -107,7 +108,7 @@ class AttentionSpec:
     out_bias: bool = False
     shards: int = 1
     copies: int = 1
-    whole_out: bool = False
+    whole_out: bool | None = None
 
     def __post_init__(self) -> None:
         at_least_1(self, "num_heads", "num_kv_heads", "head_dim")
@@ -164,7 +165,7 @@ class DeltaSpec:
     value_dim: int
     taps: int
     shards: int = 1
-    whole_out: bool = False
+    whole_out: bool | None = None
 
     def __post_init__(self) -> None:
         at_least_1(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps")
@@ -201,7 +202,7 @@ class DenseSpec:
     bias: bool = False
     activation: str = "silu"
     shards: int = 1
-    whole_out: bool = False
+    whole_out: bool | None = None
 
     def __post_init__(self) -> None:
         at_least_1(self, "intermediate_size")

@@ -44,7 +44,7 @@ from jflash.memory import (
     tree_bytes,
     weight_bytes,
 )
-from jflash.mesh import local, over, tensor_mesh, with_context, with_rounding
+from jflash.mesh import for_batch, local, over, tensor_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
@@ -180,7 +180,8 @@ def task_models(task: Task) -> Models:
     else:
         models = pair_files(task, task.dtype).models
     models = models.drafting_in(task.drafter_dtype, task.batch)
-    return with_backends(models, task.dtype or default_dtype(), jax.devices()[0], **task.backends)
+    dtype, device = task.dtype or default_dtype(), jax.devices()[0]
+    return for_batch(with_backends(models, dtype, device, **task.backends), task.batch)
 
 
 def pair_files(task: Task, dtype: str | None) -> PairFiles:

@@ -23,7 +23,7 @@ from jflash.io.keeping import keeping
 from jflash.io.orbax_checkpoint import remove_orbax
 from jflash.io.safetensors_checkpoint import save_safetensors
 from jflash.kernels import AUTO
-from jflash.mesh import over, shared_mesh, with_context, with_rounding
+from jflash.mesh import for_batch, over, shared_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
@@ -116,7 +116,7 @@ def configure_pair(
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
-    models = keeping(models, first, quantised)
+    models = for_batch(keeping(models, first, quantised), batch)
     return PairFiles(models, first, second, drafter_seed)
 
 
@@ -218,8 +218,8 @@ def load_pair(
     its kernels read codes.
     `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, which changes no
     output; `batch`, the most sequences that will be decoded at once, says for how many rows its
-    weights should lie. Everything that can be checked without weights is checked before any
-    are read. ValueError says what does not fit.
+    weights should lie, and what of the layers each of several devices has. Everything that can be
+    checked without weights is checked before any are read. ValueError says what does not fit.
     """
     if batch is not None and batch < 1:
         raise ValueError(f"batch {batch} must be at least 1")

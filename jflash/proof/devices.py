@@ -19,7 +19,7 @@ from jflash.distribute import placed
 from jflash.experts import Experts
 from jflash.gather import AXIS
 from jflash.kept import in_fragments
-from jflash.mesh import over, tensor_mesh, with_context
+from jflash.mesh import for_batch, over, tensor_mesh, with_context
 from jflash.models.dflash import context_leaves
 from jflash.pair import Models, Params
 from jflash.programs import (
@@ -86,7 +86,11 @@ FAULTS = {"columns": added_over_devices, "devices": experts_added_over_devices} 
 
 
 def shared_pair(
-    models: Models, params: Params, devices: int, experts_over: str = "columns"
+    models: Models,
+    params: Params,
+    devices: int,
+    experts_over: str = "columns",
+    batch: int | None = None,
 ) -> tuple[Models, Params]:
     """A pair that lies whole on one device, brought to several, which gather by their best way.
 
@@ -95,6 +99,7 @@ def shared_pair(
     models = over(models, tensor_mesh(devices), experts_over)
     others = {op: name for op, name in named(models.kernels).items() if op != "gather_backend"}
     models = with_backends(models, models.dtype, jax.local_devices()[0], **others)
+    models = for_batch(models, batch)
     target = placed(models.mesh, models.target.config, in_order(models, params.target))
     if models.drafter is None:
         return models, Params(target)
@@ -145,7 +150,8 @@ def check_devices(
     result: dict[str, Any] = {"pair": case.name, "compared": [], "planted": None}
     for devices in counts:
         if devices > 1:
-            models, params = shared_pair(case.models, case.params, devices, experts_over)
+            shared = devices, experts_over, len(prompts)
+            models, params = shared_pair(case.models, case.params, *shared)
             found = differences(one, decoded(models, params, prompts))
             result["compared"].append({"devices": devices} | found)
     models, params = shared_pair(case.models, case.params, max(counts), experts_over)

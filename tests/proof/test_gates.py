@@ -20,7 +20,7 @@ from jflash.bench.shapes import model_shape, quantised
 from jflash.gather import AXIS
 from jflash.kept import in_fragments
 from jflash.memory import memory_budget
-from jflash.mesh import EVERYWHERE, over, param_specs, spread
+from jflash.mesh import EVERYWHERE, for_batch, over, param_specs, spread
 from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.programs import Shape, lower_run
@@ -222,6 +222,7 @@ def test_the_step_with_experts_kept_in_mxfp4_passes():
 def on_two(models: Models, experts_over: str = "columns", **asked: str) -> tuple[Program, int]:
     """The step of two H200s that share the models, and the bound of its temporaries."""
     models = on_h200(over(models, device_mesh(H200, 2, AXIS), experts_over), **asked)
+    models = for_batch(models, 1)
     step = step_program(models, 1, CAPACITY)
     lowered = lower_run(models, *step.arguments[:2])
     program = inspect(lambda dump: lowered.compile(compiler_options=dict(dump)))
@@ -233,13 +234,16 @@ def pushes(program: Program) -> int:
 
 
 def test_two_devices_push_what_they_exchange():
-    """Three gathers a layer, and five of features and tokens: kernels that peers write to.
+    """Four gathers a layer, and five of features and tokens: kernels that peers write to.
 
     So one device's gates hold, the step is one command buffer, and the places are never copied.
+    Pieces of a product are added as they are pushed.
     """
     program, bound = on_two(models_of(SMALL))
     assert not failed(program, bound)
-    assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
+    assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 4 * 2 + 5
+    added = re.findall(r'custom-call\(.*op_name="([^"]*)/jit\(add_pieces\)', program.hlo)
+    assert len(added) == 2 and all("Drafter.context" in name for name in added)  # none of a layer
     places = re.findall(r"= (?:bf16|s32)\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
     assert places and not any("copy" in opcode for opcode in places)
     assert "f32[16,75968]" not in program.hlo  # a device's logits
@@ -272,9 +276,9 @@ def test_two_devices_exchange_gathers_of_xla_and_no_sum():
 
 @pytest.mark.long
 def test_two_devices_with_a_drafter_in_float8_exchange_as_much():
-    """Its Triton products take one device's columns."""
+    """Its Triton products take one device's columns. Its `out` is whole."""
     program, bound = on_two(models_of(SMALL).drafting_in("float8"))
-    assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 3 * 2 + 5
+    assert only_gathers(parse(program.hlo)).value == 0 and pushes(program) == 4 + 3 + 5
     assert not failed(program, bound)
     assert "float8_gate_up" in program.hlo
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jflash.bench.shapes import model_shape
+from jflash.bench.shapes import model_shape, quantised
 from jflash.gather import AXIS
-from jflash.mesh import over, shared_mesh, tensor_mesh
+from jflash.mesh import for_batch, local, over, shared_mesh, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
-from jflash.parts import part_of
+from jflash.parts import for_few_rows, part_of
 from jflash.proof.devices import Decoded, differences, failures_over_devices
 from jflash.specs import MoeSpec
 from tests.support.described_gpu import H200, device_mesh
@@ -119,6 +119,28 @@ def test_a_last_product_is_whole_where_its_other_columns_are_read_sooner_than_ga
             assert layer.mixer.whole_out and not layer.mlp.whole_out
     coder = part_of(model_shape("qwen3-coder-30b").target, devices)
     assert all(layer.mixer.whole_out for layer in coder.layers)
+
+
+def test_a_step_of_few_rows_that_pushes_gathers_more_last_products():
+    """But not those that are small, or of few bytes; nor where nothing is pushed."""
+    eight, coder = model_shape("qwen3-8b"), model_shape("qwen3-coder-30b")
+    split = part_of(for_few_rows(eight.target, 2), 2)
+    assert not any(layer.mixer.whole_out or layer.mlp.whole_out for layer in split.layers)
+    assert all(layer.mixer.whole_out for layer in part_of(for_few_rows(coder.target, 4), 4).layers)
+    kept = quantised(eight.target, "int4")
+    assert for_few_rows(kept, 2) == kept
+    models = Models(Target(eight.target), Drafter(eight.drafter), 16)
+    rounded = models.drafting_in("float8", 1).drafter.config
+    assert for_few_rows(rounded, 2) == rounded
+
+    shared = replace(models, mesh=device_mesh(H200, 2, AXIS))
+    pushing = replace(shared, kernels=shared.kernels._replace(gather="push"))
+    assert for_batch(pushing, 5) is pushing and for_batch(pushing, None) is pushing
+    assert for_batch(shared, 4) is shared and for_batch(models, 4) is models
+    few = for_batch(pushing, 4)
+    assert few.target.config == for_few_rows(eight.target, 2)
+    assert few.drafter.config == for_few_rows(eight.drafter, 2)
+    assert local(few).target.config == split
 
 
 def shared_by(devices: int, **changes) -> None:
