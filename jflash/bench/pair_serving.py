@@ -70,6 +70,7 @@ def of_engine(engine: Engine, asked: Questions, load: Load, batch: int) -> dict[
                 Request(prompt_ids=ids, max_tokens=new, stop_ids=asked.stops, cache_salt=salt)
                 for ids in prompts
             ],
+            batch,
         )
 
     once(prompts[:batch], WARMING)

@@ -141,19 +141,21 @@ def measured(
                 )
                 continue
             for each in requests if case.burst else ():
-                found = forced(engine, each * case.slots, prompts, repeats)
+                found = forced(engine, case.slots, each, prompts, repeats)
                 yield {"what": "forced"} | row | found
             if case.first:
                 found = waited_for(engine, case.slots, prompts, probes)
                 yield {"what": "first token"} | row | found
 
 
-def forced(engine: Engine, count: int, prompts: RandomPrompts, repeats: int) -> dict[str, Any]:
-    """So many requests, which come at once: from their prompts to their last tokens."""
+def forced(
+    engine: Engine, slots: int, each: int, prompts: RandomPrompts, repeats: int
+) -> dict[str, Any]:
+    """`each` requests a slot, which come at once: from their prompts to their last tokens."""
 
     def once(new: int) -> dict[str, Any]:
-        fresh = prompts.take(count)
-        return burst(engine, [Request(prompt_ids=ids, max_tokens=new) for ids in fresh])
+        fresh = prompts.take(each * slots)
+        return burst(engine, [Request(prompt_ids=ids, max_tokens=new) for ids in fresh], slots)
 
     once(2 * engine.pair.models.block_size)  # warms up
     return median_of(repeats, lambda: once(NEW))

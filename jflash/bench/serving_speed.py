@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jflash.bench.steady import looked_at, steady
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 from jflash.serving.stats import Stats
@@ -29,13 +30,21 @@ class RandomPrompts:
         return self._draw.integers(0, self._vocabulary, (count, tokens)).tolist()
 
 
-def burst(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
-    """The figures of requests that come all at once, from the first submission to the last end."""
+def burst(engine: Engine, requests: Sequence[Request], slots: int) -> dict[str, Any]:
+    """The figures of requests that come all at once, from the first submission to the last end.
+
+    "steady": of a long burst those without its ends, see `jflash.bench.steady`.
+    """
     before, begin = engine.stats(), time.perf_counter()
-    results = engine.generate(requests)
-    return figures(before, engine.stats(), time.perf_counter() - begin) | {
-        "requests": len(results),
-    }
+    with looked_at(engine) as moments:
+        results = engine.generate(requests)
+    found = figures(before, engine.stats(), time.perf_counter() - begin)
+    found |= {"requests": len(results)}
+    ends = steady(moments, slots)
+    if ends is not None:
+        first, last = ends
+        found["steady"] = figures(first.stats, last.stats, last.seconds - first.seconds)
+    return found
 
 
 def figures(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:

@@ -84,8 +84,14 @@ def lines_of(
     return [[
         NAMES[kind].format(**names), batch,
         "" if goal is None else f"{goal:,}", "" if other is None else f"{other:,}",
-        f"{row['tokens_per_second']:,.0f}", busy,
+        f"{row['tokens_per_second']:,.0f}{steadily(row)}", busy,
     ]]  # fmt: skip
+
+
+def steadily(row: dict[str, Any]) -> str:
+    """What a stream gave between its ends, see `jflash.bench.steady`."""
+    steady = row.get("steady")
+    return f"; {steady['tokens_per_second']:,.0f} between its ends" if steady else ""
 
 
 def busy_text(row: dict[str, Any]) -> str:
