@@ -23,6 +23,7 @@ from tests.support.virtual_devices import result, start
 SHAPES = [(1, 256), (16, 2048), (5, 768), (16, 6144), (128, 2048), (300, 256), (512, 6144)]
 SHAPES += [(64, 6144), (200, 11008), (2048, 2048)]
 COMPILED = [(1, 256), (16, 2048), (5, 768), (64, 6144), (200, 11008)]  # in each of three ways
+ADDED = [(16, 2048), (5, 768), (64, 2048)]  # in pieces
 WHERE = Places(*[PartitionSpec(AXIS)] * 3)
 COLUMNS = PartitionSpec(None, AXIS)
 BITS = """
@@ -149,7 +150,7 @@ def test_a_push_adds_pieces_on_its_way(devices: int):
             gathered = gather_sum(in_pieces(part), devices)
         return gathered, jax.tree.map(jax.freeze, references)
 
-    for rows, adds in ((16, 0), (512, 1)):
+    for rows, adds in ((16, 0), (64, 0), (512, 1)):
         part = where((rows, 2048 * devices), jnp.bfloat16, COLUMNS)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             program = over(mesh, pushed).lower(places, part).compile().as_text()
@@ -179,10 +180,11 @@ def test_pushes_give_what_xla_gathers(first: int):
     jax.block_until_ready(places)
     wrong, places = over(mesh)(places, [put(x, COLUMNS) for x in parts])
     assert int(wrong) == 0
-    for part in parts[1:3]:
-        wrong, places = over(mesh, sums_compared)(places, put(part, COLUMNS))
+    for M, C in ADDED:
+        part = put(rng.normal(size=(M, C * devices)).astype(jnp.bfloat16), COLUMNS)
+        wrong, places = over(mesh, sums_compared)(places, part)
         assert int(wrong) == 0
-    turns = ((len(SHAPES) + 2) * 20 + first) % 2**32
+    turns = ((len(SHAPES) + len(ADDED)) * 20 + first) % 2**32
     assert (np.asarray(places.counts)[devices].astype(np.uint32) == turns).all()
 
 
