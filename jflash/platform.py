@@ -50,8 +50,8 @@ def configure(
     environment says; it takes it at once unless preallocate is False. compilation_cache keeps
     compiled programs in `cache_folder()` for the next process.
 
-    ValueError for a fraction that is none, RuntimeError if a device is in use already and something
-    would have to change.
+    ValueError for a fraction or a variable that is none, RuntimeError if a device is in use already
+    and something would have to change.
     """
     if memory_fraction is not None and not 0 < memory_fraction <= 1:
         raise ValueError(f"memory fraction {memory_fraction} must be above 0 and at most 1")
@@ -59,6 +59,7 @@ def configure(
     changes = _xla_flags(() if cuda_graphs else (NO_CUDA_GRAPHS,), notices)
     if autotune is not None:
         os.environ[AUTOTUNE] = str(int(autotune))
+    autotunes()  # a value that is none is refused now
     if memory_fraction is not None:
         changes |= _variable(MEMORY_FRACTION, str(memory_fraction), notices)
     if not preallocate:
@@ -74,8 +75,12 @@ def configure(
 
 
 def autotunes() -> bool:
-    """Whether the tiles of our products are timed on this device."""
-    return os.environ.get(AUTOTUNE, AUTOTUNE_DEFAULT) == "1"
+    """Whether the tiles of our products are timed on this device; ValueError for a value of the
+    environment that is neither 1 nor 0."""
+    value = os.environ.get(AUTOTUNE, AUTOTUNE_DEFAULT)
+    if value not in ("0", "1"):
+        raise ValueError(f"{AUTOTUNE} is {value!r} in the environment: set it to 1 or 0")
+    return value == "1"
 
 
 def leave_compilation_cache() -> None:

@@ -83,6 +83,14 @@ def test_autotuning_is_the_options_else_the_environments(environment, monkeypatc
     assert configure(autotune=True) == [] and autotunes()
 
 
+@pytest.mark.parametrize("value", ["true", "", "2"])
+def test_autotuning_that_is_neither_on_nor_off(environment, monkeypatch, value):
+    monkeypatch.setenv("JFLASH_AUTOTUNE", value)
+    with pytest.raises(ValueError, match=f"JFLASH_AUTOTUNE is '{value}' in the .*: set it to 1 or"):
+        configure()
+    assert configure(autotune=True) == [] and autotunes()  # an option says otherwise
+
+
 def test_flags_in_a_file_are_left_alone(environment):
     environment["XLA_FLAGS"] = "flags.txt"
     assert configure() == []
