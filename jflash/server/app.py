@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -52,6 +53,8 @@ def make_app(
         )  # fmt: skip
     if api_keys:
         middleware.append(Middleware(_Keys, keys=[key.encode() for key in api_keys]))
+    # Starlette has one outside of all others, where another page may not read what it answers.
+    middleware.append(Middleware(ServerErrorMiddleware, handler=_broken))
     app = Starlette(
         routes=[
             Route("/", _page),

@@ -15,6 +15,7 @@ import pytest
 from jflash.decoding import Sampling
 from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
+from jflash.server import app as app_module
 from jflash.server import wire
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics
@@ -225,6 +226,22 @@ def test_keys_limits_and_pages_of_others(monkeypatch):
             head = "\r\n".join([f"POST {TEXT} HTTP/1.1", "Host: x", "Content-Length: 9"])
             client.sendall(f"{head}\r\nAuthorization: Bearer right\r\n\r\n{{".encode())
             assert client.recv(100).startswith(b"HTTP/1.1 408"), "a body without an end"
+
+
+def test_a_page_may_read_an_internal_error(monkeypatch, caplog):
+    def broken(*_: Any) -> str:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(app_module, "prompt_text", broken)
+    page = {"Origin": "https://page.example"}
+    with running() as server, caplog.at_level("ERROR"):
+        asked = {"messages": [{"role": "user", "content": "hi"}]}
+        answer = httpx.post(server.url + "/tokenize", json=asked, headers=page)
+        assert answer.status_code == 500 and "made a mistake" in answer.json()["error"]["message"]
+        assert answer.headers["access-control-allow-origin"] == page["Origin"]
+        assert httpx.get(server.url + "/health").status_code == 200
+    assert "planted" in caplog.text  # its traceback, once
+    assert caplog.text.count("RuntimeError: planted") == 1
 
 
 def test_a_request_that_takes_too_long_ends_and_frees_its_slot():
