@@ -1,9 +1,10 @@
-"""The shares of a walk, a CTA of one cluster each: what they send one another, and who merges what.
+"""The shares of a walk, a CTA of one cluster each: what they take from one another, and who merges.
 
-Share s takes every n-th chunk from the s-th on. It cuts a chunk's sums by columns and sends a part
-to each share's shared memory; a share merges its columns of all chunks, in ascending order, and
+Share s takes every n-th chunk from the s-th on, and leaves its sums in its shared memory, cut by
+columns. Each share takes its columns of all chunks from there, merges them in ascending order, and
 writes them. So a few sequences keep more multiprocessors busy, without a second kernel, and no bit
-is another. In rounds: the n-th round is of the shares' n-th chunks.
+is another. It goes in rounds: a round is of one chunk of each share, of whose sums the others learn
+while they walk the next.
 """
 
 from functools import partial

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 ROWS = 64  # of a wgmma
-ROW_COLUMNS = 8  # of what a share sends of each row, the fewest that such a layout has
+ROW_COLUMNS = 8  # of what a share leaves of each row, the fewest that such a layout has
 MOST_SHARES = 8  # CTAs of a cluster on every part
 # By head dim, so that two CTAs fit a multiprocessor; of 512 dims one.
 STAGES = {64: 4, 128: 2, 256: 1, 512: 1}
@@ -47,9 +47,9 @@ class Tiles:
         columns = min(head_dim, 128)
         each = ROWS * self.block + self.stages * self.block * (head_dim + columns)
         handed = 4 * (self.strands - 1) * ROWS * columns  # in float32
-        sent = 8 * ROWS * (columns + ROW_COLUMNS) if self.shares > 1 else 0  # of two rounds
+        left = 8 * ROWS * (columns + ROW_COLUMNS) if self.shares > 1 else 0  # of two rounds
         once = 2 * ROWS * (head_dim + columns)  # queries and the result
-        return once + 2 * self.strands * each + handed + sent + 2048
+        return once + 2 * self.strands * each + handed + left + 2048
 
 
 def choose_tiles(B: int, S: int, K: int, H: int) -> Tiles:
