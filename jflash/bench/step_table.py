@@ -94,7 +94,7 @@ def step_times(
         programs = {case: [w.result() for w in waited[_program(case)]] for case in plan.cases}
     note("compiled")
     rates = compiled()
-    for same in _with_the_same_weights(models):
+    for same in _with_the_same_weights(plan):
         note(f"drawing the weights of {_name(same[0])}")
         params = _params(plan, same[0])
         for case in same:
@@ -174,13 +174,12 @@ def _name(case: Case) -> str:
     return f"{case.shape}{form}:{case.batch}:{case.kind}{place}"
 
 
-def _with_the_same_weights(models: dict[Case, Models]) -> list[list[Case]]:
-    """By shape and its form in memory, those with a drafter in float8 apart, by its form."""
+def _with_the_same_weights(plan: Plan) -> list[list[Case]]:
+    """By the pair's configs, which say how weights lie in memory and what devices share of them;
+    both may hang on the batch. Plain decoding takes its pair's target."""
     groups: dict[tuple[Any, ...], list[Case]] = {}
-    for case, pair in models.items():
-        products = pair.drafter.config.products if pair.drafter else None
-        key = case.shape, case.quantised, products
-        groups.setdefault(key, []).append(case)
+    for case in dict.fromkeys(plan.cases):
+        groups.setdefault(task_models(plan.task(case)).configs, []).append(case)
     return list(groups.values())
 
 

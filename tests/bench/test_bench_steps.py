@@ -1,19 +1,22 @@
 """scripts/bench_steps.py: what it times and writes, and what it refuses."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
 
+from jflash.bench import case as case_module
 from jflash.bench import step_table
 from jflash.bench.finite import check_timed
 from jflash.bench.floors import add, draft_work, verify_work
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import window_around
 from jflash.cli import main
+from jflash.cli.options.bench_steps import cases_of
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.parts import part_of
+from jflash.parts import FEW_ROWS, for_few_rows, part_of
 from jflash.programs import Shape, new_state
 from tests.support.virtual_devices import result, start
 
@@ -75,6 +78,22 @@ def test_four_devices_share_a_pair_and_the_floor_is_of_ones_part():
 
 
 @pytest.mark.long
+def test_cases_share_weights_that_lie_alike(monkeypatch):
+    """Where devices push, a batch of few rows has other parts of a layer than a larger one."""
+
+    def as_two_that_push(models: Models, batch: int) -> Models:
+        few = batch * models.block_size <= FEW_ROWS
+        return (
+            replace(models, target=Target(for_few_rows(models.target.config, 2))) if few else models
+        )
+
+    monkeypatch.setattr(case_module, "for_batch", as_two_that_push)
+    names = ["qwen3-8b:1:step", "qwen3-8b:32:step", "qwen3-8b:1:plain", "qwen3-8b:1:float8"]
+    one, many, plain, rounded = cases_of(",".join(names))
+    plan = step_table.Plan((one, many, plain, rounded, one), (40,), 256, 2, 2, {})
+    assert step_table._with_the_same_weights(plan) == [[one, plain], [many], [rounded]]
+
+
 def test_it_times_targets_that_are_kept_quantised_and_counts_the_experts_that_are_read(tmp_path):
     file = tmp_path / "steps.json"
     cases = "tiny:1:plain,tiny+fp8:1:plain,tiny-moe+mxfp4:1:plain,tiny-moe+mxfp4:2:step"
