@@ -27,7 +27,8 @@ def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
     vocabulary = case.models.target.config.vocab_size
     models, params = case.models, case.params
     if args.tensor_parallel > 1:
-        models, params = shared_pair(models, params, args.tensor_parallel, args.experts_over)
+        shared = args.tensor_parallel, args.experts_over, args.batch
+        models, params = shared_pair(models, params, *shared)
     return Pair(models, params), grammars(tokenizer, vocabulary, [end])
 
 

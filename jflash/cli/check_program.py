@@ -13,7 +13,7 @@ from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
 from jflash.device import describe_device
-from jflash.mesh import over, tensor_mesh
+from jflash.mesh import for_batch, over, tensor_mesh
 from jflash.platform import leave_compilation_cache
 from jflash.programs import lower_run
 from jflash.proof.compiled import inspect
@@ -33,7 +33,9 @@ def programs(args: Options) -> dict[str, StepProgram]:
     for kind, models in (("plain", pair.plain()), ("step", pair)):
         models = with_backends(models, DTYPE, jax.devices()[0], **chosen_backends(args))
         for batch in args.batch:
-            found[f"{kind} B={batch}"] = step_program(models, batch, args.capacity)
+            found[f"{kind} B={batch}"] = step_program(
+                for_batch(models, batch), batch, args.capacity
+            )
     return found
 
 

@@ -148,13 +148,13 @@ def check_devices(
     one = decoded(alone, params, prompts)
     del params
     result: dict[str, Any] = {"pair": case.name, "compared": [], "planted": None}
+    how = experts_over, len(prompts)
     for devices in counts:
         if devices > 1:
-            shared = devices, experts_over, len(prompts)
-            models, params = shared_pair(case.models, case.params, *shared)
+            models, params = shared_pair(case.models, case.params, devices, *how)
             found = differences(one, decoded(models, params, prompts))
             result["compared"].append({"devices": devices} | found)
-    models, params = shared_pair(case.models, case.params, max(counts), experts_over)
+    models, params = shared_pair(case.models, case.params, max(counts), *how)
     fault, other = _with_fault(models, params, prompts, experts_over)
     result["planted"] = {"devices": max(counts), "fault": fault} | differences(one, other)
     return result
