@@ -86,7 +86,7 @@ class AttentionSpec:
     columns. If `shards` devices share the
     layer, its heads are one device's, and `copies` devices have the same key and value heads.
     `whole_out`: every device makes all columns of the layer's last product, and none is gathered;
-    None of a layer that no devices share yet: its size will say (`jflash.parts`).
+    None where devices do not share the layer yet, and its size will say (`jflash.parts`).
     """
 
     num_heads: int

@@ -162,7 +162,7 @@ def row_text(row: dict[str, Any]) -> str:
         more += f", {row['share']:.1%} of the engine's, clients' processes busy for at most "
         more += f"{row['clients_busy']:.1%}"
     if "steady" in row:
-        more += f", {row['steady']['tokens_per_second']:,.0f} while requests wait"
+        more += f", {row['steady']['tokens_per_second']:,.0f} between its ends"
     busy = f"{row['device_busy_seen']:.1%} to {row['device_busy']:.1%}"
     return (
         f"{name}: {row['tokens_per_second']:,.0f} tokens/s, τ {row['tau']:.2f}, "

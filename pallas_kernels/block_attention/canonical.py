@@ -28,7 +28,7 @@ ALONE = 96
 # CTAs up to which two share a walk, so that each has a multiprocessor: steps of Qwen3-8B's sizes at
 # batch 8 took 7.07 ms in place of 7.19 at context 1,024 on an H200, and 10.15 in place of 10.74 at
 # 4,000 on an H100 (jax 0.11.2, 2026-11-26). More shares, and shares of fewer CTAs' walks, lost.
-SHARED = 66
+SHARING = 66
 WALKED_DIMS = 128  # of a head at most: a wider one's two sums do not fit registers
 
 
@@ -63,6 +63,6 @@ def tiles_for(B: int, T: int, N: int, K: int, H: int) -> Tiles:
     ctas = B * K * row_tiles
     walks = H <= WALKED_DIMS and ctas >= WALKERS
     strands = 2 if walks and H <= 64 and ctas <= ALONE else 1
-    shares = 2 if walks and strands == 1 and H > 64 and ctas <= SHARED else 1
+    shares = 2 if walks and H > 64 and ctas <= SHARING else 1
     how = {"stages": STAGES[H], "walk": walks, "strands": strands, "shares": shares}
     return Tiles(chunk=PIECE, block=BLOCK, ordered=True, **how)

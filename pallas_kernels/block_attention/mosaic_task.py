@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 ROWS = 64  # of a wgmma
 ROW_COLUMNS = 8  # of what a share leaves of each row, the fewest that such a layout has
-MOST_SHARES = 8  # CTAs of a cluster on every part
+SHARES = (1, 2, 4, 8)  # CTAs of a cluster, which has 8 at most on every part
 # By head dim, so that two CTAs fit a multiprocessor; of 512 dims one.
 STAGES = {64: 4, 128: 2, 256: 1, 512: 1}
 
@@ -39,7 +39,7 @@ class Tiles:
         if self.strands < 1 or (self.strands > 1 and not self.walk):
             raise ValueError(f"strands is {self.strands}: a walk has 1 or more, others 1")
         alone = self.strands == 1 and self.walk
-        if self.shares not in (1, 2, 4, MOST_SHARES) or (self.shares > 1 and not alone):
+        if self.shares not in SHARES or (self.shares > 1 and not alone):
             raise ValueError(f"shares is {self.shares}: a walk of one strand has 1, 2, 4 or 8")
 
     def shared_bytes(self, head_dim: int) -> int:

@@ -81,28 +81,33 @@ def compared(places: Places, parts: list[jax.Array]):
     return lax.psum(wrong, AXIS), jax.tree.map(jax.freeze, references)
 
 
-def over(mesh, compared=compared):
+def over(mesh, compute=compared):
     specs = (WHERE, COLUMNS), (PartitionSpec(), WHERE)
     shared = jax.shard_map(
-        compared, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        compute, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
     )
     return jax.jit(shared, donate_argnums=0)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
+def compiled(devices: int, compute, shapes) -> str:
+    """`compute` of places and of parts of these shapes, for described GPUs."""
     mesh = device_mesh(H200, devices, AXIS)
 
     def where(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    one = empty_places(devices)
     places = Places(*[
-        where((len(x) * devices, *x.shape[1:]), x.dtype, WHERE.landing) for x in one
+        where((len(x) * devices, *x.shape[1:]), x.dtype, WHERE.landing)
+        for x in empty_places(devices)
     ])  # fmt: skip
-    parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in COMPILED]
+    parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = over(mesh).lower(places, parts).compile().as_text()
+        return over(mesh, compute).lower(places, parts).compile().as_text()
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
+    program = compiled(devices, compared, COMPILED)
     assert program.count('custom_call_target="mosaic_gpu') == len(COMPILED)
     assert (
         "copy(%param" not in program and f"= s32[{devices + 1},{CTAS}]{{1,0}} copy(" not in program
@@ -134,26 +139,15 @@ def sums_compared(places: Places, part: jax.Array):
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_push_adds_pieces_on_its_way(devices: int):
     """Compiled for described GPUs: of few rows by the push itself, of many before it."""
-    mesh = device_mesh(H200, devices, AXIS)
 
-    def where(shape, dtype, spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    places = Places(*[
-        where((len(x) * devices, *x.shape[1:]), x.dtype, WHERE.landing)
-        for x in empty_places(devices)
-    ])  # fmt: skip
-
-    def pushed(places, part):
-        references = jax.tree.map(jax.new_ref, places)
+    def pushed(places, parts):
+        references, (part,) = jax.tree.map(jax.new_ref, places), parts
         with pushing(references):
             gathered = gather_sum(in_pieces(part), devices)
         return gathered, jax.tree.map(jax.freeze, references)
 
     for rows, adds in ((16, 0), (64, 0), (512, 1)):
-        part = where((rows, 2048 * devices), jnp.bfloat16, COLUMNS)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = over(mesh, pushed).lower(places, part).compile().as_text()
+        program = compiled(devices, pushed, [(rows, 2048)])
         assert program.count('custom_call_target="mosaic_gpu') == 1
         assert program.count('custom_call_target="__gpu$xla.gpu.triton') == adds
 
