@@ -12,27 +12,34 @@ parts are the program's: `pushing` names them while it is traced.
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import gather as gather_op
 from pallas_kernels.gather import Places
+from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import Unsummed, summed
+from pallas_kernels.matmul.pushed import gated
 
 AXIS = "tensor"  # of the mesh
 _PLACES: contextvars.ContextVar[Places | None] = contextvars.ContextVar("places", default=None)
+_CORES: contextvars.ContextVar[int] = contextvars.ContextVar("cores", default=0)
 
 
 @contextlib.contextmanager
-def pushing(places: Places) -> Iterator[None]:
-    """Gathers are pushed to these places, which are references, while the program is traced."""
-    token = _PLACES.set(places)
+def pushing(places: Places, cores: int = 0) -> Iterator[None]:
+    """Gathers are pushed to these places, which are references, while the program is traced. Each
+    device has so many multiprocessors; with 0 nothing rests on their number."""
+    tokens = _PLACES.set(places), _CORES.set(cores)
     try:
         yield
     finally:
-        _PLACES.reset(token)
+        _PLACES.reset(tokens[0])
+        _CORES.reset(tokens[1])
 
 
 def gather(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:
@@ -47,6 +54,19 @@ def gather_sum(sums: Unsummed, shards: int) -> Float[Array, "*lead _"]:
         return gather(summed(sums), shards)
     assert whole is None, "a residual is not of this device's columns alone"
     return gather_op.gather_sum(pieces, AXIS, _PLACES.get())
+
+
+def gated_product(
+    x: Float[Array, "*lead D"], gate_up: Any, firsts: Firsts | None, down: Any, columns: int
+) -> Unsummed | None:
+    """All of an MLP but its last gather, by one kernel that exchanges rows on its way; None where
+    two products and a gather do it. Arguments as `gated`'s."""
+    places, (*lead, D) = _PLACES.get(), x.shape
+    if places is None:
+        return None
+    where: dict[str, Any] = {"places": places, "axis": AXIS, "cores": _CORES.get()}
+    own = gated(x.reshape(-1, D), gate_up, down, firsts, columns=columns, **where)
+    return jax.tree.map(lambda part: part.reshape(*part.shape[:-2], *lead, part.shape[-1]), own)
 
 
 def gather_if_read(x: Num[Array, "*lead _"], shards: int) -> Num[Array, "*lead _"]:

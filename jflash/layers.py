@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from jflash.cache import LayerState, empty_cache
 from jflash.experts import Experts
-from jflash.gather import best_of
+from jflash.gather import best_of, gated_product
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, SideBySide, declare, gate_up_leaf
 from jflash.newest import rows_read
@@ -166,6 +166,9 @@ class MLP(nn.Module):
 
     def unsummed(self, x, residual, kernels: Kernels) -> Unsummed:
         """The same, for a norm to add up."""
+        own = self._by_one_kernel(x, kernels)
+        if own is not None:
+            return self.down.gathered(own, kernels.matmul, residual)
         if self.spec.bias or self.spec.activation != "silu":
             gate, up = self.gate_up.leaf.parts(self.gate_up(x, kernels.matmul))
             inner = TIMES[self.spec.activation](gate, up, backend=kernels.matmul)
@@ -175,6 +178,14 @@ class MLP(nn.Module):
             inner = gate_up(flat, both.kernel, both.leaf.firsts, backend=kernels.matmul)
             inner = inner.reshape(*x.shape[:-1], -1)
         return self.down.unsummed(inner, kernels.matmul, residual)
+
+    def _by_one_kernel(self, x: Float[Array, "B T D"], kernels: Kernels) -> Unsummed | None:
+        """This device's columns, where devices that share the MLP have a kernel for all of it."""
+        spec, both, down = self.spec, self.gate_up, self.down
+        plain = spec.activation == "silu" and not spec.bias and kernels.matmul == "canonical"
+        if spec.shards == 1 or down.whole or not plain:
+            return None
+        return gated_product(x, both.kernel, both.leaf.firsts, down.kernel, down.leaf.columns)
 
 
 class DecoderLayer(nn.Module):

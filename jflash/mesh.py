@@ -201,7 +201,8 @@ def spread(
     """
     if mesh is None:
         return jax.jit(function, donate_argnums=donate)
-    function = over_places(function, donate)
+    cores = min(getattr(device, "core_count", None) or 0 for device in mesh.devices.flat)
+    function = over_places(function, donate, cores)
     lie, lies = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), (takes, gives),
         is_leaf=lambda x: isinstance(x, PartitionSpec),

@@ -17,8 +17,9 @@ from jflash.state import State
 from pallas_kernels.gather import Places, empty_places
 
 
-def over_places(function: Callable, donate: tuple[int, ...]) -> Callable:
-    """`function`, which gathers by the places of a State among its donated arguments."""
+def over_places(function: Callable, donate: tuple[int, ...], cores: int) -> Callable:
+    """`function`, which gathers by the places of a State among its donated arguments. Each device
+    has so many multiprocessors."""
 
     @functools.wraps(function)  # whose arguments' names are the program's
     def with_places(*given: Any) -> Any:
@@ -28,7 +29,7 @@ def over_places(function: Callable, donate: tuple[int, ...]) -> Callable:
         [owner], arguments = owners, list(given)
         references = jax.tree.map(jax.new_ref, given[owner].places)
         arguments[owner] = given[owner]._replace(places=None)
-        with pushing(references):
+        with pushing(references, cores):
             results = function(*arguments)
         places = jax.tree.map(jax.freeze, references)
         return jax.tree.map(
@@ -48,4 +49,4 @@ def landing_places(models: Models) -> Places | None:
 def place_specs(models: Models) -> Any:
     """Where the places lie: each device has its own."""
     own: Any = PartitionSpec(AXIS)
-    return Places(own, own, own) if models.kernels.gather == "push" else None
+    return Places(own, own, own, own) if models.kernels.gather == "push" else None

@@ -125,7 +125,10 @@ class Output(Projection):
         rows = gather(x, self.shards)
         if self.whole or self.shards == 1:
             return super().unsummed(rows, backend, residual)
-        own = super().unsummed(rows, backend, None)
+        return self.gathered(super().unsummed(rows, backend, None), backend, residual)
+
+    def gathered(self, own: Unsummed, backend: str, residual: Any) -> Unsummed:
+        """Of this device's columns of the product the whole, with the residual to be added."""
         return unadded(gather_sum(own, self.shards), residual, backend=backend)
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.gather import Places, empty_places
 SIZES = ((16, 2048), (16, 6144), (128, 2048), (128, 6144), (512, 2048), (512, 6144))
 EACH, TRIPS, REPEATS = 8, 40, 7
 OWN: Any = PartitionSpec(AXIS)
-PLACES = Places(OWN, OWN, OWN)
+PLACES = Places(OWN, OWN, OWN, OWN)
 COLUMNS = PartitionSpec(None, AXIS)
 WAYS = ("copy", "push", "xla")
 

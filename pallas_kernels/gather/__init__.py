@@ -4,6 +4,7 @@ Numbers are moved and none is added, so backends agree in every bit. "xla" is `l
 "push" is for NVIDIA GPUs of one host that write to each other's memory: a kernel writes its
 device's part to the places of all peers, and waits for theirs. It needs `Places` on every device,
 which all calls of all programs share in turn, and a part that fits them; larger ones go to XLA.
+A kernel may also push what it makes and read it where it landed (`blocks`), without this op.
 Programs that push must run in one order on all devices, as those with XLA's collectives must.
 Axes: n devices, M rows, C columns of a device.
 """

@@ -26,6 +26,7 @@ from jaxlib.mlir.dialects import arith, scf
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.gather import bulk, lines, registers
+from pallas_kernels.gather.blocks import Blocks, empty_blocks
 from pallas_kernels.gather.part import AT_ONCE, Part
 from pallas_kernels.gather.registers import LEAST as LEAST
 
@@ -39,13 +40,15 @@ class Places(NamedTuple):
     landing: BFloat16[Array, "2 n _"]  # by turn and peer
     lines: Int32[Array, "2 n _"]  # the same of small parts, whose numbers come with the gather's
     counts: Int32[Array, "rows _"]  # the last gather that each of n peers sent, and own; by CTA
+    blocks: Blocks  # of kernels that push what they make, whose gathers are counted by themselves
 
 
 def empty_places(devices: int) -> Places:
     """One device's places before its first gather. All devices' must be there before any gather."""
     landing = jnp.zeros((2, devices, MOST), jnp.bfloat16)
     few = jnp.zeros((2, devices, lines.MOST), jnp.int32)
-    return Places(landing, few, jnp.zeros((devices + 1, CTAS), jnp.int32))
+    counts = jnp.zeros((devices + 1, CTAS), jnp.int32)
+    return Places(landing, few, counts, empty_blocks(devices))
 
 
 def gather(x: BFloat16[Array, "M C"], places: Places, axis: str) -> BFloat16[Array, "M _"]:

@@ -21,16 +21,13 @@ from pallas_kernels.matmul.mosaic_kernel import (
     PRODUCER_REGISTERS,
     SWIZZLED_ROWS,
     WGMMA,
-    Ring,
-    Tiles,
     accumulate,
     accumulators,
     consume_best,
-    empty_barrier,
-    produce,
     silu_times,
     tiled,
 )
+from pallas_kernels.matmul.mosaic_ring import Ring, Tiles, empty_barrier, load_rows, produce
 from pallas_kernels.matmul.rounded import DTYPE, Rounded
 from pallas_kernels.matmul.tuning import SMS, WARPGROUP_ROWS, Plan, Tuning
 
@@ -147,7 +144,7 @@ def _kernel(
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(plan, tiles, ring, firsts, x, w)
+        produce(plan, tiles, ring, firsts, functools.partial(load_rows, x), w)
 
     @pl.when(wg < plan.consumers)
     def _():

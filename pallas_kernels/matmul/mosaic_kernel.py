@@ -1,6 +1,7 @@
 """What a CTA of the Mosaic GPU products does: a producer of tiles, and consumers that sum them.
 
 `mosaic_gpu` launches it and says what it promises; a plan is all that this file knows of a shape.
+The producer is in `mosaic_ring`.
 """
 
 import functools
@@ -12,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul.mosaic_ring import Ring, Tiles, empty_barrier, load_rows, produce
 from pallas_kernels.matmul.tuning import ARGMAX, WARPGROUP_ROWS, Plan
 
 PRODUCER_REGISTERS = 40
@@ -42,11 +44,10 @@ def scratch(plan: Plan) -> dict[str, Any]:
     if plan.op in ARGMAX:
         return shared
     item = plan.out_bytes
-    columns = math.gcd(plan.half_n, plan.N)
-    out_tile = tiled(plgpu.find_swizzle(columns * item * 8), item)
     out = plgpu.SMEM(
-        (plan.consumers, WARPGROUP_ROWS, plan.half_n), out_dtype(plan), transforms=out_tile
-    )
+        (plan.consumers, WARPGROUP_ROWS, plan.half_n), out_dtype(plan),
+        transforms=tiled(out_swizzle(plan), item),
+    )  # fmt: skip
     shared["out_smem"] = out
     if t.walk > 1:
         shared["sum_smem"] = plgpu.SMEM(
@@ -59,6 +60,11 @@ def scratch(plan: Plan) -> dict[str, Any]:
     return shared
 
 
+def out_swizzle(plan: Plan) -> int:
+    """Bytes of a row of the result's tiles that lie side by side in shared memory."""
+    return plgpu.find_swizzle(math.gcd(plan.half_n, plan.N) * plan.out_bytes * 8)
+
+
 def out_dtype(plan: Plan):
     return jnp.float32 if plan.out_bytes == 4 else jnp.bfloat16
 
@@ -66,16 +72,6 @@ def out_dtype(plan: Plan):
 def tiled(swizzle: int, item: int):
     tiling = plgpu.TilingTransform((SWIZZLED_ROWS, swizzle // item))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-
-
-def empty_barrier(plan: Plan):
-    """A slot is free once every CTA that the slot's loads are multicast to has consumed it."""
-    t = plan.tuning
-    if t.cluster_m * t.cluster_n == 1:
-        return plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=t.stages)
-    return plgpu.ClusterBarrier(
-        collective_axes=("m", "n"), num_arrivals=plan.consumers, num_barriers=t.stages
-    )
 
 
 def kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_refs):
@@ -89,7 +85,7 @@ def kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_re
     def _():
         if plan.consumers > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(plan, tiles, ring, firsts, inputs[0], inputs[1])
+        produce(plan, tiles, ring, firsts, functools.partial(load_rows, inputs[0]), inputs[1])
 
     @pl.when(wg < plan.consumers)
     def _():
@@ -98,79 +94,8 @@ def kernel(*refs, plan: Plan, firsts, x_smem, w_smem, full, empty, **epilogue_re
         if plan.op in ARGMAX:
             consume_best(tiles, functools.partial(_logits, plan, tiles, ring), *outputs)
         else:
-            _consume(plan, tiles, ring, inputs[2:], *outputs, **epilogue_refs)
-
-
-class Ring(NamedTuple):
-    """The ring of tiles between producer and consumers."""
-
-    x: Any  # [stages, block_m, block_k]
-    w: Any  # [stages, halves, block_k, half_n], for the head [stages, 1, block_n, block_k]
-    full: Any
-    empty: Any
-
-
-class Tiles:
-    """This CTA's column tiles, numbered from 0: where tile i lies."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        cluster = lax.axis_index("cluster")
-        self.first = lax.div(cluster, plan.row_groups)
-        row_tile = lax.rem(cluster, plan.row_groups) * plan.tuning.cluster_m + lax.axis_index("m")
-        self.row = row_tile * plan.tuning.block_m
-        self.count = lax.div(plan.columns - self.first + plan.clusters - 1, plan.clusters)
-
-    def at(self, i):
-        """(split over K, first column of the tile, of one half for gate_up)."""
-        t = self.plan.tuning
-        column = self.first + i * self.plan.clusters
-        per_split = self.plan.columns // t.split_k
-        tile = lax.rem(column, per_split) * t.cluster_n + lax.axis_index("n")
-        return lax.div(column, per_split), tile * self.plan.half_n
-
-
-def produce(plan: Plan, tiles: Tiles, ring: Ring, firsts, x_gmem, w_gmem):
-    t = plan.tuning
-    tile_steps = t.walk * plan.k_steps
-    steps = tiles.count * tile_steps
-
-    def place(step):
-        split, column = tiles.at(lax.div(step, tile_steps))
-        k = (split * tile_steps + lax.rem(step, tile_steps)) * t.block_k
-        return lax.rem(step, t.stages), pl.ds(k, t.block_k), column
-
-    def load_w(step):
-        slot, k, column = place(step)
-        for half, first in enumerate(firsts):
-            n = pl.ds(column + first, plan.half_n)
-            plgpu.copy_gmem_to_smem(
-                w_gmem.at[n, k] if plan.k_minor else w_gmem.at[k, n],
-                ring.w.at[slot, half], ring.full.at[slot],
-                collective_axes=("m",) if t.cluster_m > 1 else None,
-            )  # fmt: skip
-
-    # The ring fills with weights first: they are the larger part, and rows are small.
-    pl.loop(0, jnp.minimum(steps, t.stages))(load_w)
-
-    @pl.loop(0, steps)
-    def _load(step):
-        slot, k, _column = place(step)
-
-        @pl.when(step >= t.stages)
-        def _():
-            plgpu.barrier_wait(ring.empty.at[slot])
-            load_w(step)
-
-        plgpu.copy_gmem_to_smem(
-            x_gmem.at[pl.ds(tiles.row, t.block_m), k], ring.x.at[slot], ring.full.at[slot],
-            collective_axes=("n",) if t.cluster_n > 1 else None,
-        )  # fmt: skip
-
-    # A CTA may not end while others can still arrive at its barriers.
-    @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
-    def _drain(step):
-        plgpu.barrier_wait(ring.empty.at[lax.rem(step, t.stages)])
+            result = Result(plan, *outputs)
+            consume_tiles(plan, tiles, ring, result, inputs[2:], **epilogue_refs)
 
 
 def accumulate(plan: Plan, ring: Ring, piece, accs):
@@ -231,10 +156,25 @@ def accumulators(plan: Plan):
     return [plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, plan.half_n)) for _ in range(plan.halves)]
 
 
-def _consume(
-    plan: Plan, tiles: Tiles, ring: Ring, residual, out_gmem,
+class Result(NamedTuple):
+    """Takes tiles to where the result lies."""
+
+    plan: Plan
+    gmem: Any
+
+    def take(self, smem, tile, split, rows, columns) -> None:
+        """Begins to copy a tile to its place by way of shared memory, which is free."""
+        smem[...] = tile
+        plgpu.commit_smem()
+        target = self.gmem.at[split] if self.plan.split else self.gmem
+        plgpu.copy_smem_to_gmem(smem, target.at[rows, columns])
+
+
+def consume_tiles(
+    plan: Plan, tiles: Tiles, ring: Ring, result: Any, residual=(),
     *, out_smem: Any, r_full: Any = None, sum_smem: Any = None,
 ):  # fmt: skip
+    """Sums this CTA's tiles, which `result` takes."""
     wg = lax.axis_index("wg")
     rows = pl.ds(tiles.row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -256,10 +196,7 @@ def _consume(
         else:
             out = values[0].astype(out_dtype(plan))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left out_smem
-        out_smem[wg] = out
-        plgpu.commit_smem()
-        target = out_gmem.at[split] if plan.split else out_gmem
-        plgpu.copy_smem_to_gmem(out_smem.at[wg], target.at[rows, columns])
+        result.take(out_smem.at[wg], out, split, rows, columns)
 
     plgpu.wait_smem_to_gmem(0)
 

@@ -24,8 +24,8 @@ SHAPES = [(1, 256), (16, 2048), (5, 768), (16, 6144), (128, 2048), (300, 256), (
 SHAPES += [(64, 6144), (200, 11008), (2048, 2048)]
 COMPILED = [(1, 256), (16, 2048), (5, 768), (64, 6144), (200, 11008)]  # in each of three ways
 ADDED = [(16, 2048), (5, 768), (64, 2048)]  # in pieces
-WHERE = Places(*[PartitionSpec(AXIS)] * 3)
-COLUMNS = PartitionSpec(None, AXIS)
+OWN, COLUMNS = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+WHERE = Places(OWN, OWN, OWN, OWN)
 BITS = """
 import json
 import jax, jax.numpy as jnp, numpy as np
@@ -96,10 +96,10 @@ def compiled(devices: int, compute, shapes) -> str:
     def where(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    places = Places(*[
-        where((len(x) * devices, *x.shape[1:]), x.dtype, WHERE.landing)
-        for x in empty_places(devices)
-    ])  # fmt: skip
+    places = jax.tree.map(
+        lambda x: where((len(x) * devices, *x.shape[1:]), x.dtype, OWN),
+        jax.eval_shape(lambda: empty_places(devices)),
+    )
     parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return over(mesh, compute).lower(places, parts).compile().as_text()
@@ -165,10 +165,11 @@ def test_pushes_give_what_xla_gathers(first: int):
     def put(x, spec):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    landing = np.zeros((2 * devices, devices, push.MOST), jnp.bfloat16)
-    few = np.full((2 * devices, devices, lines.MOST), first, np.int32)
-    counts = np.full(((devices + 1) * devices, CTAS), first, np.int32)
-    places = Places(*map(put, (landing, few, counts), WHERE))
+    def filled(x):
+        with_numbers = x.dtype == jnp.int32
+        return put(np.full((len(x) * devices, *x.shape[1:]), first * with_numbers, x.dtype), OWN)
+
+    places = jax.tree.map(filled, jax.eval_shape(lambda: empty_places(devices)))
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=(M, C * devices)).astype(jnp.bfloat16) for M, C in SHAPES]
     jax.block_until_ready(places)

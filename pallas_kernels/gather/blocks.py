@@ -1,0 +1,221 @@
+"""Parts that a kernel pushes as it makes them, and reads of all devices where they landed.
+
+A landing place has rows of BLOCK columns: the k-th block of columns of the whole, all its rows, and
+then the next block. So a tile of any product's rows is one copy, whoever made it, and nothing is
+laid in order afterwards. Each device writes its columns in waves, the first columns first, to all
+devices and itself; after each tile it adds to the count that each of them keeps of that wave. Who
+reads waits for the wave of an owner's columns when it comes to them.
+
+All gathers here take turns with two landing places, and only the turn's number says which. What is
+written in turn t lies where t - 2 lay. A peer has read that: the kernel that sends a part of t - 1
+begins after the one that read t - 2, and we have waited for all of t - 1. For the same reason a
+count is at most one gather ahead of its reader. Counts go round after 2^32.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+from jaxtyping import Array, BFloat16, Int32
+
+BLOCK = 64  # columns
+MOST = 2**24  # numbers of all devices' parts
+WAVES = 8  # that are counted: later ones with the last
+ALL = 2**13  # what a device adds to a count in one gather
+KEEPERS = 512  # of the turn's number
+
+
+class Blocks(NamedTuple):
+    """One device's; a program holds them as references."""
+
+    landing: BFloat16[Array, "2 _ 64"]  # by turn
+    sent: Int32[Array, "n 8"]  # by each device to this one, and by wave: ALL a gather
+    turn: Int32[Array, " 512"]  # the number of the last gather, many times
+
+
+def empty_blocks(devices: int) -> Blocks:
+    """One device's before the first gather."""
+    landing = jnp.zeros((2, MOST // BLOCK, BLOCK), jnp.bfloat16)
+    sent = jnp.zeros((devices, WAVES), jnp.int32)
+    return Blocks(landing, sent, jnp.zeros(KEEPERS, jnp.int32))
+
+
+class Cut(NamedTuple):
+    """How each device's columns are made: `waves` has the number of tiles of each."""
+
+    rows: int
+    columns: int  # of a device
+    width: int  # of a wave
+    waves: tuple[int, ...]
+
+    def wave(self, column: Any) -> Any:
+        return jnp.minimum(lax.div(column, self.width), WAVES - 1)
+
+    @property
+    def counted(self) -> list[int]:
+        """Tiles of each wave that is counted."""
+        first, last = self.waves[: WAVES - 1], self.waves[WAVES - 1 :]
+        return [*first, *[sum(last)] * bool(last)]
+
+
+class Turn(NamedTuple):
+    """This gather's number, for keeper `number` of `many` in a kernel: one that no other thread of
+    it reads or sets, so that none sees it set too soon."""
+
+    blocks: Blocks
+    number: Any
+    many: int
+    value: Any
+
+    @classmethod
+    def of(cls, blocks: Blocks, number: Any, many: int):
+        assert many <= KEEPERS
+        return cls(blocks, number, many, blocks.turn[number] + 1)
+
+    def end(self) -> None:
+        """Sets it, for the next gather's keepers."""
+        _together()
+
+        @pl.loop(0, lax.div(KEEPERS - 1 - self.number, self.many) + 1)
+        def _(i):
+            self.blocks.turn[self.number + i * self.many] = self.value
+
+
+class Sender(NamedTuple):
+    """A warpgroup that sends tiles; `leads` is true of one that has a tile of every wave."""
+
+    turn: Turn
+    cut: Cut
+    leads: Any
+    me: Any
+    peers: list[Any]
+
+    @classmethod
+    def of(cls, turn: Turn, cut: Cut, leads: Any, axis: str):
+        me, devices = lax.axis_index(axis), turn.blocks.sent.shape[0]
+        peers = [lax.rem(me + i, devices) for i in range(1, devices)]
+        return cls(turn, cut, leads, me, peers)
+
+    def send(self, tile: Any, row: Any, column: Any) -> None:
+        """Begins to copy a tile of shared memory, of columns of one block, to its place here and
+        on the peers; its first row and column are of this device's part."""
+        height, width = tile.shape
+        column = self.me * self.cut.columns + column
+        place = pl.ds(lax.div(column, BLOCK) * self.cut.rows + row, height)
+        columns = pl.ds(lax.rem(column, BLOCK), width)
+        landing: Any = self.turn.blocks.landing
+        there = landing.at[self.turn.value & 1, place, columns]
+        for peer in self.peers:
+            plgpu.copy_smem_to_gmem(tile, plgpu.remote_ref(there, peer), commit_group=False)
+        plgpu.copy_smem_to_gmem(tile, there)
+
+    def sent(self, i: Any) -> None:
+        """Says that the i-th tile was sent, once all have arrived."""
+        plgpu.wait_smem_to_gmem(0)
+        wave, more = jnp.minimum(i, WAVES - 1), jnp.int32(0)
+        for number, tiles in enumerate(self.cut.counted):
+            more = jnp.where(i == number, ALL - tiles, more)
+        self._add(wave, jnp.where(self.leads, more, 0) + 1)
+
+    def end(self) -> None:
+        """Says the same of waves that there are not, and sets the turn."""
+
+        @pl.when(self.leads)
+        def _():
+            for wave in range(len(self.cut.counted), WAVES):
+                self._add(wave, jnp.int32(ALL))
+
+        self.turn.end()
+
+    def _add(self, wave: Any, value: Any) -> None:
+        sent: Any = self.turn.blocks.sent
+        count = sent.at[self.me, wave]
+        for peer in self.peers:
+            _add(plgpu.remote_ref(count, peer), value)
+        _add(count, value)
+
+
+class Receiver(NamedTuple):
+    """A warpgroup that reads rows, each device's columns after those before it."""
+
+    turn: Turn
+    cut: Cut
+
+    def wait(self, step: Any, k: Any) -> None:
+        """Until the BLOCK columns from k on have been sent; `step` is 0 where a tile begins."""
+        local = lax.rem(k, self.cut.columns)
+        first, last = self.cut.wave(local), self.cut.wave(local + BLOCK - 1)
+
+        @pl.when((step == 0) | (local == 0) | (last != self.cut.wave(local - 1)))
+        def _():
+            owner = lax.div(k, self.cut.columns)
+            for wave in (first, last):
+                _await(self.turn.blocks.sent.at[owner, wave], self.turn.value * ALL)
+
+    def place(self, rows: Any, k: Any) -> Any:
+        """Where `rows` of these columns lie."""
+        first = lax.div(k, BLOCK) * self.cut.rows + rows.start
+        return self.turn.blocks.landing.at[self.turn.value & 1, pl.ds(first, rows.size)]
+
+
+def _inline(body: Any) -> Any:
+    """`body` in MLIR, of a context, a reference and a number that all threads have."""
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(body)
+
+
+def _together() -> None:
+    """Waits for the warpgroup's other threads."""
+
+    @plgpu.inline_mgpu(arg_types=())
+    def barrier(context):
+        del context
+        mosaic.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
+
+
+def _add(count, value) -> None:
+    """Adds to a count after all that this warpgroup wrote."""
+
+    @_inline
+    def add(context, ref, value):
+        del context
+        mosaic.warpgroup_barrier()
+        one = mosaic.single_thread_predicate(mosaic.ThreadSubset.WARPGROUP)
+        mosaic.inline_ptx(
+            "red.release.sys.global.add.u32 [$0], $1;", mosaic.memref_ptr(ref),
+            value.registers.item(), predicate=one, has_side_effects=True,
+        )  # fmt: skip
+
+    add(count, value)
+
+
+def _await(count, value) -> None:
+    """Waits until a count is `value`, or up to a gather more. Copies that begin afterwards see what
+    was counted."""
+
+    @_inline
+    def acquire(context, ref, value):
+        del context
+        i32 = ir.IntegerType.get_signless(32)
+        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+            loop = scf.WhileOp([], [])
+            with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
+                seen = mosaic.inline_ptx(
+                    "ld.acquire.sys.global.u32 $0, [$1];", mosaic.memref_ptr(ref),
+                    result_types=i32, has_side_effects=True,
+                )  # fmt: skip
+                ahead = arith.subi(seen, value.registers.item())
+                most = mosaic.c(ALL, i32)
+                scf.condition(arith.cmpi(arith.CmpIPredicate.ugt, ahead, most), [])
+            with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
+                scf.yield_([])
+        mosaic.warpgroup_barrier()
+        mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+    acquire(count, value)
