@@ -119,6 +119,7 @@ def best_of(
     Devices have `held` columns each, in their order, so the first device of equal ones has the
     lowest.
     """
+    ids, logits = lax.optimization_barrier((ids, logits))  # XLA would find them by one thread a row
     both = jnp.stack([lax.bitcast_convert_type(logits, jnp.int32), ids], axis=-1)
     every, columns = jnp.moveaxis(gather(both, shards).reshape(len(ids), shards, 2), -1, 0)
     best = jnp.argmax(lax.bitcast_convert_type(every, jnp.float32), axis=-1)
