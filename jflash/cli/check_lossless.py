@@ -19,7 +19,7 @@ from jflash.parts import OVER
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
-from jflash.proof.devices import TEXTS, check_devices, failures_over_devices
+from jflash.proof.devices import FEW, MANY, check_devices, failures_over_devices
 from jflash.proof.differences import difference_text
 from jflash.proof.kept_forms import TEXTS_KEPT, as_codes, check_kept
 from jflash.proof.law import check_law
@@ -52,7 +52,8 @@ def check(args: Options) -> dict[str, Any]:
         report |= check_oracle(args, dtype)
         failed += failures(report, args)
     if "devices" in checks_of(args):
-        report["devices"] = [_check_devices(name, args, dtype) for name in args.pairs]
+        by_pair = (_check_devices(name, args, dtype) for name in args.pairs)
+        report["devices"] = [result for results in by_pair for result in results]
         failed += [line for each in report["devices"] for line in failures_over_devices(each)]
     if "ops" in checks_of(args):
         report["ops"] = [_check_ops(name, args, dtype) for name in args.pairs]
@@ -82,19 +83,22 @@ def _check_kept(name: str, args: Options, dtype: str) -> Iterator[dict[str, Any]
         yield each
 
 
-def _check_devices(name: str, args: Options, dtype: str) -> dict[str, Any]:
-    """One pair by several numbers of devices."""
+def _check_devices(name: str, args: Options, dtype: str) -> Iterator[dict[str, Any]]:
+    """One pair by several numbers of devices, on GPUs with many texts at once too."""
+    both = (FEW,) if jax.default_backend() == "cpu" else (FEW, MANY)
     case = load_case(
-        name, dtype, args.seed, chosen_backends(args), TEXTS, args.layers, args.drafter_dtype
+        name, dtype, args.seed, chosen_backends(args), max(both), args.layers, args.drafter_dtype
     )
     if args.quantised:
         case = as_codes(case, args.quantised, args.seed)
-    result = check_devices(case, args.tensor_parallel or DEVICES, args.seed, args.experts_over)
-    for each in [*result["compared"], result["planted"]]:
-        what = f"planted {each['fault']}" if each is result["planted"] else "gathers"
-        counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"
-        print(f"{name}, {each['devices']} devices, {what}: {counts}", flush=True)
-    return result
+    how = args.tensor_parallel or DEVICES, args.seed, args.experts_over
+    for texts in both:
+        result = check_devices(case, *how, texts)
+        for each in [*result["compared"], result["planted"]]:
+            what = f"planted {each['fault']}" if each is result["planted"] else "gathers"
+            counts = f"{each['tokens']} tokens and {each['kv_rows']} rows of keys and values differ"
+            print(f"{name}, {texts} texts, {each['devices']} devices, {what}: {counts}", flush=True)
+        yield result
 
 
 def check_pair(name: str, args: Options, dtype: str) -> dict[str, Any]:

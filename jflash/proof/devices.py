@@ -35,7 +35,8 @@ from jflash.proof.cases import Case
 from jflash.proof.kept_forms import in_order, with_another_code
 from pallas_kernels.matmul import Unsummed
 
-NEW_TOKENS, TEXTS = 64, 4
+NEW_TOKENS = 64
+FEW, MANY = 4, 32  # texts at once: their steps go by other kernels
 
 
 class Decoded(NamedTuple):
@@ -137,17 +138,17 @@ def differences(one: Decoded, other: Decoded) -> dict[str, int]:
 
 
 def check_devices(
-    case: Case, counts: Sequence[int], seed: int, experts_over: str = "columns"
+    case: Case, counts: Sequence[int], seed: int, experts_over: str = "columns", texts: int = FEW
 ) -> dict[str, Any]:
-    """Each number of devices against one, and the fault at the largest.
+    """Each number of devices against one, and the fault at the largest, with so many texts at once.
 
     A target's kept codes are given in the order of files.
     """
-    prompts, alone = case.prompts(TEXTS, seed), in_fragments(case.models)
+    prompts, alone = case.prompts(texts, seed), in_fragments(case.models)
     params = case.params._replace(target=in_order(alone, case.params.target))
     one = decoded(alone, params, prompts)
     del params
-    result: dict[str, Any] = {"pair": case.name, "compared": [], "planted": None}
+    result: dict[str, Any] = {"pair": case.name, "texts": texts, "compared": [], "planted": None}
     how = experts_over, len(prompts)
     for devices in counts:
         if devices > 1:
@@ -173,13 +174,14 @@ def _with_fault(
 
 def failures_over_devices(result: dict[str, Any]) -> list[str]:
     """Why the check is not passed, a line each."""
+    who = f"{result['pair']}, {result['texts']} texts"
     wrong = [
-        f"{result['pair']}: {each['devices']} devices give {each['tokens']} other tokens and "
+        f"{who}: {each['devices']} devices give {each['tokens']} other tokens and "
         f"{each['kv_rows']} other rows of keys and values than one"
         for each in result["compared"]
         if each["tokens"] or each["kv_rows"]
     ]
     if not (result["planted"]["tokens"] or result["planted"]["kv_rows"]):
         fault = result["planted"]["fault"]
-        wrong.append(f"{result['pair']}: a planted {fault} over devices was not caught")
+        wrong.append(f"{who}: a planted {fault} over devices was not caught")
     return wrong

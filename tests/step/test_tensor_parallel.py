@@ -203,10 +203,11 @@ def test_a_mesh_of_ones_own_names_the_devices():
 def test_the_devices_check_fails_by_a_difference_and_by_a_fault_that_it_misses():
     same, other = {"tokens": 0, "kv_rows": 0}, {"tokens": 0, "kv_rows": 3}
     fault = {"devices": 2, "fault": "psum"}
-    report = {"pair": "p", "compared": [{"devices": 2} | same], "planted": fault | other}
+    report = {"pair": "p", "texts": 4, "compared": [{"devices": 2} | same]}
+    report |= {"planted": fault | other}
     assert failures_over_devices(report) == []
     [wrong] = failures_over_devices(report | {"compared": [{"devices": 2} | other]})
-    assert "2 devices give 0 other tokens and 3 other rows" in wrong
+    assert "p, 4 texts: 2 devices give 0 other tokens and 3 other rows" in wrong
     [wrong] = failures_over_devices(report | {"planted": fault | same})
     assert "planted psum over devices was not caught" in wrong
 
