@@ -14,8 +14,9 @@ from pallas_kernels.matmul.tuning import (
 )
 
 WIDTHS = (256, 192, 128, 64)  # columns of a tile; with more rows it would have two consumers
-# Bytes of a row of a tile on its way from a CTA: with whole rows of down's pieces the ring had 3
-# slots, and the kernel took 168 µs in place of 156 (512 rows of Qwen3-8B's MLP over two H200s).
+# Bytes of a row of a tile on its way from a CTA. With whole rows of down's pieces the ring had 3
+# slots: 512 rows of Qwen3-8B's MLP over two H200s took 168 µs, by two products and a gather 174;
+# so they took 156, and 167, in another hold, when tiles were still written at once.
 PART = 512
 MOST_RING = 10  # slots
 # A tile takes as long as its columns and some more: 512 rows by 128 columns in 6 turns took 23 µs
