@@ -152,8 +152,8 @@ class _Now(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         for name, text, value in (
-            ("num_requests_running", "Requests in slots.", stats.running),
-            ("num_requests_waiting", "Requests in the queue.", stats.waiting),
+            ("num_requests_running", "Requests that step, at most the batch.", stats.running),
+            ("num_requests_waiting", "Requests that wait for a place.", stats.waiting),
             ("kv_cache_usage_perc", "Share of pages that requests hold.", _held(stats)),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])

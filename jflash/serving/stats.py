@@ -11,6 +11,7 @@ SIZES = (1, *(2**i for i in range(3, 15)))  # tokens of a round
 class Stats:
     """The engine's present state, and its counts since it began.
 
+    At most the batch is `running`; others are `waiting`, also those whose prompts are computed.
     There are `pages` pages of PAGE tokens; no request holds `pages_available` of them, and
     `pages_kept` of these still hold prefixes. `live` adds up the requests of all `calls`. In
     `busy_seconds` at most the device computed, and in `seen_seconds` of them for certain: the

@@ -177,3 +177,16 @@ def test_numbers_that_are_none_are_refused(pair, ahead, why):
 def test_texts_that_depend_on_their_neighbours_do_not_change_places():
     with pytest.raises(ValueError, match="prompts_ahead 1: a prompt's bits may depend on the othe"):
         Engine(random_pair(), max_context=192, prompts_ahead=1)
+
+
+def test_who_has_no_place_yet_counts_as_waiting(pair):
+    """Also with its prompt computed: an engine tells of no more that run than step at once."""
+    with Engine(pair, max_batch=PLACES, max_context=192, prompts_ahead=AHEAD) as engine:
+        seen = []
+        engine.before_waiting(lambda: seen.append((engine.stats(), len(engine._loop.running))))
+        requests = [Request(prompt_ids=ids, max_tokens=20) for ids in prompts(7, seed=2, high=30)]
+        engine.generate(requests)
+    assert max(held for _, held in seen) > PLACES
+    assert max(stats.running for stats, _ in seen) == PLACES
+    assert all(stats.waiting >= held - PLACES for stats, held in seen)
+    assert all(stats.running == min(held, PLACES) for stats, held in seen)
