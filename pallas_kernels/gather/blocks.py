@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
 from jaxtyping import Array, BFloat16, Int32
+
+from pallas_kernels.gather import counts
 
 BLOCK = 64  # columns
 MOST = 2**24  # numbers of all devices' parts
@@ -79,7 +78,7 @@ class Turn(NamedTuple):
 
     def end(self) -> None:
         """Sets it, for the next gather's keepers."""
-        _together()
+        counts.together()
 
         @pl.loop(0, lax.div(KEEPERS - 1 - self.number, self.many) + 1)
         def _(i):
@@ -136,8 +135,8 @@ class Sender(NamedTuple):
         sent: Any = self.turn.blocks.sent
         count = sent.at[self.me, wave]
         for peer in self.peers:
-            _add(plgpu.remote_ref(count, peer), value)
-        _add(count, value)
+            counts.add(plgpu.remote_ref(count, peer), value)
+        counts.add(count, value)
 
 
 class Receiver(NamedTuple):
@@ -155,67 +154,11 @@ class Receiver(NamedTuple):
         def _():
             owner = lax.div(k, self.cut.columns)
             for wave in (first, last):
-                _await(self.turn.blocks.sent.at[owner, wave], self.turn.value * ALL)
+                count = self.turn.blocks.sent.at[owner, wave]
+                counts.wait(count, self.turn.value * ALL, most=ALL)
+            counts.order()
 
     def place(self, rows: Any, k: Any) -> Any:
         """Where `rows` of these columns lie."""
         first = lax.div(k, BLOCK) * self.cut.rows + rows.start
         return self.turn.blocks.landing.at[self.turn.value & 1, pl.ds(first, rows.size)]
-
-
-def _inline(body: Any) -> Any:
-    """`body` in MLIR, of a context, a reference and a number that all threads have."""
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(body)
-
-
-def _together() -> None:
-    """Waits for the warpgroup's other threads."""
-
-    @plgpu.inline_mgpu(arg_types=())
-    def barrier(context):
-        del context
-        mosaic.warpgroup_barrier()
-
-    barrier()  # pyright: ignore[reportCallIssue]
-
-
-def _add(count, value) -> None:
-    """Adds to a count after all that this warpgroup wrote."""
-
-    @_inline
-    def add(context, ref, value):
-        del context
-        mosaic.warpgroup_barrier()
-        one = mosaic.single_thread_predicate(mosaic.ThreadSubset.WARPGROUP)
-        mosaic.inline_ptx(
-            "red.release.sys.global.add.u32 [$0], $1;", mosaic.memref_ptr(ref),
-            value.registers.item(), predicate=one, has_side_effects=True,
-        )  # fmt: skip
-
-    add(count, value)
-
-
-def _await(count, value) -> None:
-    """Waits until a count is `value`, or up to a gather more. Copies that begin afterwards see what
-    was counted."""
-
-    @_inline
-    def acquire(context, ref, value):
-        del context
-        i32 = ir.IntegerType.get_signless(32)
-        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
-            loop = scf.WhileOp([], [])
-            with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
-                seen = mosaic.inline_ptx(
-                    "ld.acquire.sys.global.u32 $0, [$1];", mosaic.memref_ptr(ref),
-                    result_types=i32, has_side_effects=True,
-                )  # fmt: skip
-                ahead = arith.subi(seen, value.registers.item())
-                most = mosaic.c(ALL, i32)
-                scf.condition(arith.cmpi(arith.CmpIPredicate.ugt, ahead, most), [])
-            with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
-                scf.yield_([])
-        mosaic.warpgroup_barrier()
-        mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
-
-    acquire(count, value)

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gather.counts import order
 from pallas_kernels.gather.part import AT_ONCE, Part
 
 FEWEST = 128  # rows of a part; with fewer the way through shared memory takes longer
@@ -55,7 +55,7 @@ class Moves(NamedTuple):
 
     def take(self, tiles: list[Any]) -> None:
         part = self.part
-        _order()
+        order()
         for first in range(0, len(part.peers), TAKEN):
             every = [(peer, tile) for peer in part.peers[first : first + TAKEN] for tile in tiles]
             self._load(part.landing, [part.place(*one) for one in every])
@@ -65,11 +65,3 @@ class Moves(NamedTuple):
 
     def taken(self) -> None:
         plgpu.wait_smem_to_gmem(0)
-
-
-def _fence(_: Any) -> None:
-    mosaic.inline_ptx("fence.proxy.async;", has_side_effects=True)
-
-
-# What was read of a count comes before copies that begin now.
-_order: Any = plgpu.inline_mgpu()(_fence)

@@ -19,14 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.gather import bulk, lines, registers
 from pallas_kernels.gather.blocks import Blocks, empty_blocks
+from pallas_kernels.gather.counts import say, together, wait
 from pallas_kernels.gather.part import AT_ONCE, Part
 from pallas_kernels.gather.registers import LEAST as LEAST
 
@@ -98,9 +96,9 @@ def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, m
         each(way.send)
         way.sent()
         for peer in part.peers:
-            _say(plgpu.remote_ref(counts.at[part.me, cta], peer), turn + 1)
+            say(plgpu.remote_ref(counts.at[part.me, cta], peer), turn + 1)
         for peer in part.peers:
-            _await(counts.at[peer, cta], turn + 1)
+            wait(counts.at[peer, cta], turn + 1, most=1)  # that peer may be a gather ahead
         each(way.take)
         way.taken()
 
@@ -129,7 +127,7 @@ def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int)
     def _():
         each = functools.partial(_each, tiles, cta)
         each(lambda some: lines.send(part, some, turn + 1))
-        _together()  # all threads have read the count that one sets
+        together()  # all threads have read the count that one sets
         each(lambda some: lines.take(part, some, turn + 1))
 
     counts[len(part.peers) + 1, cta] = turn + 1
@@ -157,59 +155,3 @@ def _each(tiles: int, cta, move) -> None:
             move([first + cta])
         else:
             pl.when(first + cta < tiles)(functools.partial(move, [first + cta]))
-
-
-def _inline(body: Any) -> Any:
-    """`body` in MLIR, of a context, a reference and a number that all threads have."""
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(body)
-
-
-def _together() -> None:
-    """Waits for the CTA's other threads."""
-
-    @plgpu.inline_mgpu(arg_types=())
-    def barrier(context):
-        mosaic.warpgroup_barrier()
-
-    barrier()  # pyright: ignore[reportCallIssue]
-
-
-def _say(count, value) -> None:
-    """Sets a peer's count after all that this CTA wrote."""
-
-    @_inline
-    def release(context, ref, value):
-        mosaic.warpgroup_barrier()
-        one = mosaic.single_thread_predicate(mosaic.ThreadSubset.WARPGROUP)
-        mosaic.inline_ptx(
-            "st.release.sys.global.u32 [$0], $1;", mosaic.memref_ptr(ref), value.registers.item(),
-            predicate=one, has_side_effects=True,
-        )  # fmt: skip
-
-    release(count, value)
-
-
-def _await(count, value) -> None:
-    """Waits until a count of this device is `value`, or one more: that peer is a gather ahead.
-
-    Any other number is an earlier gather's, however long ago, since counts go round after 2^32.
-    """
-
-    @_inline
-    def acquire(context, ref, value):
-        i32 = ir.IntegerType.get_signless(32)
-        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
-            loop = scf.WhileOp([], [])
-            with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
-                seen = mosaic.inline_ptx(
-                    "ld.acquire.sys.global.u32 $0, [$1];", mosaic.memref_ptr(ref),
-                    result_types=i32, has_side_effects=True,
-                )  # fmt: skip
-                ahead = arith.subi(seen, value.registers.item())
-                one = mosaic.c(1, i32)
-                scf.condition(arith.cmpi(arith.CmpIPredicate.ugt, ahead, one), [])
-            with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
-                scf.yield_([])
-        mosaic.warpgroup_barrier()
-
-    acquire(count, value)

@@ -124,8 +124,8 @@ class Devices:
                 place.array[place.where()] = place.array[place.where()] + value
                 self.changed.notify_all()
 
-        def wait(place: Place, value: int) -> None:
-            seen = lambda: (place.array[place.where()] - value) % ROUND <= ALL  # noqa: E731
+        def wait(place: Place, value: int, most: int) -> None:
+            seen = lambda: (place.array[place.where()] - value) % ROUND <= most  # noqa: E731
             with self.changed:
                 assert self.changed.wait_for(seen, self.patience), "for ever"
 
@@ -144,7 +144,9 @@ class Devices:
         gpu = SimpleNamespace(remote_ref=peer_of, copy_smem_to_gmem=copy, wait_smem_to_gmem=arrive)
         some = SimpleNamespace(ds=_Some, loop=loop, when=when)
         names = {"jnp": numbers, "lax": integers, "plgpu": gpu, "pl": some}
-        names |= {"_add": add, "_await": wait, "_together": self.rest}
+        names |= {
+            "counts": SimpleNamespace(add=add, wait=wait, order=self.rest, together=self.rest)
+        }
         for name, other in names.items():
             monkeypatch.setattr(op, name, other)
 
@@ -230,7 +232,8 @@ def wait_for_the_last(receiver: op.Receiver, _: int, k: int) -> None:
     """Of the waves that made a block, which is no later than those before it of other CTAs."""
     owner, local = divmod(k, receiver.cut.columns)
     wave = receiver.cut.wave(local + BLOCK - 1)
-    op._await(receiver.turn.blocks.sent.at[owner, wave], receiver.turn.value * ALL)
+    count = receiver.turn.blocks.sent.at[owner, wave]
+    op.counts.wait(count, receiver.turn.value * ALL, most=ALL)
 
 
 @pytest.mark.parametrize(

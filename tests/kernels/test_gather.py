@@ -9,23 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jflash.gather import AXIS, gather, gather_sum, pushing
 from jflash.mesh import tensor_mesh
-from pallas_kernels.gather import Places, Sizes, empty_places, lines, push, refusal
+from pallas_kernels.gather import Places, Sizes, lines, push, refusal
 from pallas_kernels.gather.push import CTAS
 from pallas_kernels.matmul import Unsummed
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, device_mesh
+from tests.support.places import WHERE, described, described_places, put, zeros
 from tests.support.virtual_devices import result, start
 
 SHAPES = [(1, 256), (16, 2048), (5, 768), (16, 6144), (128, 2048), (300, 256), (512, 6144)]
 SHAPES += [(64, 6144), (200, 11008), (2048, 2048)]
 COMPILED = [(1, 256), (16, 2048), (5, 768), (64, 6144), (200, 11008)]  # in each of three ways
 ADDED = [(16, 2048), (5, 768), (64, 2048)]  # in pieces
-OWN, COLUMNS = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
-WHERE = Places(OWN, OWN, OWN, OWN)
+COLUMNS = PartitionSpec(None, AXIS)
 BITS = """
 import json
 import jax, jax.numpy as jnp, numpy as np
@@ -92,17 +92,9 @@ def over(mesh, compute=compared):
 def compiled(devices: int, compute, shapes) -> str:
     """`compute` of places and of parts of these shapes, for described GPUs."""
     mesh = device_mesh(H200, devices, AXIS)
-
-    def where(shape, dtype, spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    places = jax.tree.map(
-        lambda x: where((len(x) * devices, *x.shape[1:]), x.dtype, OWN),
-        jax.eval_shape(lambda: empty_places(devices)),
-    )
-    parts = [where((M, C * devices), jnp.bfloat16, COLUMNS) for M, C in shapes]
+    parts = [described(mesh, (M, C * devices), jnp.bfloat16, COLUMNS) for M, C in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return over(mesh, compute).lower(places, parts).compile().as_text()
+        return over(mesh, compute).lower(described_places(mesh), parts).compile().as_text()
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -162,21 +154,17 @@ def test_pushes_give_what_xla_gathers(first: int):
     mesh = tensor_mesh(devices)
     assert mesh is not None
 
-    def put(x, spec):
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
     def filled(x):
-        with_numbers = x.dtype == jnp.int32
-        return put(np.full((len(x) * devices, *x.shape[1:]), first * with_numbers, x.dtype), OWN)
+        return x + jnp.int32(first) if x.dtype == jnp.int32 else x
 
-    places = jax.tree.map(filled, jax.eval_shape(lambda: empty_places(devices)))
+    places = jax.tree.map(filled, zeros(mesh))
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=(M, C * devices)).astype(jnp.bfloat16) for M, C in SHAPES]
     jax.block_until_ready(places)
-    wrong, places = over(mesh)(places, [put(x, COLUMNS) for x in parts])
+    wrong, places = over(mesh)(places, [put(mesh, x, COLUMNS) for x in parts])
     assert int(wrong) == 0
     for M, C in ADDED:
-        part = put(rng.normal(size=(M, C * devices)).astype(jnp.bfloat16), COLUMNS)
+        part = put(mesh, rng.normal(size=(M, C * devices)).astype(jnp.bfloat16), COLUMNS)
         wrong, places = over(mesh, sums_compared)(places, part)
         assert int(wrong) == 0
     turns = ((len(SHAPES) + len(ADDED)) * 20 + first) % 2**32

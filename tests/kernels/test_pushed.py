@@ -16,18 +16,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jflash.gather import AXIS, gated_product, gather, pushing
 from jflash.mesh import tensor_mesh
-from pallas_kernels.gather import Places, empty_places
-from pallas_kernels.gather.blocks import ALL, BLOCK, WAVES, Cut
+from pallas_kernels.gather import Places
+from pallas_kernels.gather.blocks import ALL, BLOCK, MOST, WAVES, Cut
 from pallas_kernels.matmul import gate_up, matmul, summed
 from pallas_kernels.matmul.pushed_plan import Plans, held, plans, turns
 from pallas_kernels.matmul.tuning import SHARED_MEMORY, SMS
 from tests.support.attention_checks import ON_GPU
 from tests.support.described_gpu import H200, device_mesh
+from tests.support.places import OWN, WHERE, described, described_places, put, zeros
 
 D, F = 4096, 12288  # of Qwen3-8B's MLP
 ROWS = [320, 384, 448, 512, 640, 768, 1024]
-OWN, COLUMNS = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
-WHERE = Places(OWN, OWN, OWN, OWN)
 
 
 def of_rows(rows: int, devices: int, cores: int = SMS) -> Plans:
@@ -148,21 +147,15 @@ def over(mesh, devices: int, times: int):
 def test_it_compiles_for_described_gpus_and_copies_no_place(devices: int, rows: int):
     mesh = device_mesh(H200, devices, AXIS)
 
-    def where(shape, dtype, spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    places = jax.tree.map(
-        lambda x: where((len(x) * devices, *x.shape[1:]), x.dtype, OWN),
-        jax.eval_shape(lambda: empty_places(devices)),
+    third, none = PartitionSpec(None, None, AXIS), PartitionSpec()
+    weights = tuple(
+        described(mesh, shape, jnp.bfloat16, third) for shape in ((2, D, 2 * F), (2, F, D))
     )
-    third = PartitionSpec(None, None, AXIS)
-    weights = where((2, D, 2 * F), jnp.bfloat16, third), where((2, F, D), jnp.bfloat16, third)
-    x = where((rows, D), jnp.bfloat16, PartitionSpec())
+    x, places = described(mesh, (rows, D), jnp.bfloat16, none), described_places(mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = over(mesh, devices, 3).lower(places, x, weights).compile().as_text()
     assert program.count("mlp_pushed") > 0
-    landing = jax.eval_shape(lambda: empty_places(devices)).blocks.landing.shape
-    size = ",".join(map(str, landing))
+    size = f"2,{MOST // BLOCK},{BLOCK}"
     assert f"= bf16[{size}]" in program and f"= bf16[{size}]{{2,1,0}} copy(" not in program
 
 
@@ -177,16 +170,10 @@ def test_it_gives_the_bits_of_two_products_and_a_gather(rows: int, first: int):
     mesh = tensor_mesh(devices)
     assert mesh is not None
 
-    def put(x, spec):
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    def empty(x):
-        return put(np.zeros((len(x) * devices, *x.shape[1:]), x.dtype), OWN)
-
     def full(x, number):
-        return put(np.full(x.shape, number % 2**32, np.uint32).view(np.int32), OWN)
+        return put(mesh, np.full(x.shape, number % 2**32, np.uint32).view(np.int32), OWN)
 
-    places = jax.tree.map(empty, jax.eval_shape(lambda: empty_places(devices)))
+    places = zeros(mesh)
     turn, sent = places.blocks.turn, places.blocks.sent
     numbers = {"turn": full(turn, first), "sent": full(sent, first * ALL)}
     places = places._replace(blocks=places.blocks._replace(**numbers))
@@ -202,7 +189,7 @@ def test_it_gives_the_bits_of_two_products_and_a_gather(rows: int, first: int):
 
     weights = drawn(jax.random.key(rows))
     x = np.random.default_rng(rows).normal(size=(rows, D)).astype(jnp.bfloat16)
-    x = put(x, PartitionSpec())
+    x = put(mesh, x, PartitionSpec())
     jax.block_until_ready((places, weights))
     wrong, spread, places = over(mesh, devices, 5)(places, x, weights)
     assert int(wrong) == 0 and float(spread) > 1
