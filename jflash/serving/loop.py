@@ -19,6 +19,7 @@ from jflash.serving.job import Counts, Job, Read, Tally
 from jflash.serving.layout import Layout, settled
 from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
+from jflash.serving.prompt_passes import PromptPasses
 from jflash.serving.prompts import Prompts
 from jflash.serving.request import Event, FinishReason
 from jflash.serving.schedule import Plan
@@ -54,7 +55,8 @@ class Loop:
         self._tally = Tally()
         self._count = self._tally.add
         self.rounds_by_tokens = [0] * (len(SIZES) + 1)
-        self.prompts = Prompts(self.device, self.holdings, self._count, burst, stall)
+        passes = PromptPasses(self.device)
+        self.prompts = Prompts(passes, self.holdings, self._count, burst, stall)
         self._unread = deque[Read]()  # in the order in which the device computes them
 
     @property
@@ -210,7 +212,7 @@ class Loop:
         if job.cached is None:
             job.cached, job.queued = job.computed, time.monotonic() - job.submitted
             self._count(prompt_tokens=job.end, cached_tokens=job.cached)
-        self.device.admit(job)
+        self.prompts.passes.admit(job)
 
     def _step_with_forms(self, jobs: Sequence[Job]) -> Read:
         """A step of these requests, some of which have a grammar. The others take part before the

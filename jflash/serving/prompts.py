@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jflash.programs import LARGE_CHUNK
-from jflash.serving.device import Device
 from jflash.serving.device_time import PROMPTS
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job, Read
 from jflash.serving.layout import Several
+from jflash.serving.prompt_passes import PromptPasses
 from jflash.serving.schedule import Pass, passes
 
 
@@ -22,13 +22,13 @@ class Prompts:
 
     def __init__(
         self,
-        device: Device,
+        passes: PromptPasses,
         holdings: Holdings,
         count: Callable[..., None],
         burst: int = 4,
         stall: float = math.inf,
     ) -> None:
-        self.device, self.holdings = device, holdings
+        self.passes, self.device, self.holdings = passes, passes.device, holdings
         self.burst, self.stall = burst, stall
         self._count = count
 
@@ -58,7 +58,7 @@ class Prompts:
     def _lasted(self, size: int) -> float:
         """The seconds of a pass of so many tokens, alone or as one of several, whichever is less:
         one that did not run for long may have waited then; 0: unknown."""
-        time, several = self.device.time, (each[:2] for each in self.device.several)
+        time, several = self.device.time, (each[:2] for each in self.passes.several)
         each = [
             time.lasted(PROMPTS, prompts * tokens) / prompts
             for prompts, tokens in ((1, size), *several)
@@ -72,7 +72,7 @@ class Prompts:
         if tokens > max(sizes):
             return 1
         *_, last = passes(0, (tokens,), list(sizes), tokens)
-        return next((each.prompts for each in self.device.several if each.takes(last.size)), 1)
+        return next((each.prompts for each in self.passes.several if each.takes(last.size)), 1)
 
     def dispatch(self, chunks: Sequence[Job]) -> list[Read]:
         """Dispatches chunks of texts in their order; `chunks` has a text once for each."""
@@ -91,7 +91,7 @@ class Prompts:
 
     def _together(self, every: Sequence[tuple[Job, Pass]]) -> Iterable[list[Read]]:
         """Dispatches passes in their order, some of them in one program."""
-        together = lambda each: self.device.together(*each)  # noqa: E731
+        together = lambda each: self.passes.together(*each)  # noqa: E731
         for several, run in itertools.groupby(every, together):
             some = list(run)
             for count in counts(len(some), several):
@@ -107,15 +107,15 @@ class Prompts:
         tables = [self.holdings.table(job, job.computed, job.computed + size) for job, _ in some]
         tokens = sum(over.end - job.computed for job, over in some)
         if sizes:
-            reads = self.device.whole(some, sizes, tables, self.holdings.no_pages)
+            reads = self.passes.whole(some, sizes, tables, self.holdings.no_pages)
         else:
-            reads = [self.device.chunk(*some[0], tables[0])]
+            reads = [self.passes.chunk(*some[0], tables[0])]
         self._count(chunks=1, computed=tokens)
         for job, _ in some:
             self.holdings.name(job, job.computed)
             place = self.holdings.place(job)
             if place is not None:
-                self.device.keep(job, place)
+                self.passes.keep(job, place)
         return reads
 
 

@@ -37,7 +37,8 @@ def test_what_a_call_gave_goes_on_before_the_next_prompts_token_is_there(pair):
 
     with engine_of(pair) as engine:
         device: Any = engine._loop.device
-        whole, programs = device.whole, device.programs
+        passes: Any = engine._loop.prompts.passes
+        whole, programs = passes.whole, device.programs
 
         def take(_: Any) -> None:
             if not handles:  # the first token of the text: it steps from now on
@@ -57,7 +58,7 @@ def test_what_a_call_gave_goes_on_before_the_next_prompts_token_is_there(pair):
 
             return dispatched
 
-        device.whole = noted
+        passes.whole = noted
         slowly = {sizes: slow(one) for sizes, one in programs.whole.items()}
         device.programs = programs._replace(whole=slowly)
         engine.before_waiting(lambda: let_go.set() if came.is_set() else None)

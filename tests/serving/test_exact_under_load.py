@@ -133,8 +133,9 @@ def counted(loop: Loop) -> list[str]:
         return lambda *args: (calls.append(name), method(*args))[1]
 
     device: Any = loop.device
-    device.chunk, device.call = named("chunk", device.chunk), named("call", device.call)
-    device.whole = named("chunk", device.whole)
+    passes: Any = loop.prompts.passes
+    device.call = named("call", device.call)
+    passes.chunk, passes.whole = named("chunk", passes.chunk), named("chunk", passes.whole)
     return calls
 
 
@@ -289,16 +290,18 @@ def test_whole_chunks_fit_into_the_stall(seconds, burst):
     one that was computed beside another half the time of both."""
     time = SimpleNamespace(lasted=lambda part, size: seconds.get(size, 0.0))
     programs, several = SimpleNamespace(chunk={512: None, 128: None}), (Several(2, 512),)
-    device = SimpleNamespace(time=time, programs=programs, several=several)
-    prompts = Prompts(cast(Any, device), cast(Any, None), dict, burst=16, stall=0.045)
+    device = SimpleNamespace(time=time, programs=programs)
+    over = SimpleNamespace(device=device, several=several)
+    prompts = Prompts(cast(Any, over), cast(Any, None), dict, burst=16, stall=0.045)
     assert prompts.now == burst
 
 
 def test_how_many_prompts_of_a_length_come_together():
     """Whatever the length: the last pass counts, of several or of one."""
     programs = SimpleNamespace(chunk=dict.fromkeys((64, 128, 512)))
-    device = SimpleNamespace(programs=programs, several=(Several(4, 128, 3), Several(2, 512)))
-    prompts = Prompts(cast(Any, device), cast(Any, None), dict)
+    several = Several(4, 128, 3), Several(2, 512)
+    passes = SimpleNamespace(device=SimpleNamespace(programs=programs), several=several)
+    prompts = Prompts(cast(Any, passes), cast(Any, None), dict)
     found = {n: prompts.together(n) for n in range(1, 600)}
     assert {n: found[n] for n in (1, 64, 65, 128, 200, 256, 257, 512, 513)} == {
         1: 4, 64: 4, 65: 4, 128: 4, 200: 4, 256: 4, 257: 2, 512: 2, 513: 1,

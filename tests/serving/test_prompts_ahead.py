@@ -45,7 +45,8 @@ class Watched:
         self.together = list[int]()  # the prompts of each pass that chose first tokens
         self.events = list[list[Event]]()
         device: Any = loop.device
-        learn, whole = device.learn, device.whole
+        passes: Any = loop.prompts.passes
+        learn, whole = device.learn, passes.whole
 
         def learned(read: Any, report: Any) -> None:
             stepped = slots_in(np.asarray(report.numbers), pair.models.block_size, read.steps)
@@ -55,7 +56,7 @@ class Watched:
             learn(read, report)
 
         device.learn = learned
-        device.whole = lambda some, *rest: (self.together.append(len(some)), whole(some, *rest))[1]
+        passes.whole = lambda some, *rest: (self.together.append(len(some)), whole(some, *rest))[1]
         self.add(requests)
 
     def add(self, requests: Iterable[Request]) -> None:
