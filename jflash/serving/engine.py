@@ -160,10 +160,9 @@ class Engine:
         """A snapshot."""
         pages = self._loop.holdings.pages
         with self._work.changed:
-            held = len(self._loop.running)
             return Stats(
-                waiting=self._work.waiting() + max(0, held - self.max_batch),
-                running=min(held, self.max_batch),
+                waiting=self._work.waiting(),
+                running=min(len(self._loop.running), self.max_batch),
                 pages=pages.count,
                 pages_available=pages.available,
                 pages_kept=pages.kept,

@@ -68,6 +68,11 @@ class Loop:
         return [job for job in self.slots if job is not None]
 
     @property
+    def without_place(self) -> int:
+        """Requests that step in no call yet: those whose prompts are computed ahead too."""
+        return len(self.waiting) + max(0, len(self.running) - self.device.layout.shape.batch)
+
+    @property
     def quiet(self) -> bool:
         """Whether no text is under way; requests that have no token yet may wait."""
         return not (self.running or self._unread or any(job.begun for job in self.waiting))

@@ -46,8 +46,8 @@ class Work:
             self.changed.notify()
 
     def waiting(self) -> int:
-        """The number of jobs that wait; the caller holds `changed`."""
-        return len(self._inbox) + len(self._loop.waiting)
+        """The number of jobs that wait for a place; the caller holds `changed`."""
+        return len(self._inbox) + self._loop.without_place
 
     def wait_for_room(self) -> None:
         """Until `add` would not raise Full, though another thread may come first."""

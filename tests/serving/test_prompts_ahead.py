@@ -19,7 +19,7 @@ from jflash.serving.job import Job
 from jflash.serving.layout import Layout, settled
 from jflash.serving.loop import Loop
 from jflash.serving.packing import slots_in
-from jflash.serving.request import Event, Request, Result
+from jflash.serving.request import Event, Full, Request, Result
 from jflash.serving.room import needed
 from jflash.serving.slots import empty_state
 from tests.support.attention_checks import ON_GPU
@@ -181,13 +181,28 @@ def test_texts_that_depend_on_their_neighbours_do_not_change_places():
 
 
 def test_who_has_no_place_yet_counts_as_waiting(pair):
-    """Also with its prompt computed: an engine tells of no more that run than step at once."""
-    with Engine(pair, max_batch=PLACES, max_context=192, prompts_ahead=AHEAD) as engine:
-        seen = []
-        engine.before_waiting(lambda: seen.append((engine.stats(), len(engine._loop.running))))
-        requests = [Request(prompt_ids=ids, max_tokens=20) for ids in prompts(7, seed=2, high=30)]
-        engine.generate(requests)
+    """Also with its prompt computed, for who asks and for the queue's limit: an engine tells of no
+    more that run than step at once, and takes as many more as it says."""
+    sizes: dict[str, Any] = {"max_batch": PLACES, "max_context": 192, "max_queue": 9}
+    seen, more = [], list[tuple[int, int]]()
+    request = Request(prompt_ids=[1, 2, 3], max_tokens=20)
+    with Engine(pair, prompts_ahead=AHEAD, **sizes) as engine:
+
+        def look() -> None:
+            stats, held = engine.stats(), len(engine._loop.running)
+            seen.append((stats, held))
+            if held > PLACES and not more:
+                taken = 0
+                with pytest.raises(Full):
+                    while True:
+                        engine.submit(request)
+                        taken += 1
+                more.append((stats.waiting, taken))
+
+        engine.before_waiting(look)
+        engine.generate([replace(request, prompt_ids=ids) for ids in prompts(7, seed=2, high=30)])
     assert max(held for _, held in seen) > PLACES
-    assert max(stats.running for stats, _ in seen) == PLACES
-    assert all(stats.waiting >= held - PLACES for stats, held in seen)
     assert all(stats.running == min(held, PLACES) for stats, held in seen)
+    assert all(stats.waiting >= held - PLACES for stats, held in seen)
+    [(waiting, taken)] = more
+    assert waiting + taken == sizes["max_queue"]
