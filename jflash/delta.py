@@ -17,8 +17,8 @@ from jflash.leaves import Leaf, SideBySide, declare
 from jflash.passes import Block, Chunk, Pass, Rows
 from jflash.projections import Projection, RMSNorm, output
 from jflash.specs import DeltaSpec
+from jflash.sums import Sums
 from pallas_kernels import gated_delta as op
-from pallas_kernels.matmul import Unsummed
 
 
 class DeltaNet(nn.Module):
@@ -46,7 +46,7 @@ class DeltaNet(nn.Module):
 
     def unsummed(
         self, x, positions, cache: DeltaCache | None, over: Pass, residual
-    ) -> tuple[Unsummed, DeltaCache | None]:
+    ) -> tuple[Sums, DeltaCache | None]:
         """As `Attention.unsummed`."""
         kernels = over.kernels
         fused = self.inputs(x, kernels.matmul)

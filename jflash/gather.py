@@ -56,6 +56,22 @@ def gather_sum(sums: Unsummed, shards: int) -> Float[Array, "*lead _"]:
     return gather_op.gather_sum(pieces, AXIS, _PLACES.get())
 
 
+def norms(own: Unsummed, shards: int) -> bool:
+    """Whether `gather_normed` takes this device's columns of a product."""
+    columns = own.residual if own.pieces is None else own.pieces[0]
+    assert columns is not None
+    return shards > 1 and gather_op.norms(columns.shape, columns.dtype, shards, _PLACES.get())
+
+
+def gather_normed(
+    own: Unsummed, residual: Float[Array, "*lead D"], scale: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"]]:
+    """The residual plus all devices' columns, and its norm, by one kernel (see `norms`)."""
+    columns = own.residual if own.pieces is None else own.pieces
+    assert columns is not None
+    return gather_op.gather_normed(columns, residual, scale, eps, AXIS, _PLACES.get())
+
+
 def gated_product(
     x: Float[Array, "*lead D"], gate_up: Any, firsts: Firsts | None, down: Any, columns: int
 ) -> Unsummed | None:

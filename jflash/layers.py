@@ -21,6 +21,7 @@ from jflash.passes import Pass, Projected
 from jflash.projections import Projection, RMSNorm, output
 from jflash.rope import rope_angles
 from jflash.specs import AttentionSpec, DenseSpec, LayerConfig, MoeSpec
+from jflash.sums import Sums, summed
 from pallas_kernels import heads_to_cache as heads_op
 from pallas_kernels.matmul import (
     Head,
@@ -32,7 +33,6 @@ from pallas_kernels.matmul import (
     head_largest,
     sigmoid_times,
     silu_times,
-    summed,
 )
 from pallas_kernels.matmul import head_logits as head_logits  # layers is the models' door
 from pallas_kernels.matmul import matmul as matmul
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         sums, cache = self.unsummed(x, positions, cache, over, residual)
         return summed(sums), cache
 
-    def unsummed(self, x, positions, cache, over: Pass, residual) -> tuple[Unsummed, Any]:
+    def unsummed(self, x, positions, cache, over: Pass, residual) -> tuple[Sums, Any]:
         """The outputs added to `residual`, for a norm to add up, and the new cache."""
         s = self.spec
         q, k, *gate = self.qkv.leaf.firsts
@@ -164,7 +164,7 @@ class MLP(nn.Module):
     def __call__(self, x, residual, kernels: Kernels) -> Float[Array, "B T D"]:
         return summed(self.unsummed(x, residual, kernels))
 
-    def unsummed(self, x, residual, kernels: Kernels) -> Unsummed:
+    def unsummed(self, x, residual, kernels: Kernels) -> Sums:
         """The same, for a norm to add up."""
         own = self._by_one_kernel(x, kernels)
         if own is not None:
@@ -222,8 +222,8 @@ class DecoderLayer(nn.Module):
         return self.attention.keys_values(x, positions, first)
 
     def __call__(
-        self, given: Unsummed, positions, cache, over: Pass
-    ) -> tuple[Float[Array, "B T D"], Unsummed, LayerState | None]:
+        self, given: Sums, positions, cache, over: Pass
+    ) -> tuple[Float[Array, "B T D"], Sums, LayerState | None]:
         """What the layer is given, summed; its output of the rows that are read; the new cache."""
         norm = over.kernels.norm
         x, normed = self.input_norm.after(given, norm)

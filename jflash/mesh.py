@@ -22,7 +22,13 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
-from jflash.parts import FEW_ROWS, for_few_rows, indivisible, part_of, with_experts_over
+from jflash.parts import (
+    indivisible,
+    part_of,
+    pays_to_split,
+    with_experts_over,
+    with_split_outputs,
+)
 from jflash.places import over_places
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
@@ -74,12 +80,14 @@ def for_batch(models: Models, batch: int | None) -> Models:
     """The models, whose parts are those that steps of `batch` sequences read soonest, if it is
     known; with their kernels, and with what they keep."""
     pushed = models.mesh is not None and models.kernels.gather == "push"
-    if batch is None or not pushed or batch * models.block_size > FEW_ROWS:
+    if batch is None or not pushed:
         return models
     assert models.mesh is not None
     shards = models.mesh.size
+    if not pays_to_split(batch * models.block_size, shards):
+        return models
     target, drafter = (
-        model and model.clone(config=for_few_rows(model.config, shards))
+        model and model.clone(config=with_split_outputs(model.config, shards))
         for model in (models.target, models.drafter)
     )
     return replace(models, target=target, drafter=drafter)

@@ -18,8 +18,10 @@ from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSp
 READ_RATHER = 2**24
 # But a step of few rows pushes a result sooner (pallas_kernels/gather/lines.py) than more than so
 # many are read: with Qwen3-8B's `out` split that step takes 4.08 ms in place of 4.15 (H200s, jax
-# 0.11.2, 2026-11-26, benchmarks/h200-x2-out.json; four devices were not timed).
-FEW_ROWS, READ_BY_FEW = 64, 7 * 2**20
+# 0.11.2, 2026-11-26, benchmarks/h200-x2-out.json). Of many rows it is the arithmetic that counts:
+# with 512 rows 11.50 ms in place of 11.79, with 128 5.46 in place of 5.43 (two of them, in one hold
+# of that day, benchmarks/h200-x2-norms.json). Over four devices no norm's kernel gathers them.
+FEW_ROWS, MANY_ROWS, READ_BY_PUSHERS = 64, 512, 7 * 2**20
 COLUMNS = 64  # of a tile, which split products are whole numbers of
 OVER = ("columns", "devices")  # what devices share of experts
 
@@ -73,15 +75,20 @@ def part_of[C: DecoderConfig](config: C, shards: int) -> C:
     return replace(model, layers=layers, shards=shards)
 
 
-def for_few_rows[C: DecoderConfig](config: C, shards: int) -> C:
-    """The model, for steps of up to FEW_ROWS rows over so many devices that push their parts: they
-    share a layer's last product unless it is very small, or kept in fewer bytes."""
+def pays_to_split(rows: int, shards: int) -> bool:
+    """Whether steps of so many rows are sooner `with_split_outputs`."""
+    return rows <= FEW_ROWS or (rows >= MANY_ROWS and shards == 2)
+
+
+def with_split_outputs[C: DecoderConfig](config: C, shards: int) -> C:
+    """The model over so many devices that push their parts: they share a layer's last product
+    unless it is very small, or kept in fewer bytes."""
     model: Any = config
     if isinstance(config, DrafterConfig) and config.products is not None:
         return model
 
     def split(spec: Any, rows: int) -> Any:
-        pays = _others(rows, config, shards) > READ_BY_FEW
+        pays = _others(rows, config, shards) > READ_BY_PUSHERS
         even = config.hidden_size // shards % COLUMNS == 0
         return replace(spec, whole_out=False) if pays and even else spec
 

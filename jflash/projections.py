@@ -9,18 +9,11 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jflash.gather import gather, gather_sum, share
+from jflash.gather import gather, share
 from jflash.leaves import Leaf, declare
-from pallas_kernels.matmul import (
-    Unsummed,
-    added,
-    matmul,
-    partial_products,
-    summed,
-    unadded,
-    unsummed,
-)
-from pallas_kernels.rms_norm import after, rms_norm
+from jflash.sums import Sums, left, normed, summed
+from pallas_kernels.matmul import Unsummed, added, matmul, partial_products, unsummed
+from pallas_kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -42,10 +35,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.scale, self.eps, backend=backend)
 
     def after(
-        self, sums: Unsummed, backend: str
+        self, sums: Sums, backend: str
     ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"]]:
         """The sum, and its norm."""
-        return after(sums, self.scale, self.eps, backend=backend)
+        return normed(sums, self.scale, self.eps, backend)
 
     def over_all(
         self, x: Float[Array, "*lead D"], shards: int, backend: str
@@ -84,7 +77,7 @@ class Projection(Kernel):
 
     def unsummed(
         self, x: Float[Array, "B T _"], backend: str, residual: Float[Array, "B T _"] | None
-    ) -> Unsummed:
+    ) -> Sums:
         """The same, for a norm to add up."""
         lead = x.shape[:-1]
         flat = x.reshape(-1, x.shape[-1])
@@ -121,15 +114,16 @@ class Output(Projection):
     shards: int = 1
     whole: bool = False
 
-    def unsummed(self, x, backend, residual):
+    def unsummed(self, x, backend, residual) -> Sums:
         rows = gather(x, self.shards)
         if self.whole or self.shards == 1:
             return super().unsummed(rows, backend, residual)
-        return self.gathered(super().unsummed(rows, backend, None), backend, residual)
+        own: Any = super().unsummed(rows, backend, None)
+        return self.gathered(own, backend, residual)
 
-    def gathered(self, own: Unsummed, backend: str, residual: Any) -> Unsummed:
+    def gathered(self, own: Unsummed, backend: str, residual: Any) -> Sums:
         """Of this device's columns of the product the whole, with the residual to be added."""
-        return unadded(gather_sum(own, self.shards), residual, backend=backend)
+        return left(own, residual, self.shards, backend)
 
 
 def output(spec: Any, rows: int, width: int, axis: str, use_bias: bool = False) -> Output:

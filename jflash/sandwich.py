@@ -15,6 +15,7 @@ from jflash.newest import rows_read
 from jflash.passes import Pass
 from jflash.projections import RMSNorm
 from jflash.specs import DenseSpec
+from jflash.sums import Sums
 from pallas_kernels.fixed_order import rounded
 from pallas_kernels.matmul import Unsummed, added
 from pallas_kernels.rms_norm import rms_norm
@@ -69,7 +70,7 @@ class SandwichLayer(DecoderLayer):
     def make_norm(self, eps: float | None = None) -> RMSNorm:
         return RMSNorm(self.hidden_size, eps or self.eps, dtype=self.norm_dtype)
 
-    def __call__(self, given: Unsummed, positions, cache, over: Pass):
+    def __call__(self, given: Sums, positions, cache, over: Pass):
         norm, backend = over.kernels.norm, over.kernels.matmul
         entered, normed = self.input_norm.after(given, norm)
         out, cache = self.attention(normed, positions, cache, over, None)

@@ -17,6 +17,7 @@ from jflash.layers import DecoderLayer
 from jflash.leaves import Leaf, declare
 from jflash.passes import Pass
 from jflash.projections import Projection
+from jflash.sums import Sums
 from pallas_kernels.matmul import Unsummed
 
 GROUP = 128  # tokens whose best comes first
@@ -72,7 +73,7 @@ class ConvolvedLayer(DecoderLayer):
         self.attention_conv = DynamicConvolution(self.drafter)
         self.mlp_conv = DynamicConvolution(self.drafter)
 
-    def __call__(self, given: Unsummed, positions, cache, over: Pass):
+    def __call__(self, given: Sums, positions, cache, over: Pass):
         kernels = over.kernels
         entered, normed = self.input_norm.after(given, kernels.norm)
         before, after = self.attention_conv.kernels(normed, kernels.matmul)

@@ -20,8 +20,9 @@ from jflash.models.decoder import Target
 from jflash.pair import Models
 from jflash.passes import Block
 from jflash.projections import Projection
+from jflash.sums import summed
 from pallas_kernels import gated_delta
-from pallas_kernels.matmul import Unsummed, summed
+from pallas_kernels.matmul import Unsummed
 
 FEW_ROWS, SPLITS = 16, 4
 PIECES = 8  # of K, where no form has more than four

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.choice import device_refusal
-from pallas_kernels.gather import push, xla
+from pallas_kernels.gather import normed, push, xla
 from pallas_kernels.gather.push import Places as Places
 from pallas_kernels.gather.push import empty_places as empty_places
 from pallas_kernels.matmul.add import Unsummed, summed
@@ -63,6 +63,36 @@ def gather_sum(
     if places is None or not push.adds(M, C):
         return gather(summed(Unsummed(pieces, None)), axis, places)
     return push.gather_sum(pieces.reshape(-1, M, C), places, axis).reshape(*lead, -1)
+
+
+def norms(shape: tuple[int, ...], dtype: Any, devices: int, places: Places | None) -> bool:
+    """Whether `gather_normed` takes a device's part of this shape, or pieces of it, in `dtype`."""
+    *lead, C = shape
+    if places is None or jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return False
+    return normed.length(math.prod(lead), C, devices) is not None
+
+
+def gather_normed(
+    own: Float[Array, "*P_lead C"],
+    residual: Float[Array, "*lead D"],
+    scale: Float[Array, " D"],
+    eps: float,
+    axis: str,
+    places: Places | None,
+) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"]]:
+    """The residual plus all devices' parts, and its norm: pushed, added and normed by one kernel.
+
+    `own` is in pieces of float32, or rounded already. The bits are those of `gather_sum`, and of
+    `rms_norm.after` it by "canonical".
+    """
+    assert places is not None
+    C, D = own.shape[-1], residual.shape[-1]
+    flat = residual.reshape(-1, D)
+    pieces = own.shape[: own.ndim - residual.ndim]
+    given = own.reshape(*pieces, len(flat), C)
+    found = normed.gather_normed(given, flat, scale, eps, places, axis)
+    return found[0].reshape(residual.shape), found[1].reshape(residual.shape)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

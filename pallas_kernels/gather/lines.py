@@ -6,7 +6,6 @@ that take less time than that. The lines of a landing place hold nothing else, s
 an earlier gather has another number, until counts have gone round.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -18,12 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from pallas_kernels.gather.part import Part
+from pallas_kernels.gather.part import THREADS, Part, layout
 from pallas_kernels.gather.registers import LEAST, LONGEST
 from pallas_kernels.gather.registers import length as longest
 
 MOST = 2**17  # numbers of a device's part
-THREADS = 128
 LINE = 2  # numbers beside a gather's number
 
 
@@ -35,21 +33,12 @@ def length(rows: int, columns: int, ctas: int) -> int:
 
 def send(part: Part, tiles: list[Any], turn: Any) -> None:
     """Writes a CTA's tiles to the peers' lines, and to the result."""
-    values = [_own(part, tile) for tile in tiles]
+    values = [part.value(tile) for tile in tiles]
     for tile, value in zip(tiles, values, strict=True):
         for peer in part.peers:
             lines = part.landing.at[part.place(part.me, tile)]
             _send(plgpu.remote_ref(lines, peer), value, turn)
         part.out[part.result(part.me, tile)] = value
-
-
-def _own(part: Part, tile: Any) -> Any:
-    """A tile of this device's part; of a part in pieces their sum, as `matmul.summed` has it."""
-    layout, at = _layout(part.length), part.own(tile)
-    if len(part.x.shape) == len(at):
-        return plgpu.load(part.x.at[at], layout=layout)
-    pieces = (plgpu.load(part.x.at[p, *at], layout=layout) for p in range(part.x.shape[0]))
-    return functools.reduce(jnp.add, pieces).astype(part.out.dtype)
 
 
 def take(part: Part, tiles: list[Any], turn: Any) -> None:
@@ -60,13 +49,8 @@ def take(part: Part, tiles: list[Any], turn: Any) -> None:
             part.out[part.result(peer, tile)] = value
 
 
-def _layout(length: int) -> Any:
-    """A thread has its numbers of a tile side by side."""
-    return plgpu.Layout.WG_STRIDED((length,), vec_size=length // THREADS)
-
-
 def _send(ref, value, turn) -> None:
-    types = (plgpu.RefType(), _layout(value.shape[0]), plgpu.Layout.WG_SPLAT)
+    types = (plgpu.RefType(), layout(value.shape[0]), plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=types)
     def send(context, ref, value, turn):
@@ -88,8 +72,7 @@ def _send(ref, value, turn) -> None:
 
 def _take(refs: tuple[Any, ...], turn, length: int) -> tuple[jax.Array, ...]:
     """A tile of each peer, once all of them are there: one look is at all."""
-    layout = _layout(length)
-    out = plgpu.ShapeDtypeStruct((length,), jnp.bfloat16, layout=layout)
+    out = plgpu.ShapeDtypeStruct((length,), jnp.bfloat16, layout=layout(length))
     types = (tuple(plgpu.RefType() for _ in refs), plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=types, return_type=tuple(out for _ in refs))

@@ -87,7 +87,7 @@ def _gather(x, landing, counts, axis: str):
 
 
 def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, moves: Any):
-    part, tiles, turn = _task(x_ref, landing, counts, out_ref, axis, length)
+    part, tiles, turn = task(x_ref, landing, counts, out_ref, axis, length)
     way, cta = moves(part, *scratch), lax.axis_index("cta")
 
     @pl.when(cta < tiles)  # the others have nothing to say, and count on
@@ -120,7 +120,7 @@ def _gather_lines(x, landing, counts, axis: str):
 
 
 def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int):
-    part, tiles, turn = _task(x_ref, landing, counts, out_ref, axis, length)
+    part, tiles, turn = task(x_ref, landing, counts, out_ref, axis, length)
     cta = lax.axis_index("cta")
 
     @pl.when(cta < tiles)
@@ -133,7 +133,7 @@ def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int)
     counts[len(part.peers) + 1, cta] = turn + 1
 
 
-def _task(x_ref, landing, counts, out_ref, axis: str, length: int) -> tuple[Part, int, Any]:
+def task(x_ref, landing, counts, out_ref, axis: str, length: int) -> tuple[Part, int, Any]:
     """What a CTA moves: the part, of how many tiles, and the number of the gather before."""
     (M, C), devices = x_ref.shape[-2:], counts.shape[0] - 1
     me, turn = lax.axis_index(axis), counts[devices, lax.axis_index("cta")]

@@ -16,7 +16,7 @@ from jflash.cli import main
 from jflash.cli.options.bench_steps import cases_of
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.parts import FEW_ROWS, for_few_rows, part_of
+from jflash.parts import part_of, pays_to_split, with_split_outputs
 from jflash.programs import Shape, new_state
 from tests.support.virtual_devices import result, start
 
@@ -79,19 +79,18 @@ def test_four_devices_share_a_pair_and_the_floor_is_of_ones_part():
 
 @pytest.mark.long
 def test_cases_share_weights_that_lie_alike(monkeypatch):
-    """Where devices push, a batch of few rows has other parts of a layer than a larger one."""
+    """Where devices push, batches of few and of many rows have other parts of a layer than 8."""
 
     def as_two_that_push(models: Models, batch: int) -> Models:
-        few = batch * models.block_size <= FEW_ROWS
-        return (
-            replace(models, target=Target(for_few_rows(models.target.config, 2))) if few else models
-        )
+        if not pays_to_split(batch * models.block_size, 2):
+            return models
+        return replace(models, target=Target(with_split_outputs(models.target.config, 2)))
 
     monkeypatch.setattr(case_module, "for_batch", as_two_that_push)
-    names = ["qwen3-8b:1:step", "qwen3-8b:32:step", "qwen3-8b:1:plain", "qwen3-8b:1:float8"]
-    one, many, plain, rounded = cases_of(",".join(names))
-    plan = step_table.Plan((one, many, plain, rounded, one), (40,), 256, 2, 2, {})
-    assert step_table._with_the_same_weights(plan) == [[one, plain], [many], [rounded]]
+    names = ["1:step", "8:step", "32:step", "1:plain", "1:float8"]
+    one, eight, many, plain, rounded = cases_of(",".join(f"qwen3-8b:{name}" for name in names))
+    plan = step_table.Plan((one, eight, many, plain, rounded, one), (40,), 256, 2, 2, {})
+    assert step_table._with_the_same_weights(plan) == [[one, many, plain], [eight], [rounded]]
 
 
 def test_it_times_targets_that_are_kept_quantised_and_counts_the_experts_that_are_read(tmp_path):

@@ -219,11 +219,13 @@ def test_the_step_with_experts_kept_in_mxfp4_passes():
     assert kernel.findall(program.hlo) == ["2880"] * 2  # the first one's gate is in it
 
 
-def on_two(models: Models, experts_over: str = "columns", **asked: str) -> tuple[Program, int]:
+def on_two(
+    models: Models, experts_over: str = "columns", batch: int = 1, **asked: str
+) -> tuple[Program, int]:
     """The step of two H200s that share the models, and the bound of its temporaries."""
     models = on_h200(over(models, device_mesh(H200, 2, AXIS), experts_over), **asked)
-    models = for_batch(models, 1)
-    step = step_program(models, 1, CAPACITY)
+    models = for_batch(models, batch)
+    step = step_program(models, batch, CAPACITY)
     lowered = lower_run(models, *step.arguments[:2])
     program = inspect(lambda dump: lowered.compile(compiler_options=dict(dump)))
     return program, step.temporary_bound
@@ -247,6 +249,16 @@ def test_two_devices_push_what_they_exchange():
     places = re.findall(r"= (?:bf16|s32)\[2,2,\d+\]\S+ (\S+)\(", program.hlo)
     assert places and not any("copy" in opcode for opcode in places)
     assert "f32[16,75968]" not in program.hlo  # a device's logits
+
+
+def test_two_devices_that_push_many_rows_add_and_norm_them_where_they_land():
+    """The outputs of attention and of the MLP, which is one kernel, in both layers."""
+    program, bound = on_two(models_of(SMALL), batch=32)
+    assert not failed(program, bound) and only_gathers(parse(program.hlo)).value == 0
+    named = re.findall(r'custom-call\(.*?op_name="[^"]*?/(\w+)/mpmd_map"', program.hlo)
+    found = {name: named.count(name) for name in ("push_and_norm", "mlp_pushed")}
+    assert found == {"push_and_norm": 4, "mlp_pushed": 2}
+    assert "sum_and_norm" not in program.hlo and "add_pieces" not in program.hlo
 
 
 def test_two_devices_compile_a_program_that_is_given_an_empty_array():
