@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from jflash.pair import Models, Params
 from jflash.serving.device import Device
 from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
-from jflash.serving.grammar import GrammarError
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Counts, Job, Read, Tally
 from jflash.serving.layout import Layout, settled
@@ -21,12 +20,10 @@ from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
 from jflash.serving.prompt_passes import PromptPasses
 from jflash.serving.prompts import Prompts
-from jflash.serving.request import Event, FinishReason
+from jflash.serving.roster import OnEvent, Roster
 from jflash.serving.schedule import Plan
 from jflash.serving.some_slots import given_slots
 from jflash.serving.stats import SIZES
-
-OnEvent = Callable[[Job, Event], None]
 
 
 class Loop:
@@ -50,10 +47,10 @@ class Loop:
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
         self.before_waiting: Callable[[], None] = lambda: None  # the device has its next work
-        self.slots: list[Job | None] = [None] * layout.slots
-        self.waiting = list[Job]()
         self._tally = Tally()
         self._count = self._tally.add
+        self.roster = Roster(layout.slots, self.holdings, self._count)
+        self.waiting = self.roster.waiting
         self.rounds_by_tokens = [0] * (len(SIZES) + 1)
         passes = PromptPasses(self.device)
         self.prompts = Prompts(passes, self.holdings, self._count, burst, stall)
@@ -65,7 +62,7 @@ class Loop:
 
     @property
     def running(self) -> list[Job]:
-        return [job for job in self.slots if job is not None]
+        return self.roster.running
 
     @property
     def without_place(self) -> int:
@@ -137,28 +134,29 @@ class Loop:
         The device always has the next call by the time that the host waits for anything: for a
         first token too, which an array of its own brings as soon as its chunk has run.
         """
-        for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
-            self._end(job, "cancelled", on_event)
-        of_grammar = any(job.matcher for job in (*self.waiting, *self.running))
+        for job in [job for job in self.roster.all if job.cancelled]:
+            self.roster.end(job, "cancelled", self.version, on_event)
+        of_grammar = any(job.matcher for job in self.roster.all)
         self.holdings.steps = self.device.layout.steps + of_grammar
         what = self._plan()
         if what.preempted and self._unread:
             self.drain(on_event)  # tokens that are on their way are not computed twice
             what = self._plan()
-        by_order = {job.order: job for job in (*self.waiting, *self.running)}
+        by_order = {job.order: job for job in self.roster.all}
         jobs = lambda orders: [by_order[order] for order in orders]  # noqa: E731
         for job in jobs(what.expired):
-            self._end(job, "timeout", on_event)
+            self.roster.end(job, "timeout", self.version, on_event)
         for job in jobs(what.preempted):
             self.preempt(job)
         for job in jobs(what.grown):
             self.holdings.grow(job)
         for job in jobs(what.admitted):
-            self._admit(job)
+            if self.roster.admit(job):
+                self.prompts.passes.admit(job)
         self.device.time.begin()
         chunked = jobs(what.chunks)
         reads = self.prompts.dispatch(chunked)
-        self._drop_failed(chunked)
+        self.roster.drop_failed(chunked)
         self._unread += reads
         left = len(reads) - max((i for i, read in enumerate(reads, 1) if read.last), default=0)
         ready = {id(job): job for job in chunked if not job.end}.values()
@@ -184,17 +182,15 @@ class Loop:
     def preempt(self, job: Job) -> None:
         """Takes slot and pages from a request, which waits again; all calls must be read."""
         assert not self._unread, "tokens on their way would be lost"
-        self._leave(job)
-        self.waiting.append(job)
-        self._count(preempted=1)
+        self.roster.preempt(job)
 
     def drop(self) -> Iterable[Job]:
         """All requests that have not ended, after a failure."""
-        return [*self.waiting, *self.running]
+        return self.roster.all
 
     def _plan(self) -> Plan:
-        free, at_once = self.slots.count(None), self.device.layout.shape.batch
-        places, ahead = at_once - len(self.running), len(self.slots) - at_once
+        free, at_once = self.roster.free, self.device.layout.shape.batch
+        places, ahead = at_once - len(self.running), self.device.layout.slots - at_once
         if self.waiting and places <= 0:  # nobody waits for a prompt: it comes with others
             first = min(self.waiting, key=lambda job: job.order)
             together = min(self.prompts.together(first.to_compute), len(self.waiting), ahead)
@@ -204,20 +200,6 @@ class Loop:
             burst=self.prompts.now, each=self.prompts.each,
             slots=free, places=places, still=self.held or self.asleep,
         )  # fmt: skip
-
-    def _admit(self, job: Job) -> None:
-        """Gives a slot and pages, if there are still as many pages as planned."""
-        if not self.holdings.admit(job):
-            return
-        self.waiting.remove(job)
-        job.slot = self.slots.index(None)
-        self.slots[job.slot] = job
-        job.end, job.gained, job.stepped = job.to_compute, False, False
-        job.unread = job.unread_certain = 0
-        if job.cached is None:
-            job.cached, job.queued = job.computed, time.monotonic() - job.submitted
-            self._count(prompt_tokens=job.end, cached_tokens=job.cached)
-        self.prompts.passes.admit(job)
 
     def _step_with_forms(self, jobs: Sequence[Job]) -> Read:
         """A step of these requests, some of which have a grammar. The others take part before the
@@ -233,7 +215,7 @@ class Loop:
         """The next steps of these requests, in a call that steps `count` of `given` slots."""
         read = program(jobs, count, *self.holdings.tables(jobs, given))
         self._count(calls=1, live=min(len(jobs), count))
-        self._drop_failed(jobs)
+        self.roster.drop_failed(jobs)
         return read
 
     def drain(self, on_event: OnEvent) -> None:
@@ -271,31 +253,7 @@ class Loop:
                 job.gained, job.reason = True, of_job[-1].finish_reason
             self.holdings.name(job, len(job.tokens) - 1)
             if job.reason:
-                self._leave(job)  # before its last event, as above
+                self.roster.leave(job)  # before its last event, as above
             for event in of_job:
                 on_event(job, event)
-            self._drop_failed([job])
-
-    def _drop_failed(self, jobs: Sequence[Job]) -> None:
-        """Ends requests whose grammar cannot be followed; calls on their way are not read."""
-        for job in jobs:
-            if job.matcher is not None and job.matcher.error and job.reason is None:
-                job.reason = "failed"
-                self._leave(job)
-                job.handle.fail(GrammarError(job.matcher.error))
-
-    def _end(self, job: Job, reason: FinishReason, on_event: OnEvent) -> None:
-        """Ends a waiting or running request early."""
-        job.reason = reason
-        if job in self.waiting:
-            self.waiting.remove(job)
-        self._leave(job)
-        end = Event((), 0, 0, job.cached or 0, reason, version=self.version, queued=job.queued)
-        on_event(job, end)
-
-    def _leave(self, job: Job) -> None:
-        """Gives slot and pages back."""
-        if job.slot is not None:
-            self.slots[job.slot] = None
-            self.holdings.leave(job)
-            job.slot = job.drafted = None
+            self.roster.drop_failed([job])

@@ -115,9 +115,8 @@ def test_a_storm_of_cancels_leaves_the_others_text(pair, phase):
     assert jobs[0].tokens[70:] == want.token_ids and jobs[0].reason == "length"
     last = [[e for of, e in events if of is job][-1] for job in jobs]
     assert [e.finish_reason for e in last] == [job.reason for job in jobs]
-    assert (
-        loop.holdings.pages.available == loop.holdings.pages.count and loop.slots == [None] * BATCH
-    )
+    assert loop.holdings.pages.available == loop.holdings.pages.count
+    assert loop.roster.slots == [None] * BATCH
 
 
 def loop_of(pair, burst: int = 4, kinds: tuple[Kind, ...] = KINDS) -> Loop:
@@ -233,7 +232,7 @@ def test_a_first_token_waits_for_its_chunks_and_no_step(pair, monkeypatch):
     assert until_first(one, 1) == ["chunk", "call", "2 left", "1 left"]
     three = [f"{left} left" for left in (4, 3, 2, 1)]
     assert until_first(replace(one, cache_salt="new"), 2) == ["chunk"] * 3 + ["call"] + three
-    assert loop.slots[0] is not None, "the first text was under way all the time"
+    assert loop.roster.slots[0] is not None, "the first text was under way all the time"
 
 
 def test_an_end_that_is_certain_takes_no_more_steps(pair):
