@@ -7,19 +7,17 @@ continues from its newest token. This file knows only token ids.
 import math
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from jflash.pair import Models, Params
 from jflash.serving.device import Device
-from jflash.serving.events import first_token, gained, keep_prompt_scores, tokens_of_calls
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Counts, Job, Read, Tally
 from jflash.serving.layout import Layout, settled
-from jflash.serving.packing import Taken
 from jflash.serving.planning import planned
 from jflash.serving.prompt_passes import PromptPasses
 from jflash.serving.prompts import Prompts
+from jflash.serving.reading import Unread
 from jflash.serving.roster import OnEvent, Roster
 from jflash.serving.schedule import Plan
 from jflash.serving.some_slots import given_slots
@@ -54,7 +52,7 @@ class Loop:
         self.rounds_by_tokens = [0] * (len(SIZES) + 1)
         passes = PromptPasses(self.device)
         self.prompts = Prompts(passes, self.holdings, self._count, burst, stall)
-        self._unread = deque[Read]()  # in the order in which the device computes them
+        self._unread = Unread(self.device, self.holdings, self.roster, self._count)
 
     @property
     def counts(self) -> Counts:
@@ -174,8 +172,7 @@ class Loop:
             left += 1
         self.before_waiting()
         while len(self._unread) > left:
-            read = self._unread.popleft()
-            self._read(read, on_event)
+            read = self._unread.read_next(self.version, on_event)
             if len(self._unread) > left and self._unread[0].given is not read.given:
                 self.before_waiting()  # an end does not wait for the next prompt's token
 
@@ -221,39 +218,4 @@ class Loop:
     def drain(self, on_event: OnEvent) -> None:
         """Reads all that was dispatched."""
         while self._unread:
-            self._read(self._unread.popleft(), on_event)
-
-    def _read(self, read: Read, on_event: OnEvent) -> None:
-        """Waits for a chunk or a call, and hands on what it gives."""
-        self._count(**self.device.time.wait_for(read.given))
-        given = read.given.result()
-        if given.report is not None:
-            self.device.learn(read, given.report)
-            taken = list(tokens_of_calls(read, given.report, self.device.models.block_size))
-            read.count_unread(-read.steps)
-            self._gain(taken, on_event)
-        elif read.job is not None and read.job.reason is None:
-            if given.scored is not None:
-                keep_prompt_scores(read.job, given, read.count)
-            if given.first is not None:
-                self._gain([(read.job, first_token(read.job, given.first, read.index))], on_event)
-
-    def _gain(self, given: Sequence[tuple[Job, Taken]], on_event: OnEvent) -> None:
-        """Adds the tokens of some steps to each text; the last one may end it."""
-        most, version = self.device.models.max_accept, self.version
-        events = [list(gained(job, of_job, most, version)) for job, of_job in given]
-        every = [event for of_job in events for event in of_job]
-        self._count(  # first, for who sees the last event may ask for the counts
-            new_tokens=sum(len(event.token_ids) for event in every),
-            drafted=sum(event.drafted for event in every),
-            accepted=sum(event.accepted for event in every),
-        )
-        for (job, _), of_job in zip(given, events, strict=True):
-            if of_job:
-                job.gained, job.reason = True, of_job[-1].finish_reason
-            self.holdings.name(job, len(job.tokens) - 1)
-            if job.reason:
-                self.roster.leave(job)  # before its last event, as above
-            for event in of_job:
-                on_event(job, event)
-            self.roster.drop_failed([job])
+            self._unread.read_next(self.version, on_event)
