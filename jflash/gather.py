@@ -58,9 +58,10 @@ def gather_sum(sums: Unsummed, shards: int) -> Float[Array, "*lead _"]:
 
 def norms(own: Unsummed, shards: int) -> bool:
     """Whether `gather_normed` takes this device's columns of a product."""
-    columns = own.residual if own.pieces is None else own.pieces[0]
+    columns = own.residual if own.pieces is None else own.pieces
     assert columns is not None
-    return shards > 1 and gather_op.norms(columns.shape, columns.dtype, shards, _PLACES.get())
+    shape = columns.shape if own.pieces is None else columns.shape[1:]
+    return shards > 1 and gather_op.norms(shape, columns.dtype, shards, _PLACES.get())
 
 
 def gather_normed(

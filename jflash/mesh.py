@@ -22,13 +22,7 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
-from jflash.parts import (
-    indivisible,
-    part_of,
-    pays_to_split,
-    with_experts_over,
-    with_split_outputs,
-)
+from jflash.parts import indivisible, part_of, with_experts_over, with_split_outputs
 from jflash.places import over_places
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
@@ -83,11 +77,9 @@ def for_batch(models: Models, batch: int | None) -> Models:
     if batch is None or not pushed:
         return models
     assert models.mesh is not None
-    shards = models.mesh.size
-    if not pays_to_split(batch * models.block_size, shards):
-        return models
+    how = batch * models.block_size, models.mesh.size
     target, drafter = (
-        model and model.clone(config=with_split_outputs(model.config, shards))
+        model and model.clone(config=with_split_outputs(model.config, *how))
         for model in (models.target, models.drafter)
     )
     return replace(models, target=target, drafter=drafter)

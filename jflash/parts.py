@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import DecoderConfig, DrafterConfig
+from jflash.config import DecoderConfig, Drafter2Config, DrafterConfig
 from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSpec
 
 # A layer's last product is whole on every device if the others' columns of its kernel hold at most
@@ -23,6 +23,7 @@ READ_RATHER = 2**24
 # of that day, benchmarks/h200-x2-norms.json). Over four devices no norm's kernel gathers them.
 FEW_ROWS, MANY_ROWS, READ_BY_PUSHERS = 64, 512, 7 * 2**20
 COLUMNS = 64  # of a tile, which split products are whole numbers of
+NORMED = 256  # which many rows are whole numbers of, if a norm's kernel gathers them
 OVER = ("columns", "devices")  # what devices share of experts
 
 
@@ -75,25 +76,23 @@ def part_of[C: DecoderConfig](config: C, shards: int) -> C:
     return replace(model, layers=layers, shards=shards)
 
 
-def pays_to_split(rows: int, shards: int) -> bool:
-    """Whether steps of so many rows are sooner `with_split_outputs`."""
-    return rows <= FEW_ROWS or (rows >= MANY_ROWS and shards == 2)
-
-
-def with_split_outputs[C: DecoderConfig](config: C, shards: int) -> C:
-    """The model over so many devices that push their parts: they share a layer's last product
-    unless it is very small, or kept in fewer bytes."""
+def with_split_outputs[C: DecoderConfig](config: C, rows: int, shards: int) -> C:
+    """The model, for steps of so many rows over so many devices that push their parts: where that
+    is sooner they share a layer's last product, unless it is very small, or kept in fewer bytes."""
     model: Any = config
+    many = rows >= MANY_ROWS and shards == 2
     if isinstance(config, DrafterConfig) and config.products is not None:
         return model
+    if rows > FEW_ROWS and (not many or isinstance(config, Drafter2Config)):
+        return model
 
-    def split(spec: Any, rows: int) -> Any:
-        pays = _others(rows, config, shards) > READ_BY_PUSHERS
-        even = config.hidden_size // shards % COLUMNS == 0
+    def split(spec: Any, inner: int) -> Any:
+        pays = _others(inner, config, shards) > READ_BY_PUSHERS
+        even = config.hidden_size // shards % (NORMED if many else COLUMNS) == 0
         return replace(spec, whole_out=False) if pays and even else spec
 
     def shared(layer: LayerConfig) -> LayerConfig:
-        if layer.kept:
+        if layer.kept or (many and layer.sandwich):  # whose norm is not of the sum
             return layer
         mlp, mixer = layer.mlp, split(layer.mixer, layer.mixer.out_width)
         dense = isinstance(mlp, DenseSpec)

@@ -16,7 +16,7 @@ from jflash.cli import main
 from jflash.cli.options.bench_steps import cases_of
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.parts import part_of, pays_to_split, with_split_outputs
+from jflash.parts import part_of, with_split_outputs
 from jflash.programs import Shape, new_state
 from tests.support.virtual_devices import result, start
 
@@ -82,9 +82,8 @@ def test_cases_share_weights_that_lie_alike(monkeypatch):
     """Where devices push, batches of few and of many rows have other parts of a layer than 8."""
 
     def as_two_that_push(models: Models, batch: int) -> Models:
-        if not pays_to_split(batch * models.block_size, 2):
-            return models
-        return replace(models, target=Target(with_split_outputs(models.target.config, 2)))
+        config = with_split_outputs(models.target.config, batch * models.block_size, 2)
+        return replace(models, target=Target(config))
 
     monkeypatch.setattr(case_module, "for_batch", as_two_that_push)
     names = ["1:step", "8:step", "32:step", "1:plain", "1:float8"]
