@@ -56,12 +56,9 @@ def gather_sum(sums: Unsummed, shards: int) -> Float[Array, "*lead _"]:
     return gather_op.gather_sum(pieces, AXIS, _PLACES.get())
 
 
-def norms(own: Unsummed, shards: int) -> bool:
-    """Whether `gather_normed` takes this device's columns of a product."""
-    columns = own.residual if own.pieces is None else own.pieces
-    assert columns is not None
-    shape = columns.shape if own.pieces is None else columns.shape[1:]
-    return shards > 1 and gather_op.norms(shape, columns.dtype, shards, _PLACES.get())
+def norms(rows: int, columns: int, shards: int) -> bool:
+    """Whether `gather_normed` takes so many columns of each device."""
+    return _PLACES.get() is not None and gather_op.norms(rows, columns, shards)
 
 
 def gather_normed(

@@ -22,8 +22,16 @@ from jflash.models.dflash import context_leaves, with_context_kernel
 from jflash.models.float8 import heads_of, rounded
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
-from jflash.parts import indivisible, part_of, with_experts_over, with_split_outputs
+from jflash.parts import (
+    FEW_ROWS,
+    MANY_ROWS,
+    indivisible,
+    part_of,
+    with_experts_over,
+    with_split_outputs,
+)
 from jflash.places import over_places
+from pallas_kernels.gather import norms
 
 EVERYWHERE: Any = PartitionSpec()  # stands where arrays do
 
@@ -77,11 +85,16 @@ def for_batch(models: Models, batch: int | None) -> Models:
     if batch is None or not pushed:
         return models
     assert models.mesh is not None
-    how = batch * models.block_size, models.mesh.size
-    target, drafter = (
-        model and model.clone(config=with_split_outputs(model.config, *how))
-        for model in (models.target, models.drafter)
-    )
+    rows, shards = batch * models.block_size, models.mesh.size
+
+    def suited(model: Any) -> Any:
+        config = model.config
+        normed = rows >= MANY_ROWS and norms(rows, config.hidden_size // shards, shards)
+        if not normed and rows > FEW_ROWS:
+            return model
+        return model.clone(config=with_split_outputs(config, shards, normed=normed))
+
+    target, drafter = (model and suited(model) for model in (models.target, models.drafter))
     return replace(models, target=target, drafter=drafter)
 
 

@@ -23,7 +23,6 @@ READ_RATHER = 2**24
 # of that day, benchmarks/h200-x2-norms.json). Over four devices no norm's kernel gathers them.
 FEW_ROWS, MANY_ROWS, READ_BY_PUSHERS = 64, 512, 7 * 2**20
 COLUMNS = 64  # of a tile, which split products are whole numbers of
-NORMED = 256  # which many rows are whole numbers of, if a norm's kernel gathers them
 OVER = ("columns", "devices")  # what devices share of experts
 
 
@@ -76,23 +75,23 @@ def part_of[C: DecoderConfig](config: C, shards: int) -> C:
     return replace(model, layers=layers, shards=shards)
 
 
-def with_split_outputs[C: DecoderConfig](config: C, rows: int, shards: int) -> C:
-    """The model, for steps of so many rows over so many devices that push their parts: where that
-    is sooner they share a layer's last product, unless it is very small, or kept in fewer bytes."""
+def with_split_outputs[C: DecoderConfig](config: C, shards: int, *, normed: bool) -> C:
+    """The model over so many devices that push their parts: they share a layer's last product
+    unless it is very small, or kept in fewer bytes; if it pays as a norm's kernel gathers it
+    (`normed`), that of layers whose norm is of the sum."""
     model: Any = config
-    many = rows >= MANY_ROWS and shards == 2
     if isinstance(config, DrafterConfig) and config.products is not None:
         return model
-    if rows > FEW_ROWS and (not many or isinstance(config, Drafter2Config)):
+    if normed and isinstance(config, Drafter2Config):
         return model
 
     def split(spec: Any, inner: int) -> Any:
         pays = _others(inner, config, shards) > READ_BY_PUSHERS
-        even = config.hidden_size // shards % (NORMED if many else COLUMNS) == 0
+        even = config.hidden_size // shards % COLUMNS == 0
         return replace(spec, whole_out=False) if pays and even else spec
 
     def shared(layer: LayerConfig) -> LayerConfig:
-        if layer.kept or (many and layer.sandwich):  # whose norm is not of the sum
+        if layer.kept or (normed and layer.sandwich):
             return layer
         mlp, mixer = layer.mlp, split(layer.mixer, layer.mixer.out_width)
         dense = isinstance(mlp, DenseSpec)

@@ -5,9 +5,9 @@ kernel gathers them on its way.
 Axes: P pieces, D width, C columns of a device.
 """
 
+import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash.gather import gather_normed, gather_sum, norms
@@ -37,8 +37,10 @@ def left(
     own: Unsummed, residual: Float[Array, "*lead D"] | None, shards: int, backend: str
 ) -> Sums:
     """Of this device's columns of a product and the residual what a norm makes the sum of."""
-    if residual is not None and backend == BACKEND and norms(own, shards):
-        return Ungathered(own, residual, shards)
+    if residual is not None and backend == BACKEND:
+        *lead, width = residual.shape
+        if norms(math.prod(lead), width // shards, shards):
+            return Ungathered(own, residual, shards)
     return unadded(gather_sum(own, shards), residual, backend=backend)
 
 
@@ -53,6 +55,6 @@ def normed(
     """The sum, and its RMSNorm."""
     if not isinstance(sums, Ungathered):
         return after(sums, scale, eps, backend=backend)
-    if backend == BACKEND and sums.residual.dtype == jnp.bfloat16:
+    if backend == BACKEND:
         return gather_normed(sums.own, sums.residual, scale, eps)
     return after(sums.gathered(), scale, eps, backend=backend)

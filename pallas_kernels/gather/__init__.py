@@ -65,12 +65,9 @@ def gather_sum(
     return push.gather_sum(pieces.reshape(-1, M, C), places, axis).reshape(*lead, -1)
 
 
-def norms(shape: tuple[int, ...], dtype: Any, devices: int, places: Places | None) -> bool:
-    """Whether `gather_normed` takes a device's part of this shape, or pieces of it, in `dtype`."""
-    *lead, C = shape
-    if places is None or jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-        return False
-    return normed.length(math.prod(lead), C, devices) is not None
+def norms(M: int, C: int, devices: int) -> bool:
+    """Whether `gather_normed` takes parts of such sizes, of bfloat16, if they are pushed."""
+    return normed.length(M, C, devices) is not None
 
 
 def gather_normed(
