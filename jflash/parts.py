@@ -20,7 +20,8 @@ READ_RATHER = 2**24
 # many are read: with Qwen3-8B's `out` split that step takes 4.08 ms in place of 4.15 (H200s, jax
 # 0.11.2, 2026-11-26, benchmarks/h200-x2-out.json). Of many rows it is the arithmetic that counts:
 # with 512 rows 11.50 ms in place of 11.79, with 128 5.46 in place of 5.43 (two of them, in one hold
-# of that day, benchmarks/h200-x2-norms.json). Over four devices no norm's kernel gathers them.
+# of that day, benchmarks/h200-x2-norms.json); over four 9.14 in place of 9.37
+# (benchmarks/h200-x4-norms.json).
 FEW_ROWS, MANY_ROWS, READ_BY_PUSHERS = 64, 512, 7 * 2**20
 COLUMNS = 64  # of a tile, which split products are whole numbers of
 OVER = ("columns", "devices")  # what devices share of experts

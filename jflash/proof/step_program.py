@@ -67,14 +67,16 @@ def temporary_bound(models: Models, batch: int, capacity: int) -> int:
 
     These are one array of float32 logits [B, W, V] if logits are written (draft and verify take
     turns), ROOM, and twice the widest activation (one is read, one is written): a layer's gate and
-    up [B, W, 2 F], the layers that a drafter taps, side by side and whole on every device, or the
-    rows of all experts of a layer, gathered from all devices that have some. Beside them lie the
-    pieces of attention with wide heads, which no CTA walks however large the batch, and the tiles
-    of experts whose codes lie in fragments, which have more rows than tokens have.
+    up [B, W, 2 F] or all devices' products of both, the layers that a drafter taps, side by side
+    and whole on every device, or the rows of all experts of a layer, gathered from all devices that
+    have some. Beside them lie the pieces of attention with wide heads, which no CTA walks however
+    large the batch, and the tiles of experts whose codes lie in fragments, which have more rows
+    than tokens have.
     """
     rows, size = batch * models.block_size, jnp.dtype(models.dtype).itemsize
     hidden_size = models.target.config.hidden_size
-    widths = [2 * c.intermediate_size for c in models.configs] + [len(models.taps) * hidden_size]
+    widths = [max(2, c.shards) * c.intermediate_size for c in models.configs]
+    widths.append(len(models.taps) * hidden_size)
     for moe in models.target.config.experts:
         gathered = moe.shards // moe.cut * hidden_size
         widths.append(moe.experts_per_token * max(2 * moe.intermediate_size, gathered))

@@ -106,7 +106,7 @@ class Sender(NamedTuple):
         height, width = tile.shape
         column = self.me * self.cut.columns + column
         place = pl.ds(lax.div(column, BLOCK) * self.cut.rows + row, height)
-        columns = pl.ds(lax.rem(column, BLOCK), width)
+        columns = pl.ds(lax.div(lax.rem(column, BLOCK), width) * width, width)
         landing: Any = self.turn.blocks.landing
         there = landing.at[self.turn.value & 1, place, columns]
         for peer in self.peers:
@@ -119,24 +119,23 @@ class Sender(NamedTuple):
         wave, more = jnp.minimum(i, WAVES - 1), jnp.int32(0)
         for number, tiles in enumerate(self.cut.counted):
             more = jnp.where(i == number, ALL - tiles, more)
-        self._add(wave, jnp.where(self.leads, more, 0) + 1)
+        counts.add(self._counts(wave), jnp.where(self.leads, more, 0) + 1)
 
     def end(self) -> None:
         """Says the same of waves that there are not, and sets the turn."""
+        none = range(len(self.cut.counted), WAVES)
 
         @pl.when(self.leads)
         def _():
-            for wave in range(len(self.cut.counted), WAVES):
-                self._add(wave, jnp.int32(ALL))
+            counts.add_soon([x for wave in none for x in self._counts(wave)], jnp.int32(ALL))
 
         self.turn.end()
 
-    def _add(self, wave: Any, value: Any) -> None:
+    def _counts(self, wave: Any) -> list[Any]:
+        """Of one wave, here and on the peers."""
         sent: Any = self.turn.blocks.sent
         count = sent.at[self.me, wave]
-        for peer in self.peers:
-            counts.add(plgpu.remote_ref(count, peer), value)
-        counts.add(count, value)
+        return [*(plgpu.remote_ref(count, peer) for peer in self.peers), count]
 
 
 class Receiver(NamedTuple):
@@ -162,3 +161,8 @@ class Receiver(NamedTuple):
         """Where `rows` of these columns lie."""
         first = lax.div(k, BLOCK) * self.cut.rows + rows.start
         return self.turn.blocks.landing.at[self.turn.value & 1, pl.ds(first, rows.size)]
+
+    def blocks(self, k: Any, count: int) -> Any:
+        """Where all rows of so many blocks lie, one after the other."""
+        first = lax.div(k, BLOCK) * self.cut.rows
+        return self.turn.blocks.landing.at[self.turn.value & 1, pl.ds(first, count * self.cut.rows)]

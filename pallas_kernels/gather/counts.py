@@ -1,5 +1,6 @@
 """What devices tell each other by numbers in each other's memory: for kernels of Mosaic GPU."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mosaic
@@ -19,14 +20,19 @@ def together() -> None:
     barrier()  # pyright: ignore[reportCallIssue]
 
 
-def say(count: Any, value: Any) -> None:
-    """Sets a count after all that this warpgroup wrote."""
-    _release("st.release.sys.global.u32 [$0], $1;", count, value)
+def say(counts: Sequence[Any], value: Any) -> None:
+    """Sets counts after all that this warpgroup wrote."""
+    _write("st.relaxed.sys.global.u32 [$0], $1;", counts, value, after_all=True)
 
 
-def add(count: Any, value: Any) -> None:
-    """Adds to a count after all that this warpgroup wrote."""
-    _release("red.release.sys.global.add.u32 [$0], $1;", count, value)
+def add(counts: Sequence[Any], value: Any) -> None:
+    """Adds to counts after all that this warpgroup wrote."""
+    _write("red.relaxed.sys.global.add.u32 [$0], $1;", counts, value, after_all=True)
+
+
+def add_soon(counts: Sequence[Any], value: Any) -> None:
+    """Adds to counts that stand for nothing that was written."""
+    _write("red.relaxed.sys.global.add.u32 [$0], $1;", counts, value, after_all=False)
 
 
 def wait(count: Any, value: Any, most: int) -> None:
@@ -66,18 +72,24 @@ def order() -> None:
     fence()  # pyright: ignore[reportCallIssue]
 
 
-def _release(ptx: str, count: Any, value: Any) -> None:
-    @_inline
-    def release(context, ref, value):
-        del context
-        mosaic.warpgroup_barrier()
-        one = mosaic.single_thread_predicate(mosaic.ThreadSubset.WARPGROUP)
-        mosaic.inline_ptx(
-            ptx, mosaic.memref_ptr(ref), value.registers.item(), predicate=one,
-            has_side_effects=True,
-        )  # fmt: skip
+def _write(ptx: str, counts: Sequence[Any], value: Any, *, after_all: bool) -> None:
+    """One thread writes all of them, behind one fence. With one for each, Qwen3-8B's step at
+    batch 32 over four H200s took 9.82 ms in place of 9.43 (benchmarks/h200-x4-norms.json)."""
+    types = (tuple(plgpu.RefType() for _ in counts), plgpu.Layout.WG_SPLAT)
 
-    release(count, value)
+    @plgpu.inline_mgpu(arg_types=types)
+    def write(context, refs, value):
+        del context
+        if after_all:
+            mosaic.warpgroup_barrier()
+        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+            if after_all:
+                mosaic.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
+            for ref in refs:
+                address, number = mosaic.memref_ptr(ref), value.registers.item()
+                mosaic.inline_ptx(ptx, address, number, has_side_effects=True)
+
+    write(tuple(counts), value)  # pyright: ignore[reportCallIssue]
 
 
 def _inline(body: Any) -> Any:

@@ -27,9 +27,9 @@ WARPGROUPS = 4  # of a CTA, each with rows of its own
 # and 18.0 µs in a loop, and by one kernel 22.1 and 20.9; of 384, 512 and 1,000 rows 21.1, 23.8 and
 # 42.1, and 19.2, 21.5 and 33.2 (benchmarks/h200-x2-norms.json, with 16 rows by lines).
 FEWEST, MOST = 384, 2 * WARPGROUPS * push.CTAS
-# Over four, 512 rows by it gave the bits of both, in as much time (30.3 and 30.6 µs); whole texts
-# were compared over two alone.
-DEVICES = 2
+# Over four, 512 rows took 30.3 and 30.6 µs, and a step with them 9.37 and 9.43 ms; what it gains is
+# that the product before can be split: 9.14 (benchmarks/h200-x4-norms.json).
+DEVICES = (2, 4)
 VECTORS = (8, 4, 2)  # numbers of a thread that lie side by side: the most that one copy has
 MOST_PARTS = 20  # of a row, which a warpgroup has in registers
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 def length(M: int, C: int, devices: int) -> int | None:
     """Columns of the parts in which a warpgroup has a row; None if M rows of C columns of each
     device are not for this way."""
-    if devices != DEVICES or not FEWEST <= M <= min(MOST, push.MOST // C):
+    if devices not in DEVICES or not FEWEST <= M <= min(MOST, push.MOST // C):
         return None
     fitting = (THREADS * numbers for numbers in VECTORS)
     return next((n for n in fitting if C % n == 0 and devices * C // n <= MOST_PARTS), None)
@@ -109,8 +109,8 @@ def _kernel(
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(all_sent)
-        for peer in part.peers:
-            say(plgpu.remote_ref(counts.at[part.me, cta], peer), turn + 1)
+        said = counts.at[part.me, cta]
+        say([plgpu.remote_ref(said, peer) for peer in part.peers], turn + 1)
 
     def take(r: Any, held: Any):
         before = _before(row, r, length)

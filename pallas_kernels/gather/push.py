@@ -95,8 +95,8 @@ def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, m
         each = functools.partial(_each, tiles, cta)
         each(way.send)
         way.sent()
-        for peer in part.peers:
-            say(plgpu.remote_ref(counts.at[part.me, cta], peer), turn + 1)
+        said = counts.at[part.me, cta]
+        say([plgpu.remote_ref(said, peer) for peer in part.peers], turn + 1)
         for peer in part.peers:
             wait(counts.at[peer, cta], turn + 1, most=1)  # that peer may be a gather ahead
         each(way.take)

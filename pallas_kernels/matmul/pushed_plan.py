@@ -19,6 +19,10 @@ WIDTHS = (256, 192, 128, 64)  # columns of a tile; with more rows it would have 
 # so they took 156, and 167, in another hold, when tiles were still written at once.
 PART = 512
 MOST_RING = 10  # slots
+# Columns that a CTA makes at least: with fewer there is too little beside which what they push can
+# pass. 512 rows over four H200s, 2 tiles of 192: a step took 9.14 ms, and 8.97 with two products
+# (benchmarks/h200-x4-norms.json); 320 rows over two, 2 tiles of 256: an MLP takes 115 µs, and 143.
+LEAST_COLUMNS = 512
 # A tile takes as long as its columns and some more: 512 rows by 128 columns in 6 turns took 23 µs
 # more than by 256 in 3, of some 75 (the same MLP, gate and up in a kernel of their own).
 MORE = 130
@@ -58,6 +62,8 @@ def plans(
     if rows // WARPGROUP_ROWS > cores:
         return None
     made = _plan("gate_up", rows, D, FF, 1, cores, 0)
+    if made and turns(made) * made.tuning.block_n < LEAST_COLUMNS:
+        return None
     read = _plan("matmul", rows, F, N, pieces, cores, held(made)) if made else None
     return Plans(made, read) if made and read else None
 
