@@ -106,7 +106,7 @@ class Sender(NamedTuple):
         height, width = tile.shape
         column = self.me * self.cut.columns + column
         place = pl.ds(lax.div(column, BLOCK) * self.cut.rows + row, height)
-        columns = pl.ds(lax.div(lax.rem(column, BLOCK), width) * width, width)
+        columns = pl.ds(lax.rem(column, BLOCK), width)
         landing: Any = self.turn.blocks.landing
         there = landing.at[self.turn.value & 1, place, columns]
         for peer in self.peers:
