@@ -117,10 +117,12 @@ def requests(draw: random.Random, count: int) -> list[dict[str, Any]]:
     return found
 
 
-async def load(url: str, pid: int, result: Soak, draw: random.Random, texts: int = TEXTS) -> None:
+async def load(
+    url: str, pid: int, result: Soak, draw: random.Random, texts: int = TEXTS, rest: float = 0.0
+) -> None:
     """Loads the server of this process for the minutes of `result`, which gets what comes of it.
 
-    Clients ask for one of so many texts.
+    Clients ask for one of so many texts, and rest so many seconds between two, in the mean.
     """
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
@@ -130,7 +132,7 @@ async def load(url: str, pid: int, result: Soak, draw: random.Random, texts: int
         before = await _figures(client)
         end = time.monotonic() + 60 * result.minutes
         seeds = [random.Random(draw.random()) for _ in range(result.clients)]
-        users = [_user(client, bodies, alone, end, result, own) for own in seeds]
+        users = [_user(client, bodies, alone, end, result, own, rest) for own in seeds]
         await asyncio.gather(_look(client, pid, end, result), *users)
         await _idle(client, result)
         after = await _figures(client)
@@ -164,9 +166,11 @@ async def _user(
     end: float,
     result: Soak,
     draw: random.Random,
+    rest: float,
 ) -> None:
     """One client after another, each of a random kind."""
     while time.monotonic() < end:
+        await asyncio.sleep(draw.uniform(0, 2 * rest))
         index, kind = draw.randrange(len(bodies)), draw.random()
         try:
             if kind < 0.1:

@@ -340,7 +340,9 @@ def test_two_devices_with_whole_experts_gather_once_for_them():
     assert "bf16[64,2048,1536]" in program.hlo and "bf16[128,2048,1536]" not in program.hlo
 
 
+@pytest.mark.long
 def test_a_sum_over_devices_fails_the_gather_gate():
+    """Of a dense layer; `tests/proof/test_check_program.py` plants one of experts."""
     with nn.intercept_methods(added_over_devices):
         program, _ = on_two(models_of(SMALL).plain())
     assert any("all-reduce" in o for o in only_gathers(parse(program.hlo)).offences)
