@@ -124,11 +124,9 @@ class Sender(NamedTuple):
     def end(self) -> None:
         """Says the same of waves that there are not, and sets the turn."""
         none = range(len(self.cut.counted), WAVES)
-
-        @pl.when(self.leads)
-        def _():
-            counts.add_soon([x for wave in none for x in self._counts(wave)], jnp.int32(ALL))
-
+        if none:
+            absent = [count for wave in none for count in self._counts(wave)]
+            pl.when(self.leads)(lambda: counts.add_soon(absent, jnp.int32(ALL)))
         self.turn.end()
 
     def _counts(self, wave: Any) -> list[Any]:
@@ -161,8 +159,3 @@ class Receiver(NamedTuple):
         """Where `rows` of these columns lie."""
         first = lax.div(k, BLOCK) * self.cut.rows + rows.start
         return self.turn.blocks.landing.at[self.turn.value & 1, pl.ds(first, rows.size)]
-
-    def blocks(self, k: Any, count: int) -> Any:
-        """Where all rows of so many blocks lie, one after the other."""
-        first = lax.div(k, BLOCK) * self.cut.rows
-        return self.turn.blocks.landing.at[self.turn.value & 1, pl.ds(first, count * self.cut.rows)]
