@@ -118,11 +118,12 @@ class Devices:
                 place.array.values[place.where()] = tile
             self.own.on_their_way.clear()
 
-        def add(place: Place, value: int) -> None:
-            self.rest()
-            with self.changed:
-                place.array[place.where()] = place.array[place.where()] + value
-                self.changed.notify_all()
+        def add(places: list[Place], value: int) -> None:
+            for place in places:
+                self.rest()
+                with self.changed:
+                    place.array[place.where()] = place.array[place.where()] + value
+                    self.changed.notify_all()
 
         def wait(place: Place, value: int, most: int) -> None:
             seen = lambda: (place.array[place.where()] - value) % ROUND <= most  # noqa: E731
@@ -144,9 +145,8 @@ class Devices:
         gpu = SimpleNamespace(remote_ref=peer_of, copy_smem_to_gmem=copy, wait_smem_to_gmem=arrive)
         some = SimpleNamespace(ds=_Some, loop=loop, when=when)
         names = {"jnp": numbers, "lax": integers, "plgpu": gpu, "pl": some}
-        names |= {
-            "counts": SimpleNamespace(add=add, wait=wait, order=self.rest, together=self.rest)
-        }
+        both: dict[str, Any] = {"add": add, "add_soon": add}
+        names["counts"] = SimpleNamespace(**both, wait=wait, order=self.rest, together=self.rest)
         for name, other in names.items():
             monkeypatch.setattr(op, name, other)
 
