@@ -295,6 +295,7 @@ def test_two_devices_with_a_drafter_in_float8_exchange_as_much():
     assert "float8_gate_up" in program.hlo
 
 
+@pytest.mark.long
 def test_two_devices_read_codes_in_fragments():
     """Each has whole tiles of a target in INT4, and of a drafter in float8 for few rows."""
     models = models_of(SMALL).drafting_in("float8", 1)
