@@ -42,7 +42,7 @@ def gather(
     padded = -(-C * each // push.LEAST) * push.LEAST
     if not each or M * padded > push.MOST:
         return xla.gather(x, axis)
-    if x.dtype == jnp.bfloat16 and padded == C:
+    if x.dtype == jnp.bfloat16 and push.rows_of_tile(M, C) is not None:
         return push.gather(x.reshape(M, C), places, axis).reshape(*lead, -1)
     # As whole numbers while they are cut and filled up: no compiler then rounds what is no number.
     halves = lax.bitcast_convert_type(x.reshape(M, C), jnp.uint16).reshape(M, -1)

@@ -47,7 +47,12 @@ class Moves(NamedTuple):
             for peer in part.peers:
                 there = plgpu.remote_ref(part.landing.at[part.place(part.me, tile)], peer)
                 plgpu.copy_smem_to_gmem(self.held.at[i], there)
-            plgpu.copy_smem_to_gmem(self.held.at[i], part.out.at[part.result(part.me, tile)])
+            self._put(i, part.me, tile)
+
+    def _put(self, i: int, device: Any, tile: Any) -> None:
+        """Copies a device's tile to the result."""
+        for within, at in self.part.result(device, tile):
+            plgpu.copy_smem_to_gmem(self.held.at[i, within], self.part.out.at[at])
 
     def sent(self) -> None:
         """Copies are not ordered with what is said after them: they must have been made."""
@@ -61,7 +66,7 @@ class Moves(NamedTuple):
             self._load(part.landing, [part.place(*one) for one in every])
             for i, one in enumerate(every):
                 plgpu.barrier_wait(self.here.at[i])
-                plgpu.copy_smem_to_gmem(self.held.at[i], part.out.at[part.result(*one)])
+                self._put(i, *one)
 
     def taken(self) -> None:
         plgpu.wait_smem_to_gmem(0)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from pallas_kernels.gather.part import THREADS, Part, layout
+from pallas_kernels.gather.part import THREADS, Part, layout, stretch
 from pallas_kernels.gather.registers import LEAST, LONGEST
 from pallas_kernels.gather.registers import length as longest
 
@@ -38,7 +38,7 @@ def send(part: Part, tiles: list[Any], turn: Any) -> None:
         for peer in part.peers:
             lines = part.landing.at[part.place(part.me, tile)]
             _send(plgpu.remote_ref(lines, peer), value, turn)
-        part.out[part.result(part.me, tile)] = value
+        part.put(part.me, tile, value)
 
 
 def take(part: Part, tiles: list[Any], turn: Any) -> None:
@@ -46,7 +46,7 @@ def take(part: Part, tiles: list[Any], turn: Any) -> None:
     for tile in tiles:
         lines = tuple(part.landing.at[part.place(peer, tile)] for peer in part.peers)
         for peer, value in zip(part.peers, _take(lines, turn, part.length), strict=True):
-            part.out[part.result(peer, tile)] = value
+            part.put(peer, tile, value)
 
 
 def _send(ref, value, turn) -> None:
@@ -57,11 +57,13 @@ def _send(ref, value, turn) -> None:
         del context
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         count = value.shape[0] // THREADS // LINE
-        [numbers] = value.registers.flat
-        words = vector.bitcast(ir.VectorType.get((count,), i32), numbers)
+        each = stretch(value.shape[0]) // LINE
+        both = ir.VectorType.get((each,), i32)
+        stretches = [vector.bitcast(both, numbers) for numbers in value.registers.flat]
+        words = [vector.extract(some, [], [i]) for some in stretches for i in range(each)]
         high = arith.shli(arith.extui(i64, turn.registers.item()), mosaic.c(32, i64))
-        for i, at in enumerate(_lines(ref, count)):
-            word = arith.extui(i64, vector.extract(words, [], [i]))
+        for word, at in zip(words, _lines(ref, count), strict=True):
+            word = arith.extui(i64, word)
             mosaic.inline_ptx(
                 "st.relaxed.sys.global.b64 [$0], $1;", at, arith.ori(high, word),
                 has_side_effects=True,
@@ -107,11 +109,13 @@ def _take(refs: tuple[Any, ...], turn, length: int) -> tuple[jax.Array, ...]:
 
 def _array(words: list[ir.Value], length: int) -> Any:
     """A tile of which this thread has these words, of LINE numbers each."""
-    word = ir.VectorType.get((len(words),), ir.IntegerType.get_signless(32))
-    many = ir.VectorType.get((LINE * len(words),), ir.BF16Type.get())
-    numbers = vector.bitcast(many, vector.from_elements(word, words))
-    registers = np.array([numbers], dtype=object)
-    strided = mgpu.WGStridedFragLayout((length,), length // THREADS)
+    each = stretch(length) // LINE
+    word = ir.VectorType.get((each,), ir.IntegerType.get_signless(32))
+    many = ir.VectorType.get((LINE * each,), ir.BF16Type.get())
+    stretches = [words[i : i + each] for i in range(0, len(words), each)]
+    numbers = [vector.bitcast(many, vector.from_elements(word, some)) for some in stretches]
+    registers = np.array(numbers, dtype=object)
+    strided = mgpu.WGStridedFragLayout((length,), stretch(length))
     return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=None)
 
 

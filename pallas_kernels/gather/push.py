@@ -1,10 +1,10 @@
 """A gather by Mosaic GPU: each device writes its part to its peers, and waits for theirs.
 
-A part is cut into tiles of a row, and CTA i of every device moves the same ones, by registers or by
-copies in bulk. It writes them to the peers' landing places, then says so in the count that each
-peer keeps for it, and waits until its own counts say the same of the peers; of small parts each
-number says so itself (`lines`). No device waits for a kernel to begin elsewhere, so no barrier
-comes before.
+A part is cut into tiles, of one row or of some short ones, and CTA i of every device moves the same
+ones, by registers or by copies in bulk. It writes them to the peers' landing places, then says so
+in the count that each peer keeps for it, and waits until its own counts say the same of the peers;
+of small parts each number says so itself (`lines`). No device waits for a kernel to begin
+elsewhere, so no barrier comes before.
 
 Counts only grow, and nothing sets them back between calls or programs: a device may be a whole
 gather ahead of a peer that has not begun. It cannot be two ahead, since it waits for that peer's
@@ -13,6 +13,7 @@ but one, which the peer ended before it wrote to us in the last one.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from pallas_kernels.gather.registers import LEAST as LEAST
 
 CTAS = 128  # at most one a multiprocessor, so all run at once; four each gain nothing
 MOST = 2**22  # numbers of a device's part: what a landing place holds
+STRETCH = 8  # numbers of a row that a copy in bulk moves at least, and a thread at most
 
 
 class Places(NamedTuple):
@@ -49,8 +51,18 @@ def empty_places(devices: int) -> Places:
     return Places(landing, few, counts, empty_blocks(devices))
 
 
+def rows_of_tile(M: int, C: int) -> int | None:
+    """Rows of a tile: one that is cut, or as many as are a tile together; None if M rows are no
+    whole number of those, or they are too long, or go by a way that moves single rows."""
+    rows = LEAST // math.gcd(C, LEAST)
+    if rows == 1:
+        return 1
+    longest = registers.LONGEST if M * C <= lines.MOST else bulk.LONGEST * (M >= bulk.FEWEST)
+    return rows if M % rows == 0 and C % STRETCH == 0 and rows * C <= longest else None
+
+
 def gather(x: BFloat16[Array, "M C"], places: Places, axis: str) -> BFloat16[Array, "M _"]:
-    """See the folder's contract."""
+    """See the folder's contract. `rows_of_tile` must know the part."""
     if x.size <= lines.MOST:
         return _gather_lines(x, places.lines, places.counts, axis)
     return _gather(x, places.landing, places.counts, axis)
@@ -74,9 +86,10 @@ def _gather(x, landing, counts, axis: str):
     M, C = x.shape
     devices = counts.shape[0] - 1
     way = bulk if M >= bulk.FEWEST else registers
-    length = way.length(C)
+    x, rows = _side_by_side(x)
+    length = way.length(x.shape[1])
     return plgpu.kernel(
-        functools.partial(_kernel, axis=axis, length=length, moves=way.Moves),
+        functools.partial(_kernel, axis=axis, length=length, rows=rows, moves=way.Moves),
         out_type=jax.ShapeDtypeStruct((M, devices * C), x.dtype),
         scratch_types=way.scratch(length, x.dtype, devices - 1),
         grid=(CTAS,),
@@ -86,8 +99,8 @@ def _gather(x, landing, counts, axis: str):
     )(x, landing, counts)
 
 
-def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, moves: Any):
-    part, tiles, turn = task(x_ref, landing, counts, out_ref, axis, length)
+def _kernel(x_ref, landing, counts, out_ref, *scratch, moves: Any, **sizes: Any):
+    part, tiles, turn = task(x_ref, landing, counts, out_ref, **sizes)
     way, cta = moves(part, *scratch), lax.axis_index("cta")
 
     @pl.when(cta < tiles)  # the others have nothing to say, and count on
@@ -109,8 +122,10 @@ def _kernel(x_ref, landing, counts, out_ref, *scratch, axis: str, length: int, m
 def _gather_lines(x, landing, counts, axis: str):
     M, C = x.shape[-2:]
     devices = counts.shape[0] - 1
+    x, rows = _side_by_side(x)
+    length = lines.length(M, C, CTAS) if rows == 1 else x.shape[-1]
     return plgpu.kernel(
-        functools.partial(_kernel_of_lines, axis=axis, length=lines.length(M, C, CTAS)),
+        functools.partial(_kernel_of_lines, axis=axis, length=length, rows=rows),
         out_type=jax.ShapeDtypeStruct((M, devices * C), jnp.bfloat16),
         grid=(CTAS,),
         grid_names=("cta",),
@@ -119,8 +134,8 @@ def _gather_lines(x, landing, counts, axis: str):
     )(x, landing, counts)
 
 
-def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int):
-    part, tiles, turn = task(x_ref, landing, counts, out_ref, axis, length)
+def _kernel_of_lines(x_ref, landing, counts, out_ref, **sizes: Any):
+    part, tiles, turn = task(x_ref, landing, counts, out_ref, **sizes)
     cta = lax.axis_index("cta")
 
     @pl.when(cta < tiles)
@@ -133,12 +148,23 @@ def _kernel_of_lines(x_ref, landing, counts, out_ref, *, axis: str, length: int)
     counts[len(part.peers) + 1, cta] = turn + 1
 
 
-def task(x_ref, landing, counts, out_ref, axis: str, length: int) -> tuple[Part, int, Any]:
+def _side_by_side(x: Array) -> tuple[Array, int]:
+    """The rows of each tile side by side, and how many they are."""
+    *pieces, M, C = x.shape
+    rows = rows_of_tile(M, C)
+    assert rows is not None
+    return x.reshape(*pieces, M // rows, rows * C), rows
+
+
+def task(
+    x_ref, landing, counts, out_ref, axis: str, length: int, rows: int = 1
+) -> tuple[Part, int, Any]:
     """What a CTA moves: the part, of how many tiles, and the number of the gather before."""
     (M, C), devices = x_ref.shape[-2:], counts.shape[0] - 1
     me, turn = lax.axis_index(axis), counts[devices, lax.axis_index("cta")]
     peers = [lax.rem(me + i, devices) for i in range(1, devices)]
-    return Part(x_ref, landing, out_ref, turn & 1, me, peers, length), M * (C // length), turn
+    part = Part(x_ref, landing, out_ref, turn & 1, me, peers, length, rows)
+    return part, M * (C // length), turn
 
 
 def _each(tiles: int, cta, move) -> None:

@@ -25,18 +25,18 @@ class Moves(NamedTuple):
     part: Part
 
     def send(self, tiles: list[Any]) -> None:
-        x, landing, out, _, me, peers, _ = self.part
-        values = [x[self.part.own(tile)] for tile in tiles]
+        landing, me, peers = self.part.landing, self.part.me, self.part.peers
+        values = [self.part.x[self.part.own(tile)] for tile in tiles]
         for tile, value in zip(tiles, values, strict=True):
             for peer in peers:
                 plgpu.remote_ref(landing, peer)[self.part.place(me, tile)] = value
-            out[self.part.result(me, tile)] = value
+            self.part.put(me, tile, value)
 
     def take(self, tiles: list[Any]) -> None:
         every = [(peer, tile) for peer in self.part.peers for tile in tiles]
         values = [self.part.landing[self.part.place(*one)] for one in every]
         for one, value in zip(every, values, strict=True):
-            self.part.out[self.part.result(*one)] = value
+            self.part.put(*one, value)
 
     def sent(self) -> None:
         """A store is made before what is said after it."""

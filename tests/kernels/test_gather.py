@@ -22,8 +22,9 @@ from tests.support.places import WHERE, described, described_places, put, zeros
 from tests.support.virtual_devices import result, start
 
 SHAPES = [(1, 256), (16, 2048), (5, 768), (16, 6144), (128, 2048), (300, 256), (512, 6144)]
-SHAPES += [(64, 6144), (200, 11008), (2048, 2048)]
+SHAPES += [(64, 6144), (200, 11008), (2048, 2048), (16, 64), (128, 192), (1024, 192), (300, 704)]
 COMPILED = [(1, 256), (16, 2048), (5, 768), (64, 6144), (200, 11008)]  # in each of three ways
+COMPILED += [(128, 192), (1024, 192)]  # tiles of several rows, in two
 ADDED = [(16, 2048), (5, 768), (64, 2048)]  # in pieces
 COLUMNS = PartitionSpec(None, AXIS)
 BITS = """
