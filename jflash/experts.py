@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jflash.gather import gather, of_owners, own_first, share
+from jflash.gather import gather, of_owners, own_first
 from jflash.kernels import Kernels
 from jflash.leaves import Leaf, declare, gate_up_leaf
 from jflash.projections import Kernel
 from jflash.routes import route, route_by_sigmoid
 from jflash.specs import MoeSpec
+from jflash.sums import Sums, left, summed
 from pallas_kernels.fixed_order import rounded, row_sum
 from pallas_kernels.grouped_matmul import (
     BY_TOKENS,
@@ -87,23 +88,25 @@ class Experts(nn.Module):
 
         A token's outputs are weighted and added in float32 and rounded once.
         """
-        flat = x.reshape(-1, x.shape[-1])
-        weights, ids = self._route(flat, kernels)
-        return self.mixed(x, weights, ids, residual, kernels)
+        return summed(self.unsummed(x, residual, kernels))
 
-    def unsummed(self, x, residual, kernels: Kernels) -> Unsummed:
-        """As `MLP.unsummed`; their last kernel makes the whole sum."""
-        return Unsummed(None, self(x, residual, kernels))
+    def unsummed(self, x, residual, kernels: Kernels) -> Sums:
+        """As `MLP.unsummed`, of columns that devices share; else the last kernel makes the sum."""
+        cut, routed = self.config.cut, self._route(x.reshape(-1, x.shape[-1]), kernels)
+        if cut == 1:
+            return Unsummed(None, self.mixed(x, *routed, residual, kernels))
+        own = self.mixed(x, *routed, None, kernels)
+        return left(Unsummed(None, own), residual, cut, kernels.matmul)
 
     def mixed(
         self,
         x: Float[Array, "B T D"],
         weights: Float[Array, "M k"],
         ids: Int[Array, "M k"],
-        residual: Float[Array, "B T D"] | None,
+        residual: Float[Array, "B T C"] | None,
         kernels: Kernels,
-    ) -> Float[Array, "B T D"]:
-        """The sum, as each token's experts and their weights are given."""
+    ) -> Float[Array, "B T C"]:
+        """This device's columns of the sum, as each token's experts and their weights are given."""
         c, flat = self.config, x.reshape(-1, x.shape[-1])
         over = c.shards // c.cut
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
@@ -122,13 +125,13 @@ class Experts(nn.Module):
         if places is None:
             outputs = of_owners(outputs.reshape(*ids.shape, -1), ids // c.held, over)
         if residual is not None:
-            residual = share(residual.reshape(flat.shape), c.cut)
+            residual = residual.reshape(len(flat), -1)
         if by_tokens:
             shared = self._shared_pieces(flat, pieces, kernels)
             out = canonical.expert_sum(outputs, weights, shared, residual, places)
         else:
             out = self._added(flat, outputs, weights, residual, kernels)
-        return gather(out.reshape(*x.shape[:-1], -1), c.cut)
+        return out.reshape(*x.shape[:-1], -1)
 
     def _by_tokens(
         self, x: Float[Array, "M D"], ids: Int[Array, "M k"], kernels: Kernels

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash.experts import Experts
+from jflash.gather import gather
 from jflash.kernels import Kernels
 from jflash.layers import MLP, DecoderLayer
 from jflash.leaves import Leaf, declare
@@ -44,7 +45,7 @@ class ExpertsBeside(Experts):
         normed = rms_norm(flat, scale, self.eps, backend=kernels.norm)
         weights, ids = self._route(normed, kernels)
         weights = rounded(weights * self.expert_scale.astype(jnp.float32)[ids])
-        return self.mixed(x, weights, ids, None, kernels)
+        return gather(self.mixed(x, weights, ids, None, kernels), self.config.cut)
 
 
 class SandwichLayer(DecoderLayer):
