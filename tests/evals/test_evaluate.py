@@ -282,25 +282,32 @@ def test_runs_of_other_programs_are_not_compared(
     assert not out.exists()
 
 
-def test_draws_depend_neither_on_the_drafter_nor_on_where_a_run_was_broken(
-    data, run, tmp_path, capsys
-):
+DRAWN = ("--temperature", "0.9", "--top-p", "0.9", "--seed", "5", "--limit", "3", *SHORT)
+
+
+def test_draws_do_not_depend_on_where_a_run_was_broken(data, run, tmp_path, capsys):
     """By rule "greedy"; drafts drawn from q decide what is drawn, so such runs do not compare."""
-    drawn = ("--temperature", "0.9", "--top-p", "0.9", "--seed", "5", "--limit", "3", *SHORT)
     greedy = ("--draft-rule", "greedy")
-    run(data, tmp_path / "whole", *drawn, *greedy)
+    run(data, tmp_path / "whole", *DRAWN, *greedy)
     want = tokens(tmp_path / "whole")
-    same = ("--same-as", str(tmp_path / "whole"))
-    told = run(data, tmp_path / "random", *drawn, *greedy, "--drafter", "random:3", *same)[1]
-    assert f"as {tmp_path / 'whole'}: 3 of 3 outputs" in told
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     file = tmp_path / "broken" / "answers.jsonl"
     file.write_text("".join(file.read_text().splitlines(True)[:1]))
-    run(data, tmp_path / "broken", *drawn, *greedy)
+    run(data, tmp_path / "broken", *DRAWN, *greedy)
     assert tokens(tmp_path / "broken") == want and len(lines(file)) == 3
-    argv = ["--data", str(data), "--output", str(tmp_path / "x"), *SAME, *drawn, *same]
+    same = ("--same-as", str(tmp_path / "whole"))
+    argv = ["--data", str(data), "--output", str(tmp_path / "x"), *SAME, *DRAWN, *same]
     assert main.run("eval-gsm8k", argv) == 2
     assert "only under --draft-rule greedy" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_draws_of_rule_greedy_do_not_depend_on_the_drafter(data, run, tmp_path):
+    whole, greedy = tmp_path / "whole", ("--draft-rule", "greedy")
+    run(data, whole, *DRAWN, *greedy)
+    other = ("--drafter", "random:3", "--same-as", str(whole))
+    told = run(data, tmp_path / "random", *DRAWN, *greedy, *other)[1]
+    assert f"as {whole}: 3 of 3 outputs" in told
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
 PLACES, AHEAD, STEPS, CHUNK = 2, 3, 2, 32
+GREEDY: dict[str, Any] = dict(kinds=("greedy",), prompts=2)
 cpu_law = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 
 
@@ -90,7 +91,7 @@ def answer(result: Result) -> tuple:
 
 
 @cpu_law
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", [pytest.param(False, marks=pytest.mark.long), True])
 def test_who_waits_steps_in_the_call_in_which_another_has_ended(windows):
     """The host knows of a stop token one call later, and the device before: the call serves the
     next one in its place. The texts are those of requests that are alone."""
@@ -102,7 +103,7 @@ def test_who_waits_steps_in_the_call_in_which_another_has_ended(windows):
             [whole] = engine.generate([one])
             requests[i] = replace(one, stop_ids=(whole.token_ids[8 + i],))
         want = [engine.generate([one])[0] for one in requests]
-    pair = replace(pair, models=replace(pair.models, rows=None if windows else AUTO))
+    pair = replace(pair, models=replace(pair.models, rows=AUTO))
     watched, without = (Watched(pair, requests, ahead=n) for n in (AHEAD, 0))
     for each in (watched, without):
         each.end()
@@ -118,8 +119,7 @@ def test_prompts_come_together_while_others_step(pair):
     """With none ahead a prompt comes alone as each text ends; nobody waits for it, so two can come
     at once, until the last of them."""
     requests = asked(9)
-    more: dict[str, Any] = dict(kinds=("greedy",), prompts=2)
-    watched, without = (Watched(pair, requests, ahead=n, **more) for n in (AHEAD, 0))
+    watched, without = (Watched(pair, requests, ahead=n, **GREEDY) for n in (AHEAD, 0))
     for each in (watched, without):
         each.end()
     assert watched.together == [2, 2, 1, 2, 2]  # five slots are free at first
@@ -131,7 +131,7 @@ def test_prompts_come_together_while_others_step(pair):
 @cpu_law
 def test_who_has_begun_goes_on_and_the_first_of_the_others_follows(pair):
     """A request of a higher priority waits for a place, and comes before those that wait longer."""
-    watched = Watched(pair, asked(4, new=40))
+    watched = Watched(pair, asked(4, new=40), **GREEDY)
     for _ in range(3):
         watched.round()
     watched.add(asked(1, new=9, priority=-1))

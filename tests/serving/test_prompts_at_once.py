@@ -30,11 +30,21 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 BATCH = 4
 
 
-@pytest.fixture(scope="module", params=["full", "windows"])
+WAYS: dict[str, dict[str, Any]] = {
+    "window": {"sights": ({"window": 24}, {}), "target_layer_ids": (0,)},
+    "none": {"target_layer_ids": (0,)},
+    "last layer read": {"sights": ({"window": 24}, {})},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["window", *(pytest.param(x, marks=pytest.mark.long) for x in WAYS if x != "window")],
+)
 def pair(request):
-    windows = request.param == "windows"
-    changes = {"sights": ({"window": 24}, {})} if windows else {"target_layer_ids": (0,)}
-    return one_arithmetic(random_pair(**changes))
+    """With a layer that has a window and one that has none, or two without; the drafter reads the
+    last one's output, or the pass makes that of the newest tokens alone."""
+    return one_arithmetic(random_pair(**WAYS[request.param]))
 
 
 def engine_of(pair, at_once: int = 3) -> Engine:

@@ -29,9 +29,10 @@ BATCH = 4
 cpu_law = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 
 
-@pytest.fixture(scope="module", params=["full", "windows"])
+@pytest.fixture(scope="module", params=["a window", pytest.param("none", marks=pytest.mark.long)])
 def pair(request):
-    windows = request.param == "windows"
+    """With a layer that has a window and one that has none, or two without."""
+    windows = request.param == "a window"
     return one_arithmetic(random_pair(sights=({"window": 24}, {})) if windows else random_pair())
 
 
@@ -84,8 +85,7 @@ def test_the_numbers_of_slots_that_have_programs(pair):
 def test_a_text_is_the_same_in_every_call(pair):
     """Requests of all kinds come to one engine and leave it, so calls have one slot, two and four;
     each text is that of an engine whose calls serve all."""
-    windows = any(mixer.window for mixer in pair.models.target.config.mixers)
-    requests, models = asked(7), replace(pair.models, rows=None if windows else AUTO)
+    requests, models = asked(7), replace(pair.models, rows=AUTO)
     with engine_of(pair, ()) as engine:
         want = [engine.generate([one])[0] for one in requests]
     with engine_of(replace(pair, models=models), (1, 2)) as engine:
