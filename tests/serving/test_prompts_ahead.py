@@ -103,7 +103,7 @@ def test_who_waits_steps_in_the_call_in_which_another_has_ended(windows):
             [whole] = engine.generate([one])
             requests[i] = replace(one, stop_ids=(whole.token_ids[8 + i],))
         want = [engine.generate([one])[0] for one in requests]
-    pair = replace(pair, models=replace(pair.models, rows=AUTO))
+    pair = replace(pair, models=replace(pair.models, rows=None if windows else AUTO))
     watched, without = (Watched(pair, requests, ahead=n) for n in (AHEAD, 0))
     for each in (watched, without):
         each.end()
