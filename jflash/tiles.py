@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from jflash.device import device_name
 from jflash.files import write_json
 from jflash.platform import autotunes
 from pallas_kernels.matmul.canonical import by_tile
-from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.tiles import (
     AnyTile,
     Product,
@@ -39,8 +38,7 @@ from pallas_kernels.matmul.tiles import (
     unsettled,
     wanted,
 )
-from pallas_kernels.matmul.tuning import HEADS, Tuning
-from pallas_kernels.matmul.wide_mosaic import Wide
+from pallas_kernels.matmul.tuning import HEADS
 
 READ_BYTES, MOST_COPIES = 250_000_000, 6  # a turn reads other weights than the caches hold
 ROUNDS, ROUND_SECONDS = 5, 0.004
@@ -202,14 +200,18 @@ def _name(product: Product) -> str:
 
 def _prefer_kept(file: Path | None) -> None:
     """Prefers the tiles of a file, of those that are still candidates."""
-    for name, fields in (_read(file) if file else {}).items():
-        with contextlib.suppress(ValueError, TypeError):  # of another version
+    for name, kept in (_read(file) if file else {}).items():
+        with contextlib.suppress(ValueError, TypeError, StopIteration):  # of another version
             op, *sizes = name.split()
             product = Product(op, *map(int, sizes))
-            kind = Tile if "rows" in fields else Wide if "width" in fields else Tuning
-            tile = kind(**fields)
+            kinds = (kind for kind in get_args(AnyTile) if _names(kind) == {*kept})
+            tile = next(kinds)(**kept)
             if unsettled([product]) and tile in candidates(product):
                 prefer(product, tile)
+
+
+def _names(kind: type[AnyTile]) -> set[str]:
+    return {field.name for field in fields(kind)}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The GEMMs in the canonical form, with a kernel and a tile for every number of rows.
 
-Few rows go to Pallas-Triton, with tiles of 16 rows or more and a program for each piece of K. Many
-go to the Mosaic GPU kernel: one CTA takes the pieces in turn, or each piece has other CTAs if the
-tiles would leave multiprocessors idle. `tiles` says which. Weights kept as codes go to Triton at
-any number of rows, which converts them tile by tile. All add in one order, so the choices change
-only the speed, and `pieces.pieces` decides the bits.
+Few rows go to Pallas-Triton, with tiles of 16 rows or more and a program for each piece of K, or
+to a Mosaic GPU kernel of their own where few columns make few programs of a long K
+(`few_columns`). Many go to the Mosaic GPU kernel: one CTA takes the pieces in turn, or each piece
+has other CTAs if the tiles would leave multiprocessors idle. `tiles` says which. Weights kept as
+codes go to Triton at any number of rows, which converts them tile by tile. All add in one order, so
+the choices change only the speed, and `pieces.pieces` decides the bits.
 """
 
 import functools
@@ -16,8 +17,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.halves import Firsts
-from pallas_kernels.matmul import few_rows, kept_alone, kept_mosaic, mosaic_gpu, wide_mosaic
+from pallas_kernels.matmul import (
+    few_columns,
+    few_rows,
+    kept_alone,
+    kept_mosaic,
+    mosaic_gpu,
+    wide_mosaic,
+)
 from pallas_kernels.matmul.add import Unsummed, summed
+from pallas_kernels.matmul.few_columns import FewColumns
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.fragments import Fragments
 from pallas_kernels.matmul.pieces import pieces
@@ -151,6 +160,10 @@ def _by_tile(tile: AnyTile, product: Product, x, w, residual, firsts, interpret:
         halves = (firsts or (0, product.columns)) if product.op == "gate_up" else None
         out = wide_mosaic.product(x, w, tile=tile, halves=halves, pieces=product.pieces)
         return out if residual is None else out[None]  # what follows adds the residual
+    if isinstance(tile, FewColumns):
+        if not interpret:
+            return _few_columns(x, w, product.pieces, tile)
+        tile = few_rows_tile(product)  # an interpreter knows no registers
     if isinstance(tile, Tile):
         return _by_few_rows(tile, product, x, w, residual, firsts, interpret)
     return _by_many_rows(tile, product, x, w, residual, firsts, interpret)
@@ -223,6 +236,11 @@ def _pieces(op: str, x, w, columns: int) -> int:
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _few_rows(x, w, residual, P: int, tile: Tile, interpret: bool):
     return few_rows.product(x, w, residual, pieces=P, tile=tile, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _few_columns(x, w, P: int, tile: FewColumns):
+    return few_columns.product(x, w, pieces=P, tile=tile)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

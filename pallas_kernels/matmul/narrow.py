@@ -27,6 +27,16 @@ _FEW_ROWS: dict[str, tuple[tuple[int, tuple[int, int, int, int]], ...]] = {
         *((127, (64, 128, 6, 4)), (132, (64, 128, 5, 4)), (144, (64, 128, 4, 4))),
     ),
 }
+# And of 16 rows by so many programs: Qwen3-32B's qkv, out and down over two take 21.5, 18.1 and
+# 49.6 µs so in a loop over weights, and 23.7, 18.5 and 51.9 by 128 of K
+# (benchmarks/h200-few-columns.json).
+_DEEP, _DEEP_PROGRAMS = (64, 256, 5, 4), range(65, 128)
+# Programs and rows at most, and K of each program at least, that `few_columns` takes sooner, and
+# its slots of tiles. With a fourth of Qwen3-32B's columns qkv, out and down of 16 rows take 14.0,
+# 13.4 and 32.8 µs so, and 15.4, 17.6 and 41.4 by Triton; of 64 rows 17.5, 16.7 and 34.3, and 17.2,
+# 15.3 and 36.2. A half of Qwen3-8B's down, 64 programs, takes 22.5 and 20.4 (the same file).
+_FEW_PROGRAMS, _MOST_ROWS, _LONG_PIECE = 48, 32, 4096
+_RING = (10, 2)
 # For more than WALKED rows: a CTA's rows and columns, and whether it walks all pieces of K.
 _SHORT = ((64, 192, True), (64, 128, True), (64, 192, False), (64, 128, False))
 _LONG = ((64, 256, False), (128, 64, False))
@@ -40,10 +50,22 @@ _FILLED_BY_GATES = 96
 _TALLER = 1.8
 
 
-def few_rows_sizes(op: str, programs: int) -> tuple[int, int, int, int] | None:
-    """Columns, step over K, stages and warps where 64 columns a program make so few of them."""
+def few_rows_sizes(
+    op: str, rows: int, length: int, programs: int
+) -> tuple[int, int, int, int] | None:
+    """Columns, step over K, stages and warps where 64 columns a program make so few of them, each
+    of which sums `length` of K."""
+    if op != "gate_up" and rows <= 16 and length % _DEEP[1] == 0 and programs in _DEEP_PROGRAMS:
+        return _DEEP
     rules = _FEW_ROWS.get(op, _FEW_ROWS["sums"])
-    return next((sizes for most, sizes in rules if programs <= most), None)
+    sizes = next((sizes for most, sizes in rules if programs <= most), None)
+    return sizes if sizes and length % sizes[1] == 0 else None
+
+
+def few_columns_sizes(rows: int, length: int, programs: int) -> tuple[int, int] | None:
+    """Slots and tiles along K of the kernel for few columns, where each program sums `length`."""
+    many = rows > _MOST_ROWS or programs > _FEW_PROGRAMS
+    return None if many or length < _LONG_PIECE or length % (64 * _RING[1]) else _RING
 
 
 def narrow_tuning(op: str, M: int, K: int, N: int, pieces: int, general: Tuning) -> Tuning:

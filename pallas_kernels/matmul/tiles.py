@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from pallas_kernels.matmul.few_columns import COLUMNS as OF_FEW
+from pallas_kernels.matmul.few_columns import FewColumns
 from pallas_kernels.matmul.few_rows import Tile
-from pallas_kernels.matmul.narrow import few_rows_sizes, narrow_tuning
+from pallas_kernels.matmul.narrow import few_columns_sizes, few_rows_sizes, narrow_tuning
 from pallas_kernels.matmul.tuning import (
     COLUMNS,
     HEADS,
@@ -38,7 +40,8 @@ from pallas_kernels.matmul.wide_mosaic import (
 )
 
 FEW_ROWS = 64
-AnyTile = Tile | Tuning | Wide  # by Pallas-Triton, or by one of the Mosaic GPU kernels
+# By Pallas-Triton, or by one of the Mosaic GPU kernels.
+AnyTile = Tile | FewColumns | Tuning | Wide
 
 
 class Product(NamedTuple):
@@ -108,7 +111,7 @@ def tile_for(product: Product) -> AnyTile:
 def by_rule(product: Product) -> AnyTile:
     """A tile by sizes alone. ValueError: no kernel serves the shape."""
     if product.M <= FEW_ROWS or _no_swizzle(product):
-        return few_rows_tile(product)
+        return few_columns_tile(product) or few_rows_tile(product)
     if _odd(product):
         return in_turns(product.K)
     op = "matmul" if product.op == "pieces" else product.op
@@ -152,6 +155,16 @@ def wide_tile(product: Product) -> Wide | None:
     return tile if tile and _FULL <= row_tiles * -(-product.columns // tile.width) <= SMS else None
 
 
+def few_columns_tile(product: Product) -> FewColumns | None:
+    """For a product whose result is its sums, if it has few columns and a long K."""
+    op, M, K, N, pieces = product
+    sums = op in ("matmul", "pieces") or (op == "residual" and pieces > 1)
+    if not sums or N % OF_FEW or K % pieces:
+        return None
+    sizes = few_columns_sizes(M, K // pieces, N // OF_FEW * pieces)
+    return FewColumns(slots=sizes[0], deep=sizes[1]) if sizes else None
+
+
 def few_rows_tile(product: Product, whole: bool = False) -> Tile:
     """`whole`: the last tile has all columns too. ValueError: no tile divides the shape."""
     op, M, K, _, pieces = product
@@ -164,8 +177,8 @@ def few_rows_tile(product: Product, whole: bool = False) -> Tile:
         what = f"[{M}, {K}] by {product.columns} columns"
         raise ValueError(f"canonical {op}: no tile divides {what}")
     if product.columns % 64 == 0 and not whole:
-        sizes = few_rows_sizes(op, product.columns // 64 * pieces)
-        if sizes and K % (sizes[1] * pieces) == 0:
+        sizes = few_rows_sizes(op, rows, K // pieces, product.columns // 64 * pieces)
+        if sizes:
             return _tile(rows, *sizes)
     return Tile(rows=rows, columns=width, depth=64, stages=4 if op == "gate_up" else 6)
 
@@ -211,7 +224,7 @@ def candidates(product: Product) -> list[AnyTile]:
 
 
 def _several(tile: AnyTile) -> bool:
-    return isinstance(tile, Tile) or (isinstance(tile, Tuning) and tile.split_k > 1)
+    return isinstance(tile, Tile | FewColumns) or (isinstance(tile, Tuning) and tile.split_k > 1)
 
 
 def _few_rows_candidates(product: Product) -> Iterator[Tile]:

@@ -1,10 +1,13 @@
 """Tiles for few columns: which products have them, and that their bits are those of other tiles."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.matmul.canonical import by_tile
+from pallas_kernels.matmul.few_columns import FewColumns
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.pieces import pieces
 from pallas_kernels.matmul.tiles import Product, by_rule
@@ -23,8 +26,8 @@ def tile_of(product: tuple[str, int, int], rows: int, devices: int) -> tuple[int
     tile = by_rule(Product.of(op, rows, K, N // devices, P))
     if isinstance(tile, Tile):
         return tile.columns, tile.depth, tile.stages, tile.warps
-    if isinstance(tile, Wide):
-        return tile.width, tile.ring
+    if isinstance(tile, Wide | FewColumns):
+        return dataclasses.astuple(tile)
     return tile.block_m, tile.block_n, tile.block_k, tile.walk, tile.split_k, tile.cluster_m
 
 
@@ -42,7 +45,11 @@ def test_a_devices_part_of_a_product_has_tiles_of_its_own():
         GATE_UP: ((128, 256, 64, 1, 1, 2), (64, 256, 64, 1, 1, 1), (128, 192, 64, 1, 1, 2)),
         DOWN: ((128, 128, 64, 2, 1, 1), (64, 256, 64, 1, 2, 1), (128, 64, 64, 1, 2, 1)),
     }
-    for rows, wanted in ((16, few), (64, few), (512, many)):
+    of_16 = {
+        QKV: ((64, 64, 6, 4), (64, 256, 5, 4), (32, 128, 8, 4)),
+        DOWN: ((64, 128, 5, 4), (32, 128, 8, 4), (10, 2)),
+    }
+    for rows, wanted in ((16, few | of_16), (64, few), (512, many)):
         found = {product: tuple(tile_of(product, rows, n) for n in (1, 2, 4)) for product in few}
         assert found == wanted, rows
 
