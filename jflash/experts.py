@@ -7,6 +7,7 @@ Axes: B batch, T tokens, D width, M = B·T, k experts a token, E experts, F an e
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -29,7 +30,7 @@ from pallas_kernels.grouped_matmul import (
     grouped_matmul,
     weighted_sum,
 )
-from pallas_kernels.grouped_matmul.sums import Shared
+from pallas_kernels.grouped_matmul.sums import Shared, Weighed
 from pallas_kernels.matmul import (
     Fragments,
     Unsummed,
@@ -91,12 +92,15 @@ class Experts(nn.Module):
         return summed(self.unsummed(x, residual, kernels))
 
     def unsummed(self, x, residual, kernels: Kernels) -> Sums:
-        """As `MLP.unsummed`, of columns that devices share; else the last kernel makes the sum."""
+        """As `MLP.unsummed`: of columns that devices share, or by kernels that find an expert's
+        rows; else the last kernel makes the sum."""
         cut, routed = self.config.cut, self._route(x.reshape(-1, x.shape[-1]), kernels)
-        if cut == 1:
+        if cut > 1:
+            own = self.mixed(x, *routed, None, kernels)
+            return left(Unsummed(None, own), residual, cut, kernels.matmul)
+        if residual is None or kernels.experts not in BY_TOKENS:
             return Unsummed(None, self.mixed(x, *routed, residual, kernels))
-        own = self.mixed(x, *routed, None, kernels)
-        return left(Unsummed(None, own), residual, cut, kernels.matmul)
+        return self._weighed(x.reshape(-1, x.shape[-1]), *routed, residual, kernels)
 
     def mixed(
         self,
@@ -107,8 +111,34 @@ class Experts(nn.Module):
         kernels: Kernels,
     ) -> Float[Array, "B T C"]:
         """This device's columns of the sum, as each token's experts and their weights are given."""
-        c, flat = self.config, x.reshape(-1, x.shape[-1])
-        over = c.shards // c.cut
+        flat = x.reshape(-1, x.shape[-1])
+        if residual is not None:
+            residual = residual.reshape(len(flat), -1)
+        if kernels.experts in BY_TOKENS:
+            out = canonical.expert_sum(*self._weighed(flat, weights, ids, residual, kernels))
+        else:
+            outputs, _, _ = self._outputs(flat, ids, kernels)
+            out = self._added(flat, outputs, weights, residual, kernels)
+        return out.reshape(*x.shape[:-1], -1)
+
+    def _weighed(
+        self,
+        x: Float[Array, "M D"],
+        weights: Float[Array, "M k"],
+        ids: Int[Array, "M k"],
+        residual: Float[Array, "*lead C"] | None,
+        kernels: Kernels,
+    ) -> Weighed:
+        outputs, pieces, places = self._outputs(x, ids, kernels)
+        shared = self._shared_pieces(x, pieces, kernels)
+        return Weighed(outputs, weights, shared, residual, places)
+
+    def _outputs(
+        self, flat: Float[Array, "M D"], ids: Int[Array, "M k"], kernels: Kernels
+    ) -> tuple[Any, Float[Array, "P M D"] | None, Int[Array, " R"] | None]:
+        """The outputs of each token's experts, [M, k, D] unless there are places where they lie,
+        and the pieces of a shared expert that was beside them."""
+        c, over = self.config, self.config.shards // self.config.cut
         self.sow(ROUTING, "ids", ids)  # without effect unless the caller makes it mutable
         # Rows of other devices' experts belong to no expert here, and hold anything.
         own = own_first(ids, c.held, over)
@@ -124,14 +154,7 @@ class Experts(nn.Module):
             outputs = (self._by_tokens if by_tokens else self._by_expert)(flat, own, kernels)
         if places is None:
             outputs = of_owners(outputs.reshape(*ids.shape, -1), ids // c.held, over)
-        if residual is not None:
-            residual = residual.reshape(len(flat), -1)
-        if by_tokens:
-            shared = self._shared_pieces(flat, pieces, kernels)
-            out = canonical.expert_sum(outputs, weights, shared, residual, places)
-        else:
-            out = self._added(flat, outputs, weights, residual, kernels)
-        return out.reshape(*x.shape[:-1], -1)
+        return outputs, pieces, places
 
     def _by_tokens(
         self, x: Float[Array, "M D"], ids: Int[Array, "M k"], kernels: Kernels

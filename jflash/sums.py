@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jflash.gather import gather_normed, gather_sum, norms
+from pallas_kernels.grouped_matmul.sums import Weighed, weighed_sum
 from pallas_kernels.matmul import Unsummed, unadded
 from pallas_kernels.matmul import summed as sum_of
 from pallas_kernels.rms_norm import after
@@ -30,7 +31,7 @@ class Ungathered(NamedTuple):
         return unadded(gather_sum(self.own, self.shards), self.residual, backend=BACKEND)
 
 
-Sums = Unsummed | Ungathered
+Sums = Unsummed | Ungathered | Weighed
 
 
 def left(
@@ -46,6 +47,8 @@ def left(
 
 def summed(sums: Sums) -> Float[Array, "*lead D"]:
     """The sum by itself."""
+    if isinstance(sums, Weighed):
+        return weighed_sum(sums)
     return sum_of(sums.gathered() if isinstance(sums, Ungathered) else sums)
 
 

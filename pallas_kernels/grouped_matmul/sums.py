@@ -1,6 +1,7 @@
 """The canonical end of a layer of experts: the weighted sum, a shared expert's output, a residual.
 
-One program a token and some of its columns, the same one whatever lies beside it.
+One program a token and some of its columns, the same one whatever lies beside it. Where a norm
+follows, `rms_norm.after` makes the sum in its own kernel.
 """
 
 import functools
@@ -29,6 +30,24 @@ class Shared(NamedTuple):
     column: Float[Array, " K"] | None = None
 
 
+class Weighed(NamedTuple):
+    """What is to be added for each token, and not yet added; see `expert_sum`."""
+
+    outputs: Float[Array, "M k D"] | Float[Array, "TR D"]
+    weights: Float[Array, "M k"]
+    shared: Shared | None
+    residual: Float[Array, "*lead D"] | None
+    places: Int[Array, " R"] | None
+
+
+def weighed_sum(given: Weighed) -> Float[Array, "*lead D"]:
+    """The sum by itself, beside a residual."""
+    residual = given.residual
+    assert residual is not None
+    flat = given._replace(residual=residual.reshape(-1, residual.shape[-1]))
+    return expert_sum(*flat).reshape(residual.shape)
+
+
 @functools.partial(jax.jit, static_argnames="interpret")
 def expert_sum(
     outputs: Float[Array, "M k D"] | Float[Array, "TR D"],
@@ -55,9 +74,17 @@ def expert_sum(
 
 
 def _kernel(outputs_ref, weights_ref, shared, residual_ref, places_ref, out_ref):
-    D, row = out_ref.shape[1], pl.program_id(1)
-    columns = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
-    rows, inside = jnp.full(columns.shape, row), columns < D
+    row, columns = pl.program_id(1), pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)
+    inside = columns < out_ref.shape[1]
+    given = Weighed(outputs_ref, weights_ref, shared, residual_ref, places_ref)
+    total = total_of(given, row, columns, inside).astype(out_ref.dtype)
+    plt.store(out_ref.at[jnp.full(columns.shape, row), columns], total, mask=inside)
+
+
+def total_of(given: Weighed, row, columns, inside):
+    """A token's sum at these columns, of references: rounded, in float32."""
+    outputs_ref, weights_ref, shared, residual_ref, places_ref = given
+    rows = jnp.full(columns.shape, row)
 
     def load(ref, *at):
         return plt.load(ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
@@ -82,7 +109,7 @@ def _kernel(outputs_ref, weights_ref, shared, residual_ref, places_ref, out_ref)
         total = rounded(total + own)
     if residual_ref is not None:
         total = rounded(load(residual_ref, rows, columns) + total)
-    plt.store(out_ref.at[rows, columns], total.astype(out_ref.dtype), mask=inside)
+    return total
 
 
 def _logit(shared, row):

@@ -6,8 +6,9 @@ depend only on that row, whatever the other axes are and whatever the norm is co
 "xla" and "reference" (one and the same: short jnp) promise it inside one program. "canonical" is
 for Hopper and x of bfloat16.
 
-`after` norms the sum that a product left unmade (`pallas_kernels.matmul.unsummed`), and gives the
-sum too; both have the bits that `summed` and the norm by itself give.
+`after` norms the sum that a product left unmade (`pallas_kernels.matmul.unsummed`), or a layer of
+experts (`grouped_matmul.sums`), and gives the sum too; both have the bits that the sum by its own
+kernel and the norm by itself give.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.choice import device_refusal, no_backend
+from pallas_kernels.grouped_matmul.sums import Weighed, weighed_sum
 from pallas_kernels.matmul.add import Unsummed, summed
 from pallas_kernels.rms_norm import canonical, cpu, reference
+from pallas_kernels.rms_norm.after_experts import after_experts
 
 BACKENDS = {"canonical": canonical, "cpu": cpu, "xla": reference, "reference": reference}
 
@@ -39,9 +42,14 @@ def rms_norm(
 
 
 def after(
-    sums: Unsummed, scale: Float[Array, " D"], eps: float, *, backend: str
+    sums: Unsummed | Weighed, scale: Float[Array, " D"], eps: float, *, backend: str
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"]]:
-    """The sum that a product left unmade, and its norm; `backend` as of `rms_norm`."""
+    """The sum that was left unmade, and its norm; `backend` as of `rms_norm`."""
+    if isinstance(sums, Weighed):
+        if backend == "canonical":
+            return after_experts(sums, scale, eps)
+        x = weighed_sum(sums)
+        return x, rms_norm(x, scale, eps, backend=backend)
     if backend == "canonical" and sums.pieces is not None and sums.residual is not None:
         return canonical.after(sums, scale, eps)
     x = summed(sums)

@@ -19,7 +19,7 @@ from pallas_kernels.matmul.add import Unsummed
 
 def rms_norm(x, scale, eps, *, interpret=False):
     """See the folder's contract. Without `interpret` it compiles for a GPU only."""
-    _check(x, scale)
+    check(x, scale)
     return _rms_norm(x.reshape(-1, x.shape[-1]), scale, eps, interpret).reshape(x.shape)
 
 
@@ -27,14 +27,14 @@ def after(sums: Unsummed, scale, eps, *, interpret=False):
     """As `rms_norm`, of what the pieces make in the same kernel."""
     pieces, residual = sums
     assert pieces is not None and residual is not None
-    _check(residual, scale)
+    check(residual, scale)
     width = residual.shape[-1]
     flat = pieces.reshape(len(pieces), -1, width), residual.reshape(-1, width)
     x, normed = _after(*flat, scale, eps, interpret)
     return x.reshape(residual.shape), normed.reshape(residual.shape)
 
 
-def _check(x, scale):
+def check(x, scale):
     if x.dtype != jnp.bfloat16 or scale.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"the canonical norm takes bfloat16, not x {x.dtype} and scale {scale.dtype}: use 'xla'"
@@ -45,7 +45,7 @@ def _check(x, scale):
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _rms_norm(x, scale, eps: float, interpret: bool):
     warps = max(1, min(8, pl.next_power_of_2(x.shape[1]) // 512))
-    return _by_rows(_kernel, "rms_norm", x, eps, warps, interpret)(x, scale)
+    return by_rows(_kernel, "rms_norm", x, eps, warps, interpret)(x, scale)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -53,11 +53,11 @@ def _after(pieces, residual, scale, eps: float, interpret: bool):
     # µs by 2, 4 and 8 warps on an H100 (jax 0.11.2, 2026-11-25), 16 rows: of 576 2.59, 2.37 and
     # 2.25, of 2048 2.97, 2.97 and 2.71, of 4096 3.18, 2.72 and 2.66.
     warps = max(1, min(8, pl.next_power_of_2(residual.shape[1]) // 32))
-    launch = _by_rows(_kernel_after, "sum_and_norm", (residual, residual), eps, warps, interpret)
+    launch = by_rows(_kernel_after, "sum_and_norm", (residual, residual), eps, warps, interpret)
     return launch(pieces, residual, scale)
 
 
-def _by_rows(kernel, name: str, like, eps: float, warps: int, interpret: bool):
+def by_rows(kernel, name: str, like, eps: float, warps: int, interpret: bool):
     """A launch of a program a row, whose results are like arrays [M, D]."""
     M, D = jax.tree.leaves(like)[0].shape
     block = pl.next_power_of_2(D)
@@ -73,7 +73,7 @@ def _by_rows(kernel, name: str, like, eps: float, warps: int, interpret: bool):
 
 def _kernel(x_ref, scale_ref, out_ref, *, eps: float, block: int):
     at, mask = _places(out_ref, block)
-    _store_normed(_load(x_ref, at, mask), scale_ref, out_ref, at, mask, eps)
+    store_normed(_load(x_ref, at, mask), scale_ref, out_ref, at, mask, eps)
 
 
 def _kernel_after(pieces_ref, residual_ref, scale_ref, x_ref, out_ref, *, eps: float, block: int):
@@ -83,7 +83,7 @@ def _kernel_after(pieces_ref, residual_ref, scale_ref, x_ref, out_ref, *, eps: f
     total = functools.reduce(jnp.add, pieces).astype(x_ref.dtype).astype(jnp.float32)
     x = (_load(residual_ref, at, mask).astype(jnp.float32) + total).astype(x_ref.dtype)
     plt.store(x_ref.at[at], x, mask=mask)
-    _store_normed(x, scale_ref, out_ref, at, mask, eps)
+    store_normed(x, scale_ref, out_ref, at, mask, eps)
 
 
 def _places(out_ref, block: int):
@@ -97,7 +97,7 @@ def _load(ref, at, mask):
     return plt.load(ref.at[at], mask=mask, other=None if mask is None else 0.0)
 
 
-def _store_normed(x, scale_ref, out_ref, at, mask, eps: float):
+def store_normed(x, scale_ref, out_ref, at, mask, eps: float):
     x, scale = x.astype(jnp.float32), _load(scale_ref, at[1:], mask)
     rms = lax.rsqrt(sum_in_pairs(x * x) / out_ref.shape[1] + eps)
     # Rounded where RMSNorm rounds: after the division, and after the scale.

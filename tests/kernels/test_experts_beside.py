@@ -15,7 +15,7 @@ from jflash.experts import Experts
 from jflash.kernels import Kernels
 from jflash.leaves import declared
 from jflash.specs import MoeSpec
-from pallas_kernels.grouped_matmul import beside, canonical
+from pallas_kernels.grouped_matmul import beside, canonical, sums
 from pallas_kernels.matmul import canonical as products
 from pallas_kernels.matmul import few_rows
 from pallas_kernels.matmul.quantised import Quantised
@@ -65,7 +65,7 @@ def test_few_programs_have_narrow_tiles():
     assert [beside.tile_of(n, 66) for n in (352, 176)] == [beside.NARROW, beside.NARROWEST]
 
 
-@pytest.mark.parametrize("M", [1, 5, 16])
+@pytest.mark.parametrize("M", [1, pytest.param(5, marks=pytest.mark.long), 16])
 def test_bits_are_those_of_two_launches_each(tile, M):
     """The halves of the two first weights lie in different places."""
     x, tiles, first, down, both, last = operands(M)
@@ -107,6 +107,7 @@ def joined(monkeypatch):
     """Kernels run interpreted; yields how many rows each joined product had."""
     for name in ("tiles_of_tokens", "of_tokens", "expert_sum", "route"):
         monkeypatch.setattr(canonical, name, functools.partial(getattr(canonical, name), **HOW))
+    monkeypatch.setattr(sums, "expert_sum", canonical.expert_sum)
     for name in ("matmul", "gate_up", "partial_products"):
         monkeypatch.setattr(products, name, functools.partial(getattr(products, name), **HOW))
     calls, right = [], {name: getattr(beside, name) for name in ("gate_up", "matmul")}

@@ -16,7 +16,9 @@ from jflash.kernels import Kernels
 from jflash.leaves import declared
 from jflash.routes import route
 from jflash.specs import MoeSpec
-from pallas_kernels.grouped_matmul import canonical, tokens_of
+from pallas_kernels.grouped_matmul import canonical, sums, tokens_of
+from pallas_kernels.rms_norm import canonical as rms_norm
+from pallas_kernels.rms_norm.after_experts import after_experts
 from tests.support.attention_checks import ON_GPU
 
 HOW = {"interpret": not ON_GPU}
@@ -104,6 +106,7 @@ def interpreted(monkeypatch):
     for name in ("tiles_of_tokens", "of_tokens", "expert_sum", "route", "sigmoids"):
         call = functools.partial(getattr(canonical, name), **HOW)
         monkeypatch.setattr(canonical, name, call)
+    monkeypatch.setattr(sums, "expert_sum", canonical.expert_sum)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -144,3 +147,31 @@ def test_experts_are_added_in_the_tokens_own_ranking():
     ):
         got = canonical.expert_sum(big, jnp.ones((2, 3)), None, residual, **HOW)
         np.testing.assert_array_equal(got, np.tile(want, (1, 64)))
+
+
+@pytest.mark.parametrize("M", [1, 5])
+@pytest.mark.parametrize("width", [256, 192])
+@pytest.mark.parametrize("kind", ["alone", "shared", "a gate", "by place"])
+def test_a_norm_that_adds_them_has_the_bits_of_both_kernels(M, width, kind):
+    k, P = 3, 2
+    draw = functools.partial(draws, np.random.default_rng(M))
+    outputs, weights = draw(M, k, width), jnp.asarray(draw(M, k), jnp.float32)
+    residual, scale = draw(1, M, width), draw(width)
+    shared = {
+        "shared": sums.Shared(draw(P, M, width).astype(jnp.float32)),
+        "a gate": sums.Shared(draw(P, M, width).astype(jnp.float32), draw(M, 96), draw(96)),
+    }.get(kind)
+    places = None
+    if kind == "by place":
+        places = jnp.asarray(np.random.default_rng(0).permutation(M * k), jnp.int32)
+        outputs = outputs.reshape(-1, width)
+    given = sums.Weighed(outputs, weights, shared, residual, places)
+    x, normed = after_experts(given, scale, 1e-6, **HOW)
+    want = sums.expert_sum(*given._replace(residual=residual[0]), **HOW)[None]
+    np.testing.assert_array_equal(x, want)
+    np.testing.assert_array_equal(normed, rms_norm.rms_norm(want, scale, 1e-6, **HOW))
+    assert len(np.unique(np.asarray(x, np.float32))) > width // 2
+
+
+def draws(rng, *shape: int):
+    return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
