@@ -39,6 +39,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = _FOLDER.name
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**34)  # a bound makes JAX lock the folder
 jax.config.update("jax_enable_compilation_cache", False)  # in this one all is compiled
+# No operation carries the lines that it comes from, which are a twentieth of a serving file's time.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # JAX's CUDA plugin is here to compile for a GPU (tests/proof/test_gates.py). Where there is none,
 # every process would complain that the plugin cannot start.

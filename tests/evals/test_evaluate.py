@@ -285,6 +285,7 @@ def test_runs_of_other_programs_are_not_compared(
 DRAWN = ("--temperature", "0.9", "--top-p", "0.9", "--seed", "5", "--limit", "3", *SHORT)
 
 
+@pytest.mark.long
 def test_draws_do_not_depend_on_where_a_run_was_broken(data, run, tmp_path, capsys):
     """By rule "greedy"; drafts drawn from q decide what is drawn, so such runs do not compare."""
     greedy = ("--draft-rule", "greedy")

@@ -110,8 +110,14 @@ def test_equals_the_reference_whatever_unseen_slots_hold(name):
         assert not got.any()
 
 
-@pytest.mark.parametrize("chunk", [64, 128, 256])
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    ("window", "chunk"),
+    [
+        *((None, 64), (70, 128)),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in ((None, 128), (None, 256))),
+        *(pytest.param(70, chunk, marks=pytest.mark.long) for chunk in (64, 256)),
+    ],
+)
 def test_bits_depend_on_what_a_row_sees_alone(chunk, window):
     T, S, N, K, H = 6, 256, 4, 2, 64
     position = 129  # the row under test; its chunk or block begins within the verified block

@@ -60,7 +60,10 @@ HOW = {
 
 
 @interpreted
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.long if x in ("window", "both ways") else ()) for x in HOW],
+)
 def test_a_walk_and_ctas_of_their_own_give_the_same_bits(name):
     q, k, v = operands(3, 4, 512)  # six blocks of 64 count: a tree of pieces adds otherwise
     lengths = [500, 126, 0]

@@ -31,7 +31,7 @@ K, N, F = 1024, 256, 128
     ],
     ids=str,
 )
-@pytest.mark.parametrize("M", [1, 12, 20])
+@pytest.mark.parametrize("M", [1, 12, pytest.param(20, marks=pytest.mark.long)])
 def test_products(interpreted, M, tile, pieces, halves):
     rng = np.random.default_rng(M)
     codes = jnp.asarray(rng.integers(-8, 9, (K, N)), jnp.float8_e4m3fn)

@@ -34,7 +34,9 @@ CUTS = [
     (300, 128, 128, dataclasses.replace(SMALL, block_m=192, block_k=128, stages=2, sms=1)),
     (8, 512, 64, dataclasses.replace(SMALL, split_k=4, cluster_n=1, sms=8)),
     (20, 256, 1008, dataclasses.replace(SMALL, sms=8)),
-    (70, 256, 1008, dataclasses.replace(SMALL, split_k=2, sms=8)),
+    pytest.param(
+        (70, 256, 1008, dataclasses.replace(SMALL, split_k=2, sms=8)), marks=pytest.mark.long
+    ),
 ]
 
 

@@ -144,7 +144,9 @@ def over(mesh, devices: int, times: int):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(2, 512), (2, 320), (4, 640)])
+@pytest.mark.parametrize(
+    ("devices", "rows"), [(2, 512), pytest.param(2, 320, marks=pytest.mark.long), (4, 640)]
+)
 def test_it_compiles_for_described_gpus_and_copies_no_place(devices: int, rows: int):
     mesh = device_mesh(H200, devices, AXIS)
 

@@ -96,6 +96,7 @@ def test_devices_that_share_the_embedded_pair_give_the_bits_of_one(form: str):
     assert each["planted"]["kv_rows"] > 1000
 
 
+@pytest.mark.long
 def test_every_drafter_is_compared_with_the_oracle(case, capsys, monkeypatch):
     """In one program: all modes equal, every acceptance length seen, the fault caught."""
     for module in (lossless_cases, lossless_check):

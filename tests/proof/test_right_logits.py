@@ -72,7 +72,9 @@ def test_the_float32_pass_is_the_models(config):
         assert found["router_shortfall"] < 1e-5
 
 
-@pytest.mark.parametrize(("shape", "batches"), [("tiny", [2]), ("tiny-moe", [1])])
+@pytest.mark.parametrize(
+    ("shape", "batches"), [pytest.param("tiny", [2], marks=pytest.mark.long), ("tiny-moe", [1])]
+)
 def test_the_command_passes_and_its_planted_fault_is_caught(shape, batches, capsys, tmp_path):
     file = tmp_path / "right.json"
     batch = ",".join(map(str, batches))

@@ -163,7 +163,7 @@ def test_a_soak_of_a_minute_finds_nothing(server):
     """As `scripts/soak.py` does for half an hour: clients of all kinds, texts compared. They rest
     between two, so that slots come free and are taken, and other tests have the processor too."""
     result, draw = Soak(minutes=1, clients=6), random.Random(3)
-    asyncio.run(load(server.url, server.process.pid, result, draw, texts=10, rest=2.0))
+    asyncio.run(load(server.url, server.process.pid, result, draw, texts=10, rest=6.0))
     assert result.problems == [] and result.pages_held == [0, 0] and len(result.resident) > 1
     assert result.ends["read"] + result.ends["read in a form"] > 0 and len(result.ends) > 2
 

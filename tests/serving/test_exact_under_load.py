@@ -424,6 +424,7 @@ def test_rows_are_timed_over_different_texts(pair):
     assert len(np.unique(texts[0])) > 10
 
 
+@pytest.mark.long
 def test_as_many_rows_as_pay(pair):
     """Whatever number a call takes: with each of them in turn the texts are the same."""
     requests = [Request(prompt_ids=p, max_tokens=40) for p in prompts(2, seed=6)]

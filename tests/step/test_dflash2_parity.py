@@ -38,6 +38,8 @@ FOLDERS = case_folders(*SETS)
 # These decode in every run, and fresh ones of all families in .ci/run: full attention, a window of
 # both sides, a delta net with a causal one, and sinks.
 DECODED = tuple(f"dflash2_cases-pair{i}" for i in ("00", "02", "05", "08"))
+# And these are looked at inside: two more, with heads and norms of their own, and a multiplier.
+SEEN = (*DECODED, *(f"dflash2_cases-pair{i}" for i in (13, 14)))
 TEMPERATURE, SPLIT = 0.7, 9  # of the recorded probabilities; tokens before the recorded block
 CHUNK = 11  # shorter than a prompt; that no other test takes: RING_BLOCK is no part of a shape
 
@@ -78,7 +80,7 @@ def recorded_forward(both, tokens, anchor):
     return hidden, logits, candidates, scores
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", long_but_for(FOLDERS, *SEEN, *fresh(FOLDERS)))
 def test_states_candidates_and_scores(folder: Path):
     """The scores through the probabilities that the reference drew a path with."""
     both, want = pair(folder), load_file(folder / "tensors.safetensors")

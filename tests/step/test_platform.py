@@ -204,6 +204,7 @@ def test_a_second_process_compiles_nothing(decode, tmp_path):
     assert third["token_ids"] == first["token_ids"] and "cache" in err
 
 
+@pytest.mark.long
 def test_no_cache_on_request(decode, tmp_path):
     decode(tmp_path, "--no-compilation-cache")
     assert not (tmp_path / "jflash").exists()
