@@ -1,8 +1,8 @@
 """Canonical products of few rows with a long K and few columns, on Hopper: y^T = W^T x^T.
 
-Where 64 columns and a piece of K make few programs, each reads much, one step after another, and a
-multiprocessor's way to the L2 cache is what bounds it. Pallas-Triton's programs are bound before
-by the threads that ask for each step's weights. Here a producer's copies fill a ring of shared
+Where 64 columns and a piece of K make few programs, each reads much, one step after another.
+Pallas-Triton's are held, it seems, by the threads that ask for each step's weights, before a
+multiprocessor's way to the L2 cache would hold them. Here a producer's copies fill a ring of shared
 memory, and wgmma takes both operands there: W's columns are its rows, so no row of x is padded to
 64. It sums K in the canonical order, and no bit is another (`narrow` says where this is taken, and
 what was measured).
@@ -41,7 +41,7 @@ class FewColumns:
 def product(
     x: Float[Array, "M K"], w: Float[Array, "K N"], *, pieces: int, tile: FewColumns
 ) -> Float[Array, "..."]:
-    """As `few_rows.product` without halves or a residual; ValueError if the tile divides not."""
+    """As `few_rows.product`, without halves and residual; ValueError for what no tile divides."""
     (M, K), N = x.shape, w.shape[1]
     depth = DEPTH * tile.deep
     if N % COLUMNS or K % (depth * pieces):
