@@ -93,14 +93,12 @@ class Experts(nn.Module):
 
     def unsummed(self, x, residual, kernels: Kernels) -> Sums:
         """As `MLP.unsummed`: of columns that devices share, or by kernels that find an expert's
-        rows on this device; else the last kernel makes the sum."""
+        rows; else the last kernel makes the sum."""
         cut, routed = self.config.cut, self._route(x.reshape(-1, x.shape[-1]), kernels)
         if cut > 1:
             own = self.mixed(x, *routed, None, kernels)
             return left(Unsummed(None, own), residual, cut, kernels.matmul)
-        # Where experts lie whole over devices, the proof plants its fault in `mixed`.
-        whole = self.config.over == "devices"
-        if residual is None or kernels.experts not in BY_TOKENS or whole:
+        if residual is None or kernels.experts not in BY_TOKENS:
             return Unsummed(None, self.mixed(x, *routed, residual, kernels))
         return self._weighed(x.reshape(-1, x.shape[-1]), *routed, residual, kernels)
 

@@ -33,6 +33,7 @@ from jflash.programs import (
 from jflash.projections import Output
 from jflash.proof.cases import Case
 from jflash.proof.kept_forms import in_order, with_another_code
+from jflash.sums import summed
 from pallas_kernels.matmul import Unsummed
 
 NEW_TOKENS = 64
@@ -76,10 +77,14 @@ def experts_added_over_devices(call: Any, args: Any, kwargs: Any, context: Any) 
 
     Of layers without a shared expert, which every device would add.
     """
-    module = context.module
-    named = context.method_name == "mixed" and isinstance(module, Experts)
+    module, name = context.module, context.method_name
+    named = name in ("unsummed", "mixed") and isinstance(module, Experts)
     if not named or module.config.over != "devices" or module.config.shared_size is not None:
         return call(*args, **kwargs)
+    if name == "unsummed":  # by way of `mixed`, whatever a norm would have added
+        x, residual, kernels = args
+        own = summed(call(x, None, kernels))
+        return Unsummed(None, own if residual is None else residual + own)
     x, weights, ids, residual, kernels = args
     here = ids // module.config.held == jax.lax.axis_index(AXIS)
     out = jax.lax.psum(call(x, jnp.where(here, weights, 0), ids, None, kernels), AXIS)

@@ -88,7 +88,7 @@ def test_parts_of_few_columns_and_a_long_k_have_it():
     assert isinstance(several[0], FewColumns) and any(isinstance(tile, Tile) for tile in several)
 
 
-def test_in_an_interpreter_other_tiles_give_its_bits():
+def test_an_interpreter_takes_another_tile_in_its_place():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((16, K)), "bfloat16")
     w = jnp.asarray(rng.standard_normal((K, 64)), "bfloat16")
