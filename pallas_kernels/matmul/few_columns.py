@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.matmul.kept_mosaic import store
 from pallas_kernels.matmul.mosaic_kernel import tiled
+from pallas_kernels.matmul.mosaic_ring import fill
 from pallas_kernels.matmul.tuning import SHARED_MEMORY
 
 COLUMNS, DEPTH = 64, 64  # of a tile of w: its columns are the rows of a wgmma
@@ -86,18 +87,7 @@ def _kernel(x_gmem, w_gmem, out_gmem, *, w_ring, x_ring, out_smem, full, empty, 
             if numbers:
                 plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_ring.at[slot], full.at[slot])
 
-        # The ring fills with weights first: they are the larger part, and come from memory.
-        pl.loop(0, slots)(lambda step: load(step, weights=True, numbers=False))
-        pl.loop(0, slots)(lambda step: load(step, weights=False, numbers=True))
-
-        @pl.loop(slots, steps)
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, slots)])
-            load(step, weights=True, numbers=True)
-
-        @pl.loop(steps - slots, steps)  # a CTA may not end before all have arrived
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, slots)])
+        fill(load, steps, empty, slots)
 
     @pl.when(wg == CONSUMER)
     def _():

@@ -23,6 +23,7 @@ from pallas_kernels.halves import Firsts
 from pallas_kernels.matmul import kept_pairs
 from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, ROW, Fragments
 from pallas_kernels.matmul.mosaic_kernel import PRODUCER_REGISTERS, silu_times, tiled
+from pallas_kernels.matmul.mosaic_ring import fill
 
 MOST_ROWS = 128
 WGMMA = plgpu.Layout.WGMMA
@@ -128,17 +129,7 @@ def _kernel(
                     x_gmem.at[row, pl.ds(k * DEPTH, DEPTH * deep)], x_ring.at[slot], full.at[slot]
                 )
 
-        pl.loop(0, stages)(lambda step: load(step, codes=True, numbers=False))
-        pl.loop(0, stages)(lambda step: load(step, codes=False, numbers=True))
-
-        @pl.loop(stages, steps)
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
-            load(step, codes=True, numbers=True)
-
-        @pl.loop(steps - stages, steps)  # a CTA may not end before all have arrived
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+        fill(load, steps, empty, stages)
 
     @pl.when(wg < consumers)
     def _():

@@ -1,5 +1,6 @@
 """The ring of tiles of the Mosaic GPU products: which tiles a CTA has, and who loads them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -88,6 +89,22 @@ def produce(plan: Plan, tiles: Tiles, ring: Ring, firsts, load_x, w_gmem):
     @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
     def _drain(step):
         plgpu.barrier_wait(ring.empty.at[lax.rem(step, t.stages)])
+
+
+def fill(load: Callable[..., None], steps: int, empty: Any, slots: int) -> None:
+    """Fills a ring of `slots` with what `load(step, weights, numbers)` begins to copy, both or one
+    of the two: first with weights, the larger part, which come from memory."""
+    pl.loop(0, slots)(lambda step: load(step, True, False))
+    pl.loop(0, slots)(lambda step: load(step, False, True))
+
+    @pl.loop(slots, steps)
+    def _(step):
+        plgpu.barrier_wait(empty.at[lax.rem(step, slots)])
+        load(step, True, True)
+
+    @pl.loop(steps - slots, steps)  # a CTA may not end before all have arrived
+    def _(step):
+        plgpu.barrier_wait(empty.at[lax.rem(step, slots)])
 
 
 def empty_barrier(plan: Plan):
