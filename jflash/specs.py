@@ -218,6 +218,12 @@ class Kept(NamedTuple):
     fragments: bool = False  # in the order of pallas_kernels.matmul.fragments
     pairs: bool = False  # there a gate's columns and an up's lie in turns
 
+    @property
+    def narrow(self) -> bool:
+        """Whether codes of float8 become numbers of bfloat16 by a multiplication of such numbers,
+        which is sooner than by float32's."""
+        return self.form == "fp8" and self.scales == "bfloat16"
+
 
 FLOAT8 = Kept("float8", 0, "float32", False)
 

@@ -232,8 +232,10 @@ def model_shape(name: str) -> ModelShape:
 
 
 # The layers' kernels in FP8 by blocks of 128, or in INT4 by groups of 128; or experts in MXFP4.
+# Qwen's files of FP8 have scales of bfloat16, DeepSeek's and MiniMax's of float32.
 QUANTISED = {
-    "fp8": Kept("fp8", 128, "float32", False),
+    "fp8": Kept("fp8", 128, "bfloat16", False),
+    "fp8-float32": Kept("fp8", 128, "float32", False),
     "int4": Kept("int4", 128, "bfloat16", False),
     "mxfp4": Kept("fp8", 32, "bfloat16", False),
 }

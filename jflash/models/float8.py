@@ -58,10 +58,11 @@ def rounded(leaves: dict[str, Any], drafter: dict[str, Any], target: dict[str, A
 
 
 def _form(config: DrafterConfig, weight: Leaf) -> Leaf:
-    """A rounded weight's leaf [K, N]: in fragments it is one of codes with a scale a column."""
+    """A rounded weight's leaf [K, N]: in fragments it is one of codes with a scale a column, in
+    bfloat16, by which codes are converted sooner."""
     assert config.products
-    K = weight.stored[0]
-    whole = replace(weight, kept=FLOAT8._replace(form="fp8", group=K, fragments=True))
+    form = Kept("fp8", weight.stored[0], "bfloat16", zeros=False, fragments=True)
+    whole = replace(weight, kept=form)
     fits = config.products.fragments and whole.fits_fragments
     return whole if fits else replace(weight, kept=FLOAT8)
 
@@ -69,7 +70,7 @@ def _form(config: DrafterConfig, weight: Leaf) -> Leaf:
 def _rounded(leaf: Leaf, weight: jax.Array) -> Any:
     if not leaf.kept:
         return weight
-    made = _round_weight(weight)
+    made = _round_weight(weight, leaf.kept.scales)
     if not leaf.fragmented:
         return made
     return leaf.in_fragments(Quantised(made.codes.T, made.scales[None], None, len(weight)))
@@ -87,4 +88,5 @@ def _is_rounded(path: Any) -> bool:
     return last == "kernel" and parents[-1] in ROUNDED
 
 
-_round_weight, _round_head = jax.jit(rounded_weight), jax.jit(rounded_rows)
+_round_weight = jax.jit(rounded_weight, static_argnums=1)
+_round_head = jax.jit(rounded_rows)

@@ -246,7 +246,7 @@ def _few_columns(x, w, P: int, tile: FewColumns):
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _kept(x, w: Fragments, P: int, firsts: Firsts | None):
     assert firsts or not w.paired, "columns in pairs are for gate_up"
-    if w.paired and len(x) <= kept_alone.MOST_ROWS[w.bits]:
+    if kept_alone.takes(w, len(x)):
         return kept_alone.gated(x, w)
     tile = kept_mosaic.by_rule(len(x), w, P, 2 if firsts else 1)
     return kept_mosaic.product(x, w, pieces=P, tile=tile, halves=firsts)

@@ -5,6 +5,10 @@ whole words of 32 bits, in the order of wgmma's registers (columns are wgmma's r
 codes lie the tile's scales and, of four bits, what is taken off each code, for every group in it.
 So one copy brings all that a tile needs, and no thread asks another one for a code.
 
+Codes of eight bits whose scales are numbers of bfloat16 lie with their bits apart (`_bits_apart`):
+a shift and a mask then make bfloat16's of them, 2^-120 times as large, and the scales beside them
+are 2^120 times as large.
+
 A gate and an up may lie in pairs: 8 columns of the one, 8 of the other, in turns. A thread's sums
 then have both of a column, so that one tile is 32 whole columns of the gated product.
 """
@@ -25,6 +29,8 @@ DEPTH, COLUMNS = 128, 64  # of a tile
 ROW = 64  # words; what a copy takes has at most 256 along an axis
 PAIRED = 8  # columns of a turn; wgmma leaves rows so far apart in one thread
 MAGIC = 128  # of bfloat16, whose last bit then counts ones
+BIAS = 2.0**120  # between the exponents of float8_e4m3fn and of bfloat16
+LARGEST_SCALE = 2.0**8  # of float8 in the narrow form; BIAS times it is no number of bfloat16
 
 
 @functools.partial(
@@ -42,7 +48,7 @@ class Fragments:
     words: Any
     bits: int  # of a code: 8 of float8_e4m3fn, or 4
     groups: int  # along K in a tile
-    narrow: bool  # four bits whose scales are numbers of bfloat16
+    narrow: bool  # scales are numbers of bfloat16, and codes of float8 lie as such scales want
     paired: bool = False  # a gate and an up
 
     @property
@@ -75,7 +81,7 @@ def abstract(w: Quantised, pairs: Firsts | None = None) -> Fragments:
     bits, groups = 4 if w.packed else 8, max(1, DEPTH // w.group)
     rows = DEPTH * COLUMNS * bits // 32 // ROW + groups * (1 + w.packed)
     words = jax.ShapeDtypeStruct((*lead, N // COLUMNS, K // DEPTH, rows, ROW), jnp.uint32)
-    narrow = w.packed and w.scales.dtype == jnp.bfloat16
+    narrow = w.scales.dtype == jnp.bfloat16
     return Fragments(words, bits, groups, narrow, pairs is not None)
 
 
@@ -83,7 +89,8 @@ def abstract(w: Quantised, pairs: Firsts | None = None) -> Fragments:
 def fragments(w: Quantised, pairs: Firsts | None = None) -> Fragments:
     """The same weight in this order; in pairs, if gate and up begin at the columns `pairs`.
 
-    ValueError: it has none.
+    Narrow float8 has scales below LARGEST_SCALE and no code of a NaN. ValueError: it has no such
+    order.
     """
     form = abstract(w, pairs)
     if pairs is not None:
@@ -101,20 +108,34 @@ def fragments(w: Quantised, pairs: Firsts | None = None) -> Fragments:
     codes = codes.reshape(K // DEPTH, 16, 4, 2, N // COLUMNS, 4, 2, 8).astype(jnp.uint32)
     codes = codes.transpose(4, 0, 5, 7, 2, 1, 6, 3)  # tiles, warp, row, lane, block, half, pair
     tiles = (N // COLUMNS, K // DEPTH)
+    scales = w.scales.astype(jnp.float32)
     if packed:  # four pairs a word, the second of each 16 bits on
         codes = codes.reshape(*tiles, 128, 8, 4, 2)
         shifts = 4 * jnp.arange(4)[:, None] + 16 * jnp.arange(2)
     else:  # two pairs a word
         codes = codes.reshape(*tiles, 128, 16, 2, 2)
         shifts = 16 * jnp.arange(2)[:, None] + 8 * jnp.arange(2)
+        if form.narrow:
+            codes, shifts, scales = _bits_apart(codes), 16 * jnp.arange(2), scales * BIAS
     words = jnp.sum(codes << shifts.astype(jnp.uint32), axis=(-2, -1), dtype=jnp.uint32)
     # A thread takes four words at once, beside its neighbours' four.
     words = words.reshape(*tiles, 128, -1, 4).swapaxes(2, 3).reshape(*tiles, -1, ROW)
-    parts = [words, _by_tile(w.scales.astype(jnp.float32), w.group, K, groups)]
+    parts = [words, _by_tile(scales, w.group, K, groups)]
     if packed:
         zeros = jnp.full(w.scales.shape, MIDDLE) if w.zeros is None else w.zeros
         parts.append(_by_tile(MAGIC + zeros.astype(jnp.float32), w.group, K, groups))
     return replace(form, words=jnp.concatenate(parts, axis=2))
+
+
+def _bits_apart(codes: UInt32[Array, "... halves pair"]) -> UInt32[Array, "... halves pair"]:
+    """The bits of two codes in the 16 that they share, of sign, exponent and mantissa: SMMM.EEEE...
+    of the first, whose mantissa a shift by 8 brings behind its exponent, and ....S...  .EEEEMMM of
+    the second, which a shift by 4 brings to its place.
+    """
+    first, second = codes[..., 0, :], codes[..., 1, :]
+    first = (first & 0x80) << 8 | (first & 0x78) << 4 | (first & 7) << 12
+    second = (second & 0x80) << 4 | second & 0x7F
+    return jnp.stack([first, second], axis=-2)
 
 
 def _in_pairs(columns: int, pairs: Firsts) -> Array:

@@ -22,7 +22,18 @@ from pallas_kernels.matmul.mosaic_kernel import tiled
 # on an H200 (jax 0.11.2, 2026-11-25): INT4 24.0 and 19.3 at 1 row, 23.9 and 19.4 at 8, 25.7 and
 # 19.9 at 16; FP8 30.6 and 29.1, 30.4 and 28.1, and 31.5 and 34.8, when two CTAs fill the memory.
 MOST_ROWS = {4: 16, 8: 8}
-STAGES, DEEP = 3, 2  # slots of the ring, and tiles along K in each
+MOST_NARROW = 16  # rows of narrow FP8, with smaller slots: a step takes 4.10 ms, and 4.14 without
+SLOTS = 3, 2  # of the ring, and tiles along K in each
+SMALL_SLOTS = 4, 1
+
+
+def takes(w: Fragments, rows: int) -> bool:
+    """Whether this kernel was the faster one."""
+    return w.paired and rows <= (MOST_NARROW if w.narrow else MOST_ROWS[w.bits])
+
+
+def _slots(w: Fragments, rows: int) -> tuple[int, int]:
+    return SLOTS if rows <= MOST_ROWS[w.bits] else SMALL_SLOTS
 
 
 def gated(x: Float[Array, "M K"], w: Fragments) -> Float[Array, "M F"]:
@@ -30,10 +41,11 @@ def gated(x: Float[Array, "M K"], w: Fragments) -> Float[Array, "M F"]:
     M, K = x.shape
     if M > 8 and M % 8:
         return gated(jnp.pad(x, ((0, -M % 8), (0, 0))), w)[:M]
-    assert w.paired and max(MOST_ROWS.values()) >= M, (w, M)
-    rows, deep = -(-M // 8) * 8, DEEP if K % (DEEP * DEPTH) == 0 else 1
+    assert takes(w, M), (w, M)
+    rows, (slots, deep) = -(-M // 8) * 8, _slots(w, M)
+    deep = deep if K % (deep * DEPTH) == 0 else 1
     steps = K // DEPTH // deep
-    stages = min(STAGES, steps)
+    stages = min(slots, steps)
     launch = plgpu.kernel(
         functools.partial(_kernel, w=jax.tree.map(lambda a: None, w), steps=steps),
         out_type=jax.ShapeDtypeStruct((M, w.shape[1] // 2), x.dtype),

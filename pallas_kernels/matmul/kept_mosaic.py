@@ -231,7 +231,8 @@ def _numbers(words, by_column, w: Fragments):
         for half in range(2):
             scale = of(block, half, 0)
             if w.bits == 8:
-                got = llvm.inline_asm(i32, [ours[block], scale], _EIGHT[half], "=r,r,r")
+                text = (_NARROW_EIGHT if w.narrow else _EIGHT)[half]
+                got = llvm.inline_asm(i32, [ours[block], scale], text, "=r,r,r")
             else:
                 at = block % 2 * 2 + half
                 text = (_NARROW if w.narrow else _FOUR)[at]
@@ -260,6 +261,21 @@ cvt.f32.f16 f0, a;
 cvt.f32.f16 f1, b;{_PRODUCT}"""
     for pair in ("low", "high")
 ]
+# As `fragments` lets a narrow weight's bits lie, so that one rounding is that of the product.
+_SCALED = "prmt.b32 u, $2, $2, 0x3232;\nmul.rn.bf16x2 $0, t, u;\n}"
+_NARROW_EIGHT = [
+    f"""{{
+.reg .b32 t, u;
+shr.u32 t, $1, 8;
+and.b32 t, t, 0x00700070;
+lop3.b32 t, $1, 0x87808780, t, 0xEA;
+{_SCALED}""",
+    f"""{{
+.reg .b32 t, u;
+shl.b32 t, $1, 4;
+and.b32 t, t, 0x87F087F0;
+{_SCALED}""",
+]
 
 
 def _four(at: int, narrow: bool) -> str:
@@ -274,7 +290,7 @@ prmt.b32 z, $3, $3, 0x3232;
 sub.rn.bf16x2 t, t, z;
 """
     if narrow:
-        return start + "prmt.b32 u, $2, $2, 0x3232;\nmul.rn.bf16x2 $0, t, u;\n}"
+        return start + _SCALED
     return (
         start
         + f"shl.b32 u, t, 16;\nmov.b32 f0, u;\nand.b32 u, t, 0xFFFF0000;\nmov.b32 f1, u;{_PRODUCT}"

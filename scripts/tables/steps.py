@@ -140,8 +140,9 @@ def _time(row: dict[str, Any]) -> str:
 
 def kept_as(case: dict[str, Any]) -> str:
     """The shape, with the form that its target's layers are kept in."""
-    kept = case.get("quantised")
-    return case["shape"] + (f", layers in {kept.upper()}" if kept else "")
+    kept, _, scales = (case.get("quantised") or "").partition("-")
+    scales = f" with scales of {scales}" if scales else ""
+    return case["shape"] + (f", layers in {kept.upper()}{scales}" if kept else "")
 
 
 def spent(results: list[Result]) -> str:

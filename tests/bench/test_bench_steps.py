@@ -161,7 +161,10 @@ def test_it_refuses_what_does_not_fit_before_it_compiles(capsys, monkeypatch):
         ("--cases tiny:1:0-rows", "'tiny:1:0-rows' is not SHAPE:BATCH:KIND"),
         ("--cases tiny:1:8-rows", "--cases tiny:1:8-rows: a block of tiny has 8 rows"),
         ("--cases qwen9:1:step", "qwen9"),
-        ("--cases tiny+int2:1:step", "tiny cannot be kept as 'int2': use one of fp8, int4, mxfp4"),
+        (
+            "--cases tiny+int2:1:step",
+            "tiny cannot be kept as 'int2': use one of fp8, fp8-float32, int4, mxfp4",
+        ),
         ("--cases tiny+:1:step", "tiny cannot be kept as ''"),
         ("--cases tiny+mxfp4:1:step", "mxfp4 is a form of experts, and tiny has none"),
         ("--kernels -1", "--kernels -1: 0 or more"),

@@ -23,14 +23,18 @@ from pallas_kernels.matmul.quantised import Quantised, dequantised
 from tests.support.described_gpu import H200, compile_for
 
 FP8 = jnp.float8_e4m3fn
-GROUPS = {"fp8": 128, "fp8-column": 0, "fp8-long": 256, "mxfp4": 32, "int4": 128, "int4-zeros": 32}
+GROUPS = {"fp8": 128, "fp8-column": 0, "fp8-long": 256, "int4": 128, "int4-zeros": 32}
+GROUPS |= {"fp8-narrow": 128, "mxfp4": 32}
+NARROW = "fp8-narrow", "mxfp4", "int4", "int4-zeros"  # their scales are numbers of bfloat16
 
 
 def kept(kind: str, K: int, N: int) -> Quantised:
     rng = np.random.default_rng(len(kind))
     group, packed = GROUPS[kind] or K, kind.startswith("int4")
     G = -(-K // group)
-    scales = jnp.asarray(rng.uniform(0.01, 0.02, (G, N)), "bfloat16" if packed else "float32")
+    scales = jnp.asarray(
+        rng.uniform(0.01, 0.02, (G, N)), "bfloat16" if kind in NARROW else "float32"
+    )
     codes = jnp.asarray(rng.normal(size=(K, N)), FP8)
     if packed:
         codes = jnp.asarray(rng.integers(0, 256, (K // 2, N)), jnp.uint8)
@@ -56,7 +60,11 @@ def read_back(w: Fragments) -> np.ndarray:
         warp, lane = divmod(thread, 32)
         for block, half, pair in itertools.product(range(16), range(2), range(2)):
             n, group = 16 * warp + lane // 4 + 8 * half, block * w.groups // 16
-            if w.bits == 8:
+            if w.bits == 8 and w.narrow:
+                bits = int(mine[block]) >> 16 * pair & 0xFFFF
+                bits = [bits & 0x8780 | bits >> 8 & 0x70, bits << 4 & 0x87F0][half]
+                number = np.float32(np.uint16(bits).view(jnp.bfloat16))
+            elif w.bits == 8:
                 code = mine[block] >> (16 * half + 8 * pair) & 255
                 number = np.float32(np.uint8(code).view(FP8))
             else:
@@ -106,8 +114,8 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize("rows", [16, 128, *(pytest.param(n, marks=LONG) for n in (1, 40, 512))])
 def test_no_product_spills_or_makes_its_tensor_cores_wait(rows):
-    """Registers decide that: a gate and an up in FP8, in FP8 pairs and in INT4 pairs, and INT4 in
-    two pieces with a residual."""
+    """Registers decide that: a gate and an up in FP8, in FP8 pairs with either scales and in INT4
+    pairs, and INT4 in two pieces with a residual."""
 
     def run(x, wide, w, pairs, v, r):
         y = gate_up(x, w, backend="canonical")
@@ -122,7 +130,7 @@ def test_no_product_spills_or_makes_its_tensor_cores_wait(rows):
     )
     pairs = [
         jax.eval_shape(lambda k=k: fragments(kept(k, 1024, 8192), (0, 4096)))
-        for k in ("fp8", "int4")
+        for k in ("fp8", "fp8-narrow", "int4")
     ]
     r = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
     program = inspect(

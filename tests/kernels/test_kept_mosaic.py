@@ -5,6 +5,7 @@ whole, or halved, so that no sum is rounded.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,11 @@ def test_products(interpreted, M, tile, pieces, halves):
     w, x = Quantised(codes, scales, None, 128), jnp.asarray(rng.integers(-4, 5, (M, K)), "bfloat16")
     got = product(x, fragments(w), pieces=pieces, tile=tile, halves=halves)
     if halves:
-        paired = fragments(w, halves)
-        others = [product(x, paired, pieces=1, tile=tile)]
-        others += [kept_alone.gated(x[:m], paired) for m in (1, M) if m <= 16]
+        narrow = replace(w, scales=w.scales.astype(jnp.bfloat16))
+        paired = [fragments(same, halves) for same in (w, narrow)]
+        others = [product(x, same, pieces=1, tile=tile) for same in paired]
+        taken = [(m, same) for m in (1, M) for same in paired if kept_alone.takes(same, m)]
+        others += [kept_alone.gated(x[:m], same) for m, same in taken]
         for same in others:
             np.testing.assert_array_equal(np.asarray(same), np.asarray(got)[: len(same)])
     cuts = [slice(p * K // pieces, (p + 1) * K // pieces) for p in range(pieces)]

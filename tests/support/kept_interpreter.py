@@ -5,6 +5,7 @@ So what threads do in registers is written here in jnp: the conversion, the firs
 """
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,9 +19,15 @@ def converted(ref, w: Fragments):
     """As `kept_mosaic.converted`, of FP8 in one group a tile; thread, word, half, pair."""
     words = ref[...]
     mine = words[: w.code_rows].reshape(4, 128, 4).swapaxes(0, 1).reshape(4, 8, 4, 16, 1, 1)
-    shifts = 16 * jnp.arange(2)[:, None] + 8 * jnp.arange(2)
-    codes = (mine >> shifts.astype(jnp.uint32) & 255).astype(jnp.uint8)
-    numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    if w.narrow:
+        place, apart, at_once = map(np.uint32, (0x87808780, 0x00700070, 0x87F087F0))
+        first, second = mine & place | mine >> 8 & apart, mine << 4 & at_once
+        bits = jnp.concatenate([first, second], axis=-2) >> 16 * jnp.arange(2, dtype=jnp.uint32)
+        numbers = lax.bitcast_convert_type(bits << 16, jnp.float32)  # subnormal ones are 0 here
+    else:
+        shifts = 16 * jnp.arange(2)[:, None] + 8 * jnp.arange(2)
+        codes = (mine >> shifts.astype(jnp.uint32) & 255).astype(jnp.uint8)
+        numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     numbers = numbers.transpose(0, 4, 1, 3, 2, 5).reshape(COLUMNS, DEPTH)
     scales = lax.bitcast_convert_type(words[w.code_rows], jnp.float32)
     return (numbers * scales[:, None]).astype(jnp.bfloat16)

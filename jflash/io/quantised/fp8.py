@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from jflash.io.hf_values import SIZE, shown
-from jflash.io.quantised.weight import FLOAT8, FLOAT_SCALES, Layout, Stored, floats
+from jflash.io.quantised.weight import FLOAT8, FLOAT8_CODES, FLOAT_SCALES, Layout, Stored, floats
 
-CODES = ("F8_E4M3",)
 SCALES = (*FLOAT_SCALES, "F8_E8M0", "U8")
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # of modelopt
 
@@ -54,7 +53,7 @@ def layout(
     rows, columns = shape
     names = ("weight_scale_inv", "weight_scale")
     name = next((n for n in names if n in found), names[block is None])
-    codes = Stored("weight", shape, CODES, _codes)
+    codes = Stored("weight", shape, FLOAT8_CODES, _codes)
     if block:
         grid = math.ceil(rows / block[0]), math.ceil(columns / block[1])
         decode = functools.partial(_of_blocks, rows=block[0])

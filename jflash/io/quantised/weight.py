@@ -16,8 +16,10 @@ from jaxtyping import Float, Int, Int32, Integer, Num, UInt8
 from jflash.io import read_ahead
 from jflash.io.read_ahead import Piece
 from jflash.specs import Kept
+from pallas_kernels.matmul.fragments import LARGEST_SCALE
 
 FLOAT_SCALES = ("F32", "BF16", "F16")
+FLOAT8_CODES = ("F8_E4M3",)
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 _NUMBERS = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)  # of float8 codes
 
@@ -85,23 +87,32 @@ class Layout(NamedTuple):
         return Kept(self.form, min(self.group, columns), dtype, self.zeros is not None)
 
     def parts(self, tensors: Mapping[str, Piece]) -> dict[str, list[Piece]]:
-        """The pieces of a kept weight's arrays: codes [o, I] or, of four bits, [o, I / 2]."""
+        """The pieces of a kept weight's arrays: codes [o, I] or, of four bits, [o, I / 2].
+
+        Their reading raises ValueError for what a kept weight may not have.
+        """
         (rows, columns), codes = self.shape, self.codes
         step = max(1, read_ahead.PIECE // columns // codes.per) * codes.per
         cuts = [(first, min(step, rows - first)) for first in range(0, rows, step)]
-        read = functools.partial(_codes, codes.decode, packed=self.form == "int4")
+        scales = tensors[self.scales.suffix]
+        form = self.kept(scales.dtype)
+        narrow = form is not None and form.narrow
+        whole = tensors[codes.suffix]
+        named = whole.name if narrow and codes.dtypes == FLOAT8_CODES else ""
+        read = functools.partial(_codes, codes.decode, packed=self.form == "int4", named=named)
         pieces = {
             "codes": [
-                _strip(tensors[codes.suffix], codes, *cut)._replace(
-                    decode=functools.partial(read, outputs=cut[1])
-                )
+                _strip(whole, codes, *cut)._replace(decode=functools.partial(read, outputs=cut[1]))
                 for cut in cuts
             ]
         }
-        for name, stored in (("scales", self.scales), ("zeros", self.zeros)):
-            if stored:
-                decode = functools.partial(_whole, stored.decode, outputs=rows)
-                pieces[name] = [tensors[stored.suffix]._replace(decode=decode)]
+        decode = functools.partial(
+            _scales, self.scales.decode, outputs=rows, named=scales.name if narrow else ""
+        )
+        pieces["scales"] = [scales._replace(decode=decode)]
+        if self.zeros:
+            decode = functools.partial(_zeros, self.zeros.decode, outputs=rows)
+            pieces["zeros"] = [tensors[self.zeros.suffix]._replace(decode=decode)]
         return pieces
 
     def _decode(self, *strips: np.ndarray, outputs: int, name: str) -> Float[np.ndarray, "o I"]:
@@ -139,15 +150,27 @@ def numbers(
     return out
 
 
-def _codes(decode: Callable, strip: np.ndarray, outputs: int, packed: bool) -> np.ndarray:
+def _codes(decode: Callable, strip: np.ndarray, outputs: int, packed: bool, named: str):
+    """Codes as they are kept; those of a `named` tensor must be numbers."""
     codes = decode(strip, outputs)
+    if named and (codes.view(np.uint8) << 1 == 0xFE).any():
+        raise ValueError(f"{named} has a NaN, and FP8 with such scales is kept without it")
     return codes[:, ::2] | codes[:, 1::2] << 4 if packed else codes
 
 
-def _whole(decode: Callable, tensor: np.ndarray, outputs: int) -> np.ndarray:
-    """Scales, or zeros in one byte."""
-    rows = decode(tensor, outputs)
-    return rows if rows.dtype == np.float32 else rows.astype(np.uint8)
+def _scales(decode: Callable, tensor: np.ndarray, outputs: int, named: str) -> np.ndarray:
+    """Scales of all groups; those of a `named` tensor must be such that it may be kept."""
+    scales = decode(tensor, outputs)
+    if named and (wrong := np.isfinite(scales) & (np.abs(scales) >= LARGEST_SCALE)).any():
+        raise ValueError(
+            f"{named} has a scale of {scales[wrong][0]:g}, and FP8 is kept with bfloat16's scales "
+            f"below {LARGEST_SCALE:g}: use --quantised dequantised"
+        )
+    return scales
+
+
+def _zeros(decode: Callable, tensor: np.ndarray, outputs: int) -> np.ndarray:
+    return decode(tensor, outputs).astype(np.uint8)
 
 
 def floats(scales: np.ndarray) -> Float[np.ndarray, "..."]:
