@@ -116,7 +116,7 @@ def configure_pair(
     models = with_backends(
         models, dtype, jax.local_devices()[0], attention_backend=attention_backend
     )
-    models = for_batch(keeping(models, first, quantised), batch)
+    models = for_batch(keeping(models, first, quantised, batch), batch)
     return PairFiles(models, first, second, drafter_seed)
 
 
@@ -214,8 +214,8 @@ def load_pair(
     this host share both models, or those of a `mesh`, whatever its axes; of experts each has some
     'columns', or whole ones if `experts_over` is 'devices'. `quantised` says how a quantised
     target's weights lie in memory, which changes no bit: 'kept' as codes with scales, or
-    'dequantised', by default kept where arrays would take more than two thirds of the device and
-    its kernels read codes.
+    'dequantised', by default kept where kernels read codes and either no step of `batch` sequences
+    is slower for it or arrays would take more than two thirds of the device.
     `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, which changes no
     output; `batch`, the most sequences that will be decoded at once, says for how many rows its
     weights should lie, and what of the layers each of several devices has. Everything that can be

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
@@ -105,6 +106,31 @@ def test_a_request_to_keep_what_cannot_be_kept_is_refused(tmp_path):
     assert load_weights(configure_pair(target)).models.target.config.layers[0].kept == ()
 
 
+@pytest.mark.parametrize(
+    ("ending", "number", "problem"),
+    [
+        (".weight_scale", 256, "has a scale of 256, and FP8 is kept with bfloat16's scales below"),
+        (".weight", np.nan, "has a NaN"),
+    ],
+)
+def test_codes_that_the_kept_form_would_take_for_others_are_refused(
+    tmp_path, ending, number, problem
+):
+    """With scales of bfloat16, of which the file has one a row."""
+    target, other = (make_pair(tmp_path / name).target for name in ("pair", "other"))
+    quantise(other, CASES["ct-fp8-channel"])
+    name = f"model.layers.1.mlp.down_proj{ending}"
+    with safe_open(other / "model.safetensors", "numpy") as file:
+        shape = file.get_slice(name).get_shape()
+    dtype = jnp.float8_e4m3fn if ending == ".weight" else jnp.bfloat16
+    changed = np.ones(shape, dtype)
+    changed[3] = number
+    quantise(target, CASES["ct-fp8-channel"], **{name: changed})
+    with pytest.raises(ValueError, match=f"{name} {problem}"):
+        load_pair(target, dtype="bfloat16", quantised="kept")
+    load_pair(target, dtype="bfloat16", quantised="dequantised")
+
+
 EXPERTS = {"mxfp4": PACKED, "fp8-block": MOE, "ct-int4-zeros": MOE}
 
 
@@ -177,7 +203,7 @@ def test_codes_are_kept_by_themselves_where_arrays_would_crowd_the_device(tmp_pa
     two, checkpoint = replace(two, kernels=models.kernels), open_checkpoint(pair.target)
     for room, kept in ((arrays * 3 // 2 - 2, False), (arrays // 2, True)):
         as_on_hopper(monkeypatch, room)
-        config = keeping.keeping(two, checkpoint, AUTO).target.config
+        config = keeping.keeping(two, checkpoint, AUTO, None).target.config
         assert bool(config.layers[0].kept) == kept
 
 
@@ -194,16 +220,37 @@ def test_int4_is_kept_by_itself_where_it_lies_in_fragments(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("shape", "form", "wins"),
+    ("shape", "form", "scales", "most"),
     [
-        ("qwen3-8b", "int4", True), ("qwen3-8b", "fp8", False),
-        ("qwen3-coder-30b", "int4", True), ("qwen3-coder-30b", "fp8", True),
+        ("qwen3-8b", "int4", "bfloat16", 512), ("qwen3-8b", "fp8", "bfloat16", 128),
+        ("qwen3-8b", "fp8", "float32", 16),
+        ("qwen3-coder-30b", "int4", "bfloat16", 512), ("qwen3-coder-30b", "fp8", "float32", 512),
     ],
 )  # fmt: skip
-def test_dense_fp8_alone_is_slower_in_codes(shape, form, wins):
+def test_dense_fp8_alone_is_slower_in_codes_at_many_rows(shape, form, scales, most):
     config = model_shape(shape)[0]
     leaf = leaf_paths(config)["layers_0/mlp/gate_up/kernel"]
-    assert keeping._wins(leaf, Kept(form, 128, "bfloat16", False)) == wins
+    wins = [
+        rows
+        for rows in (1, 16, 128, 512, None)
+        if keeping._wins(leaf, Kept(form, 128, scales, False), rows)
+    ]
+    known = [rows for rows in (1, 16, 128, 512) if rows <= most]
+    assert wins == (known if most < 512 else [*known, None])
+
+
+def test_steps_of_few_rows_keep_fp8_by_themselves(tmp_path, monkeypatch):
+    pair = make_pair(tmp_path)
+    quantise(pair.target, CASES["ct-fp8-channel"])
+    as_on_hopper(monkeypatch, 2**40)
+    monkeypatch.setattr(keeping, "fragment_paths", lambda models, forms: set(forms))
+
+    def kept(batch: int | None) -> bool:
+        models = configure_pair(pair.target, pair.drafter, batch=batch).models
+        return bool(models.target.config.layers[0].kept)
+
+    most = 128 // configure_pair(pair.target, pair.drafter).models.block_size
+    assert [kept(n) for n in (1, most, most + 1, None)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

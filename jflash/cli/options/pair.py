@@ -20,8 +20,8 @@ drafter's config with random weights (the same greedy tokens, slower; above temp
 ones only under --draft-rule greedy)"""
 BACKEND = "canonical, mosaic_gpu, triton or xla; default: the best that the device has"
 QUANTISED = """a quantised target's weights in memory, which changes no bit: kept as codes with
-scales, or dequantised when they are read, which is faster; default: kept where arrays would take
-more than two thirds of the device and its kernels read codes"""
+scales, or dequantised when they are read; default: kept where the device's kernels read codes and
+either no step is slower for it or arrays would take more than two thirds of its memory"""
 FLOAT8 = """the drafter's products and its copy of the target's head in e4m3; outputs do not depend
 on it, but for a seed's draws under --draft-rule sampled; default: the pair's dtype"""
 WIDTH = "default: the drafter's; without one 1"
