@@ -341,6 +341,7 @@ def test_the_experts_of_a_step_are_counted(monkeypatch):
     assert more - few == pytest.approx(expert / 2)
 
 
+@pytest.mark.long
 def test_random_experts_do_not_make_all_tokens_one():
     """What the lossless check and the benchmark decode: text that wanders."""
     shape = model_shape("qwen3-coder-30b").target

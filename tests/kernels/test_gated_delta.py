@@ -222,10 +222,12 @@ def test_short_prompts(length, backend):
 
 @pytest.mark.skipif(ON_GPU, reason="there the kernels are compiled for the GPU that it has")
 @pytest.mark.parametrize(
-    "shape", ["qwen3.5-27b-b8", pytest.param("qwen3.5-27b-b1-plain", marks=pytest.mark.long)]
+    "shape",
+    [pytest.param(x, marks=pytest.mark.long) for x in ("qwen3.5-27b-b8", "qwen3.5-27b-b1-plain")],
 )
 def test_a_layers_four_kernels_keep_their_values_in_registers(shape):
-    """Operands that spill made the rule ten times slower, and nothing told."""
+    """Operands that spill made the rule ten times slower, and nothing told. The gates look at the
+    first in a whole step (tests/proof/test_gates.py)."""
     B, T, Hk, Hv, dk, dv, _ = GATED_DELTA[shape]
     D, Z = 2 * Hk * dk + Hv * dv, Hv * dv
     firsts, wide = (0, D + Z, D + Z + Hv), D + Z + 2 * Hv

@@ -98,7 +98,7 @@ def compiled(devices: int, compute, shapes) -> str:
         return over(mesh, compute).lower(described_places(mesh), parts).compile().as_text()
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_pushes_compile_for_described_gpus_and_copy_no_place(devices: int):
     program = compiled(devices, compared, COMPILED)
     assert program.count('custom_call_target="mosaic_gpu') == len(COMPILED)

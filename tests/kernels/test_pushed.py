@@ -145,7 +145,8 @@ def over(mesh, devices: int, times: int):
 
 
 @pytest.mark.parametrize(
-    ("devices", "rows"), [(2, 512), pytest.param(2, 320, marks=pytest.mark.long), (4, 640)]
+    ("devices", "rows"),
+    [*(pytest.param(2, rows, marks=pytest.mark.long) for rows in (512, 320)), (4, 640)],
 )
 def test_it_compiles_for_described_gpus_and_copies_no_place(devices: int, rows: int):
     mesh = device_mesh(H200, devices, AXIS)

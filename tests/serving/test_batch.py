@@ -54,8 +54,10 @@ def test_everybody_gets_the_tokens_of_generate():
         assert set(answer.acceptance_lengths) <= {1}
 
 
+@pytest.mark.long
 def test_draws_depend_on_seed_and_index_alone():
-    """In a batch with greedy ones, in any order, as `generate` draws them one by one."""
+    """In a batch with greedy ones, in any order, as `generate` draws them one by one; the engine's
+    in test_exact_under_load.py, and a step's in tests/step/test_laws.py."""
     pair, jobs = random_pair(), some_jobs(5, seed=2)
     ways = [Sampling(temperature=1.0), GREEDY, Sampling(temperature=0.7, top_k=9, top_p=0.8)]
     jobs = [

@@ -166,7 +166,7 @@ def fresh_runner():
 
 
 @pytest.mark.usefixtures("fresh_runner")
-@pytest.mark.parametrize("wrong", [unconditional, hotter])
+@pytest.mark.parametrize("wrong", [unconditional, pytest.param(hotter, marks=pytest.mark.long)])
 def test_a_wrong_q_fails(wrong, monkeypatch):
     """With an eighth of the samples already."""
     monkeypatch.setattr(speculative, "choose_path", wrong)

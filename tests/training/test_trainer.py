@@ -58,7 +58,10 @@ def equal(a, b) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [OPTIMIZERS[0], *(pytest.param(x, marks=pytest.mark.long) for x in OPTIMIZERS[1:])],
+)
 def test_resumed_training_gives_the_same_bits(tmp_path, optimizer):
     start, config = init_target(MODEL, 0), replace(CONFIG, optimizer=optimizer)
     parts = {"params": start, "data": rows(), "config": config, "directory": tmp_path / "parts"}
