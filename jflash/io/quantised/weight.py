@@ -150,11 +150,16 @@ def numbers(
     return out
 
 
-def _codes(decode: Callable, strip: np.ndarray, outputs: int, packed: bool, named: str):
+def _codes(
+    decode: Callable, strip: np.ndarray, outputs: int, packed: bool, named: str
+) -> np.ndarray:
     """Codes as they are kept; those of a `named` tensor must be numbers."""
     codes = decode(strip, outputs)
     if named and (codes.view(np.uint8) << 1 == 0xFE).any():
-        raise ValueError(f"{named} has a NaN, and FP8 with such scales is kept without it")
+        raise ValueError(
+            f"{named} has a NaN, and FP8 is kept with bfloat16's scales if it has none: "
+            "use --quantised dequantised"
+        )
     return codes[:, ::2] | codes[:, 1::2] << 4 if packed else codes
 
 
