@@ -124,7 +124,10 @@ def test_the_table_has_the_shares_of_one_run(measured):
     ("options", "named"),
     [
         ("--cases tiny", "'tiny' is no case such as qwen3-8b:1,32"),
-        ("--cases tiny+fp9:1", "tiny cannot be kept as 'fp9': use one of fp8, int4, mxfp4"),
+        (
+            "--cases tiny+fp9:1",
+            "tiny cannot be kept as 'fp9': use one of fp8, fp8-float32, int4, mxfp4",
+        ),
         ("--cases tiny:0", "'0' is no list of numbers from 1"),
         ("--cases huge:1", "no shape is called 'huge'"),
         ("--devices 0", "'0' is no list of numbers from 1"),
