@@ -82,7 +82,6 @@ def beside_form(tmp_path):
     return [*argv, "--max-new-tokens", "24", "--repeats", "1"]
 
 
-@pytest.mark.long
 def test_texts_beside_one_in_a_form(beside_form, tmp_path):
     """Neighbours keep their texts, and what they lose is told."""
     kept = tmp_path / "result.json"

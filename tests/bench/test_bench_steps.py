@@ -57,7 +57,6 @@ sys.exit(run("bench-steps", ["--cases", cases, "--contexts", "40", *{SMALL},
 """
 
 
-@pytest.mark.long
 def test_four_devices_share_a_pair_and_the_floor_is_of_ones_part():
     """In pages, each of two KV heads on two devices; experts are the expected ones."""
     found = result(start(ON_FOUR))
@@ -94,7 +93,6 @@ def test_cases_share_weights_that_lie_alike(monkeypatch):
     assert step_table._with_the_same_weights(plan) == [[one, many, plain], [eight], [rounded]]
 
 
-@pytest.mark.long
 def test_it_times_targets_that_are_kept_quantised_and_counts_the_experts_that_are_read(tmp_path):
     file = tmp_path / "steps.json"
     cases = "tiny:1:plain,tiny+fp8:1:plain,tiny-moe+mxfp4:1:plain,tiny-moe+mxfp4:2:step"
