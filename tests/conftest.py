@@ -52,7 +52,8 @@ if not ON_GPU:
 
 
 pytest_plugins = [
-    f"tests.support.{x}" for x in ("durations", "compilations", "long_tests", "mappings")
+    f"tests.support.{x}"
+    for x in ("durations", "compilations", "interpreter", "long_tests", "mappings")
 ]
 pytest.register_assert_rewrite(
     *(f"tests.support.{x}" for x in ("attention_checks", "logits", "reference", "refusals"))
