@@ -80,12 +80,10 @@ def _kernel(x_gmem, w_gmem, out_gmem, *, w_ring, x_ring, out_smem, full, empty, 
 
     @pl.when(wg == PRODUCER)
     def _():
-        def load(step, weights: bool, numbers: bool):
+        def load(step):
             slot, k = lax.rem(step, slots), pl.ds((piece * steps + step) * depth, depth)
-            if weights:
-                plgpu.copy_gmem_to_smem(w_gmem.at[k, columns], w_ring.at[slot], full.at[slot])
-            if numbers:
-                plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_ring.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(w_gmem.at[k, columns], w_ring.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(x_gmem.at[rows, k], x_ring.at[slot], full.at[slot])
 
         fill(load, steps, empty, slots)
 

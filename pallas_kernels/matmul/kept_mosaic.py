@@ -116,18 +116,17 @@ def _kernel(
         if consumers > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-        def load(step, codes: bool, numbers: bool):
+        def load(step):
             slot, k = lax.rem(step, stages), (piece * steps + step) * deep
-            for part, first in enumerate(firsts * codes):
+            for part, first in enumerate(firsts):
                 for consumer in range(consumers):
                     plgpu.copy_gmem_to_smem(
                         w_gmem.at[first + apart * (column + consumer), pl.ds(k, deep)],
                         ring.at[slot, consumer, part], full.at[slot],
                     )  # fmt: skip
-            if numbers:
-                plgpu.copy_gmem_to_smem(
-                    x_gmem.at[row, pl.ds(k * DEPTH, DEPTH * deep)], x_ring.at[slot], full.at[slot]
-                )
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[row, pl.ds(k * DEPTH, DEPTH * deep)], x_ring.at[slot], full.at[slot]
+            )
 
         fill(load, steps, empty, stages)
 

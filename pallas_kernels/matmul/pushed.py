@@ -154,7 +154,7 @@ def _kernel(
                 receiver.wait(step, k.start)
                 plgpu.copy_gmem_to_smem(receiver.place(rows, k.start), slot, full)
 
-            produce(read, tiles, ring, (0,), load_x, down)
+            produce(read, tiles, ring, (0,), load_x, down, ahead=read.tuning.stages)
             receiver.turn.end()
 
         @pl.when(wg == CONSUMER)

@@ -39,6 +39,7 @@ from pallas_kernels.matmul.mosaic_kernel import (
     silu_times,
     tiled,
 )
+from pallas_kernels.matmul.mosaic_ring import fill
 from pallas_kernels.matmul.tuning import SMS, WARPGROUP_ROWS
 
 CHUNK, STEP = 64, 64  # columns of a swizzle, and rows of K in a slot of the ring
@@ -164,29 +165,15 @@ def _kernel(
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-        def load_w(step):
+        def load(step):
             slot, k = lax.rem(step, ring), pl.ds(step * STEP, STEP)
             for i, (first, c) in enumerate((f, c) for f in firsts for c in range(chunks)):
                 n = pl.ds(first + column + c * CHUNK, CHUNK)
                 plgpu.copy_gmem_to_smem(w_gmem.at[k, n], w_ring.at[slot, i], full.at[slot])
-
-        def load_x(step):
-            slot, k = lax.rem(step, ring), pl.ds(step * STEP, STEP)
             rows = x_gmem.at[pl.ds(row, ROWS), k]
             plgpu.copy_gmem_to_smem(rows, x_ring.at[slot], full.at[slot])
 
-        pl.loop(0, ring)(load_w)
-        pl.loop(0, ring)(load_x)
-
-        @pl.loop(ring, steps)
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, ring)])
-            load_w(step)
-            load_x(step)
-
-        @pl.loop(steps - ring, steps)  # a CTA may not end before all have arrived
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, ring)])
+        fill(load, steps, empty, ring)
 
     @pl.when(wg < CONSUMERS)
     def _():
