@@ -19,8 +19,8 @@ KEPT = "kept"
 QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory
 # The share of a device's memory that arrays may take before all weights stay codes by themselves:
 # dense FP8 is slower in codes at many rows, and so are experts' codes that do not lie in fragments
-# at few. A step of Qwen3-8B's pair on an H200 takes 5.3 ms with arrays, 4.1 with FP8 and 3.7 with
-# INT4 at batch 1, 6.9, 6.8 and 6.7 at 8, and 17.4, 19.5 and 17.8 at 32 (benchmarks/README.md). So
+# at few. A step of Qwen3-8B's pair on an H200 takes 5.3 ms with arrays, 4.0 with FP8 and 3.6 with
+# INT4 at batch 1, 7.0, 6.8 and 6.7 at 8, and 17.4, 19.5 and 17.8 at 32 (benchmarks/README.md). So
 # dense INT4 stays in codes wherever it lies in fragments, and FP8 where steps are known to have few
 # rows: those of batch 8 if its scales are bfloat16's, of batch 1 if they are float32's (4.4 and 7.2
 # ms). Experts win in either form at up to 512 rows, which is a prefill's chunk too (FP8 takes 751
