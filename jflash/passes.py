@@ -56,20 +56,16 @@ class Projected(NamedTuple):
     def write_flat[C: Cache](
         self, cache: C, places: Int[Array, "B T"], backend: str
     ) -> tuple[Float[Array, "B T N H"], C]:
-        """`write` with the pools or the sequences as one long cache, and all rows as one sequence.
+        """`write` with the pools or the sequences as one long cache that all sequences share.
 
         B is any number; places past the end are dropped.
         """
-        B, T = places.shape
-        x = self.x.reshape(len(self.x), 1, B * T, -1)
-        cos, sin = (a.reshape(1, B * T, -1) for a in (self.cos, self.sin))
         k, v = (pool.reshape(1, -1, *pool.shape[2:]) for pool in (cache.k, cache.v))
         q, k, v = heads_op.heads_to_cache(
-            x, self.q_scale, self.k_scale, cos, sin, k, v, places.reshape(1, -1),
-            heads=self.heads, backend=backend, rising=False,
-        )  # fmt: skip
+            *self[:5], k, v, places, heads=self.heads, backend=backend, rising=False
+        )
         pools = {"k": k.reshape(cache.k.shape), "v": v.reshape(cache.v.shape)}
-        return q.reshape(B, T, *q.shape[2:]), cache._replace(**pools)
+        return q, cache._replace(**pools)
 
 
 @runtime_checkable

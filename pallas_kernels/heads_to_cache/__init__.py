@@ -7,10 +7,10 @@ side by side from its column of `firsts` on. Queries and keys are normed per hea
 given (x / rms in float32, rounded to the scale's dtype, times scale), then rotated (halves of a
 head, i with i + H/2, in float32 by the given cosines and sines). With
 `value_norm` values are x / rms, rounded once; they may have the keys' columns.
-Row t of sequence b goes to slots[b, t] of the caches; a slot at or past S is dropped. Slots must be
-distinct within a sequence, the dropped ones too, and rising unless `rising` is false. Returns
-q [B, T, N, H] and the caches, which are updated in place where the caller no longer uses the old
-ones.
+Row t of sequence b goes to slots[b, t] of its caches, or of the one [1, S, K, H] that all share; a
+slot at or past S is dropped. Slots must be distinct within a cache, the dropped ones too, and
+rising unless `rising` is false. Returns q [B, T, N, H] and the caches, which are updated in place
+where the caller no longer uses the old ones.
 
 "xla" and "reference" (one and the same: short jnp) run anywhere, "triton" on NVIDIA GPUs from sm80,
 "cpu" on CPUs. The last two promise that a row's bits are the same in every program, whatever P is.
@@ -49,14 +49,14 @@ def heads_to_cache(
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T _"],
     sin: Float[Array, "B T _"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "caches S K H"],
+    v: Float[Array, "caches S K H"],
     slots: Int[Array, "B T"],
     *,
     heads: Heads,
     backend: str,
     rising: bool = True,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "caches S K H"], Float[Array, "caches S K H"]]:
     """See the module's contract. cos and sin are float32 [B, T, H / 2].
 
     `backend` is one of BACKENDS; any other name is a ValueError.

@@ -37,7 +37,8 @@ def heads_to_cache(
     x, q_scale, k_scale, cos, sin, k, v, slots, *, heads, rising=True, split=split_heads
 ):
     q, new_k, new_v = split(x, q_scale, k_scale, cos, sin, heads, k.dtype)
-    index = (jnp.arange(len(slots))[:, None], slots)
+    own = jnp.minimum(jnp.arange(len(slots)), len(k) - 1)  # or the one that all share
+    index = (own[:, None], slots)
 
     def put(rows, new):
         return rows.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=rising)

@@ -32,7 +32,10 @@ def heads_to_cache(
 # An inner jit: all layers then share what is traced, lowered and compiled once.
 @functools.partial(jax.jit, static_argnums=(8, 9))
 def _to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, heads, interpret):
-    (B, T), (N, K, H) = slots.shape, heads[:3]
+    (B, T), (N, K, H), caches = slots.shape, heads[:3], len(k)
+    # Of a shared cache all rows are one sequence's, but each queries' lie by themselves.
+    flat = lambda a: a.reshape(*a.shape[:-3], caches, -1, a.shape[-1])  # noqa: E731
+    x, cos, sin, slots = flat(x), flat(cos), flat(sin), slots.reshape(caches, -1)
     G = max(1, N // K)
     scales = [s for s in (q_scale, k_scale) if s is not None]
     inputs = [slots, x, cos, sin, *scales]
@@ -44,7 +47,7 @@ def _to_cache(x, q_scale, k_scale, cos, sin, k, v, slots, heads, interpret):
     q, k, v = pl.pallas_call(
         kernel,
         name="heads_to_cache",
-        grid=(N + 2 * K, B, pl.cdiv(T, ROWS)),
+        grid=(N + 2 * K, caches, pl.cdiv(B * T // caches, ROWS)),
         out_shape=(
             jax.ShapeDtypeStruct((B, max(N, 1) // G, T, G, H), k.dtype),
             jax.typeof(k),
@@ -70,10 +73,10 @@ def split_heads(x, q_scale, k_scale, cos, sin, heads, dtype, *, interpret=False)
 def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
     *scale_refs, _, _, q_ref, k_ref, v_ref = rest
     N, K, H, eps, (q_first, k_first, v_first), value_norm = heads
-    P, T, half, dtype = x_ref.shape[0], slots_ref.shape[1], H // 2, q_ref.dtype
+    P, rows, half, dtype = x_ref.shape[0], slots_ref.shape[1], H // 2, q_ref.dtype
     head, b = pl.program_id(0), pl.program_id(1)
     row = pl.program_id(2) * ROWS + jnp.arange(ROWS)
-    real = (row < T)[:, None]
+    real = (row < rows)[:, None]
     # The column of head 0, if all heads were of this one's kind.
     q_0, k_0, v_0 = (jnp.int32(n) for n in (q_first, k_first - N * H, v_first - (N + K) * H))
     first = lax.select(head < N, q_0, lax.select(head < N + K, k_0, v_0))
@@ -117,8 +120,8 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
             plt.store(at, part.astype(dtype), mask=mask)
 
     def cache_at(ref, head):
-        slot = plt.load(slots_ref.at[jnp.full(row.shape, b), row], mask=row < T, other=0)
-        inside = (row < T) & (slot < ref.shape[1])
+        slot = plt.load(slots_ref.at[jnp.full(row.shape, b), row], mask=row < rows, other=0)
+        inside = (row < rows) & (slot < ref.shape[1])
 
         def make(dims):
             shape = (row.size, half)
@@ -133,11 +136,12 @@ def _kernel(slots_ref, x_ref, cos_ref, sin_ref, *rest, heads, normed, G):
         return make
 
     def query_at(dims):
-        shape = (row.size, half)
+        shape, T = (row.size, half), jnp.int32(q_ref.shape[2])
+        sequence = b * lax.div(jnp.int32(rows), T) + lax.div(row, T)
         at = q_ref.at[
-            jnp.full(shape, b),
+            jnp.broadcast_to(sequence[:, None], shape),
             jnp.full(shape, lax.div(head, jnp.int32(G))),
-            jnp.broadcast_to(row[:, None], shape),
+            jnp.broadcast_to(lax.rem(row, T)[:, None], shape),
             jnp.full(shape, lax.rem(head, jnp.int32(G))),
             jnp.broadcast_to(dims[None, :], shape),
         ]

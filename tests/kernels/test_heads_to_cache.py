@@ -143,6 +143,23 @@ def test_a_row_past_the_capacity_is_dropped():
         np.testing.assert_array_equal(new[0, untouched], np.asarray(k)[0, untouched])
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3], CASES[4]], ids=str)
+@pytest.mark.parametrize("run", [run_reference, run_triton], ids=["reference", "triton"])
+def test_sequences_that_share_a_cache_have_the_rows_of_their_own(run, case):
+    args, heads = inputs(case)
+    *rest, k, v, slots = args
+    want_q, *want = run(*args, heads=heads)
+    (B, T), S = slots.shape, k.shape[1]
+    past = B * S + jnp.arange(B * T).reshape(B, T)
+    places = jnp.where(slots < S, slots + S * jnp.arange(B)[:, None], past)
+    shared = (cache.reshape(1, B * S, *cache.shape[2:]) for cache in (k, v))
+    q, *caches = run(*rest, *shared, places, heads=heads)
+    np.testing.assert_array_equal(q, want_q)
+    for mine, own in zip(caches, want, strict=True):
+        assert not np.array_equal(own, k) and not np.array_equal(own, v)
+        np.testing.assert_array_equal(mine.reshape(own.shape), own)
+
+
 @pytest.mark.parametrize("case", QWEN3 if ON_GPU else CASES[-3:-2], ids=str)
 def test_bits_of_a_row_depend_on_nothing_but_the_row(case):
     """Another place in the block, other neighbours and another sequence: the same bits."""
