@@ -49,12 +49,6 @@ def scratch(plan: Plan) -> dict[str, Any]:
         transforms=tiled(out_swizzle(plan), item),
     )  # fmt: skip
     shared["out_smem"] = out
-    if t.walk > 1:
-        shared["sum_smem"] = plgpu.SMEM(
-            (plan.consumers, plan.halves, WARPGROUP_ROWS, plan.half_n),
-            jnp.float32,
-            transforms=tiled(plgpu.find_swizzle(plan.half_n * 32), 4),
-        )
     if plan.op == "residual":
         shared["r_full"] = plgpu.Barrier(num_barriers=plan.consumers)
     return shared
@@ -123,33 +117,19 @@ def accumulate(plan: Plan, ring: Ring, piece, accs):
     return values
 
 
-def _sum_pieces(plan: Plan, ring: Ring, tile, sums):
-    """The sums of tile number `tile`: its pieces one by one, each added to those before it.
-
-    A second accumulator in registers would spill, so the sum so far lies in shared memory, where
-    every thread reads back what it wrote.
-    """
+def _sum_pieces(plan: Plan, ring: Ring, tile):
+    """The sums of tile number `tile`: its pieces one by one, each added to those before it."""
     walk = plan.tuning.walk
 
     def piece(p):
         add = functools.partial(accumulate, plan, ring, tile * walk + p)
         return pl.run_scoped(lambda *accs: add(accs), *accumulators(plan))
 
-    def with_sums(values):
-        loaded = (plgpu.load(sums.at[h], layout=WGMMA) for h in range(plan.halves))
-        return [before + value for before, value in zip(loaded, values, strict=True)]
+    def with_piece(p, sums):
+        return [before + more for before, more in zip(sums, piece(p), strict=True)]
 
-    def keep(values):
-        for h, value in enumerate(values):
-            sums[h] = value
-        plgpu.commit_smem()
-
-    if walk == 1:
-        return piece(0)
-    keep(piece(0))
-    if walk > 2:
-        pl.loop(1, walk - 1)(lambda p: keep(with_sums(piece(p))))
-    return with_sums(piece(walk - 1))
+    # A loop, lest all pieces be kept and added at the end, which spills.
+    return lax.fori_loop(1, walk, with_piece, piece(0)) if walk > 1 else piece(0)
 
 
 def accumulators(plan: Plan):
@@ -172,7 +152,7 @@ class Result(NamedTuple):
 
 def consume_tiles(
     plan: Plan, tiles: Tiles, ring: Ring, result: Any, residual=(),
-    *, out_smem: Any, r_full: Any = None, sum_smem: Any = None,
+    *, out_smem: Any, r_full: Any = None,
 ):  # fmt: skip
     """Sums this CTA's tiles, which `result` takes."""
     wg = lax.axis_index("wg")
@@ -185,8 +165,7 @@ def consume_tiles(
         if residual:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the residual lies where its sum will
             plgpu.copy_gmem_to_smem(residual[0].at[rows, columns], out_smem.at[wg], r_full.at[wg])
-        sums = None if sum_smem is None else sum_smem.at[wg]
-        values = _sum_pieces(plan, ring, i, sums)
+        values = _sum_pieces(plan, ring, i)
         if plan.op == "gate_up":
             out = silu_times(values[0], values[1], jnp.bfloat16)
         elif residual:

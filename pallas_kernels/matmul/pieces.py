@@ -29,8 +29,8 @@ def pieces(op: str, K: int, N: int) -> int:
     """Into how many pieces of equal length K is cut.
 
     op is one of OPS; N counts w's output columns (2F, V). The fewest that make `ENOUGH` programs of
-    `COLUMNS` columns, as 16 rows want; each piece beyond the first costs many rows a sum kept in
-    shared memory. An MLP's two products and a head take their sums whole.
+    `COLUMNS` columns, as 16 rows want; each piece beyond the first costs many rows a sum beside its
+    own. An MLP's two products and a head take their sums whole.
     """
     if op not in OPS:
         raise ValueError(f"no product is called {op!r}: use one of {', '.join(OPS)}")

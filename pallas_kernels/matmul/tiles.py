@@ -23,21 +23,12 @@ from pallas_kernels.matmul.tuning import (
     SMS,
     WALKED,
     WASTE,
-    WIDE,
     Tuning,
     canonical_tuning,
     make_plan,
     with_ring,
 )
-from pallas_kernels.matmul.wide_mosaic import (
-    CHUNK,
-    MOST_OF_PIECES,
-    MOST_SUMS,
-    ROWS,
-    Wide,
-    in_turns,
-    one_turn,
-)
+from pallas_kernels.matmul.wide_mosaic import ROWS, Wide, in_turns, one_turn
 
 FEW_ROWS = 64
 # By Pallas-Triton, or by one of the Mosaic GPU kernels.
@@ -132,25 +123,18 @@ def _odd(product: Product) -> bool:
 
 def wide_tile(product: Product) -> Wide | None:
     """If it takes one turn and fills it: of 65 to 128 rows for gate and up, and for products whose
-    columns are not whole swizzles of 128 bytes, and of 129 to 256 for several pieces of a short K;
-    of 385 to 512 for such pieces if other tiles would take a second turn. Else None."""
+    columns are not whole swizzles of 128 bytes, and of 129 to 256 for several pieces of a short K.
+    Else None."""
     op, M, K, N, pieces = product
     row_tiles, halves = -(-M // ROWS), 2 if op == "gate_up" else 1
     if row_tiles == 1:
         serves = op == "gate_up" or (op == "matmul" and pieces == 1 and N % COLUMNS > 0)
     else:
         serves = pieces > 1 and M <= WALKED and K <= SHORT_K
-    most = MOST_SUMS
-    if row_tiles == _TALL:
-        turns = -(-_TALL * -(-N // WIDE[1]) // SMS)
-        serves, most = pieces > 1 and K <= SHORT_K and turns > 1, MOST_OF_PIECES
     if M <= FEW_ROWS or not serves:
         return None
-    how = {"row_tiles": row_tiles, "pieces": pieces, "most": most}
-    tile = one_turn(K, product.columns, halves, **how)
+    tile = one_turn(K, product.columns, halves, row_tiles=row_tiles, pieces=pieces)
     if tile and op == "gate_up" and tile.width < NARROWEST:
-        return None
-    if tile and row_tiles == _TALL and tile.width % CHUNK:
         return None
     return tile if tile and _FULL <= row_tiles * -(-product.columns // tile.width) <= SMS else None
 
@@ -205,7 +189,6 @@ _MANY = {
     ),
 }
 _FULL = 96  # CTAs
-_TALL = 4  # row tiles
 NARROWEST = 64  # of gate and up: with 48 columns a part of Qwen3-8B's takes 53 µs, in 64 x 256 46
 
 

@@ -13,6 +13,7 @@ WARPGROUP_ROWS = 64  # M of a wgmma: one consumer warpgroup for each
 SHARED_MEMORY = 232_448 - 2_048  # bytes a CTA may have, less barriers and reduction scratch
 SMS = 132
 COLUMNS = 64  # if these divide a matrix's columns, so do the rule's tiles
+MOST_WALKING = 192  # columns of a tile whose pieces a CTA adds in registers
 LEAST_SWIZZLE = 16  # columns of bfloat16; those of a matrix are whole swizzles
 WASTE = 16  # columns, for each that a last tile may compute past the end
 ARGMAX = ("head_argmax", "head_confidence")  # heads whose logits are not written
@@ -79,11 +80,9 @@ class Plan(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: the ring, the result's tile, which a residual takes before, and sums of pieces."""
+        """Bytes: the ring, and the result's tile, which a residual takes before."""
         tiles = 0 if self.op in ARGMAX else 1
-        tile = self.tuning.block_m * self.half_n
-        sums = 4 * tile * self.halves if self.tuning.walk > 1 else 0
-        return self.tuning.ring_bytes + tiles * tile * self.out_bytes + sums
+        return self.tuning.ring_bytes + tiles * self.tuning.block_m * self.half_n * self.out_bytes
 
 
 def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
@@ -104,6 +103,8 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
         raise ValueError(f"{what}: a head cannot be split over K")
     if half_n % 8 or half_n > 256 or swizzle_n % 16:
         raise ValueError(f"{what}: wgmma takes up to 256 columns, in multiples of 16")
+    if t.walk > 1 and t.block_n > MOST_WALKING:
+        raise ValueError(f"{what}: registers hold sums of {MOST_WALKING} columns beside a piece's")
     if row_tiles % t.cluster_m:
         raise ValueError(f"{what}: {row_tiles} row tiles do not fill clusters of {t.cluster_m}")
     columns = math.ceil(N / (t.block_n * t.cluster_n)) * t.split_k
@@ -122,7 +123,8 @@ def make_plan(op: str, M: int, K: int, N: int, tuning: Tuning) -> Plan:
 
 
 # Tiles of the canonical form by rows, the largest first: what won in chains of a layer's products
-# of Qwen3-8B's shapes on an H200 (jax 0.11.2, 2026-11-22).
+# of Qwen3-8B's shapes on an H200 (jax 0.11.2, 2026-11-22). 512 rows of qkv take one turn of 192
+# columns, and two of 128.
 _NARROW = ((128, 64), (64, 64), (64, 32))
 _CANONICAL = {
     "head_argmax": {128: ((64, 192),), 256: ((128, 192),), math.inf: ((128, 192),)},
@@ -219,7 +221,6 @@ def with_ring(
     """A tile with as many stages as fit beside what its result takes; None if that is no ring."""
     half = block_m * block_n // (2 if op == "gate_up" else 1)
     taken = half * (4 if split > 1 else _RESULT_BYTES.get(op, 2))
-    taken += 4 * block_m * block_n if walk > 1 else 0
     stages = min(640 // block_k, (SHARED_MEMORY - taken) // ((block_m + block_n) * block_k * 2))
     if stages < 3:
         return None

@@ -11,9 +11,7 @@ ascending pieces, each by itself, and adds a piece's sum to that of those before
 So 129 to 256 rows take a product of several pieces in one turn, where a CTA for each piece took a
 second turn that few of them filled, or left sums to be read: with Qwen3-8B's qkv so a step of 256
 rows took 10.44 ms in place of 10.69, and one that verifies 256 of 512 rows 12.31 in place of 12.67
-(H200, jax 0.11.2, 2026-11-26, in turns). So do four row tiles where 128 columns would take a second
-turn and 192 take one: 512 rows of qkv take 44.5 µs in place of 55.4 in a loop of 50 ms, by 128
-columns 58.7 and by 160, which read 32 in vain, 67.6 (`benchmarks/h200-long-loops.json`).
+(H200, jax 0.11.2, 2026-11-26, in turns).
 """
 
 import dataclasses
@@ -47,7 +45,6 @@ CONSUMERS, CONSUMER_REGISTERS = 2, 232
 ROWS = CONSUMERS * WARPGROUP_ROWS
 SHARED_MEMORY = 232_448 - 512  # bytes, less barriers
 MOST_SUMS = 272  # columns of sums in registers, a gate's and an up's: more would spill
-MOST_OF_PIECES = 384  # a piece's, and those of the pieces before it
 LEAST_USED = 0.7  # of what is read from the L2 cache
 # Slots: 3 do not hide a copy. Of 128 rows on an H200 (jax 0.11.2, 2026-11-23), gate and up of
 # [5120, 34816] took 129.8 µs by 136 columns with 3 slots, and 114 by whole swizzles in turns; of
@@ -71,20 +68,14 @@ class Wide:
 
 
 def one_turn(
-    K: int,
-    columns: int,
-    halves: int,
-    *,
-    row_tiles: int = 1,
-    pieces: int = 1,
-    most: int = MOST_SUMS,
+    K: int, columns: int, halves: int, *, row_tiles: int = 1, pieces: int = 1
 ) -> Wide | None:
     """The tile whose CTAs take `row_tiles` of 128 rows in one turn; None if it had sums of more
-    than `most` columns, or read too many in vain, or left its ring too few slots."""
+    than MOST_SUMS columns, or read too many in vain, or left its ring too few slots."""
     width = -(-columns // (SMS // row_tiles))
     width += -width % 8
     sums = halves * width * min(pieces, 2)  # a piece's, beside that of those before
-    if K % (pieces * STEP) or columns % 8 or sums > most or width > columns:
+    if K % (pieces * STEP) or columns % 8 or sums > MOST_SUMS or width > columns:
         return None
     if width < LEAST_USED * _chunks(width) * CHUNK:
         return None

@@ -290,7 +290,7 @@ def test_every_shape_of_the_step_has_a_tile(op, K, N):
     for M in (65, 128, 192, 320, 512, 1024):
         tuning = by_rule(Product.of(op, M, K, N, P))
         if isinstance(tuning, Wide):
-            rows = (65, 128) if op == "gate_up" else (192, 512)  # of several pieces: one turn
+            rows = (65, 128) if op == "gate_up" else (192,)  # of several pieces: one turn
             assert M in rows and tuning.ring >= 4 and (op == "gate_up") == (P == 1)
             continue
         assert tuning.walk * tuning.split_k == P and tuning.stages >= 3
@@ -316,14 +316,27 @@ def test_pieces_of_two_row_tiles_take_one_turn_that_fills_the_gpu():
         assert isinstance(by_rule(Product.of(op, M, K, N, P)), Tuning), (op, M, K, N)
 
 
-def test_pieces_of_four_row_tiles_take_one_turn_where_other_tiles_would_take_two():
-    """By whole swizzles: what 160 columns read in vain costs more than the turn."""
-    tile = Wide(width=192, ring=4)
-    for M, K, N in [(512, 4096, 6144), (385, 4096, 6144), (512, 2560, 6144)]:
-        assert by_rule(Product.of("matmul", M, K, N, 2)) == tile
-    others = [(384, 4096, 6144), (513, 4096, 6144), (512, 4096, 4096), (512, 4096, 5120)]
-    for M, K, N in [*others, (512, 12288, 6144)]:
-        assert isinstance(by_rule(Product.of("matmul", M, K, N, 2)), Tuning), (M, K, N)
+def test_pieces_of_more_row_tiles_have_192_columns_where_these_divide_all():
+    """So four of Qwen3-8B's qkv take one turn: by 128 columns they would take two."""
+    for M, K, N, columns in [
+        (512, 4096, 6144, 192),
+        (320, 2560, 6144, 192),
+        (512, 4096, 4096, 128),
+        (512, 4096, 5120, 128),
+    ]:
+        tuning = by_rule(Product.of("matmul", M, K, N, 2))
+        assert isinstance(tuning, Tuning), tuning
+        assert (tuning.block_m, tuning.block_n, tuning.walk) == (128, columns, 2), (M, K, N)
+    plan = make_plan("matmul", 512, 4096, 6144, by_rule(Product.of("matmul", 512, 4096, 6144, 2)))
+    assert plan.columns * plan.row_groups == 128 <= SMS
+
+
+def test_a_walk_of_more_columns_than_registers_hold_is_refused():
+    whole = Tuning(block_m=64, block_n=256, block_k=64, stages=3)
+    assert make_plan("matmul", 512, 4096, 4096, whole).half_n == 256
+    walking = dataclasses.replace(whole, walk=2)
+    with pytest.raises(ValueError, match="registers hold sums of 192 columns beside a piece's"):
+        make_plan("matmul", 512, 4096, 4096, walking)
 
 
 def test_two_row_tiles_share_the_columns_of_gate_and_up_in_turns():
