@@ -45,7 +45,7 @@ class Tiles:
     def shared_bytes(self, head_dim: int) -> int:
         """Upper bound of the first kernel's shared memory."""
         columns = min(head_dim, 128)
-        each = ROWS * self.block + self.stages * self.block * (head_dim + columns)
+        each = self.stages * self.block * (head_dim + columns)
         handed = 4 * (self.strands - 1) * ROWS * columns  # in float32
         left = 8 * ROWS * (columns + ROW_COLUMNS) if self.shares > 1 else 0  # of two rounds
         once = 2 * ROWS * (head_dim + columns)  # queries and the result

@@ -32,7 +32,6 @@ class Memory(NamedTuple):
     q: Any  # [ROWS, H]
     k: Any  # [strands · stages, block, H]
     v: Any  # [strands · stages, block, columns]
-    p: Any  # [strands, ROWS, block]
     q_bar: Any
     k_bar: Any
     v_bar: Any
@@ -51,9 +50,6 @@ def scratch(task: Task) -> list[Any]:
         operand(ROWS, task.H),
         operand(tiles.strands * tiles.stages, tiles.block, task.H),
         operand(tiles.strands * tiles.stages, tiles.block, task.columns),
-        # The weights pass through shared memory: ptxas before 13.3 is reported to miscompile a
-        # pipelined wgmma whose left operand is in registers.
-        operand(tiles.strands, ROWS, tiles.block),
         plgpu.Barrier(),
         plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
         plgpu.Barrier(num_barriers=tiles.strands * tiles.stages),
@@ -63,10 +59,10 @@ def scratch(task: Task) -> list[Any]:
 
 def memory_of(task: Task, refs) -> Memory:
     """The record of `scratch`'s references."""
-    q, k, v, p, q_bar, k_bar, v_bar, *others = refs
+    q, k, v, q_bar, k_bar, v_bar, *others = refs
     handed = Handed(*others) if task.tiles.strands > 1 else None
     mail = Mailbox(*others) if task.tiles.shares > 1 else None
-    return Memory(q, k, v, p, q_bar, k_bar, v_bar, handed, mail)
+    return Memory(q, k, v, q_bar, k_bar, v_bar, handed, mail)
 
 
 def walk(
@@ -117,7 +113,7 @@ def walk(
     plgpu.barrier_wait(memory.q_bar)
 
     def step(i, carry):
-        carry = _add_block(task, sight, memory, mine.block(i), slot_of(i), strand, carry)
+        carry = _add_block(task, sight, memory, mine.block(i), slot_of(i), carry)
         if task.tiles.walk or steps > stages:
             pl.when(i + stages < m)(partial(fetch, i + stages))
         return carry
@@ -167,7 +163,7 @@ def _sight(task: Task, length, width, tile) -> _Sight:
     return _Sight(first, last, row_first, row_last, lax.rem(row_first, task.S))
 
 
-def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, strand: int, carry):
+def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, carry):
     """The sums with block i, which lies or arrives at `slot` of the strands' rings."""
     acc, top, total = carry
     plgpu.barrier_wait(memory.k_bar.at[slot])
@@ -184,13 +180,13 @@ def _add_block(task: Task, sight: _Sight, memory: Memory, i, slot, strand: int, 
     shrink = jnp.exp2(top - new_top)
     total = total * shrink + weights.sum(axis=1)
 
-    memory.p[strand] = weights.astype(jnp.bfloat16)
     plgpu.barrier_wait(memory.v_bar.at[slot])
     _clear_unseen(task, sight, memory.v.at[slot], i)
-    plgpu.commit_smem()
 
     def pv(acc_ref):
-        plgpu.wgmma(acc_ref, memory.p.at[strand], memory.v.at[slot])
+        # From registers: ptxas before 13.3 is reported to miscompile this where other
+        # multiplications are on their way, and here none is.
+        plgpu.wgmma(acc_ref, weights.astype(jnp.bfloat16), memory.v.at[slot])
         return acc_ref[...]
 
     added = pl.run_scoped(pv, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
@@ -240,6 +236,7 @@ def _clear(v_s, first, last):
     row = plgpu.broadcasted_iota(jnp.int32, v_s.shape, 0, layout=LAYOUT)
     values = plgpu.load(v_s, layout=LAYOUT)
     v_s[...] = jnp.where((row >= first) & (row < last), values, jnp.zeros_like(values))
+    plgpu.commit_smem()
 
 
 def _clear_ring(task: Task, v_s, begin, first, last):
@@ -248,3 +245,4 @@ def _clear_ring(task: Task, v_s, begin, first, last):
     values = plgpu.load(v_s, layout=LAYOUT)
     seen = task.after(row + begin, first) < last - first
     v_s[...] = jnp.where(seen, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
