@@ -1,8 +1,10 @@
-"""Kernels for weights in fragments, in Pallas's interpreter, which knows no registers.
+"""Kernels for weights in fragments, in Pallas's interpreter, which knows no threads' registers.
 
-So what threads do in registers is written here in jnp: the conversion, the first operand of wgmma
-(the interpreter's lies in shared memory) and the turned result. The rest is the kernel's own.
+So what threads do in registers is written here in jnp: the conversion and the turned result. The
+rest is the kernel's own.
 """
+
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import kept_mosaic, kept_pairs
 from pallas_kernels.matmul.fragments import COLUMNS, DEPTH, PAIRED, Fragments
-from pallas_kernels.matmul.mosaic_kernel import tiled
 
 
 def converted(ref, w: Fragments):
@@ -44,29 +45,8 @@ def gate_and_up(value):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    launch, wgmma, own, threads = plgpu.kernel, plgpu.wgmma, [], []
-
-    def kernel(body, *, scratch_types, num_threads=1, **how):
-        first = plgpu.SMEM((num_threads, COLUMNS, DEPTH), jnp.bfloat16, transforms=tiled(128, 2))
-
-        def with_first(*refs, first, **named):
-            own.append(first)
-            threads.append(num_threads)
-            body(*refs, **named)
-
-        how |= {"interpret": plgpu.InterpretGPUParams()}
-        how |= {"num_threads": num_threads} if num_threads > 1 else {}
-        return launch(with_first, scratch_types={**scratch_types, "first": first}, **how)
-
-    def multiply(acc, numbers, rows):
-        mine = own[-1].at[lax.axis_index("wg") if threads[-1] > 1 else 0]
-        mine[...] = numbers
-        plgpu.commit_smem()
-        wgmma(acc, mine, rows)
-        plgpu.wgmma_wait(0)  # the next numbers lie where these do
-
-    monkeypatch.setattr(plgpu, "kernel", kernel)
-    monkeypatch.setattr(plgpu, "wgmma", multiply)
+    launch = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(plgpu, "kernel", launch)
     monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
     monkeypatch.setattr(kept_mosaic, "converted", converted)
     monkeypatch.setattr(kept_mosaic, "store", store)
