@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -198,6 +199,8 @@ def _quiet_libraries() -> None:
     # When a write fails, Orbax's other tasks and threads fail too, after the error that it raises.
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    unbegun = "coroutine 'async_serialize_from_host"
+    warnings.filterwarnings("ignore", unbegun, RuntimeWarning)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot write τ still works
             stream.reconfigure(errors="replace")

@@ -76,6 +76,29 @@ def test_convert_with_no_space_left(pair, tmp_path):
         subprocess.run(["umount", str(small)], check=True)
 
 
+UNBEGUN = """
+import asyncio, sys, types
+from orbax.checkpoint._src.serialization import serialization
+
+def full(*writes):
+    raise OSError(28, "No space left on device")
+
+serialization.asyncio = types.SimpleNamespace(**vars(asyncio) | {"gather": full})
+from jflash.cli.main import main
+sys.exit(main(["convert", *sys.argv[1:]]))
+"""
+
+
+def test_convert_is_silent_about_writes_that_never_began(pair, tmp_path):
+    """Orbax makes its writes before it begins them, and Python warns of those that it never did."""
+    argv = [str(pair.drafter), str(tmp_path / "dst")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", UNBEGUN, *argv]
+    done = subprocess.run(command, capture_output=True, env=environment, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "No space left on device" in done.stderr
+
+
 def test_convert_that_fails_halfway_keeps_the_old_one(pair, refused, monkeypatch, tmp_path):
     def full(folder: Path, params: object) -> None:
         (folder / "orbax").mkdir()
