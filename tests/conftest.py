@@ -104,6 +104,13 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log) if config.option.dist == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A collection in a test looks at no object that was there before: an engine begins with one,
+    which takes two seconds in a process that has compiled the programs of many files."""
+    gc.freeze()
+
+
 @pytest.fixture
 def refused(capsys, caplog, tmp_path):
     """Runs a command that must refuse; see tests/support/refusals.py, which needs jflash."""
