@@ -19,6 +19,7 @@ from jflash.io.incremental import held_back
 from jflash.io.text import before_stop, decode, encode_prompt, stop_at_text
 from tests.support.small_checkpoints import EOS, POSITIONS, Folders, make_pair
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parents[2]
 KEYS = {
     *("text", "token_ids", "prompt_tokens", "new_tokens", "steps", "acceptance_lengths"),

@@ -10,6 +10,8 @@ from jflash.cli.main import make_parser
 from tests.support.refusals import decode
 from tests.support.small_checkpoints import Folders, make_pair
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Folders:

@@ -30,6 +30,7 @@ from jflash.io.hf_config import drafter_config
 from tests.support.gguf_files import finished, put
 from tests.support.small_checkpoints import DRAFTER, make_pair, unit_gain_params
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny-math"
 FOLDER = PAIR / "drafter"
 SECOND = second_version(
