@@ -23,7 +23,7 @@ HASTE = (
     "--xla_cpu_prefer_vector_width=128"
 )
 SOON = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # JAX's variable for compiling soon and badly
-MOST_PROCESSES = 4  # each takes a core and up to 4 GB
+MOST_PROCESSES = 4  # each takes a core and up to 4.5 GB
 gc.set_threshold(100_000, 20, 50)  # compiled programs are many objects, and stay
 # Arrays have the shapes and dtypes that signatures name, unless JFLASH_SHAPES is 0. Other modules
 # have nothing that pyright does not see, and to wrap them takes seconds of every process.
@@ -107,7 +107,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """A collection in a test looks at no object that was there before: an engine begins with one,
-    which takes two seconds in a process that has compiled the programs of many files."""
+    which takes up to two seconds in a process that has compiled the programs of many files."""
     gc.freeze()
 
 

@@ -196,7 +196,8 @@ def _quiet_libraries() -> None:
     # note_idle_gpu says it better; without a GPU a CUDA plugin that cannot start is no news.
     silent = logging.ERROR if _gpu_present() else logging.CRITICAL
     logging.getLogger("jax._src.xla_bridge").setLevel(silent)
-    # When a write fails, Orbax's other tasks and threads fail too, after the error that it raises.
+    # When a write fails, Orbax's other tasks and threads fail too, after the error that it
+    # raises, or never begin.
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     unbegun = "coroutine 'async_serialize_from_host"

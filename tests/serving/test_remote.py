@@ -183,7 +183,13 @@ def test_news_tell_of_compilations(ends):
     assert seen == [3]
 
 
-def test_what_was_there_before_is_not_collected_while_requests_are_served(ends):
+@pytest.fixture
+def nothing_frozen() -> None:
+    """As where a process begins to serve: each test begins with what was there frozen."""
+    gc.unfreeze()
+
+
+def test_what_was_there_before_is_not_collected_while_requests_are_served(nothing_frozen, ends):
     """After that it is again."""
     of(ends, events(ends.remote, Request(prompt_ids=[1], max_tokens=4)))
     assert gc.get_freeze_count() > 100_000

@@ -19,7 +19,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     over = nextitem is None or nextitem.path != item.path
     if over and MAPPINGS.exists() and _mappings() > ENOUGH:
         jax.clear_caches()
-        gc.unfreeze()
+        gc.unfreeze()  # each test has frozen what was there
         gc.collect()
 
 
