@@ -39,8 +39,8 @@ POSITIONS = 150  # no whole pages, chunks or blocks
 
 @pytest.fixture(scope="module")
 def loop() -> Loop:
-    """One step a call."""
-    pair = one_arithmetic(random_pair())
+    """One step a call, with a drafter that is now and then right."""
+    pair = one_arithmetic(random_pair(num_layers=2))
     assert pair.models.draft_rule == "sampled"
     layout = Layout(Shape.of(2, 192, 16, 32), 6, 1, ("drawn",))
     return Loop(pair.models, pair.params, layout, b"")

@@ -36,7 +36,8 @@ from tests.support.pairs import (
 
 def made(kind: str) -> tuple[Pair, Pair]:
     """A pair, and the same with its drafter rounded, each as it decodes."""
-    target, drafter = target_config(tie_embeddings=kind == "tied"), drafter_config(qkv_bias=True)
+    target = target_config(tie_embeddings=kind == "tied")
+    drafter = drafter_config(num_layers=2, qkv_bias=True)
     if kind == "DFlash 2":
         drafter = second_version(drafter, selector_rank=8, selector_top_k=4)
     if kind == "its head":

@@ -98,7 +98,7 @@ def test_only_the_format_knows_where_parts_lie(experts, tmp_path, turned_round):
 )
 def test_a_format_changes_no_result(changes, turned_round):
     """Turned round, models compute what they did: no layer and no kernel knows the order."""
-    configs = target_config(**changes), drafter_config()
+    configs = target_config(**changes), drafter_config(num_layers=2)
     params = [random_params(config, i) for i, config in enumerate(configs)]
     parts = [split_leaves(config, p) for config, p in zip(configs, params, strict=True)]
     want = features_and_context(*configs, *params)

@@ -96,9 +96,10 @@ def target_config(**changes) -> TargetConfig:
 
 
 def drafter_config(**changes) -> DrafterConfig:
-    """`sights`: other values of some fields of each layer's mixer."""
+    """`sights`: other values of some fields of each layer's mixer. Without them it has one layer."""
+    sights = changes.pop("sights", None)
     own = {
-        "num_layers": 2,
+        "num_layers": len(sights or "1"),
         "block_size": 8,
         "mask_token_id": 66,
         "target_layer_ids": (0, 1),
@@ -107,7 +108,6 @@ def drafter_config(**changes) -> DrafterConfig:
         "output_multiplier": 1.0,
         "final_logit_softcapping": None,
     }
-    sights = changes.pop("sights", None)
     config = DrafterConfig.alike(**(TRUNK | own | {"causal": False} | changes))
     return config.attending(*sights) if sights else config
 

@@ -33,7 +33,7 @@ from tests.support.small_checkpoints import make_pair
 from tests.training.test_drafter_loss import START, T, make_rows
 
 CONFIG = second_version(
-    pairs.drafter_config(final_logit_softcapping=5.0, output_multiplier=0.7),
+    pairs.drafter_config(num_layers=2, final_logit_softcapping=5.0, output_multiplier=0.7),
     conv_kernel_size=3, conv_group_size=4, selector_rank=6, selector_top_k=5,
 )  # fmt: skip
 TARGET, DRAFTER = pairs.random_pair().models.target, Drafter(CONFIG)

@@ -25,7 +25,7 @@ from jflash.training.objective import loss_decay
 from tests.support.pairs import random_pair
 
 T = 48
-PAIR = random_pair(final_logit_softcapping=5.0, output_multiplier=0.7)
+PAIR = random_pair(num_layers=2, final_logit_softcapping=5.0, output_multiplier=0.7)
 TARGET, DRAFTER = PAIR.models.target, PAIR.models.drafter
 W = DRAFTER.config.block_size
 
