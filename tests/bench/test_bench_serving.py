@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jflash.bench import beside_form as beside_form_module
-from jflash.bench import stalls, steady
+from jflash.bench import serving_cases, stalls, steady
 from jflash.bench.http_clients import counted
 from jflash.bench.recording import of_mean, read_recording, recorded
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
@@ -37,6 +37,7 @@ def file(tmp_path_factory):
 
 def test_rows_of_the_table(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(steady, "LEAST", 0)
+    monkeypatch.setattr(serving_cases, "NEW", new := 64)
     kept = tmp_path / "result.json"
     argv = ["--shape", "tiny", "--replay", str(file), "--batch", "2", "--repeats", "1"]
     argv += ["--in-turn", str(tmp_path / "turn"), "--drafter-dtype", "float8", "--requests", "1,4"]
@@ -44,10 +45,10 @@ def test_rows_of_the_table(file, tmp_path, monkeypatch, capsys):
     result = json.loads(kept.read_text())
     assert result["drafter_dtype"] == "float8"
     row, longer = result["serving"]
-    assert (row["requests"], row["new_tokens"]) == (2, 2 * 256)
-    assert (longer["requests"], longer["new_tokens"]) == (8, 8 * 256)
+    assert (row["requests"], row["new_tokens"]) == (2, 2 * new)
+    assert (longer["requests"], longer["new_tokens"]) == (8, 8 * new)
     between = longer["steady"]  # from the second text's end to about the sixth's
-    assert "steady" not in row and 2 * 256 < between["new_tokens"] < 7 * 256
+    assert "steady" not in row and 2 * new < between["new_tokens"] < 7 * new
     assert 0 < between["seconds"] < longer["seconds"] and 1 < between["live"] <= 2
     assert f"{between['tokens_per_second']:,.0f} between its ends" in capsys.readouterr().out
     assert row["tau"] == pytest.approx(result["replayed_tau"], abs=0.15)  # the last block is cut

@@ -110,8 +110,12 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
 
 
 def test_the_step_with_delta_nets_and_wide_heads_passes():
-    """A head of 256 dims has pieces of attention in memory at every batch, and they are counted."""
-    shape = cut(model_shape("qwen3.5-27b"), target_layers=4, drafter_layers=1)
+    """A head of 256 dims has pieces of attention in memory at every batch, and they are counted.
+    Each kind has a layer."""
+    whole = model_shape("qwen3.5-27b")
+    both = whole._replace(target=replace(whole.target, layers=whole.target.layers[2:4]))
+    shape = cut(both, target_layers=2, drafter_layers=1)
+    assert len({type(layer.mixer) for layer in shape.target.layers}) == 2
     step = step_program(on_h200(models_of(shape)), 8, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)

@@ -96,7 +96,7 @@ def target_config(**changes) -> TargetConfig:
 
 
 def drafter_config(**changes) -> DrafterConfig:
-    """`sights`: other values of some fields of each layer's mixer. Without them it has one layer."""
+    """`sights`: other values of some fields of each layer's mixer; else it has one layer."""
     sights = changes.pop("sights", None)
     own = {
         "num_layers": len(sights or "1"),
