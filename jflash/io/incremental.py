@@ -36,12 +36,15 @@ class Incremental:
         self.taken = 0
         if self.stopped:
             return ""
-        groups = [[token] for token in token_ids] if self._stops else [list(token_ids)]
-        for ids in groups:
-            self._take(ids, last=False)
-            self.taken += len(ids)
+        if not self._stops:  # nothing is held back
+            self._take(list(token_ids), last)
+            self.taken, piece, self._held = len(token_ids), self._held, ""
+            return piece
+        for token in token_ids:
+            self._take([token], last=False)
+            self.taken += 1
             if self._least > 0:
-                self._least -= len(ids)
+                self._least -= 1
                 self._early = len(self._held)
             elif self._found():
                 return self._held
