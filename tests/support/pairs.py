@@ -99,7 +99,7 @@ def drafter_config(**changes) -> DrafterConfig:
     """`sights`: other values of some fields of each layer's mixer; else it has one layer."""
     sights = changes.pop("sights", None)
     own = {
-        "num_layers": len(sights or "1"),
+        "num_layers": len(sights) if sights else 1,
         "block_size": 8,
         "mask_token_id": 66,
         "target_layer_ids": (0, 1),
