@@ -46,7 +46,7 @@ from jflash.proof.step_program import (
     models_of,
     step_program,
 )
-from jflash.specs import Kept
+from jflash.specs import DeltaSpec, Kept
 from jflash.speculative import draft, speculative_step, verify
 from jflash.structs import param_structs
 from pallas_kernels import block_attention as attention_op
@@ -111,11 +111,12 @@ def test_the_step_passes_every_gate(kind: str, batch: int):
 
 def test_the_step_with_delta_nets_and_wide_heads_passes():
     """A head of 256 dims has pieces of attention in memory at every batch, and they are counted.
-    Each kind has a layer."""
+    Two delta nets, then attention."""
     whole = model_shape("qwen3.5-27b")
-    both = whole._replace(target=replace(whole.target, layers=whole.target.layers[2:4]))
-    shape = cut(both, target_layers=2, drafter_layers=1)
-    assert len({type(layer.mixer) for layer in shape.target.layers}) == 2
+    last = whole._replace(target=replace(whole.target, layers=whole.target.layers[1:4]))
+    shape = cut(last, target_layers=3, drafter_layers=1)
+    mixers = [layer.mixer for layer in shape.target.layers]
+    assert [isinstance(mixer, DeltaSpec) for mixer in mixers] == [True, True, False]
     step = step_program(on_h200(models_of(shape)), 8, CAPACITY)
     program = compiled(step)
     assert not failed(program, step.temporary_bound)

@@ -125,8 +125,8 @@ def test_one_bit_of_any_compared_thing_is_found(case, decoded):
     assert int(compare(run, run._replace(state=longer), lengths, True, 8).unrecorded) == 1
     target = state._replace(target_cache=flipped(state.target_cache, 1, end - 2))
     assert found(target) == [("target K/V of layer 1", 1, end - 2)]
-    drafter = state._replace(drafter_cache=flipped(state.drafter_cache, 0, 0))
-    assert found(drafter) == [("context K/V of layer 0", 1, 0)]
+    drafter = state._replace(drafter_cache=flipped(state.drafter_cache, 1, 0))
+    assert found(drafter) == [("context K/V of layer 1", 1, 0)]
     assert found(drafter, own_drafter=False) == []
     # The newest token has no K/V yet: what lies there is garbage.
     assert found(state._replace(target_cache=flipped(state.target_cache, 1, end - 1))) == []

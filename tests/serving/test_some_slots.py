@@ -83,18 +83,18 @@ def test_the_numbers_of_slots_that_have_programs(pair):
 
 @cpu_law
 def test_a_text_is_the_same_in_every_call(pair):
-    """Requests of all kinds come to one engine and leave it, so calls have two slots and four; each
-    text is that of an engine whose calls serve all."""
+    """Requests of all kinds come to one engine and leave it, so calls have one slot, two and four;
+    each text is that of an engine whose calls serve all."""
     windows = any(mixer.window for mixer in pair.models.target.config.mixers)
     requests, models = asked(7), replace(pair.models, rows=AUTO if windows else None)
     with engine_of(pair, ()) as engine:
         want = [engine.generate([one])[0] for one in requests]
-    with engine_of(replace(pair, models=models), (2,)) as engine:
+    with engine_of(replace(pair, models=models), (1, 2)) as engine:
         served = counted(engine)
         got = [engine.generate([one])[0] for one in requests]
-        assert set(served) == {2}
+        assert set(served) == {1}
         got += engine.generate(requests)
-        assert set(served) == {2, BATCH}
+        assert set(served) == {1, 2, BATCH}
     for mine, alone in zip(got, want * 2, strict=True):
         assert answer(mine) == answer(alone)
 
@@ -115,10 +115,10 @@ def test_every_program_of_steps_has_run_before_the_first_request(pair, monkeypat
         )
 
     monkeypatch.setattr(device, "compile_programs", counting)
-    with engine_of(pair, (2,)) as engine:
+    with engine_of(pair, (1, 2)) as engine:
         width = pair.models.block_size
-        each = [(Stepping(n, n * width), n) for n in (2, BATCH)]
-        assert ran == [*each, (2, 2), (BATCH, BATCH)]
+        each = [(Stepping(n, n * width), n) for n in (1, 2, BATCH)]
+        assert ran == [*each, (1, 1), (2, 2), (BATCH, BATCH)]
         assert engine.stats().calls == 0 and engine.stats().steps_by_rows == {}
 
 

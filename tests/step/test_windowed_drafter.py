@@ -124,7 +124,7 @@ def test_the_lossless_check_compares_what_a_ring_holds():
     pair = random_pair(sights=sights)
     other = random_params(drafter_config(sights=sights), 2)
     case = small_case()._replace(
-        models=pair.models, params=pair.params, other_drafter=Params(pair.params.target, other)
+        models=pair.models, other_drafter=Params(pair.params.target, other)
     )  # fmt: skip
     plan = lossless_check.Plan(tokens=90, replays=2, seed=0, dtype="float32", width_1=False)
     found, _ = lossless_check.check_batch(case, 2, plan, lambda count: None)

@@ -12,7 +12,7 @@ from tests.support.pairs import drafter_config, random_pair, random_params, targ
 
 def small_case(**changes: Any) -> Case:
     """A random pair of 67 tokens and width 8, its target with `changes`."""
-    pair = random_pair()
+    pair = random_pair(num_layers=2)
     if changes:
         config = target_config(**changes)
         params = pair.params._replace(target=random_params(config, 0))
@@ -22,7 +22,7 @@ def small_case(**changes: Any) -> Case:
         drafters=("random drafter", "another random drafter"),
         models=pair.models,
         params=pair.params,
-        other_drafter=Params(pair.params.target, random_params(drafter_config(), 2)),
+        other_drafter=Params(pair.params.target, random_params(drafter_config(num_layers=2), 2)),
         prompts=lambda count, seed: random_prompts(67, count, seed),
         stops=[],
         max_new_tokens=48,
