@@ -21,6 +21,7 @@ from tables.losslessness import (
     right_logits,
     width_1,
 )
+from tables.over_devices import law_over_devices
 from tables.pages import pages
 from tables.rows import row_steps, rows
 from tables.serving import serving
@@ -35,8 +36,10 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
         *(summary, families),  # README
         *(goals, steps, whole_steps, step_goals, step_kernels),  # benchmarks/README
         *(pages, spent, several_gpus, in_turns),
-        *(vllm, serving, reference, widths, rows, row_steps, kernels),
-        *(law, law_of_families, lossless, right_logits, width_1, plain_text),  # benchmarks/LOSSLESS
+        *(vllm, reference, widths, rows, row_steps, kernels),
+        serving,  # benchmarks/SERVING
+        *(law, law_of_families, law_over_devices, lossless),  # benchmarks/LOSSLESS
+        *(right_logits, width_1, plain_text),
         *(evaluations, trainings, tiny_pair, tiny_pair_speed),  # the cards
     )
 }

@@ -201,6 +201,25 @@ def whole_steps_in_pages() -> Result:
     return Result("x.json", where | {"step_times": rows})
 
 
+def over_devices() -> Result:
+    """A pair at two numbers of texts, and another from before these were told; one found a token
+    and rows that differ."""
+    same, other = {"tokens": 0, "kv_rows": 0}, {"tokens": 1, "kv_rows": 5}
+    first = {
+        "compared": [{"devices": 2} | same, {"devices": 4} | other],
+        "planted": {"devices": 4, "tokens": 1234, "kv_rows": 7},
+    }
+    second = {
+        "compared": [{"devices": 2} | same],
+        "planted": {"devices": 4, "tokens": 9, "kv_rows": 2000},
+    }
+    old = {"compared": [{"devices": 2} | same], "planted": {"tokens": 8, "kv_rows": 6}}
+    pairs = [{"pair": "p", "texts": 4} | first, {"pair": "p", "texts": 32} | second]
+    run = {"layers": 3, "quantised": "fp8", "experts_over": "devices"}
+    where = {"device": "GPU H9", "versions": {"jax": "1"}, "date": "today"}
+    return Result("e.json", where | run | {"devices": [*pairs, {"pair": "tiny-math"} | old]})
+
+
 def test_every_table_shows_its_numbers(results):
     step, plain = (results[0].content["cases"][0][part] for part in ("step", "plain"))
     shown = {
@@ -257,6 +276,11 @@ def test_every_table_shows_its_numbers(results):
         "law": ["| p, 8 layers | 1,000 | 2 | 1,200 / 1,000 / 800 | 2 | 1 of 2 | 1.5 |",
                 "`benchmarks/w.json`"],
         "law_of_families": ["| Qwen9 | 0 differ | 2 differ: p, ", "| Qwen8 | – | – |"],
+        "law_over_devices": [
+            "| p, 3 layers, FP8, whole experts | 2, 4 | 4 / 32 | 1 | 5 | 1,234 / 9 | 7 / 2,000 "
+            "| H9, today: `e.json` |\n"
+            "| tiny-math, FP8, whole experts | 2 | 4 | 0 | 0 | 8 | 6 | H9, today: `e.json` |",
+        ],
         "lossless": ["| p, q | 1, 8 | 1,234 | 840 | 5 | 2,000 | caught | 7.5 |",
                      "`benchmarks/l.json`"],
         "width_1": ["| p | 8 | 3 of 4 | 12.5 | 2 / 36 | 0.50 / 4.00 | 0.25 / 2.00 |"],
@@ -284,7 +308,7 @@ def test_every_table_shows_its_numbers(results):
     }  # fmt: skip
     results = [
         *(*results, *evaluated(), *one_arithmetic(), checked(), right(), trained(), embedded()),
-        *(timed_beside_vllm(), *of_rows()),
+        *(timed_beside_vllm(), *of_rows(), over_devices()),
         *(whole_steps_of("x-1.json", 7.0, 1), whole_steps_of("x-2.json", 8.0, 2)),
         *(whole_steps_in_pages(), traced("z-1.json", 9.0), traced("z-2.json", 500.0)),
     ]
