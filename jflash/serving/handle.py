@@ -160,6 +160,11 @@ class Handle:
             self._notify()
 
     @property
+    def begun(self) -> bool:
+        """Whether an event was added, read or unread."""
+        return bool(self._past)
+
+    @property
     def ended(self) -> bool:
         """Whether the last event was added, read or unread."""
         return self._ended

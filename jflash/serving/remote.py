@@ -10,17 +10,17 @@ import contextlib
 import itertools
 import os
 import socket
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jflash.serving.grammar import Kind, Opening
 from jflash.serving.handle import Handle
 from jflash.serving.outbox import Outbox
 from jflash.serving.request import Event, Failed, Request
 from jflash.serving.stats import Stats
+from jflash.serving.turns import Turns, What
 
 
 class Asked(NamedTuple):
@@ -37,11 +37,9 @@ class Left(NamedTuple):
     number: int
 
 
-TOGETHER = 8  # requests whose events are handed on before anything else has its turn
 FINISH = Event._fields.index("finish_reason")
 
-# Of a request that was taken: the fields of each event, which pickle in a sixth of an event's time.
-Came = tuple[int, list[tuple[Any, ...]] | Exception]
+Came = tuple[int, What]  # for a request that was taken
 
 
 class News(NamedTuple):
@@ -84,7 +82,7 @@ class Remote:
         self._numbers = itertools.count()
         self._handles = dict[int, Handle]()
         self._waiting = dict[int, asyncio.Future[None]]()
-        self._came, self._giving = deque[Came](), False  # to hand on, which is under way
+        self._turns, self._giving = Turns(), False  # what to hand on, which is under way
         self._lost: Failed | None = None
         self._heard = 0  # news
 
@@ -149,8 +147,8 @@ class Remote:
 
     def _lose(self) -> None:
         lost = Failed("the engine's process has ended")
-        while self._came:
-            self._give(*self._came.popleft())
+        while self._turns:
+            self._give(*self._turns.pop())
         if self.on_lost is not None:
             self.on_lost(str(lost))
         self.give_up(lost)
@@ -164,34 +162,36 @@ class Remote:
             if refusal is not None:
                 del self._handles[number]
             _answer(self._waiting.pop(number), refusal)
-        self._came += sorted(news.came, key=_goes_on)  # whoever has an answer may ask again
+        for number, what in news.came:
+            # Who waits for a first token sees it, and whoever has an answer may ask again.
+            self._turns.add(number, what, not self._handles[number].begun or not _goes_on(what))
         if not self._giving:
-            self._give_some()
+            self._give_next()
 
-    def _give_some(self) -> None:
-        """Hands on what came for a few requests: their readers, and whoever asks meanwhile, have
-        their turn before the next few."""
-        for _ in range(min(TOGETHER, len(self._came))):
-            self._give(*self._came.popleft())
-        self._giving = bool(self._came)
+    def _give_next(self) -> None:
+        """Hands on what came for one request: its reader, and whoever asks meanwhile, have their
+        turn before the next."""
+        if self._turns:  # not lost meanwhile
+            self._give(*self._turns.pop())
+        self._giving = bool(self._turns)
         if self._giving:
-            asyncio.get_running_loop().call_soon(self._give_some)
+            asyncio.get_running_loop().call_soon(self._give_next)
 
-    def _give(self, number: int, what: list[tuple[Any, ...]] | Exception) -> None:
+    def _give(self, number: int, came: Sequence[What]) -> None:
         handle = self._handles[number]
         if handle.ended:  # it was given up
             return
-        if isinstance(what, Exception):
-            handle.fail(what)
-        else:
-            handle.give([Event(*fields) for fields in what])
+        for what in came:
+            if isinstance(what, Exception):
+                handle.fail(what)
+            else:
+                handle.give([Event(*fields) for fields in what])
         if handle.ended:
             del self._handles[number]
 
 
-def _goes_on(came: Came) -> bool:
-    """Whether no event is the last one; an error follows the events before it."""
-    _, what = came
+def _goes_on(what: What) -> bool:
+    """Whether no event is the last one."""
     return isinstance(what, Exception) or what[-1][FINISH] is None
 
 

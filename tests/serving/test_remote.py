@@ -13,8 +13,8 @@ from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.handle import Handle
-from jflash.serving.remote import TOGETHER, News, Remote, Sizes, hang_up
-from jflash.serving.request import Event, Failed, Full, Request
+from jflash.serving.remote import News, Remote, Sizes, hang_up
+from jflash.serving.request import Event, Failed, FinishReason, Full, Request
 from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
 
@@ -141,11 +141,15 @@ def test_events_of_a_round_come_together(ends, monkeypatch):
     assert any(len(news) == 2 for news in calls), "both texts were in some call"
 
 
-def test_ends_go_first_and_others_have_turns_between(ends):
-    """Whoever has an answer may ask again, and is not kept waiting by all others' events."""
+def test_ends_and_beginnings_go_first_and_others_have_turns_between(ends):
+    """Whoever has an answer may ask again, and a first token is waited for: neither is kept waiting
+    by all others' events."""
     near, far = Pipe()
-    stats, count, order, turns = ends.engine.stats(), 3 * TOGETHER, list[int](), set[int]()
+    stats, count, order, turns = ends.engine.stats(), 24, list[int](), set[int]()
     remote = Remote(near, Sizes(160, ends.vocabulary), News([], [], stats, 0))
+
+    def of_one(reason: FinishReason | None = None) -> list[tuple[Any, ...]]:
+        return [tuple(Event((1,), finish_reason=reason))]
 
     async def read(number: int, handle: Handle) -> None:
         async for _ in handle:
@@ -159,20 +163,28 @@ def test_ends_go_first_and_others_have_turns_between(ends):
             assert [far.recv().number for _ in tasks] == [*range(count)]
             far.send(News([(i, None) for i in range(count)], [], stats, 0))
             readers = [asyncio.create_task(read(i, await t)) for i, t in enumerate(tasks)]
-            reasons = [*[None] * (count - 1), "length"]
-            came = [(i, [tuple(Event((1,), finish_reason=r))]) for i, r in enumerate(reasons)]
-            far.send(News([], [*came, (0, Failed("over"))], stats, 0))
+            begun = [*range(count - 1)]
+            far.send(News([], [(i, of_one()) for i in begun], stats, 0))
+            while len(order) < count - 1:
+                await asyncio.sleep(0)
+            order.clear()
+            reasons: list[FinishReason | None] = [*[None] * (count - 2), "length"]
+            came = [(i, of_one(reason)) for i, reason in zip(begun, reasons, strict=True)]
+            far.send(News([], [*came, (count - 1, of_one()), (0, Failed("over"))], stats, 0))
             while not readers[0].done():
                 turns.add(len(order))
                 await asyncio.sleep(0)
             with pytest.raises(Failed, match="over"):
                 await readers[0]
+            while len(order) < count:
+                turns.add(len(order))
+                await asyncio.sleep(0)
             for reader in readers:
                 reader.cancel()
 
     asyncio.run(main())
-    assert order == [count - 1, *range(count - 1)]
-    assert any(0 < done < count for done in turns)
+    assert order == [count - 2, count - 1, *range(count - 2)]
+    assert len(turns) > count / 2
 
 
 def test_news_tell_of_compilations(ends):
