@@ -182,7 +182,7 @@ def test_ends_and_beginnings_go_first_and_others_have_turns_between(ends):
             for reader in readers:
                 reader.cancel()
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
     assert order == [count - 2, count - 1, *range(count - 2)]
     assert len(turns) > count / 2
 
