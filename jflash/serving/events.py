@@ -1,13 +1,14 @@
 """From what the device gave to a request's events. This file reads arrays and starts nothing."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from jflash.serving.job import Given, Job, Read
-from jflash.serving.packing import Report, Taken, floats, slots_in, taken, tops_of
+from jflash.serving.packing import Report, Taken, all_taken, floats, tops_of
 from jflash.serving.prefill import First
-from jflash.serving.request import Event, FinishReason
+from jflash.serving.request import Event
 
 
 def keep_prompt_scores(job: Job, given: Given, count: int) -> None:
@@ -28,45 +29,63 @@ def first_token(job: Job, first: First, index: int) -> Taken:
 
 def tokens_of_calls(read: Read, report: Report, width: int) -> Iterator[tuple[Job, Taken]]:
     """What a call gave to each of its requests that stepped and have not ended since."""
-    numbers = np.asarray(report.numbers)
-    tops = None if report.tops is None else np.asarray(report.tops)
-    places = {slot: i for i, slot in enumerate(slots_in(numbers, width, read.steps))}
+    scored = any(job.request.logprobs for job in read.jobs)
+    found = all_taken(report, width, read.steps, scored)
     for job, slot in zip(read.jobs, read.slots, strict=True):
-        if job.reason is None and slot in places:
-            place, job.stepped = places[slot], True
-            likely = None if tops is None else tops[place]
-            yield job, taken(numbers[place], likely, width, read.steps)
+        if job.reason is None and slot in found:
+            job.stepped = True
+            yield job, found[slot]
 
 
-def gained(job: Job, given: Taken, max_accept: int, version: int) -> Iterator[Event]:
-    """Adds the tokens of some steps to the text, and gives their events."""
-    for i, ids in enumerate(given.steps):
-        drafted = accepted = 0
-        if job.begun and job.request.speculate:
-            drafted = min(max_accept, job.limit - len(job.tokens))
-            accepted = len(ids) - 1
+class Gain(NamedTuple):
+    """The steps that a text has gained, and the tokens that it had before them."""
+
+    job: Job
+    given: Taken
+    before: int
+
+
+def gain(job: Job, given: Taken) -> Gain:
+    """Adds the tokens of some steps to the text; the last one may end it."""
+    gained = Gain(job, given, len(job.tokens))
+    for ids in given.steps:
         job.tokens += ids
+        job.gained = True
         if job.matcher is not None:
             job.matcher.take(ids)
-        reason: FinishReason | None = None
-        if given.done and i == len(given.steps) - 1:
-            reason = "stop" if ids[-1] in job.request.stop_ids else "length"
-        event = Event(
-            tuple(ids), drafted, accepted, job.cached or 0, reason, version=version,
-            queued=job.queued,
-        )  # fmt: skip
-        yield _scored(job, event, given, i)
+    if given.done and given.steps:
+        job.reason = "stop" if given.steps[-1][-1] in job.request.stop_ids else "length"
+    return gained
 
 
-def _scored(job: Job, event: Event, given: Taken, step: int) -> Event:
-    """The event of a step with the numbers that the request asks for."""
+def events_of(gained: Gain, max_accept: int, version: int) -> list[Event]:
+    """An event for each step, of this version of the weights."""
+    (job, given, length), events = gained, list[Event]()
+    request, cached, queued, limit = job.request, job.cached or 0, job.queued, job.limit
+    scored = request.logprobs or request.prompt_logprobs is not None
+    for i, ids in enumerate(given.steps):
+        drafted = accepted = 0
+        if length > job.prompt_tokens and request.speculate:
+            drafted, accepted = min(max_accept, limit - length), len(ids) - 1
+        length += len(ids)
+        last = given.done and i == len(given.steps) - 1
+        reason = "stop" if last and ids[-1] in request.stop_ids else "length" if last else None
+        event = Event(tuple(ids), drafted, accepted, cached, reason, version=version, queued=queued)
+        events.append(_scored(job, event, given, i, length) if scored else event)
+    return events
+
+
+def _scored(job: Job, event: Event, given: Taken, step: int, length: int) -> Event:
+    """The event of a step, after which the text has `length` tokens, with the numbers that the
+    request asks for."""
     request, new = job.request, {}
     if request.logprobs:
+        assert given.logprobs is not None, "read with the report"
         new["logprobs"] = tuple(given.logprobs[step])
     if request.top_logprobs:
         assert given.tops is not None, "read with the report"
         new["top_logprobs"] = tuple(top[: request.top_logprobs] for top in given.tops[step])
-    first = len(job.tokens) == len(request.prompt_ids) + 1
+    first = length == len(request.prompt_ids) + 1
     if first and request.prompt_logprobs is not None:
         new["prompt_logprobs"] = tuple(job.prompt_logprobs)
         if request.prompt_logprobs:

@@ -41,6 +41,7 @@ class Holdings:
         self._none = np.full(layout.columns, layout.page_count, np.int32)
         self._none = np.append(self._none, self.sliding.row(Held(), layout.columns))
         self._tables = np.tile(self._none, (layout.slots, 1))
+        self._written = [([0], 0)] * layout.slots  # the pages in each row, and how many
         self._layout = layout
 
     def new_drafter(self, version: int) -> None:
@@ -129,8 +130,8 @@ class Holdings:
 
     def table(self, job: Job, position: int, end: int) -> Int[np.ndarray, "1 _"]:
         """The table for a chunk of the rows from `position` to `end`."""
-        assert job.slot is not None
         self._slide(job, position, end)
+        assert job.slot is not None
         return self._tables[job.slot : job.slot + 1].copy()
 
     def tables(
@@ -144,8 +145,13 @@ class Holdings:
         return slots, np.where(slots[:, None] >= 0, self._tables[slots], self._none)
 
     def _slide(self, job: Job, position: int, end: int) -> None:
-        """Moves the pages of layers with windows on, and writes the table's row."""
-        self.sliding.slide(job.seen, position, min(-(-end // PAGE), len(job.pages)))
+        """Moves the pages of layers with windows on, and writes the table's row if it changes."""
+        moved = self.sliding.slide(job.seen, position, min(-(-end // PAGE), len(job.pages)))
+        assert job.slot is not None
+        pages, count = self._written[job.slot]
+        if pages is job.pages and count == len(pages) and not moved:
+            return
+        self._written[job.slot] = job.pages, len(job.pages)
         row = self._none.copy()
         row[: len(job.pages)] = job.pages
         row[self._columns :] = self.sliding.row(job.seen, self._columns)

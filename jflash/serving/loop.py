@@ -18,7 +18,7 @@ from jflash.serving.planning import planned
 from jflash.serving.prompt_passes import PromptPasses
 from jflash.serving.prompts import Prompts
 from jflash.serving.reading import Unread
-from jflash.serving.roster import OnEvent, Roster
+from jflash.serving.roster import OnEvents, Roster
 from jflash.serving.schedule import Plan
 from jflash.serving.some_slots import given_slots
 from jflash.serving.stats import SIZES
@@ -113,11 +113,11 @@ class Loop:
         deadlines = [job.deadline for job in self.waiting if job.deadline is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def round(self, on_event: OnEvent) -> None:
+    def round(self, on_events: OnEvents) -> None:
         """Plans and dispatches a round, then reads what the device computes before its steps."""
         began, times, before = time.perf_counter(), self.device.time, self.counts.tokens
         waited, dispatched = times.waiting, times.dispatching
-        self._round(on_event)
+        self._round(on_events)
         if tokens := self.counts.tokens - before:
             self.rounds_by_tokens[bisect_left(SIZES, tokens)] += 1
         self._count(
@@ -126,24 +126,28 @@ class Loop:
             dispatch_seconds=times.dispatching - dispatched,
         )
 
-    def _round(self, on_event: OnEvent) -> None:
+    def _round(self, on_events: OnEvents) -> None:
         """One round.
 
         The device always has the next call by the time that the host waits for anything: for a
         first token too, which an array of its own brings as soon as its chunk has run.
         """
-        for job in [job for job in self.roster.all if job.cancelled]:
-            self.roster.end(job, "cancelled", self.version, on_event)
+        if cancelled := [job for job in self.roster.all if job.cancelled]:
+            self.tell(on_events)
+        for job in cancelled:
+            self.roster.end(job, "cancelled", self.version, on_events)
         of_grammar = any(job.matcher for job in self.roster.all)
         self.holdings.steps = self.device.layout.steps + of_grammar
         what = self._plan()
         if what.preempted and self._unread:
-            self.drain(on_event)  # tokens that are on their way are not computed twice
+            self.drain(on_events)  # tokens that are on their way are not computed twice
             what = self._plan()
+        if what.expired:
+            self.tell(on_events)
         by_order = {job.order: job for job in self.roster.all}
         jobs = lambda orders: [by_order[order] for order in orders]  # noqa: E731
         for job in jobs(what.expired):
-            self.roster.end(job, "timeout", self.version, on_event)
+            self.roster.end(job, "timeout", self.version, on_events)
         for job in jobs(what.preempted):
             self.preempt(job)
         for job in jobs(what.grown):
@@ -170,11 +174,19 @@ class Loop:
             given = given_slots(self.device.layout, count)
             self._unread.append(self._call(self.device.call, stepping, count, given))
             left += 1
+        self.tell(on_events)
         self.before_waiting()
         while len(self._unread) > left:
-            read = self._unread.read_next(self.version, on_event)
+            read = self._unread.read_next()
             if len(self._unread) > left and self._unread[0].given is not read.given:
-                self.before_waiting()  # an end does not wait for the next prompt's token
+                self.tell(on_events)  # an end does not wait for the next prompt's token
+                self.before_waiting()
+        if of_grammar or self._unread.begun or not self._unread:
+            self.tell(on_events)  # others may wait until the device has its next work
+
+    def tell(self, on_events: OnEvents) -> None:
+        """Hands on the events of what was read."""
+        self._unread.tell(self.version, on_events)
 
     def preempt(self, job: Job) -> None:
         """Takes slot and pages from a request, which waits again; all calls must be read."""
@@ -215,7 +227,8 @@ class Loop:
         self.roster.drop_failed(jobs)
         return read
 
-    def drain(self, on_event: OnEvent) -> None:
+    def drain(self, on_events: OnEvents) -> None:
         """Reads all that was dispatched."""
         while self._unread:
-            self._unread.read_next(self.version, on_event)
+            self._unread.read_next()
+            self.tell(on_events)

@@ -83,7 +83,7 @@ def mask_words(models: Models) -> int:
 
 
 class Report(NamedTuple):
-    """The host's view of a call; see `taken` and `surveyed`.
+    """The host's view of a call; see `all_taken` and `surveyed`.
 
     `tops` has the ids and the bits of the most probable tokens, where a program knows them.
     """
@@ -129,31 +129,31 @@ def _own(width: int, steps: int) -> int:
     return 2 * width * steps + steps + 3
 
 
-def slots_in(numbers: Int[np.ndarray, "B _"], width: int, steps: int) -> list[int]:
-    """The slot of each row of a report: the device chooses which step."""
-    return numbers[:, _own(width, steps) - 1].tolist()
-
-
 class Taken(NamedTuple):
     """A slot's part of a report: the tokens of each step, and whether the text has ended."""
 
     steps: list[list[int]]
-    logprobs: list[list[float]]
+    logprobs: list[list[float]] | None
     done: bool
     tops: list[list[Top]] | None = None
 
 
-def taken(
-    report: Int[np.ndarray, " _"], tops: Int[np.ndarray, "_ _"] | None, width: int, steps: int
-) -> Taken:
-    """One slot's row of a `run`'s report, with its most probable tokens if they were read."""
-    *lengths, count, done, _ = report[2 * width * steps : _own(width, steps)].tolist()
-    ends = list(itertools.accumulate(lengths[:count]))
-    cuts = list(zip([0, *ends], ends, strict=False))
-    halves = report[: width * steps], floats(report[width * steps : 2 * width * steps])
-    given, numbers = ([x[a:b] for a, b in cuts] for x in (half.tolist() for half in halves))
-    likely = None if tops is None else [tops_of(tops[a:b]) for a, b in cuts]
-    return Taken(given, numbers, bool(done), likely)
+def all_taken(report: Report, width: int, steps: int, scored: bool) -> dict[int, Taken]:
+    """What a `run`'s report has of each slot that stepped, with the logprobs if `scored`, and with
+    the most probable tokens if they were read."""
+    numbers, most = np.asarray(report.numbers), width * steps
+    tops = None if report.tops is None else np.asarray(report.tops)
+    # One conversion for all slots, which is less of the host's time than one for each.
+    texts, ends = numbers[:, :most].tolist(), numbers[:, 2 * most : _own(width, steps)].tolist()
+    logprobs = floats(numbers[:, most : 2 * most]).tolist() if scored else None
+    found = dict[int, Taken]()
+    for i, (text, (*lengths, count, done, slot)) in enumerate(zip(texts, ends, strict=True)):
+        stops = list(itertools.accumulate(lengths[:count]))
+        cuts = list(zip([0, *stops], stops, strict=False))
+        likely = None if tops is None else [tops_of(tops[i, a:b]) for a, b in cuts]
+        of_each = None if logprobs is None else [logprobs[i][a:b] for a, b in cuts]
+        found[slot] = Taken([text[a:b] for a, b in cuts], of_each, bool(done), likely)
+    return found
 
 
 def floats(bits: Int[np.ndarray, "*lead"]) -> Float[np.ndarray, "*lead"]:

@@ -11,7 +11,7 @@ from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job
 from jflash.serving.request import Event, FinishReason
 
-OnEvent = Callable[[Job, Event], None]
+OnEvents = Callable[[Job, list[Event]], None]  # of one call, in order
 
 
 class Roster:
@@ -55,14 +55,14 @@ class Roster:
         self.waiting.append(job)
         self._count(preempted=1)
 
-    def end(self, job: Job, reason: FinishReason, version: int, on_event: OnEvent) -> None:
+    def end(self, job: Job, reason: FinishReason, version: int, on_events: OnEvents) -> None:
         """Ends a waiting or running request early; its text is of this version of the weights."""
         job.reason = reason
         if job in self.waiting:
             self.waiting.remove(job)
         self.leave(job)
         end = Event((), 0, 0, job.cached or 0, reason, version=version, queued=job.queued)
-        on_event(job, end)
+        on_events(job, [end])
 
     def drop_failed(self, jobs: Iterable[Job]) -> None:
         """Ends requests whose grammar cannot be followed; calls on their way are not read."""

@@ -48,10 +48,11 @@ class Sliding:
         self.pages.hold(found)
         return Held(dict(enumerate(found, first)))
 
-    def slide(self, held: Held, position: int, columns: int) -> None:
-        """Moves on to rows from `position` on, up to the end of the first `columns` columns."""
+    def slide(self, held: Held, position: int, columns: int) -> bool:
+        """Moves on to rows from `position` on, up to the end of the first `columns` columns;
+        whether that changes what is held."""
         if self._window is None:
-            return
+            return False
         first = self._first(position)
         gone = [column for column in sorted(held.pages) if column < first]
         self.pages.release([held.pages.pop(column) for column in gone])
@@ -59,6 +60,7 @@ class Sliding:
         fresh = self.pages.take(len(missing))
         assert fresh is not None, "the pool is large enough for all slots"
         held.pages |= zip(missing, fresh, strict=True)
+        return bool(gone or missing)
 
     def name(self, held: Held, names: Sequence[Name]) -> None:
         """Indexes the pages among a text's first ones, which have these names."""

@@ -109,6 +109,7 @@ class Work:
                 self._room.notify_all()
             for _, done in actions:
                 done.set_exception(error)
+            self._loop.tell(self._on_events)  # of what was read before
             for job in left:
                 failure = Failed("the engine has failed")
                 failure.__cause__ = error
@@ -141,17 +142,16 @@ class Work:
             return True
         if loop.idle:
             return not self._closing
-        loop.round(self._on_event)
+        loop.round(self._on_events)
         if loop.idle:
             loop.before_waiting()
         return True
 
-    def _on_event(self, job: Job, event: Event) -> None:
-        if event.finish_reason:
+    def _on_events(self, job: Job, events: list[Event]) -> None:
+        if reason := events[-1].finish_reason:
             with self.changed:
-                before = self.ended.get(event.finish_reason, 0)
-                self.ended[event.finish_reason] = before + 1
-        job.handle.give([event])
+                self.ended[reason] = self.ended.get(reason, 0) + 1
+        job.handle.give(events)
 
 
 _open = weakref.WeakSet[Work]()

@@ -90,7 +90,7 @@ def test_a_storm_of_cancels_leaves_the_others_text(pair, phase):
     loop, events = loop_of(pair, burst=1), list[tuple[Job, Any]]()
     jobs = [job_of(request, i) for i, request in enumerate(requests)]
     loop.waiting += jobs
-    give = lambda job, event: events.append((job, event))  # noqa: E731
+    give = lambda job, some: events.extend((job, event) for event in some)  # noqa: E731
 
     def within(job: Job) -> bool:
         if phase == "preempted" and job.slot is not None and job.begun:
@@ -157,7 +157,7 @@ def test_preempted_after_every_call(pair, sampling, forgets):
     loop, events = loop_of(pair), []
     job = job_of(request)
     loop.waiting.append(job)
-    give = lambda _, event: events.append(event)  # noqa: E731
+    give = lambda _, some: events.extend(some)  # noqa: E731
     while job.reason is None:
         loop.round(give)
         loop.drain(give)
@@ -181,7 +181,7 @@ def test_a_hit_is_what_was_computed(pair):
         job, events = job_of(request, len(texts)), []
         loop.waiting.append(job)
         while job.reason is None:
-            loop.round(lambda _, event: events.append(event))
+            loop.round(lambda _, some: events.extend(some))
         loop.drain(lambda *_: None)
         texts.append(events)
         return job
@@ -262,8 +262,9 @@ def test_a_long_prompt_keeps_no_text_waiting(pair, burst, seconds, monkeypatch):
     short = replace(requests[0], prompt_ids=requests[0].prompt_ids[:9])
     jobs = [job_of(request, i) for i, request in enumerate([short, *requests[1:]])]
 
-    def give(job, event):
-        texts.setdefault(job.order[1], []).extend(event.token_ids)
+    def give(job, events):
+        for event in events:
+            texts.setdefault(job.order[1], []).extend(event.token_ids)
 
     loop.waiting.append(jobs[0])
     loop.round(give)
@@ -311,13 +312,13 @@ def test_slot_and_pages_are_free_when_the_last_event_comes(pair):
     """Who sees it may ask for the counts at once."""
     loop, seen = loop_of(pair), []
 
-    def on_event(job, event):
+    def on_events(job, events):
         pages = loop.holdings.pages
-        seen.append((event.finish_reason, job.slot, pages.available == pages.count))
+        seen.append((events[-1].finish_reason, job.slot, pages.available == pages.count))
 
     loop.waiting.append(job_of(Request(prompt_ids=[1, 2, 3], max_tokens=12), 0))
     while not loop.idle:
-        loop.round(on_event)
+        loop.round(on_events)
     *during, end = seen
     assert end == ("length", None, True)
     assert during[0] == (None, 0, False)
@@ -335,7 +336,11 @@ def test_long_prompts_take_larger_chunks_and_keep_their_texts(pair, monkeypatch)
         calls = counted(loop)
         loop.waiting += [job_of(request, i) for i, request in enumerate(requests)]
         while not loop.idle:
-            loop.round(lambda job, e, got=got: got.setdefault(job.order[1], []).extend(e.token_ids))
+            loop.round(
+                lambda job, some, got=got: got.setdefault(job.order[1], []).extend(
+                    token for event in some for token in event.token_ids
+                )
+            )
     assert calls.count("chunk") == 2 * 3  # of 128, 32 and 32
     assert texts[0] == texts[1] and [len(text) for text in texts[0].values()] == [9, 9]
 
@@ -362,7 +367,7 @@ def test_pages_that_left_the_window_return():
         loop.waiting += jobs
         while not loop.idle:
             begun = [(job, len(job.tokens)) for job in loop.running if job.begun]
-            loop.round(lambda job, event: events[job.order[1]].append(event))
+            loop.round(lambda job, some: events[job.order[1]].extend(some))
             for job, length in begun:
                 seen = job.seen.pages  # of the call that began with at least so many tokens
                 assert not seen or min(seen) >= max(0, length - 24) // PAGE
@@ -438,7 +443,7 @@ def test_as_many_rows_as_pay(pair):
     events, jobs = {0: [], 1: []}, [job_of(r, i) for i, r in enumerate(requests)]
     loop.waiting += jobs
     while not loop.idle:
-        loop.round(lambda job, event: events[job.order[1]].append(event))
+        loop.round(lambda job, some: events[job.order[1]].extend(some))
     assert sorted(rows.steps) == [2, 8, 16] and all(rows.steps.values())
     assert [job.tokens[len(job.request.prompt_ids) :] for job in jobs] == [
         one.token_ids for one in want

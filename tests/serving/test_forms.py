@@ -75,8 +75,8 @@ def test_neighbours_take_more_steps_than_the_text_in_a_form(pair, grammar, steps
         events = [0] * BATCH
         calls.clear()
 
-        def give(job: Job, event: Event, events: list[int] = events) -> None:
-            events[job.order[1]] += 1
+        def give(job: Job, some: list[Event], events: list[int] = events) -> None:
+            events[job.order[1]] += len(some)
 
         loop.round(give)
         took.append(events)

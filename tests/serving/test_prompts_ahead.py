@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jflash.kernels import AUTO, XLA, Kernels
@@ -18,7 +17,7 @@ from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
 from jflash.serving.layout import Layout, settled
 from jflash.serving.loop import Loop
-from jflash.serving.packing import slots_in
+from jflash.serving.packing import all_taken
 from jflash.serving.request import Event, Full, Request, Result
 from jflash.serving.room import needed
 from jflash.serving.slots import empty_state
@@ -50,7 +49,7 @@ class Watched:
         learn, whole = device.learn, passes.whole
 
         def learned(read: Any, report: Any) -> None:
-            stepped = slots_in(np.asarray(report.numbers), pair.models.block_size, read.steps)
+            stepped = all_taken(report, pair.models.block_size, read.steps, False)
             might = dict(zip(read.slots, read.jobs, strict=True))
             able = [might[slot].order[1] for slot in stepped if slot in might]
             self.calls.append(([job.order[1] for job in read.jobs], able))
@@ -69,7 +68,7 @@ class Watched:
             self.loop.waiting.append(job)
 
     def round(self) -> None:
-        self.loop.round(lambda job, event: self.events[job.order[1]].append(event))
+        self.loop.round(lambda job, some: self.events[job.order[1]].extend(some))
 
     def end(self) -> None:
         while not self.loop.idle:

@@ -123,7 +123,7 @@ def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
         for i, one in enumerate(requests)
     ]  # fmt: skip
     while not loop.idle:
-        loop.round(lambda job, event: events[job.order[1]].append(event))
+        loop.round(lambda job, some: events[job.order[1]].extend(some))
     loop.close()
     return [result_of(*each) for each in zip(requests, events, strict=True)], sizes
 

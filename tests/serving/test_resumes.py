@@ -49,7 +49,7 @@ def loop() -> Loop:
 def told(loop: Loop, request: Request, *, preempts: bool) -> Result:
     handle, tokens = Handle(request, lambda _: None), list(request.prompt_ids)
     job = Job(handle=handle, order=(0, 0), seed=request.seed or 0, deadline=None, tokens=tokens)
-    events, give = list[Event](), lambda _, event: events.append(event)
+    events, give = list[Event](), lambda _, some: events.extend(some)
     loop.waiting.append(job)
     while job.reason is None:
         loop.round(give)

@@ -109,7 +109,7 @@ def told(loop: Loop, *requests: Request) -> list[tuple[int | None, Result]]:
         events.append([])
     loop.waiting += jobs
     while not loop.idle:
-        loop.round(lambda job, event: events[job.order[1]].append(event))
+        loop.round(lambda job, some: events[job.order[1]].extend(some))
     pages = loop.holdings.pages
     assert pages.available == pages.count
     return [(job.cached, result_of(job.request, e)) for job, e in zip(jobs, events, strict=True)]
@@ -223,7 +223,7 @@ def test_a_text_that_waits_in_its_slot_keeps_its_copied_states(pair):
 
     loop.device.call = call
     job, events = job_of(asked(long[:50], 200)), list[tuple[Job, Event]]()
-    give = lambda job, event: events.append((job, event))  # noqa: E731
+    give = lambda job, some: events.extend((job, event) for event in some)  # noqa: E731
     loop.waiting.append(job)
     while not job.begun:
         loop.round(give)
@@ -274,7 +274,7 @@ def test_preempted_after_every_call(pair):
         want = told(loop, replace(request, cache_salt="alone"))[0][1]
         job, before = job_of(request), loop.counts.chunks
         loop.waiting.append(job)
-        give = lambda _, event, events=events: events.append(event)  # noqa: E731
+        give = lambda _, some, events=events: events.extend(some)  # noqa: E731
         while job.reason is None:
             loop.round(give)
             loop.drain(give)

@@ -1,0 +1,105 @@
+"""Who waits for events is told of them once the device has its next work, and of all of them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jflash.programs import Shape
+from jflash.serving.engine import Engine
+from jflash.serving.handle import Handle
+from jflash.serving.job import Job
+from jflash.serving.layout import Layout
+from jflash.serving.loop import Loop
+from jflash.serving.request import Event, Failed, Request
+from tests.support.pairs import prompts, random_pair
+
+PLACES, STEPS, CHUNK, CONTEXT = 2, 2, 32, 192
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair()
+
+
+def loop_of(pair) -> Loop:
+    layout = Layout(Shape.of(PLACES, CONTEXT, 16, CHUNK), 9, STEPS, ("greedy",))
+    return Loop(pair.models, pair.params, layout, b"")
+
+
+def job_of(new: int, order: int = 0) -> Job:
+    [ids] = prompts(1, seed=order, low=20, high=21)
+    handle = Handle(Request(prompt_ids=ids, max_tokens=new), lambda _: None)
+    return Job(handle=handle, order=(0, order), seed=0, deadline=None, tokens=list(ids))
+
+
+def noted(owner: Any, name: str, note: Callable[[], None]) -> None:
+    """Has `note` called before the method."""
+    method = getattr(owner, name)
+    setattr(owner, name, lambda *given: (note(), method(*given))[1])
+
+
+def test_events_come_once_the_device_has_its_next_call(pair):
+    loop, log = loop_of(pair), list[str]()
+    noted(loop.device, "call", lambda: log.append("call"))
+    noted(loop.device, "learn", lambda: log.append("read"))
+    loop.waiting.append(job_of(60))
+    while not loop.idle:
+        loop.round(lambda _, some: log.append(f"told {some[-1].finish_reason or ''}"))
+    loop.close()
+    assert log[:2] == ["call", "told "], "a first token waits for no other call"
+    last = len(log) - log[::-1].index("call")
+    after = [log[i + 1] for i, what in enumerate(log[:last]) if what == "read"]
+    assert len(after) > 3 and set(after) == {"call"}
+    assert log[-2:] == ["read", "told length"]
+
+
+def until_untold(loop: Loop, job: Job, events: list[Event]) -> None:
+    """Rounds until tokens of this text were read of which nobody was told."""
+    for _ in range(50):
+        if any(gained.job is job for gained in loop._unread._untold):
+            return
+        loop.round(lambda _, some: events.extend(some))
+    raise AssertionError("all were told at once")
+
+
+@pytest.mark.parametrize("end", ["cancelled", "timeout"])
+def test_an_early_end_comes_after_what_was_read(pair, end):
+    loop, job, events = loop_of(pair), job_of(90), list[Event]()
+    loop.waiting.append(job)
+    until_untold(loop, job, events)
+    told, read = [t for e in events for t in e.token_ids], job.tokens[job.prompt_tokens :]
+    assert told == read[: len(told)] and len(told) < len(read)
+    if end == "cancelled":
+        job.cancelled = True
+    else:
+        job.deadline = 1e-9
+    while not loop.idle:
+        loop.round(lambda _, some: events.extend(some))
+    loop.close()
+    assert [t for e in events for t in e.token_ids] == read
+    assert [e.finish_reason for e in events if e.finish_reason] == [end]
+    assert events[-1].finish_reason == end
+
+
+def test_a_failure_comes_after_what_was_read(pair, monkeypatch):
+    """Also of a text that has ended, and holds neither slot nor pages any more."""
+    with Engine(pair, max_batch=PLACES, max_context=CONTEXT, kinds=("greedy",)) as engine:
+        loop, plan = engine._loop, engine._loop._plan
+
+        def failing():
+            if any(gained.job.reason for gained in loop._unread._untold):
+                raise OSError("the device is gone")
+            return plan()
+
+        monkeypatch.setattr(loop, "_plan", failing)
+        long, short = (engine.submit(job_of(n, i).request) for i, n in enumerate((120, 12)))
+        ended = threading.Event()
+        short.at_end(ended.set)
+        assert ended.wait(60) and len(short.result().token_ids) == 12
+        given = list[int]()
+        with pytest.raises(Failed):
+            for event in long:
+                given += event.token_ids
+    assert 12 < len(given) < 120
