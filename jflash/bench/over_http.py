@@ -77,13 +77,15 @@ def _wait_for(url: str) -> None:
 
 
 def streamed(
-    engine: Engine, url: str, questions: Sequence[str], new: int, clients: int
+    engine: Engine, url: str, questions: Sequence[str], new: int, clients: int, salt: str
 ) -> dict[str, Any]:
-    """The figures of so many clients that read a stream for each question."""
+    """The figures of so many clients that read a stream for each question. Prefixes are found by
+    requests of the same salt alone."""
     bodies = [
         {
             "messages": [{"role": "user", "content": question}], "max_tokens": new,
             "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+            "cache_salt": salt,
         }
         for question in questions
     ]  # fmt: skip

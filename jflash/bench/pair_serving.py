@@ -79,10 +79,14 @@ def of_engine(engine: Engine, asked: Questions, load: Load, batch: int) -> dict[
 
 def over_http(engine: Engine, asked: Questions, load: Load, clients: int) -> dict[str, Any]:
     """So many clients, each of which asks its next question when it has an answer."""
-    settings = settings_of(engine, asked.tokenizer, asked.stops)
+    settings, turns = settings_of(engine, asked.tokenizer, asked.stops), itertools.count()
     with served(engine, settings) as url:
-        streamed(engine, url, [f"{text} Why?" for text in asked.texts[:clients]], WARMING, clients)
-        return streamed(engine, url, asked.texts, load.new, clients)
+
+        def once(texts: Sequence[str], new: int) -> dict[str, Any]:
+            return streamed(engine, url, texts, new, clients, salt=f"http {next(turns)}")
+
+        once(asked.texts[:clients], WARMING)
+        return median_of(load.repeats, lambda: once(asked.texts, load.new))
 
 
 def with_rows(pair: Pair, rows: str | None) -> Pair:
