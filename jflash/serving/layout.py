@@ -17,9 +17,10 @@ from pallas_kernels.block_attention import PAGE
 Kind = Literal["greedy", "drawn"]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`; more are no small model
-# More leave ended slots idle for longer, and fewer let the device wait where a step is short: with
-# SmolLM2 at batch 32 a round's dispatches take 4.0 ms with two steps a call, and 4.9 with four.
-STEPS_PER_CALL, STEPS_OF_SMALL = 2, 4
+# More leave ended slots idle for longer, and fewer let the device wait where a step is short: four,
+# six and eight gave 64,056, 69,082 and 70,240 tokens/s with SmolLM2 at batch 32, and 5,434, 5,556
+# and 5,381 at batch 1 (one H200, benchmarks/h200-smollm2-rounds-tried.json).
+STEPS_PER_CALL, STEPS_OF_SMALL = 2, 6
 PART_AHEAD, MOST_AHEAD = 4, 8  # of `settled`: one request of so many, and at most
 
 
