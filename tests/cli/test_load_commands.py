@@ -9,6 +9,7 @@ from jflash.cli.options.check_load import PAGE
 from jflash.cli.options.pair import model_options
 from jflash.cli.soak import server_options
 from jflash.proof.soak import GROWTH, Soak, problems_of
+from jflash.serving.layout import STEPS_OF_SMALL, STEPS_PER_CALL
 from pallas_kernels import block_attention
 
 WORDS = (
@@ -31,6 +32,12 @@ def test_soak_gives_its_server_every_option_of_the_models():
     for name, default in defaults.items():
         assert getattr(got, name) == getattr(asked, name) != default, name
     assert got.steps_per_call is None
+
+
+def test_help_names_the_steps_that_an_engine_takes():
+    serve.declare(serves := Parser("serve", ""))
+    said = f"default {STEPS_PER_CALL}, of a small target on a GPU {STEPS_OF_SMALL}:"
+    assert said in " ".join(serves.format_help().split())
 
 
 @pytest.mark.parametrize(
