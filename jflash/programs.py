@@ -101,12 +101,6 @@ def chunk_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     return (PREFILL_CHUNK, shape.chunk) if several else (shape.chunk,)
 
 
-def engine_chunk(models: Models, capacity: int) -> int:
-    """The most tokens of a prompt that a pass of an engine computes, unless it is told."""
-    several = len(chunk_sizes(models, Shape.of(1, capacity, chunk=LARGE_CHUNK))) > 1
-    return LARGE_CHUNK if several and capacity >= LARGE_CHUNK else PREFILL_CHUNK
-
-
 def run(
     models: Models,
     params: Params,

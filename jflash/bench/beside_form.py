@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jflash.bench.pair_serving import Questions
-from jflash.bench.serving_cases import engine_for, layout_of, warm
+from jflash.bench.serving_cases import engine_for, pair_layout, warm
 from jflash.bench.serving_speed import figures, median_of
 from jflash.generate import Pair
 from jflash.serving.constrained import compile_constrained
@@ -32,7 +32,8 @@ def beside_form(
     """
     most = outlasting(pair, new)
     context = max(map(len, asked.prompts)) + most
-    layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch in batches]
+    stops = len(asked.stops)
+    layouts = [pair_layout(pair.models, batch, context, steps, stops) for batch in batches]
     warm([(pair, layout) for layout in layouts])
     for layout in layouts:
         compile_constrained(pair.models, pair.params, layout)

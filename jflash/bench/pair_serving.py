@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jflash.bench.over_http import served, settings_of, streamed
-from jflash.bench.serving_cases import engine_for, layout_of, warm
+from jflash.bench.serving_cases import engine_for, pair_layout, warm
 from jflash.bench.serving_speed import burst, median_of
 from jflash.generate import Pair
 from jflash.serving.engine import Engine
@@ -43,7 +43,8 @@ def answered(
     first, *others = load.steps
     largest, *smaller = sorted(load.batches, reverse=True)
     sizes = [(largest, first), *((largest, n) for n in others), *((n, first) for n in smaller)]
-    layouts = [layout_of(batch, context, steps, len(asked.stops)) for batch, steps in sizes]
+    stops = len(asked.stops)
+    layouts = [pair_layout(pair.models, batch, context, steps, stops) for batch, steps in sizes]
     warm([(pair, layout) for layout in layouts])
     wait()
     for (batch, steps), layout in zip(sizes, layouts, strict=True):

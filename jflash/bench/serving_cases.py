@@ -36,7 +36,7 @@ from jflash.pair import Models, Params
 from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import PREFILL_BETWEEN, Engine
-from jflash.serving.layout import Layout
+from jflash.serving.layout import Layout, engine_chunk
 from jflash.serving.programs import compile_programs
 from jflash.serving.request import Request
 from pallas_kernels.block_attention import PAGE
@@ -92,6 +92,12 @@ def engine_for(pair: Pair, layout: Layout, queue: int, between: int = PREFILL_BE
         max_queue=queue, max_stop_ids=shape.stop_slots, steps_per_call=layout.steps,
         prefill_chunk=shape.chunk, prefill_between=between, kinds=layout.kinds,
     )  # fmt: skip
+
+
+def pair_layout(models: Models, slots: int, context: int, steps: int, stops: int) -> Layout:
+    """`layout_of` whose passes are those of an engine that is told nothing of them."""
+    chunk = engine_chunk(models, -(-context // PAGE) * PAGE)
+    return layout_of(slots, context, steps, stops, chunk)
 
 
 def layout_of(

@@ -14,9 +14,9 @@ from jflash.evals.datasets import load_problems
 from jflash.files import in_turn, whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
-from jflash.programs import LARGE_CHUNK, engine_chunk
+from jflash.programs import LARGE_CHUNK
 from jflash.serving.engine import PREFILL_BETWEEN
-from jflash.serving.layout import steps_of_call
+from jflash.serving.layout import engine_chunk, steps_of_call
 
 BATCHES = (1, 8, 32, 64)
 TEXTS = 8  # beside a long prompt

@@ -13,10 +13,10 @@ from jflash.checks import check_keys, check_request
 from jflash.decoding import Decoding
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
-from jflash.programs import Shape, capacity_for, engine_chunk
+from jflash.programs import Shape, capacity_for
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
-from jflash.serving.layout import Kind, Layout, steps_of_call
+from jflash.serving.layout import Kind, Layout, engine_chunk, steps_of_call
 from jflash.serving.request import Request, Result
 from pallas_kernels.block_attention import PAGE
 

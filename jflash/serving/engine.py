@@ -12,7 +12,7 @@ from typing import Any
 
 from jflash.generate import Pair
 from jflash.memory import used_memory
-from jflash.programs import Shape, engine_chunk
+from jflash.programs import Shape
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job
@@ -20,6 +20,7 @@ from jflash.serving.layout import (
     KINDS,
     Kind,
     Layout,
+    engine_chunk,
     pass_sizes,
     refusal_of_prompts,
     settled,

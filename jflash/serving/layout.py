@@ -11,12 +11,13 @@ import jax
 from jflash.mesh import local
 from jflash.models.params import decoding_params
 from jflash.pair import Models
-from jflash.programs import LARGE_CHUNK, Shape, chunk_sizes
+from jflash.programs import LARGE_CHUNK, PREFILL_CHUNK, Shape, chunk_sizes
 from pallas_kernels.block_attention import PAGE
 
 Kind = Literal["greedy", "drawn"]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`; more are no small model
+OF_SMALL = 256  # tokens of a prompt that a pass of a small target computes
 # More leave ended slots idle for longer, and fewer let the device wait where a step is short: four,
 # six and eight gave 64,056, 69,082 and 70,240 tokens/s with SmolLM2 at batch 32, and 5,434, 5,556
 # and 5,381 at batch 1 (one H200, benchmarks/h200-smollm2-rounds-tried.json).
@@ -80,10 +81,25 @@ def takes_some(models: Models) -> bool:
 def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     """Tokens of a prompt that one pass may compute, ascending: `chunk_sizes`, and a page where no
     size changes a bit. A prompt that came before has its full pages, so no more is left of it.
+
+    A small target computes a few hundred rows in less time than the host needs to dispatch them, so
+    what counts is how few passes there are: the smallest one holds most prompts.
     """
     sizes = chunk_sizes(models, shape)
-    free = models.one_arithmetic and models.kernels.attention == "canonical"
-    return (PAGE, *sizes) if free and sizes[0] > PAGE else sizes
+    if not (models.one_arithmetic and models.kernels.attention == "canonical"):
+        return sizes
+    if small(models) and shape.chunk % OF_SMALL == 0:
+        return tuple(sorted({OF_SMALL, shape.chunk}))
+    return (PAGE, *sizes) if sizes[0] > PAGE else sizes
+
+
+def engine_chunk(models: Models, capacity: int) -> int:
+    """The most tokens of a prompt that a pass of an engine computes, unless it is told."""
+    largest = Shape.of(1, capacity, chunk=LARGE_CHUNK)
+    if len(chunk_sizes(models, largest)) == 1:
+        return PREFILL_CHUNK
+    sizes = LARGE_CHUNK, *[OF_SMALL] * small(models)
+    return next((size for size in sizes if size <= capacity), PREFILL_CHUNK)
 
 
 class Several(NamedTuple):
@@ -118,8 +134,9 @@ def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
     A pass has a fixed number, so where fewer wait it computes rows for nothing: 128 of a model of N
     weights take 256 N operations, 0.5 ms of an H200 at 10⁹. What it saves is a program's dispatch
     for each prompt but one, 1.5 ms or more of the host, and as many turns of reading the weights.
-    With fewer weights it pays for two prompts; with more where most of its rows are theirs, and two
-    large chunks fill the turns of a GPU better than one. A CPU waits for no dispatch.
+    With fewer weights it pays for two prompts, of the size that most have; with more where most of
+    its rows are theirs, and two large chunks fill the turns of a GPU better than one. A CPU waits
+    for no dispatch.
     """
     smallest, *larger = chunk_sizes(models, layout.shape)
     if layout.prompts is not None:
@@ -127,7 +144,8 @@ def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
     if refusal_of_prompts(models) or models.kernels.attention != "canonical":
         return ()
     if small(models):
-        return (Several(PROMPTS, smallest),)
+        fits = [size for size in pass_sizes(models, layout.shape) if size <= OF_SMALL]
+        return (Several(PROMPTS, max(fits, default=smallest)),)
     pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
     return Several(PROMPTS, smallest, PROMPTS - 1), *pairs
 

@@ -76,13 +76,21 @@ class Prompts:
 
     def dispatch(self, chunks: Sequence[Job]) -> list[Read]:
         """Dispatches chunks of texts in their order; `chunks` has a text once for each."""
-        every = [
-            (job, over)
+        texts = [
+            [(job, over) for over in self._passes(job, len(list(run)))]
             for job, run in itertools.groupby(chunks)
             if job.slot is not None
-            for over in self._passes(job, len(list(run)))
         ]
-        return [read for some in self._together(every) for read in some]
+        return [read for some in self._together(self._in_order(texts)) for read in some]
+
+    def _in_order(self, texts: Sequence[Sequence[tuple[Job, Pass]]]) -> list[tuple[Job, Pass]]:
+        """The passes over these texts, in the order of the texts but for those that one pass ends:
+        they come first, beside others that one program may compute with them."""
+        alike, others = dict[Several, list[tuple[Job, Pass]]](), list[tuple[Job, Pass]]()
+        for text in texts:
+            several = self.passes.together(*text[0]) if len(text) == 1 else None
+            (alike.setdefault(several, []) if several else others).extend(text)
+        return [*itertools.chain(*alike.values()), *others]
 
     def _passes(self, job: Job, chunks: int) -> Iterable[Pass]:
         """The passes for so many chunks of a text, which stop where its states are copied."""

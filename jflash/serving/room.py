@@ -11,10 +11,10 @@ import jax
 from jflash.memory import memory_budget, tree_bytes
 from jflash.mesh import local
 from jflash.pair import Models
-from jflash.programs import Shape, engine_chunk
+from jflash.programs import Shape
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
-from jflash.serving.layout import Layout, settled, several_prompts, steps_of_call
+from jflash.serving.layout import Layout, engine_chunk, settled, several_prompts, steps_of_call
 from jflash.serving.slots import empty_state
 from jflash.serving.states import states_kept
 from pallas_kernels.block_attention import PAGE

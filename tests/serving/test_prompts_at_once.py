@@ -17,6 +17,8 @@ from jflash.serving.layout import (
     STEPS_PER_CALL,
     Layout,
     Several,
+    engine_chunk,
+    pass_sizes,
     several_prompts,
     steps_of_call,
 )
@@ -106,6 +108,15 @@ def test_what_waits_is_computed_at_once(pair):
     assert at_once(pair, asked((9, 10, 11, 12)))[1] == [3, 1]
 
 
+def test_a_prompt_of_several_passes_parts_no_others(pair):
+    """It comes after those that one pass ends, which one program computes."""
+    requests = asked((9, 40, 10))
+    got, sizes = at_once(pair, requests)
+    assert sizes == [2, 1]
+    with engine_of(pair) as engine:
+        assert [x.token_ids for x in got] == [engine.generate([x])[0].token_ids for x in requests]
+
+
 def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
     """The results of requests that come at once, by passes over three prompts at most; and of how
     many prompts each pass was that chose first tokens."""
@@ -138,16 +149,27 @@ def test_how_many_prompts_a_pass_takes(pair):
 
 
 def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypatch):
-    """Four short prompts, of which three wait, and two long ones; a small model any two."""
+    """Four short prompts, of which three wait, and two long ones; a small model any two, in passes
+    that hold most prompts whole."""
     models = replace(
         pair.models, kernels=Kernels(*["canonical"] * len(XLA))._replace(heads="triton")
     )
     layout = Layout(Shape.of(BATCH, 1024, 16, 512), 64, 2)
-    assert several_prompts(models, layout) == (Several(4, 128),)
+    shape = layout.shape
+    assert several_prompts(models, layout) == (Several(4, 256),)
+    assert pass_sizes(models, shape) == (256, 512)
+    assert pass_sizes(models, shape._replace(chunk=256)) == (256,)
+    for given in (layout._replace(shape=shape._replace(chunk=chunk)) for chunk in (128, 384)):
+        assert several_prompts(models, given) == (Several(4, 128),)
+        assert pass_sizes(models, given.shape)[:2] == (64, 128)
+    slots = (192, 256, 448, 512, 4096)
+    assert [engine_chunk(models, n) for n in slots] == [128, 256, 256, 512, 512]
     assert steps_of_call(models) == STEPS_OF_SMALL > steps_of_call(pair.models) == STEPS_PER_CALL
     monkeypatch.setattr(layouts, "MOST_WEIGHTS", 0)
     short, long = several_prompts(models, layout)
     assert (short, long) == (Several(4, 128, 3), Several(2, 512))
+    assert pass_sizes(models, shape) == (64, 128, 512)
+    assert [engine_chunk(models, n) for n in slots] == [128, 128, 128, 512, 512]
     assert steps_of_call(models) == STEPS_PER_CALL and steps_of_call(models, 3) == 3
     taken = {size: [each.takes(size) for each in (short, long)] for size in (64, 128, 512)}
     assert taken == {64: [True, False], 128: [True, False], 512: [False, True]}

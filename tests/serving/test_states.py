@@ -10,7 +10,7 @@ import pytest
 from jflash.cache import DeltaCache
 from jflash.generate import Pair
 from jflash.memory import memory_budget, tree_bytes
-from jflash.programs import Shape, engine_chunk
+from jflash.programs import Shape
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.constrained import kept_bytes
@@ -18,7 +18,7 @@ from jflash.serving.copies import Copies, delta_nets
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job
-from jflash.serving.layout import Layout, settled
+from jflash.serving.layout import Layout, engine_chunk, settled
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Request, Result
 from jflash.serving.room import needed, pages_within

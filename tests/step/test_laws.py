@@ -20,12 +20,11 @@ from jflash.programs import (
     capacity_for,
     chunk_sizes,
     compile_programs,
-    engine_chunk,
     make_request,
     new_state,
 )
 from jflash.serving.batch import Job, layout_for
-from jflash.serving.layout import pass_sizes
+from jflash.serving.layout import engine_chunk, pass_sizes
 from jflash.speculative import speculative_step
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair, unit_head
 
@@ -209,11 +208,11 @@ def test_several_sizes_of_a_chunk_need_kernels_whose_bits_it_does_not_change():
     hopper = replace(models, kernels=hopper)
     large, small = Shape.of(1, 2048, chunk=1024), Shape.of(1, 2048)
     assert chunk_sizes(hopper, large) == (128, 1024) and chunk_sizes(hopper, small) == (128,)
-    assert pass_sizes(hopper, large) == (64, 128, 1024) and pass_sizes(models, small) == (128,)
+    assert pass_sizes(hopper, large) == (256, 1024) and pass_sizes(models, small) == (128,)
     assert pass_sizes(hopper, Shape.of(1, 2048, chunk=32)) == (32,)
     other = replace(hopper, kernels=hopper.kernels._replace(matmul="xla"))
     assert chunk_sizes(other, large) == chunk_sizes(models, large) == (1024,)
-    assert [engine_chunk(hopper, slots) for slots in (448, 512, 4096)] == [128, 512, 512]
+    assert [engine_chunk(hopper, slots) for slots in (192, 448, 4096)] == [128, 256, 512]
     assert engine_chunk(other, 4096) == engine_chunk(models, 4096) == 128
     jobs = [Job(0, [1] * 400)]
     layouts = [layout_for(each, jobs, 2) for each in (hopper, other)]
