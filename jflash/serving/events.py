@@ -44,6 +44,11 @@ class Gain(NamedTuple):
     given: Taken
     before: int
 
+    @property
+    def begins(self) -> bool:
+        """Whether the text's first token is among them."""
+        return self.before == self.job.prompt_tokens and bool(self.given.steps)
+
 
 def gain(job: Job, given: Taken) -> Gain:
     """Adds the tokens of some steps to the text; the last one may end it."""

@@ -179,10 +179,15 @@ class Loop:
         while len(self._unread) > left:
             read = self._unread.read_next()
             if len(self._unread) > left and self._unread[0].given is not read.given:
-                self.tell(on_events)  # an end does not wait for the next prompt's token
+                # No end waits for the next prompt's token, and nothing does that is not there yet.
+                self._unread.tell_ends(self.version, on_events)
+                if not self._unread.ready:
+                    self.tell(on_events)
                 self.before_waiting()
-        if of_grammar or self._unread.begun or not self._unread:
+        self._unread.tell_ends(self.version, on_events)
+        if of_grammar or not self._unread:
             self.tell(on_events)  # others may wait until the device has its next work
+        self.before_waiting()
 
     def tell(self, on_events: OnEvents) -> None:
         """Hands on the events of what was read."""

@@ -1,7 +1,8 @@
 """What the device was given and the host has not read: it is read in order, and becomes texts.
 
 Whoever waits for events is told of them by `tell`, which the loop calls once the device has its
-next work: until then the host's time may be the device's.
+next work: until then the host's time may be the device's. `tell_ends` does not wait for that: who
+waits for a first token sees it, and whoever has an answer may ask again.
 """
 
 from collections import deque
@@ -50,23 +51,40 @@ class Unread(deque[Read]):
                 self._gain([(read.job, first_token(read.job, given.first, read.index))])
         return read
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next one can be read without waiting."""
+        given = self[0].given
+        if not given.done() or given.exception() is not None:
+            return given.done()
+        return given.result().dispatched.array.is_ready()
+
     def _gain(self, given: Sequence[tuple[Job, Taken]]) -> None:
         """Adds the tokens of some steps to each text, whose slot and pages are free if that ends
         it."""
         for job, of_job in given:
             self._untold.append(gain(job, of_job))
-            self._holdings.name(job, len(job.tokens) - 1)
             if job.reason:
+                self._name(job)
                 self._roster.leave(job)
 
-    @property
-    def begun(self) -> bool:
-        """Whether there is a first token that nobody was told of."""
-        return any(gained.before == gained.job.prompt_tokens for gained in self._untold)
+    def _name(self, job: Job) -> None:
+        """Lets others find its pages whose tokens the host knows, but for the newest token's."""
+        self._holdings.name(job, len(job.tokens) - 1)
+
+    def tell_ends(self, version: int, on_events: OnEvents) -> None:
+        """`tell`, of the texts that have their first token or their last one since."""
+        soon = {id(each.job) for each in self._untold if each.job.reason or each.begins}
+        told = [each for each in self._untold if id(each.job) in soon]
+        self._untold = [each for each in self._untold if id(each.job) not in soon]
+        self._tell(told, version, on_events)
 
     def tell(self, version: int, on_events: OnEvents) -> None:
         """Hands on what was gained since the last call of this, of this version of the weights."""
         told, self._untold = self._untold, []
+        self._tell(told, version, on_events)
+
+    def _tell(self, told: Sequence[Gain], version: int, on_events: OnEvents) -> None:
         most = self._device.models.max_accept
         events = [(gained.job, events_of(gained, most, version)) for gained in told]
         every = [event for _, of_job in events for event in of_job]
@@ -76,6 +94,8 @@ class Unread(deque[Read]):
             accepted=sum(event.accepted for event in every),
         )
         for job, of_job in events:
+            if job.slot is not None:
+                self._name(job)
             if of_job:
                 on_events(job, of_job)
             self._roster.drop_failed([job])

@@ -12,6 +12,7 @@ from jflash.serving.handle import Handle
 from jflash.serving.job import Job
 from jflash.serving.layout import Layout
 from jflash.serving.loop import Loop
+from jflash.serving.reading import Unread
 from jflash.serving.request import Event, Failed, Request
 from tests.support.pairs import prompts, random_pair
 
@@ -55,6 +56,35 @@ def test_events_come_once_the_device_has_its_next_call(pair):
     assert log[-2:] == ["read", "told length"]
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_an_end_waits_for_nothing_and_others_for_what_the_device_needs(pair, monkeypatch, ready):
+    """A text goes on beside one that ends, for which a third one comes. If that one's first token
+    is there already, what the first gained beside the end waits for the next call."""
+    monkeypatch.setattr(Unread, "ready", property(lambda _: ready))
+    loop, log = loop_of(pair), list[str]()
+    noted(loop.device, "call", lambda: log.append("call"))
+    noted(loop.device, "learn", lambda: log.append("read"))
+    noted(loop.prompts.passes, "whole", lambda: log.append("prompts"))
+    loop.waiting += [job_of(60), job_of(12, 1), job_of(30, 2)]
+    names = "first", "second", "third"
+
+    def on_events(job: Job, some: list[Event]) -> None:
+        log.append(f"{names[job.order[1]]} {some[-1].finish_reason or 'goes on'}")
+
+    while not loop.idle:
+        loop.round(on_events)
+    loop.close()
+    end, begin = log.index("second length"), log.index("third goes on")
+    assert log[end - 1] == "read" and end < begin
+    assert log[end + 1 : end + 4] == ["prompts", "call", "first goes on"]
+    # The next call was read before the third text's token.
+    between = log[begin - 2 : begin + 2]
+    if ready:
+        assert between[:2] == ["first goes on", "read"] and between[3:] == ["call"]
+    else:
+        assert between == ["read", "first goes on", "third goes on", "call"]
+
+
 def until_untold(loop: Loop, job: Job, events: list[Event]) -> None:
     """Rounds until tokens of this text were read of which nobody was told."""
     for _ in range(50):
@@ -84,18 +114,19 @@ def test_an_early_end_comes_after_what_was_read(pair, end):
 
 
 def test_a_failure_comes_after_what_was_read(pair, monkeypatch):
-    """Also of a text that has ended, and holds neither slot nor pages any more."""
+    """One that was told of its end before keeps it."""
     with Engine(pair, max_batch=PLACES, max_context=CONTEXT, kinds=("greedy",)) as engine:
-        loop, plan = engine._loop, engine._loop._plan
+        loop, plan, ended = engine._loop, engine._loop._plan, threading.Event()
 
         def failing():
-            if any(gained.job.reason for gained in loop._unread._untold):
+            untold = loop._unread._untold
+            assert not any(gained.job.reason for gained in untold), "an end does not wait"
+            if ended.is_set() and untold:
                 raise OSError("the device is gone")
             return plan()
 
         monkeypatch.setattr(loop, "_plan", failing)
         long, short = (engine.submit(job_of(n, i).request) for i, n in enumerate((120, 12)))
-        ended = threading.Event()
         short.at_end(ended.set)
         assert ended.wait(60) and len(short.result().token_ids) == 12
         given = list[int]()
