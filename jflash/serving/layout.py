@@ -139,13 +139,13 @@ def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
     for no dispatch.
     """
     smallest, *larger = chunk_sizes(models, layout.shape)
+    smallest = max(smallest, pass_sizes(models, layout.shape)[0])
     if layout.prompts is not None:
         return (Several(layout.prompts, smallest),) if layout.prompts > 1 else ()
     if refusal_of_prompts(models) or models.kernels.attention != "canonical":
         return ()
     if small(models):
-        fits = [size for size in pass_sizes(models, layout.shape) if size <= OF_SMALL]
-        return (Several(PROMPTS, max(fits, default=smallest)),)
+        return (Several(PROMPTS, smallest),)
     pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
     return Several(PROMPTS, smallest, PROMPTS - 1), *pairs
 

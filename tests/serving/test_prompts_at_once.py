@@ -157,6 +157,7 @@ def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypat
     layout = Layout(Shape.of(BATCH, 1024, 16, 512), 64, 2)
     shape = layout.shape
     assert several_prompts(models, layout) == (Several(4, 256),)
+    assert several_prompts(models, layout._replace(prompts=5)) == (Several(5, 256),)
     assert pass_sizes(models, shape) == (256, 512)
     assert pass_sizes(models, shape._replace(chunk=256)) == (256,)
     for given in (layout._replace(shape=shape._replace(chunk=chunk)) for chunk in (128, 384)):
