@@ -27,6 +27,7 @@ from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.server.reasoning import CLOSE
 from jflash.serving.batch import Job, layout_for, serve
+from jflash.serving.layout import pass_rows
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
 TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before
@@ -74,11 +75,13 @@ def check_fits(evaluation: Evaluation, models: Models) -> None:
 
 
 def largest_shape(evaluation: Evaluation, models: Models) -> tuple[Shape, int]:
-    """The shape whose pages hold the longest texts, and the longest prompt with what may follow."""
+    """The shape whose pages hold the longest texts, with the rows of the largest pass as its chunk,
+    and the longest prompt with what may follow."""
     new = evaluation.turns * evaluation.decoding.max_new_tokens
     decoding = replace(evaluation.decoding, max_new_tokens=new)
     jobs = [job._replace(decoding=decoding) for job in first_jobs(evaluation)]
-    shape = layout_for(models, jobs, evaluation.batch_size).shape
+    layout = layout_for(models, jobs, evaluation.batch_size)
+    shape = layout.shape._replace(chunk=pass_rows(models, layout))
     return shape, max(job.tokens for job in jobs)
 
 

@@ -1,7 +1,7 @@
 """The end of a pipe where the engine is: takes requests from it, and sends news of them.
 
 The engine's thread leaves events here and goes on; another thread sends those of a call together,
-once the device has its next work: until then the engine's thread would wait for Python.
+when that one says so: at other times the engine's thread would wait for Python.
 """
 
 import contextlib

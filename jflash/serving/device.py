@@ -150,9 +150,16 @@ class Device:
             self.step_programs.learn(read.stepping, read.steps, report, self.time.round())
 
 
+def ask_for(*arrays: jax.Array | None) -> None:
+    """Has arrays copied to the host's memory in which they do not lie."""
+    for array in arrays:
+        if array is not None and array.sharding.memory_kind != "pinned_host":
+            array.copy_to_host_async()
+
+
 def _reported(report: Report, tops: bool, began: float) -> Given:
     """A dispatched call, whose report is on its way."""
     dispatched = Dispatched(report.numbers, began, time.perf_counter())
     report = report if tops else report._replace(tops=None)
-    jax.copy_to_host_async((report.numbers, report.tops))
+    ask_for(report.numbers, report.tops)
     return Given(dispatched, report=report)

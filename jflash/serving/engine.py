@@ -20,8 +20,8 @@ from jflash.serving.layout import (
     KINDS,
     Kind,
     Layout,
+    burst_of,
     engine_chunk,
-    pass_sizes,
     refusal_of_prompts,
     settled,
     steps_of_call,
@@ -106,8 +106,7 @@ class Engine:
         steps = steps_of_call(pair.models, steps_per_call)
         layout = Layout(shape, pages, steps, kinds, states, prompts_at_once, counts, ahead)
         self._layout = settled(pair.models, layout)
-        smallest = pass_sizes(pair.models, shape)[0]
-        burst, salt = max(prefill_between, prefill_chunk) // smallest, pair.models.dtype.encode()
+        burst, salt = burst_of(pair.models, shape, prefill_between), pair.models.dtype.encode()
         self._loop = Loop(pair.models, pair.params, self._layout, salt, burst, STALL)
         self._work = Work(self._loop, max_queue)
         # The thread holds no engine, so one that nobody closes frees its memory once it is dropped.
@@ -175,8 +174,9 @@ class Engine:
             )
 
     def before_waiting(self, do: Callable[[], None]) -> None:
-        """Has the engine's thread call `do` in every round, once the device has its next work, and
-        when nothing is left to do or all has failed: a good time to hand events on."""
+        """Has the engine's thread call `do` in every round, once the device has its next work and
+        after first tokens and ends, and when nothing is left to do or all has failed: good times to
+        hand events on."""
         self._loop.before_waiting = do
 
     def update_weights(self, *, target: Any = None, drafter: Any = None) -> int:

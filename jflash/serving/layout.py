@@ -17,7 +17,10 @@ from pallas_kernels.block_attention import PAGE
 Kind = Literal["greedy", "drawn"]
 KINDS: tuple[Kind, ...] = ("greedy", "drawn")
 PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`; more are no small model
-OF_SMALL = 256  # tokens of a prompt that a pass of a small target computes
+# Tokens of a prompt that a pass of a target of so few weights computes: four prompts' 1,024 rows
+# take 2,048 N operations, 1.2 ms of an H200 at N = 4·10⁸ by arithmetic. SmolLM2, with 1.3·10⁸, was
+# timed.
+LONG_PASS, FEW_WEIGHTS = 256, 4 * 10**8
 # More leave ended slots idle for longer, and fewer let the device wait where a step is short: four,
 # six and eight gave 64,056, 69,082 and 70,240 tokens/s with SmolLM2 at batch 32, and 5,434, 5,556
 # and 5,381 at batch 1 (one H200, benchmarks/h200-smollm2-rounds-tried.json).
@@ -82,15 +85,22 @@ def pass_sizes(models: Models, shape: Shape) -> tuple[int, ...]:
     """Tokens of a prompt that one pass may compute, ascending: `chunk_sizes`, and a page where no
     size changes a bit. A prompt that came before has its full pages, so no more is left of it.
 
-    A small target computes a few hundred rows in less time than the host needs to dispatch them, so
-    what counts is how few passes there are: the smallest one holds most prompts.
+    A very small target computes a few hundred rows in less time than the host needs to dispatch
+    them, so what counts is how few passes there are: the smallest one holds most prompts.
     """
     sizes = chunk_sizes(models, shape)
     if not (models.one_arithmetic and models.kernels.attention == "canonical"):
         return sizes
-    if small(models) and shape.chunk % OF_SMALL == 0:
-        return tuple(sorted({OF_SMALL, shape.chunk}))
+    if shape.chunk % LONG_PASS == 0 and takes_long(models):
+        return tuple(sorted({LONG_PASS, shape.chunk}))
     return (PAGE, *sizes) if sizes[0] > PAGE else sizes
+
+
+def takes_long(models: Models) -> bool:
+    """Whether the shortest pass of an engine holds LONG_PASS tokens, if its chunk does. Recurrent
+    layers take one prompt at a time, and keep states at the ends of short passes."""
+    alone = models.mesh is None and refusal_of_prompts(models) is None
+    return alone and models.kernels.attention == "canonical" and weights(models) <= FEW_WEIGHTS
 
 
 def engine_chunk(models: Models, capacity: int) -> int:
@@ -98,8 +108,16 @@ def engine_chunk(models: Models, capacity: int) -> int:
     largest = Shape.of(1, capacity, chunk=LARGE_CHUNK)
     if len(chunk_sizes(models, largest)) == 1:
         return PREFILL_CHUNK
-    sizes = LARGE_CHUNK, *[OF_SMALL] * small(models)
+    sizes = LARGE_CHUNK, *[LONG_PASS] * takes_long(models)
     return next((size for size in sizes if size <= capacity), PREFILL_CHUNK)
+
+
+def burst_of(models: Models, shape: Shape, tokens: int) -> int:
+    """The smallest passes that `tokens` of prompts allow between two calls, or one chunk does. One
+    of LONG_PASS tokens counts as a page's, for what it takes is a dispatch."""
+    smallest = pass_sizes(models, shape)[0]
+    counted = min(smallest, PAGE) if takes_long(models) else smallest
+    return max(tokens, shape.chunk) // counted
 
 
 class Several(NamedTuple):
@@ -124,8 +142,13 @@ def steps_of_call(models: Models, steps: int | None = None) -> int:
 
 def small(models: Models) -> bool:
     """Whether a device's part of the target has so few weights that the host is the slower one."""
-    weights = jax.tree.leaves(decoding_params(local(models).target.config))
-    return sum(math.prod(leaf.stored) for leaf in weights) <= MOST_WEIGHTS
+    return weights(models) <= MOST_WEIGHTS
+
+
+def weights(models: Models) -> int:
+    """The number of those that decoding reads of a device's part of the target."""
+    leaves = jax.tree.leaves(decoding_params(local(models).target.config))
+    return sum(math.prod(leaf.stored) for leaf in leaves)
 
 
 def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
@@ -148,6 +171,12 @@ def several_prompts(models: Models, layout: Layout) -> tuple[Several, ...]:
         return (Several(PROMPTS, smallest),)
     pairs = [Several(2, size) for size in larger if size <= LARGE_CHUNK]
     return Several(PROMPTS, smallest, PROMPTS - 1), *pairs
+
+
+def pass_rows(models: Models, layout: Layout) -> int:
+    """The most rows of prompts that a program computes."""
+    several = (each.prompts * each.tokens for each in several_prompts(models, layout))
+    return max(layout.shape.chunk, *several, 0)
 
 
 def refusal_of_prompts(models: Models) -> str | None:

@@ -44,7 +44,7 @@ class Loop:
         self.holdings = Holdings(models, layout, self.device.state, salt)
         self.held = self.asleep = False  # held: no new text begins
         self.version = 0  # of the parameters
-        self.before_waiting: Callable[[], None] = lambda: None  # the device has its next work
+        self.before_waiting: Callable[[], None] = lambda: None  # events were told
         self._tally = Tally()
         self._count = self._tally.add
         self.roster = Roster(layout.slots, self.holdings, self._count)

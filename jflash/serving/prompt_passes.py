@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jflash.serving.device import Device
+from jflash.serving.device import Device, ask_for
 from jflash.serving.device_time import Dispatched, UnderWay
 from jflash.serving.grammar import fill
 from jflash.serving.job import Given, Job, Read
@@ -93,7 +93,7 @@ class PromptPasses:
             self.device.state, first = self.device.programs.whole[sizes](
                 self.device.params, self.device.state, packed
             )
-            first.token.copy_to_host_async()
+            ask_for(first.token)
             return Given(Dispatched(first.token, began, time.perf_counter()), first)
 
         future = self.device.dispatch(work)
@@ -164,7 +164,7 @@ class PromptPasses:
                 self.device.params, self.device.state.sequences, newest, control, allowed
             )
             self.device.state = self.device.state._replace(sequences=sequences)
-            jax.copy_to_host_async((first.token, first.top if tops else None))
+            ask_for(first.token, first.top if tops else None)
             return first
 
         return choose

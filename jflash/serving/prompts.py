@@ -84,13 +84,20 @@ class Prompts:
         return [read for some in self._together(self._in_order(texts)) for read in some]
 
     def _in_order(self, texts: Sequence[Sequence[tuple[Job, Pass]]]) -> list[tuple[Job, Pass]]:
-        """The passes over these texts, in the order of the texts but for those that one pass ends:
-        they come first, beside others that one program may compute with them."""
-        alike, others = dict[Several, list[tuple[Job, Pass]]](), list[tuple[Job, Pass]]()
-        for text in texts:
+        """The passes over these texts in their order, but that one which a single pass ends joins
+        those before it whose program has room for it."""
+        joined, last = list[tuple[Several, list[int]]](), dict[Several, list[int]]()
+        for i, text in enumerate(texts):
             several = self.passes.together(*text[0]) if len(text) == 1 else None
-            (alike.setdefault(several, []) if several else others).extend(text)
-        return [*itertools.chain(*alike.values()), *others]
+            if several is None:
+                continue
+            if len(last.get(several, ())) in (0, several.prompts):
+                last[several] = []
+                joined.append((several, last[several]))
+            last[several].append(i)
+        first = {i: at[0] for several, at in joined if len(at) >= several.least for i in at}
+        order = sorted(range(len(texts)), key=lambda i: first.get(i, i))
+        return [each for i in order for each in texts[i]]
 
     def _passes(self, job: Job, chunks: int) -> Iterable[Pass]:
         """The passes for so many chunks of a text, which stop where its states are copied."""

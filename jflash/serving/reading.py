@@ -64,8 +64,9 @@ class Unread(deque[Read]):
         it."""
         for job, of_job in given:
             self._untold.append(gain(job, of_job))
-            if job.reason:
+            if job.reason or job.seen.pages:  # pages of a window may be given away meanwhile
                 self._name(job)
+            if job.reason:
                 self._roster.leave(job)
 
     def _name(self, job: Job) -> None:

@@ -14,7 +14,7 @@ from jflash.pair import Models
 from jflash.programs import Shape
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
-from jflash.serving.layout import Layout, engine_chunk, settled, several_prompts, steps_of_call
+from jflash.serving.layout import Layout, engine_chunk, pass_rows, settled, steps_of_call
 from jflash.serving.slots import empty_state
 from jflash.serving.states import states_kept
 from pallas_kernels.block_attention import PAGE
@@ -43,9 +43,8 @@ def needed(
         return tree_bytes(jax.eval_shape(lambda: empty_state(local(models), sized)))
 
     page = state(2) - state(1)
-    several = several_prompts(models, layout)
-    rows = max(shape.chunk, *(each.prompts * each.tokens for each in several), 0)
-    budget = memory_budget(replace(models, sampled=True), shape._replace(chunk=rows))
+    rows = shape._replace(chunk=pass_rows(models, layout))
+    budget = memory_budget(replace(models, sampled=True), rows)
     others = state(1) - page + budget.temporaries + kept_bytes(models, layout)
     kept = layout._replace(states=states_kept(models, shape.batch, states))
     others += tree_bytes(jax.eval_shape(lambda: empty_copies(local(models), kept)))

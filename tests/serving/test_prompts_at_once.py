@@ -1,7 +1,8 @@
 """One program brings a greedy prompt into its slot, and one the prompts of several requests."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,16 +18,19 @@ from jflash.serving.layout import (
     STEPS_PER_CALL,
     Layout,
     Several,
+    burst_of,
     engine_chunk,
+    pass_rows,
     pass_sizes,
     several_prompts,
     steps_of_call,
 )
 from jflash.serving.loop import Loop
-from jflash.serving.prompts import counts
+from jflash.serving.prompts import Prompts, counts
 from jflash.serving.request import Event, Request, Result
+from jflash.serving.schedule import Pass
 from tests.support.attention_checks import ON_GPU
-from tests.support.pairs import one_arithmetic, prompts, random_pair
+from tests.support.pairs import hybrid_pair, one_arithmetic, prompts, random_pair
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the law of a CPU's operations")
 BATCH = 4
@@ -109,12 +113,35 @@ def test_what_waits_is_computed_at_once(pair):
 
 
 def test_a_prompt_of_several_passes_parts_no_others(pair):
-    """It comes after those that one pass ends, which one program computes."""
+    """It comes after those that one pass ends, which one program computes, if one of them came
+    before it."""
     requests = asked((9, 40, 10))
     got, sizes = at_once(pair, requests)
     assert sizes == [2, 1]
     with engine_of(pair) as engine:
         assert [x.token_ids for x in got] == [engine.generate([x])[0].token_ids for x in requests]
+
+
+@pytest.mark.parametrize(
+    ("texts", "order"),
+    [("lsss", "lsss"), ("slss", "sssl"), ("slsssl", "ssssll"), ("dslms", "dslms"),
+     ("lslm", "lslm"), ("slmsds", "ssslmd"), ("mlmlm", "mmllm"), ("slssssls", "sssslsls")],
+)  # fmt: skip
+def test_only_younger_texts_that_fill_an_older_ones_program_overtake(texts, order):
+    """Of short prompts, of which a program computes three or four, of middle ones, two at once, and
+    of what goes alone: long ones, and drawn ones."""
+    of = {"s": Several(4, 128, 3), "m": Several(2, 512)}
+    jobs = {i: (kind, 2 if kind == "l" else 1) for i, kind in enumerate(texts)}
+    passes = SimpleNamespace(together=lambda i, over: of.get(jobs[i][0]), device=None)
+    prompts: Any = Prompts(cast(Any, passes), cast(Any, None), dict)
+    given = [[(i, Pass(128, 128))] * count for i, (_, count) in jobs.items()]
+    found = [i for i, _ in prompts._in_order(given)]
+    once = list(dict.fromkeys(found))
+    assert "".join(texts[i] for i in once) == order
+    for kind in set(texts):
+        of_kind = [i for i in once if texts[i] == kind]
+        assert of_kind == sorted(of_kind)
+    assert [found.count(i) for i in once] == [jobs[i][1] for i in once]
 
 
 def at_once(pair, requests: list[Request]) -> tuple[list[Result], list[int]]:
@@ -165,6 +192,13 @@ def test_on_a_gpu_a_large_model_takes_several_that_fill_its_rows(pair, monkeypat
         assert pass_sizes(models, given.shape)[:2] == (64, 128)
     slots = (192, 256, 448, 512, 4096)
     assert [engine_chunk(models, n) for n in slots] == [128, 256, 256, 512, 512]
+    assert burst_of(models, shape, 2048) == 32 and pass_rows(models, layout) == 1024
+    assert burst_of(models, shape._replace(chunk=128), 100) == 2
+    recurrent = replace(hybrid_pair().models, kernels=models.kernels._replace(delta="triton"))
+    assert recurrent.one_arithmetic and pass_sizes(recurrent, shape) == (64, 128, 512)
+    monkeypatch.setattr(layouts, "FEW_WEIGHTS", 0)
+    assert several_prompts(models, layout) == (Several(4, 128),)
+    assert burst_of(models, shape, 2048) == 32 and pass_rows(models, layout) == 512
     assert steps_of_call(models) == STEPS_OF_SMALL > steps_of_call(pair.models) == STEPS_PER_CALL
     monkeypatch.setattr(layouts, "MOST_WEIGHTS", 0)
     short, long = several_prompts(models, layout)

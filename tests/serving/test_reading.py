@@ -130,7 +130,8 @@ def test_a_failure_comes_after_what_was_read(pair, monkeypatch):
         short.at_end(ended.set)
         assert ended.wait(60) and len(short.result().token_ids) == 12
         given = list[int]()
-        with pytest.raises(Failed):
+        with pytest.raises(Failed) as failed:
             for event in long:
                 given += event.token_ids
+    assert str(failed.value.__cause__) == "the device is gone"
     assert 12 < len(given) < 120
