@@ -209,11 +209,11 @@ def load_pair(
     """A target with its drafter, or without one for None, from folders or hub ids.
 
     `dtype` is 'float32' or 'bfloat16', by default default_dtype(). `block_size` is by default
-    the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'mosaic_gpu',
-    'triton' or 'xla', by default the best that the device has. `tensor_parallel` devices of
-    this host share both models, or those of a `mesh`, whatever its axes; of experts each has some
-    'columns', or whole ones if `experts_over` is 'devices'. `quantised` says how a quantised
-    target's weights lie in memory, which changes no bit: 'kept' as codes with scales, or
+    the drafter's, and 1 without a drafter; it may be smaller. `attention_backend` is 'canonical',
+    'mosaic_gpu', 'triton' or 'xla', by default the best that the device has. `tensor_parallel`
+    devices of this host share both models, or those of a `mesh`, whatever its axes; of experts each
+    has some 'columns', or whole ones if `experts_over` is 'devices'. `quantised` says how a
+    quantised target's weights lie in memory, which changes no bit: 'kept' as codes with scales, or
     'dequantised', by default kept where kernels read codes and either no step of `batch` sequences
     is slower for it or arrays would take more than two thirds of the device.
     `drafter_dtype` 'float8' rounds the operands of the drafter's products to e4m3, which changes no

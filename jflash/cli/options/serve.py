@@ -16,7 +16,7 @@ from jflash.decoding import DRAFT_RULES
 
 KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,
-or as many as fit"""
+and for those whose prompts are computed ahead, or as many as fit"""
 DRAFTS = """at a temperature: the drafter's best tokens, or drawn from it; default: drawn, but for
 requests with a seed"""
 MOST = "as many while more than --max-batch requests wait or run for each; default: --replicas"
