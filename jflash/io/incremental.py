@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
 WINDOW = 32  # tokens; longer ones cost more than the second decoding that starts one anew
+BEFORE = 5  # tokens of a text that goes on which are decoded with the first new ones, as in vLLM
 
 
 class Incremental:
@@ -15,17 +16,24 @@ class Incremental:
     The pieces joined are the decoded whole, cut before the stop text that is complete first; of
     several, before the earliest. So the text does not depend on how tokens come together. A call
     decodes once, its tokens after at most WINDOW and a call's of those before: a tokenizer may join
-    a word to the text before it. A stop text that is complete within the first
-    `least` tokens does not count, as in vLLM.
+    a word to the text before it. So an answer that goes on with a text, as the completion of a
+    prompt does, needs the tokens `before` it: a decoder may drop a blank at its beginning. A stop
+    text that is complete within the first `least` tokens does not count, as in vLLM.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), least: int = 0
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str] = (),
+        least: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
         self._decode, self._stops, self._least = decode, stops, least
         self._early = 0  # characters held back that are of the first `least` tokens
-        self._known: list[int] = []  # tokens whose text has been taken
-        self._text = ""  # of these
+        self._known = list(before[-BEFORE:])  # tokens whose text has been taken
+        self._text = decode(self._known) if self._known else ""  # of these
+        if self._text.endswith(INCOMPLETE):  # no text goes on with half a character
+            self._known, self._text = [], ""
         self._new: list[int] = []  # tokens after them, whose text may be half a character
         self._held = ""  # text that may be the beginning of a stop
         self.stopped = False
@@ -80,5 +88,10 @@ class Incremental:
 
 def held_back(text: str, stops: Sequence[str]) -> int:
     """The number of last characters that could begin a stop text."""
-    starts = (stop[:n] for stop in stops for n in range(1, len(stop)))
-    return max((len(start) for start in starts if text.endswith(start)), default=0)
+    most = 0
+    for stop in stops:
+        for count in range(min(len(stop) - 1, len(text)), most, -1):
+            if text.endswith(stop[:count]):
+                most = count
+                break
+    return most

@@ -12,7 +12,7 @@ from jflash.server.metrics import Times
 from jflash.server.service import Service
 from jflash.serving.grammar import GrammarError
 from jflash.serving.handle import Handle
-from jflash.serving.request import Event, Failed
+from jflash.serving.request import Event, Failed, Request
 from jflash.serving.texts import Reading
 
 Decode = Callable[[list[int]], str]
@@ -68,19 +68,27 @@ class Usage:
 
 
 def steps(
-    service: Service, handles: Sequence[Handle], stops: Sequence[str], decode: Decode
+    service: Service,
+    handles: Sequence[Handle],
+    stops: Sequence[str],
+    decode: Decode,
+    goes_on: Callable[[Request], Sequence[int]] = lambda _: (),
 ) -> AsyncGenerator[list[Step]]:
     """The steps of all answers, as they come: lists of those that are there without waiting.
 
     A call of the engine brings several, and to wait and to write cost more than a step. ApiError
     for a request that the time limit or the engine ended. The caller counts the steps when it gives
-    them on, for some may wait for a slow client, and releases the handles.
+    them on, for some may wait for a slow client, and releases the handles. An answer's text goes on
+    with that of the tokens that `goes_on` gives for its request.
     """
+
+    def one(answer: int, handle: Handle) -> AsyncGenerator[list[Step]]:
+        reading = Reading(handle.request, decode, stops, goes_on(handle.request))
+        return _one(service, answer, handle, reading)
+
     if len(handles) == 1:  # nothing to merge
-        return _one(service, 0, handles[0], stops, decode)
-    return _merged(
-        [_one(service, answer, handle, stops, decode) for answer, handle in enumerate(handles)]
-    )
+        return one(0, handles[0])
+    return _merged([one(answer, handle) for answer, handle in enumerate(handles)])
 
 
 async def one_by_one(found: AsyncGenerator[list[Step]]) -> AsyncIterator[Step]:
@@ -116,10 +124,9 @@ async def _merged(answers: Sequence[AsyncGenerator[list[Step]]]) -> AsyncGenerat
 
 
 async def _one(
-    service: Service, answer: int, handle: Handle, stops: Sequence[str], decode: Decode
+    service: Service, answer: int, handle: Handle, reading: Reading
 ) -> AsyncGenerator[list[Step]]:
     request = handle.request
-    reading = Reading(request, decode, stops)
     metrics, prompt_tokens = service.metrics, len(request.prompt_ids)
     begin = last = time.perf_counter()
     first_seconds, tokens, finish, queued = 0.0, 0, None, None

@@ -14,7 +14,7 @@ from jflash.server.answers import Step, Usage, one_by_one, steps
 from jflash.server.errors import invalid, json_response, unsupported
 from jflash.server.forms import form_of
 from jflash.server.protocol import Completion, StreamOptions, read
-from jflash.server.requests import requests_of, stops_of
+from jflash.server.requests import check_count, requests_of, stops_of
 from jflash.server.scores import CompletionLogprobs, joined, prompt_logprobs, scoring, whole_prompt
 from jflash.server.service import Service
 from jflash.server.wire import Events, body_of, while_there
@@ -30,7 +30,9 @@ async def completions(request: HttpRequest) -> Response:
     stops, n = stops_of(asked.stop), asked.n or 1
     if asked.best_of not in (None, n):  # all that are made are given
         raise unsupported("best_of", f"{asked.best_of} is not n, {n}: choose among n answers")
-    prompts = await _prompts(service, asked)
+    prompts = await _prompts(service, asked, n)
+    for ids in prompts:
+        service.check_ids(ids, "prompt")
     max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     scores_only = asked.echo is True and max_tokens == 0 and not asked.stream
     form = form_of(asked, asked.response_format, "response_format")
@@ -65,8 +67,8 @@ async def completions(request: HttpRequest) -> Response:
         service.release(handles)
 
 
-async def _prompts(service: Service, asked: Completion) -> list[list[int]]:
-    """The prompts' ids: one text, many, one list of ids or many."""
+async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int]]:
+    """The prompts' ids: one text, many, one list of ids or many; not too many for `n` answers."""
     given = asked.prompt
     if isinstance(given, str):
         return [await service.encode(given, asked.add_special_tokens)]
@@ -74,6 +76,8 @@ async def _prompts(service: Service, asked: Completion) -> list[list[int]]:
         raise invalid("prompt", "the list is empty")
     texts = [each for each in given if isinstance(each, str)]
     ids = [each for each in given if isinstance(each, int)]
+    if not ids:
+        check_count(service, len(given), n)
     lists = [each for each in given if isinstance(each, list)]
     if len(texts) == len(given):
         return [await service.encode(text, asked.add_special_tokens) for text in texts]
@@ -94,6 +98,13 @@ def _added(service: Service, asked: Completion, ids: Sequence[int]) -> int:
 def _likely_of_echo(asked: Completion) -> int | None:
     """How many likely tokens an echoed prompt's numbers tell; None if the echo has no numbers."""
     return asked.logprobs if asked.echo else None
+
+
+def _steps(
+    service: Service, handles: Sequence[Handle], stops: Sequence[str]
+) -> AsyncGenerator[list[Step]]:
+    """Those of texts that go on with their prompts."""
+    return steps(service, handles, stops, service.plain_text, lambda request: request.prompt_ids)
 
 
 def _frame(service: Service) -> dict[str, Any]:
@@ -126,9 +137,9 @@ async def _whole(
     """The answers at once; with `scores_only` the echoed prompts without the token after them."""
     texts, ends = list(echoes), [""] * len(handles)
     scores = [list[dict[str, Any] | None]() for _ in handles]
-    writers = [CompletionLogprobs(service) for _ in handles]
+    writers = [CompletionLogprobs(service, prompts[i // usage.each]) for i in range(len(handles))]
     of_prompts = list[Any]([None] * len(handles))
-    async for step in one_by_one(steps(service, handles, stops, service.plain_text)):
+    async for step in one_by_one(_steps(service, handles, stops)):
         usage.add(step)
         i, request = step.answer, handles[step.answer].request
         ends[i] = step.finish or ""
@@ -170,7 +181,8 @@ async def _chunks(
         now = {"usage": usage.body()} if options.continuous_usage_stats else {}
         return frame | {"choices": choices} | now
 
-    writers, likely = [CompletionLogprobs(service) for _ in handles], _likely_of_echo(asked)
+    writers = [CompletionLogprobs(service, prompts[i // usage.each]) for i in range(len(handles))]
+    likely = _likely_of_echo(asked)
 
     def of(step: Step) -> list[dict[str, Any]]:
         i, echoed = step.answer, list[dict[str, Any]]()
@@ -185,7 +197,7 @@ async def _chunks(
     silent = enumerate(echoes if likely is None else ())
     if echoed := [chunk([_choice(i, echo, None)]) for i, echo in silent if echo]:
         yield echoed
-    async with aclosing(steps(service, handles, stops, service.plain_text)) as found:
+    async with aclosing(_steps(service, handles, stops)) as found:
         async for several in found:
             yield [each for step in several for each in of(step)]
     if options.include_usage:

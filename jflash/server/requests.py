@@ -12,7 +12,7 @@ from jflash.serving.grammar import Grammar
 from jflash.serving.request import KEYS, Request
 
 MOST_ANSWERS = 128  # of one HTTP request
-MOST_STOPS = 64  # texts of one request
+MOST_STOPS, LONGEST_STOP = 64, 1000  # texts of one request, and characters of one
 
 
 def sampling_of(asked: Asked, default: Sampling) -> Sampling:
@@ -50,13 +50,7 @@ def requests_of(
     """
     if max_tokens == 0:
         raise invalid(limit_name, "0 must be at least 1")
-    many = "n" if n > 1 else "prompt"
-    if len(prompts) * n > MOST_ANSWERS:
-        raise invalid(many, f"{len(prompts)} prompts × {n}: at most {MOST_ANSWERS} answers")
-    fits = service.slots + service.max_queue
-    if len(prompts) * n > fits:
-        at_once = f"{len(prompts)} prompts × {n}: the server takes at most {fits} requests at once"
-        raise invalid(many, at_once)
+    check_count(service, len(prompts), n)
     outside = [i for i in stop_token_ids if i >= service.vocabulary]
     if outside:
         raise invalid("stop_token_ids", f"{outside[0]} is outside the {service.vocabulary} ids")
@@ -100,6 +94,16 @@ def requests_of(
         raise invalid(str(error).split(" ", 1)[0], str(error)) from None
 
 
+def check_count(service: Service, prompts: int, n: int) -> None:
+    """ApiError if `n` answers to each of so many prompts are too many for a request."""
+    many, fits = "n" if n > 1 else "prompt", service.slots + service.max_queue
+    if prompts * n > MOST_ANSWERS:
+        raise invalid(many, f"{prompts} prompts × {n}: at most {MOST_ANSWERS} answers")
+    if prompts * n > fits:
+        at_once = f"{prompts} prompts × {n}: the server takes at most {fits} requests at once"
+        raise invalid(many, at_once)
+
+
 def _bias(given: dict[str, float]) -> dict[int, float]:
     """By token; JSON's names are texts."""
     try:
@@ -119,4 +123,6 @@ def stops_of(stop: str | list[str] | None) -> list[str]:
     stops = [stop] if isinstance(stop, str) else list(stop or [])
     if len(stops) > MOST_STOPS:
         raise invalid("stop", f"{len(stops)} texts: at most {MOST_STOPS}")
+    if long := [len(text) for text in stops if len(text) > LONGEST_STOP]:
+        raise invalid("stop", f"a text of {long[0]} characters: at most {LONGEST_STOP}")
     return stops

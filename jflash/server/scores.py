@@ -44,9 +44,9 @@ def _finite(number: float) -> float:
 def scoring(request: Request) -> Request:
     """A request for the numbers of its prompt alone: the last token is its one new token, so the
     prompt may fill the context. `whole_prompt` puts them together."""
-    *before, last = request.prompt_ids
-    if not before:
+    if len(request.prompt_ids) < 2:
         return request
+    *before, last = request.prompt_ids
     most = request.prompt_logprobs
     numbers: dict[str, Any] = {}
     if most is not None:
@@ -72,9 +72,9 @@ def whole_prompt(request: Request, ids: Sequence[int], event: Event) -> Event:
 class CompletionLogprobs:
     """The `logprobs` of one choice of completions, whose text grows; offsets count characters."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, prompt: Sequence[int]) -> None:
         self._service, self._offset = service, 0
-        self._text = Incremental(service.plain_text)
+        self._text = Incremental(service.plain_text, before=prompt)
 
     def prompt(
         self, ids: Sequence[int], event: Event, most: int, unseen: int = 0

@@ -213,13 +213,17 @@ class Service(Settings):
             if not handle.ended:
                 handle.cancel()
 
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """ApiError for a prompt without tokens, or with one that the target does not know."""
+        if not ids:
+            raise invalid(param, "the prompt is empty: give at least one token")
+        count = self.vocabulary
+        if outside := [i for i in ids if i >= count]:
+            raise invalid(param, f"token id {outside[0]} is outside the {count} ids")
+
     def _check(self, request: Request, param: str) -> None:
         asked, most = len(request.prompt_ids), self.engine.max_context
-        if not asked:
-            raise invalid(param, "the prompt is empty: give at least one token")
-        outside = [i for i in request.prompt_ids if i >= self.vocabulary]
-        if outside:
-            raise invalid(param, f"token id {outside[0]} is outside the {self.vocabulary} ids")
+        self.check_ids(request.prompt_ids, param)
         if asked + request.max_tokens > most:
             raise ApiError(
                 f"{asked} prompt tokens + {request.max_tokens} new tokens pass the context of "

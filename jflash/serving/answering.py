@@ -112,7 +112,8 @@ def answer(
 ) -> None:
     """Serves the other end of the pipe until it closes; what still runs then is cancelled."""
     outbox, handles = _Outbox(engine, pipe, compiled), dict[int, Handle]()
-    compiling, left = set[int](), set[int]()  # requests whose grammar is compiled, and have left
+    # Requests whose grammar is compiled or waits for that, and those of them that have left.
+    compiling, left = set[int](), set[int]()
 
     def forget(number: int) -> None:
         handles.pop(number, None)
@@ -120,6 +121,8 @@ def answer(
     def take(asked: Asked) -> None:
         number, request = asked.number, asked.request
         try:
+            if number in left:
+                raise RuntimeError("the client has left")
             if asked.grammar is not None:
                 request = replace(request, grammar=grammars.compile(*asked.grammar))
             handle = engine.submit(request)
@@ -151,11 +154,15 @@ def answer(
                         handles[number].cancel()
                 elif message.grammar is None:
                     take(message)
+                elif len(compiling) >= engine.room:  # before a core works for it
+                    outbox.taken(number, Full("as many requests wait as may"))
                 else:
                     compiling.add(number)
                     compilers.submit(take, message)
         except (EOFError, OSError):
             pass
+        left.update(compiling)
+        compilers.shutdown(cancel_futures=True)
     for handle in list(handles.values()):
         handle.cancel()
     outbox.close()

@@ -152,6 +152,11 @@ class Engine:
         """
         return results_of(requests, self.submit, self.wait_for_room)
 
+    @property
+    def room(self) -> int:
+        """How many more requests `submit` would queue now."""
+        return self._work.room
+
     def wait_for_room(self) -> None:
         """Until `submit` would not raise Full, though another thread may come first."""
         self._work.wait_for_room()

@@ -41,12 +41,17 @@ class Answer(Result):
 
 
 class Reading:
-    """The text of one request, whose events are given one after another up to the last."""
+    """The text of one request, whose events are given one after another up to the last. It goes on
+    with that of the tokens `before` it, if any."""
 
     def __init__(
-        self, request: Request, decode: Callable[[list[int]], str], stops: Sequence[str] = ()
+        self,
+        request: Request,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str] = (),
+        before: Sequence[int] = (),
     ) -> None:
-        self.text = Incremental(decode, stops, request.min_tokens)
+        self.text = Incremental(decode, stops, request.min_tokens, before)
 
     def take(self, event: Event) -> TextEvent:
         """The event's text. If it comes to a stop text, the event is the last one, and has the

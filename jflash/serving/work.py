@@ -49,6 +49,12 @@ class Work:
         """The number of jobs that wait for a place; the caller holds `changed`."""
         return len(self._inbox) + self._loop.without_place
 
+    @property
+    def room(self) -> int:
+        """How many more jobs `add` would take now."""
+        with self.changed:
+            return max(0, self._most - self.waiting())
+
     def wait_for_room(self) -> None:
         """Until `add` would not raise Full, though another thread may come first."""
         with self._room:
