@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
@@ -113,8 +114,10 @@ async def _whole(talk: Talk) -> Response:
         _count(talk, step)
         if step.first:
             request = talk.handles[0].request
-            most = request.prompt_logprobs
-            scored = prompt_logprobs(talk.service, request.prompt_ids, step.event, most)
+            given = talk.service, request.prompt_ids, step.event, request.prompt_logprobs
+            scored = await talk.service.beside(
+                len(request.prompt_ids), partial(prompt_logprobs, *given)
+            )
         scores[step.answer].append(chat_logprobs(talk.service, step.event))
         reader, message = talk.readers[step.answer], messages[step.answer]
         parts = reader.push(step.text, last=step.finish is not None)
@@ -135,7 +138,8 @@ async def _whole(talk: Talk) -> Response:
     ]  # fmt: skip
     frame = _frame(talk.service, "chat.completion")
     more = {} if scored is None else {"prompt_logprobs": scored}
-    return json_response(frame | {"choices": choices, "usage": talk.usage.body()} | more)
+    whole = partial(json_response, frame | {"choices": choices, "usage": talk.usage.body()} | more)
+    return await talk.service.beside(talk.usage.prompt if scored else 0, whole)
 
 
 def _steps(talk: Talk) -> AsyncGenerator[list[Step]]:

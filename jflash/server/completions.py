@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -146,10 +147,12 @@ async def _whole(
         if step.first:
             ids = prompts[i // usage.each]
             event = whole_prompt(request, ids, step.event) if scores_only else step.event
-            of_prompts[i] = prompt_logprobs(service, ids, event, asked.prompt_logprobs)
+            of_prompts[i] = await service.beside(
+                len(ids), partial(prompt_logprobs, service, ids, event, asked.prompt_logprobs)
+            )
             if (likely := _likely_of_echo(asked)) is not None:
-                first = unseen[i // usage.each]
-                scores[i].append(writers[i].prompt(ids, event, likely, first))
+                write = partial(writers[i].prompt, ids, event, likely, unseen[i // usage.each])
+                scores[i].append(await service.beside(len(ids), write))
         if scores_only:
             usage.new, ends[i] = 0, "length"
             continue
@@ -160,7 +163,9 @@ async def _whole(
         | ({} if of_prompts[i] is None else {"prompt_logprobs": of_prompts[i]})
         for i, text in enumerate(texts)
     ]
-    return json_response(_frame(service) | {"choices": choices, "usage": usage.body()})
+    whole = partial(json_response, _frame(service) | {"choices": choices, "usage": usage.body()})
+    scored = any(each is not None for each in (asked.logprobs, asked.prompt_logprobs))
+    return await service.beside(scored * usage.prompt, whole)
 
 
 async def _chunks(
@@ -184,11 +189,12 @@ async def _chunks(
     writers = [CompletionLogprobs(service, prompts[i // usage.each]) for i in range(len(handles))]
     likely = _likely_of_echo(asked)
 
-    def of(step: Step) -> list[dict[str, Any]]:
+    async def of(step: Step) -> list[dict[str, Any]]:
         i, echoed = step.answer, list[dict[str, Any]]()
         if step.first and likely is not None:
             ids, first = prompts[i // usage.each], unseen[i // usage.each]
-            scores = writers[i].prompt(ids, step.event, likely, first)
+            write = partial(writers[i].prompt, ids, step.event, likely, first)
+            scores = await service.beside(len(ids), write)
             echoed = [chunk([_choice(i, echoes[i], None, scores)])]
         usage.add(step)
         scores = writers[i].step(step.event)
@@ -199,6 +205,6 @@ async def _chunks(
         yield echoed
     async with aclosing(_steps(service, handles, stops)) as found:
         async for several in found:
-            yield [each for step in several for each in of(step)]
+            yield [each for step in several for each in await of(step)]
     if options.include_usage:
         yield [frame | {"choices": [], "usage": usage.body()}]

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,6 +23,7 @@ from jflash.serving.request import Failed, Full, Request, TooLong
 
 # Characters, 0.7 ms on a slow core: beside 32 streams a thread's result comes back later than that.
 SHORT = 2000
+MANY = 500  # tokens of a prompt: to write their numbers takes a core 2 ms and more
 RESERVED = ("messages", "tools", "tokenizer", "add_generation_prompt", "tokenize")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
 HARMONY_EFFORTS = ("low", "medium", "high")  # gpt-oss always thinks
@@ -118,6 +119,11 @@ class Service(Settings):
             raise ApiError(
                 f"{form.param}: {error}", param=form.param, code="invalid_grammar"
             ) from None
+
+    async def beside[T](self, tokens: int, work: Callable[[], T]) -> T:
+        """What `work` gives, which so many tokens of a prompt take: off the event loop if they are
+        many."""
+        return work() if tokens <= MANY else await self._in_time(asyncio.to_thread(work))
 
     async def _in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives. ApiError if a server that ends has cancelled it."""

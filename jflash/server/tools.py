@@ -30,8 +30,9 @@ class Tools:
     """Reads the calls out of one answer; those after the first `most` are dropped."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._held, self._begun, self._calls = "", False, Calls(most)
-        self._strings = Strings()  # of the arguments under way
+        self._held, self._calls = "", Calls(most)
+        self._inside = self._begun = False  # of a call; its arguments have begun
+        self._strings, self._read = Strings(), 0  # of its text, of which so much was read
 
     @property
     def count(self) -> int:
@@ -42,13 +43,14 @@ class Tools:
         self._held += piece
         text, parts = "", list[CallPart]()
         while True:
-            if not self._begun:
+            if not self._inside:
                 before, opened, inside = self._held.partition(OPEN)
                 if not opened:
                     end = len(before) - (0 if last else held_back(before, [OPEN]))
                     self._held = before[end:]
                     return text + before[:end], parts
-                text, self._held = text + before, inside
+                text, self._held, self._inside = text + before, inside, True
+                self._strings, self._read = Strings(), 0
             if not self._begun and (head := _head(self._held)) is not None:
                 name, end = head
                 parts += self._calls.begin(name)
@@ -57,19 +59,32 @@ class Tools:
                 end, closed = self._strings.until(CLOSE, self._held, last)
                 parts += self._calls.add(self._held[:end])
                 self._begun, self._held = not closed, self._held[end + len(CLOSE) * closed :]
+                self._inside = self._begun
                 if self._begun:
                     return text, parts
                 continue
-            body, closed, rest = _closed(self._held, last)
+            body, closed, rest = self._closed(last)
             if not closed and not last:
-                self._held = OPEN + self._held
                 return text, parts
             call = _call(body)
             if call is None:
                 text += OPEN + body + closed
             else:
                 parts += self._calls.whole(call.name, bytes(call.arguments).decode())
-            self._held = rest
+            self._held, self._inside = rest, False
+
+    def _closed(self, last: bool) -> tuple[str, str, str]:
+        """The text before the mark that closes a call, the mark or nothing, and the text after it.
+        A text that ends within a string is no JSON, and any mark in it counts."""
+        held = self._held
+        if held.lstrip().startswith("{"):
+            more, closed = self._strings.until(CLOSE, held[self._read :], last)
+            self._read += more
+            if closed:
+                return held[: self._read], CLOSE, held[self._read + len(CLOSE) :]
+            if not last:
+                return held, "", ""
+        return held.partition(CLOSE)
 
 
 class _Call(msgspec.Struct):
@@ -81,18 +96,6 @@ class _Bare(msgspec.Struct, forbid_unknown_fields=True):
     """A call without arguments: what has other fields is none."""
 
     name: str
-
-
-def _closed(held: str, last: bool) -> tuple[str, str, str]:
-    """The text before the mark that closes a call, the mark or nothing, and the text after it. A
-    text that ends within a string is no JSON, and any mark in it counts."""
-    if held.lstrip().startswith("{"):
-        end, closed = Strings().until(CLOSE, held, last)
-        if closed:
-            return held[:end], CLOSE, held[end + len(CLOSE) :]
-        if not last:
-            return held, "", ""
-    return held.partition(CLOSE)
 
 
 def _head(body: str) -> tuple[str, int] | None:

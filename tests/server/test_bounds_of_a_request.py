@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from jflash.io.incremental import Incremental, held_back
+from jflash.server import chat, completions
 from jflash.server import service as services
 from jflash.server.requests import LONGEST_STOP, MOST_ANSWERS, MOST_STOPS
+from jflash.server.service import MANY
 from jflash.serving.answering import COMPILERS, answer
 from jflash.serving.remote import Asked, Left
 from jflash.serving.request import Full, Request
@@ -87,6 +89,32 @@ def test_too_many_prompts_are_refused_before_any_is_read(client, monkeypatch, pr
 def test_a_scored_prompt_is_checked_as_one_that_is_continued(client, prompt, why, more):
     error = error_of(client.post(TEXT, json={"prompt": prompt, "echo": True} | more))
     assert error["param"] == "prompt" and why in error["message"]
+
+
+@pytest.mark.parametrize("route", ["completions", "chat"])
+@pytest.mark.parametrize("tokens", [MANY - 40, MANY + 1])
+def test_numbers_of_a_long_prompt_are_written_beside_the_event_loop(monkeypatch, route, tokens):
+    engine, where = Reciting(letters_tokenizer()), list[threading.Thread]()
+    engine.max_context, engine.text = 2 * MANY, "ab"
+    loops = list[threading.Thread]()
+    beside = services.Service.beside
+
+    async def noted(self: Any, *given: Any) -> Any:
+        loops.append(threading.current_thread())
+        return await beside(self, *given)
+
+    module = completions if route == "completions" else chat
+    monkeypatch.setattr(services.Service, "beside", noted)
+    note = lambda *_: where.append(threading.current_thread())  # noqa: E731
+    monkeypatch.setattr(module, "prompt_logprobs", note)
+    asked = {"max_tokens": 2, "prompt_logprobs": 1}
+    if route == "chat":
+        asked["messages"] = [{"role": "user", "content": "a" * tokens}]
+        answered = client_of(engine, END).post("/v1/chat/completions", json=asked)
+    else:
+        answered = client_of(engine, END).post(TEXT, json=asked | {"prompt": [1] * tokens})
+    assert answered.status_code == 200, answered.text
+    assert len(where) == 1 and (where[0] in loops) == (tokens < MANY)
 
 
 class Engine:

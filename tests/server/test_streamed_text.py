@@ -12,6 +12,7 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.io.incremental import WINDOW, Incremental
 from jflash.io.text import decode
+from jflash.server.calls import Strings
 from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Tools
 from jflash.serving.handle import Handle
@@ -218,6 +219,23 @@ def test_arguments_come_as_they_are_written():
     for letter in f"{BEGUN}{'a' * 50}":
         sizes += [len(part.arguments) for part in reader.push(letter, False)[1]]
     assert sizes[:2] == [0, 2] and set(sizes[2:]) == {1} and len(sizes) > 50
+
+
+@pytest.mark.parametrize("first", ['{"arguments": {"x": "', '{"name": "f", "parameters": {"x": "'])
+def test_a_call_that_has_not_begun_is_read_once(monkeypatch, first):
+    """Letter by letter, however long it becomes."""
+    read, inside = list[str](), Strings.inside
+
+    def noted(self: Strings, letter: str) -> bool:
+        read.append(letter)
+        return inside(self, letter)
+
+    monkeypatch.setattr(Strings, "inside", noted)
+    reader, whole = Tools(), f"<tool_call>{first}{'ab ' * 100}"
+    for letter in whole:
+        assert reader.push(letter, False) == ("", [])
+    assert "".join(read) == whole.removeprefix("<tool_call>")
+    assert reader.push('"}}</tool_call>', True)[1] == []
 
 
 def test_what_is_there_without_waiting_leaves_in_one_list():

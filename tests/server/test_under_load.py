@@ -203,6 +203,7 @@ GOOD = st.fixed_dictionaries(
         ),
         "prompt": st.text() | st.lists(st.integers(0, 5000), max_size=5),
         "input": st.text(),
+        "echo": st.booleans(),
     },
 )  # fmt: skip
 
@@ -216,10 +217,11 @@ GOOD = st.fixed_dictionaries(
     good=GOOD,
     odd=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
     raw=st.none() | st.binary(max_size=20),
+    most=st.integers(0, 2),
 )
-def test_garbage_gets_an_answer_below_500(garbage, route, good, odd, raw):
+def test_garbage_gets_an_answer_below_500(garbage, route, good, odd, raw, most):
     server, client = garbage
-    body = {**good, **odd, "max_tokens": 2, "max_output_tokens": 2}
+    body = {**good, **odd, "max_tokens": most, "max_output_tokens": 2}
     content = json.dumps(body).encode("utf-8", "surrogatepass") if raw is None else raw
     answer = client.post(server.url + route, content=content)
     assert answer.status_code < 500, (body, answer.text)
