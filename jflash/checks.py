@@ -13,7 +13,7 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
     check_ids(models, prompt, decoding.stop_token_ids)
     max_new_tokens = decoding.max_new_tokens
     positions = min(c.max_position_embeddings for c in models.configs)
-    if not isinstance(max_new_tokens, Integral):
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral):
         raise ValueError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")

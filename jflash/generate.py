@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash.checks import check_keys, check_request
-from jflash.decoding import Decoding, StopWhen
+from jflash.decoding import Decoding, StopWhen, whole
 from jflash.kernels import AUTO
 from jflash.pair import Models, Params
 from jflash.programs import (
@@ -123,7 +123,7 @@ def generate(
     session = _start(pair, prompts, decodings, first_index, capacity, prefill_chunk)
     watched = any(d.stop_when for d in decodings)
     bound = STEPS_PER_CALL if watched else np.iinfo(np.int32).max
-    cut: dict[int, int] = {}
+    cut, over = dict[int, int](), set[int]()  # over: no text of theirs comes any more
     cancel = np.zeros(len(prompts), bool)
     state = session.state
     while True:
@@ -133,10 +133,12 @@ def generate(
         if watched:
             report = jax.device_get(report)
         for b, stop_when in enumerate(d.stop_when for d in decodings):
-            if stop_when and b not in cut:
+            if stop_when and b not in over:
                 keep = _kept(stop_when, _new_ids(report, b, len(prompts[b])))
                 if keep is not None:
                     cut[b], cancel[b] = keep, True
+                if keep is not None or report.done[b]:
+                    over.add(b)
         if (np.asarray(report.done) | cancel).all():
             break
     report = jax.device_get(report)
@@ -213,7 +215,7 @@ def _one_each(
     decoding: Decoding | Sequence[Decoding], prompts: Sequence, options: dict[str, Any]
 ) -> list[Decoding]:
     """A decoding for each prompt, with `options` in place of its fields of these names."""
-    if not prompts:
+    if not len(prompts):
         raise ValueError("no prompts given")
     all = [decoding] * len(prompts) if isinstance(decoding, Decoding) else list(decoding)
     if len(all) != len(prompts):
@@ -235,7 +237,7 @@ def _start(
     models = models_for(pair.models, decodings)
     longest, new = max(map(len, prompts)), max(d.max_new_tokens for d in decodings)
     need = capacity_for(longest, new, models.block_size, chunk)
-    if capacity is not None and capacity < need:
+    if capacity is not None and whole("capacity", capacity) < need:
         raise ValueError(f"capacity {capacity} is below the {need} slots that the request needs")
     stops = max(len(d.stop_token_ids) for d in decodings)
     shape = Shape.of(len(prompts), capacity or need, stops, chunk)

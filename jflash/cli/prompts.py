@@ -168,7 +168,10 @@ def _line_sampling(value: dict[str, Any], where: str, shared: Sampling) -> Sampl
         if type(number) is not int and (whole or type(number) is not float):
             kind = "a whole number" if whole else "a number"
             raise ValueError(f"{where}{name} must be {kind}, not {number!r}")
-        given[name] = number if whole else float(number)
+        try:
+            given[name] = number if whole else float(number)
+        except OverflowError:
+            raise ValueError(f"{where}{name} is too large a number") from None
     base = GREEDY if given.get("temperature") == 0 else shared
     try:
         return replace(base, **given)

@@ -139,6 +139,15 @@ def _part(args: Options, index: int, of: int) -> None:
     train(argparse.Namespace(**vars(args) | {"replicas": None, "answer_part": share}), Hosts())
 
 
+def check_outside(work: Path, args: Options) -> None:
+    """ValueError for what the training reads in a folder that --overwrite removes."""
+    for option in ("data", "eval_prompts", "target", "init_from"):
+        given = getattr(args, option)
+        if given is not None and work.resolve() in Path(given).resolve().parents:
+            name = "--" + option.replace("_", "-")
+            raise ValueError(f"{name} {given} lies in {work}, which --overwrite removes: move it")
+
+
 def train(args: Options, hosts: Hosts) -> None:
     begin = time.monotonic()
     work = args.output.with_name(args.output.name + "-work")
@@ -151,6 +160,8 @@ def train(args: Options, hosts: Hosts) -> None:
     finished = args.output / "config.json"
     if finished.exists() and not (args.overwrite or args.dry_run):
         raise ValueError(f"{args.output} exists already: pass --overwrite to replace it")
+    if finished.exists():
+        check_outside(work, args)
     prepared = prepare(args)
     if args.dry_run:
         dry_run(args, training, prepared)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families.variants import MASK_ROW
 from jflash.io.folder import Fill
+from jflash.io.foreign import one_line
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import TWICE, Safetensors
 from jflash.specs import Kept
@@ -107,6 +108,9 @@ def _download(hub_id: str) -> Path:
         ) from None
     except (HfHubHTTPError, OSError) as error:
         raise ValueError(f"{hub_id}: no such folder, and the hub answers: {error}") from None
+    except Exception as error:  # such as an answer that breaks off: of whatever HTTP library
+        why = f"{hub_id}: no such folder, and the hub's answer cannot be read: {one_line(error)}"
+        raise ValueError(why) from None
 
 
 def load_tokenizer(source: str | Path | Checkpoint) -> Any:

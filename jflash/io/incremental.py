@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a character
 WINDOW = 32  # tokens; longer ones cost more than the second decoding that starts one anew
+LONGEST = 4  # bytes of a character, so it has as many tokens at most
 BEFORE = 5  # tokens of a text that goes on which are decoded with the first new ones, as in vLLM
 
 
@@ -71,11 +72,25 @@ class Incremental:
         if self._new:
             both = self._decode(self._known + self._new)
             if last or not both.endswith(INCOMPLETE):
-                self._held += both[len(self._text) :]
-                self._known, self._text = self._known + self._new, both
-                if len(self._known) > WINDOW:
-                    self._known, self._text = self._new, self._decode(self._new)
-                self._new = []
+                self._taken(len(self._new), both)
+            elif len(self._new) > LONGEST:
+                self._taken_before(range(1, LONGEST))
+
+    def _taken_before(self, cuts: Sequence[int]) -> None:
+        """Takes the text of all but the last few tokens, which may be a part of a character; bytes
+        that are none of any are not waited for."""
+        for cut in cuts:
+            text = self._decode(self._known + self._new[:-cut])
+            if cut == cuts[-1] or not text.endswith(INCOMPLETE):
+                return self._taken(len(self._new) - cut, text)
+
+    def _taken(self, count: int, text: str) -> None:
+        """The first of the new tokens, with which the text of the known ones is this."""
+        self._held += text[len(self._text) :]
+        new, self._new = self._new[:count], self._new[count:]
+        self._known, self._text = self._known + new, text
+        if len(self._known) > WINDOW:
+            self._known, self._text = new, self._decode(new)
 
     def _found(self) -> bool:
         """Looks for a complete stop text, and cuts what is held before it."""

@@ -181,7 +181,7 @@ class Engine:
     def before_waiting(self, do: Callable[[], None]) -> None:
         """Has the engine's thread call `do` in every round, once the device has its next work and
         after first tokens and ends, and when nothing is left to do or all has failed: good times to
-        hand events on."""
+        hand events on. The engine fails if `do` does."""
         self._loop.before_waiting = do
 
     def update_weights(self, *, target: Any = None, drafter: Any = None) -> int:

@@ -6,12 +6,15 @@ The engine's thread adds events and never waits for the reader. This file knows 
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from jflash.serving.request import Event, FinishReason, Full, Request, Result
+
+LOG = logging.getLogger(__name__)
 
 
 class Alarm:
@@ -122,15 +125,18 @@ class Handle:
         return result_of(self.request, events)
 
     def at_end(self, do: Callable[[], None]) -> None:
-        """Calls `do` once, when the request has ended or failed: in the engine's thread, or now."""
+        """Calls `do` once, when the request has ended or failed: in the engine's thread, or now.
+
+        An error of it is logged, and no other request hears of it.
+        """
         with self._changed:
             self._at_end = do
             if self._ended:
-                do()
+                self._tell_end()
 
     def forward(self, to: Callable[[list[Event] | BaseException], None]) -> None:
-        """Gives events, or the error, to `to` and no reader: in the engine's thread, and those that
-        have come already now."""
+        """Gives events, or the error, to `to` and no reader: in the engine's thread, which fails if
+        `to` does, and those that have come already now."""
         with self._changed:
             self._to, came = to, list(self._events)
             self._events.clear()
@@ -183,8 +189,14 @@ class Handle:
             wake()
         if self._ended:
             self._on_cancel = lambda _: None  # it holds its engine no longer
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        try:
             if self._at_end is not None:
                 self._at_end()
+        except Exception:
+            LOG.exception("what was to be called at a request's end failed")
 
 
 def result_of(request: Request, events: list[Event]) -> Result:

@@ -49,9 +49,11 @@ class Job:
     reason: FinishReason | Literal["failed"] | None = None  # its handle has the failure
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_tops: list[Top] = field(default_factory=list)
+    bias: dict[int, float] = field(init=False)  # as it was when the request was checked
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.request.prompt_ids)
+        self.bias = dict(self.request.logit_bias)
 
     @property
     def request(self) -> Request:

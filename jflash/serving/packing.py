@@ -4,6 +4,7 @@ The host uploads and reads one array a call.
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     request: Request
     seed: int
     tokens: list[int]
+    bias: Mapping[int, float] = {}
 
 
 def row_of(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
@@ -53,8 +55,8 @@ def row_of(row: Row, layout: Layout, max_accept: int) -> Int[np.ndarray, " _"]:
     first = HEAD + layout.shape.stop_slots
     out[first : first + len(row.tokens)] = row.tokens
     ids, bias = np.full(BIASED, -1, np.int32), np.zeros(BIASED, np.float32)
-    ids[: len(request.logit_bias)] = list(request.logit_bias)
-    bias[: len(request.logit_bias)] = list(request.logit_bias.values())
+    ids[: len(row.bias)] = list(row.bias)
+    bias[: len(row.bias)] = list(row.bias.values())
     out[-2 * BIASED :] = np.concatenate([ids, bias.view(np.int32)])
     return out
 

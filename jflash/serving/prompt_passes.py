@@ -36,7 +36,7 @@ class PromptPasses:
         the first pass over its text brings that."""
         slot, origin, computed = job.slot, job.origin, job.computed
         assert slot is not None
-        row, device = Row(slot, job.request, job.seed, job.tokens), self.device
+        row, device = Row(slot, job.request, job.seed, job.tokens, job.bias), self.device
         self._rows[slot] = row_of(row, device.layout, device.models.max_accept)
         self._fresh.discard(slot)
         if origin is None:

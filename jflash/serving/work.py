@@ -53,7 +53,8 @@ class Work:
     def room(self) -> int:
         """How many more jobs `add` would take now."""
         with self.changed:
-            return max(0, self._most - self.waiting())
+            ended = self._closing or self._error is not None or not self.alive
+            return 0 if ended else max(0, self._most - self.waiting())
 
     def wait_for_room(self) -> None:
         """Until `add` would not raise Full, though another thread may come first."""
@@ -132,8 +133,8 @@ class Work:
                 loop.patience,
             )
             loop.waiting += self._inbox
-            self._inbox = []
-            if self._closing:
+            self._inbox, closing = [], self._closing
+            if closing:
                 for job in (*loop.waiting, *loop.running):
                     job.cancelled = True
             loop.held = bool(self._actions)
@@ -147,7 +148,7 @@ class Work:
                 done.set_exception(error)
             return True
         if loop.idle:
-            return not self._closing
+            return not closing  # whoever came since is cancelled by the next turn
         loop.round(self._on_events)
         if loop.idle:
             loop.before_waiting()

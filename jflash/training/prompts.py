@@ -105,6 +105,8 @@ def svamp_prompts(file: Path) -> list[Prompt]:
     """SVAMP's stories with their questions."""
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is not SVAMP's JSON here: it is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{file} is not SVAMP's JSON: {error}") from None
     if not isinstance(records, list):

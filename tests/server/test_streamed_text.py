@@ -113,6 +113,23 @@ def test_a_call_decodes_little_more_than_once():
     assert len(lengths) < 1.3 * len(pieces) and max(lengths) <= WINDOW + 5
 
 
+def test_bytes_of_no_character_are_not_waited_for(tokenizer):
+    """They come with all else, and are decoded little more than once, whatever their number."""
+    lengths, lone = list[int](), tokenizer("🦊", add_special_tokens=False)["input_ids"][1]
+    fox = tokenizer("a🦊b", add_special_tokens=False)["input_ids"]
+
+    def counting(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return decode(tokenizer, ids)
+
+    ids = [*fox, *[lone] * 200, *fox, lone, *fox]
+    text = Incremental(counting)
+    pieces = [text.push([token], False) for token in ids] + [text.push([], True)]
+    assert "".join(pieces) == decode(tokenizer, ids)
+    assert pieces.index("🦊") < 10 and sum(map(bool, pieces)) > 90
+    assert max(lengths) <= 2 * WINDOW and len(lengths) < 6 * len(ids)
+
+
 def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
     ids = tokenizer("a🦊", add_special_tokens=False)["input_ids"][:-1]
     stream = Incremental(lambda ids: decode(tokenizer, ids))
