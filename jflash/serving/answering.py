@@ -154,8 +154,8 @@ def answer(
                         handles[number].cancel()
                 elif message.grammar is None:
                     take(message)
-                elif len(compiling) >= engine.room:  # before a core works for it
-                    outbox.taken(number, Full("as many requests wait as may"))
+                elif (refusal := _refusal(engine, len(compiling))) is not None:
+                    outbox.taken(number, refusal)  # before a core works for it
                 else:
                     compiling.add(number)
                     compilers.submit(take, message)
@@ -166,6 +166,14 @@ def answer(
     for handle in list(handles.values()):
         handle.cancel()
     outbox.close()
+
+
+def _refusal(engine: Engine, coming: int) -> Exception | None:
+    """Why the engine would queue none besides so many that come, if it would not."""
+    try:
+        return Full("as many requests wait as may") if coming >= engine.room else None
+    except Exception as error:
+        return _plain(error)
 
 
 def _plain(error: BaseException) -> Exception:

@@ -154,7 +154,7 @@ class Engine:
 
     @property
     def room(self) -> int:
-        """How many more requests `submit` would queue now."""
+        """How many more requests `submit` would queue now. Failed; RuntimeError once closed."""
         return self._work.room
 
     def wait_for_room(self) -> None:

@@ -51,10 +51,10 @@ class Work:
 
     @property
     def room(self) -> int:
-        """How many more jobs `add` would take now."""
+        """How many more jobs `add` would take now; else as that."""
         with self.changed:
-            ended = self._closing or self._error is not None or not self.alive
-            return 0 if ended else max(0, self._most - self.waiting())
+            self._check_at_work()
+            return max(0, self._most - self.waiting())
 
     def wait_for_room(self) -> None:
         """Until `add` would not raise Full, though another thread may come first."""
