@@ -25,7 +25,7 @@ from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop
 from jflash.pair import Models
 from jflash.programs import Shape
-from jflash.server.reasoning import CLOSE, OPEN
+from jflash.server.reasoning import CLOSE
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.layout import pass_rows
 
@@ -159,10 +159,8 @@ def with_results(answers: Sequence[Record], results: dict[int, str]) -> list[Rec
 
 
 def said(text: str) -> str:
-    """An answer after its thoughts, which hold other numbers and programs than it. Thoughts that
-    the limit has cut have none after them."""
-    _, closed, after = text.rpartition(CLOSE)
-    return after if closed or OPEN not in text else ""
+    """An answer after its thoughts, which hold other numbers and programs than it."""
+    return text.rpartition(CLOSE)[2]
 
 
 def _jobs(
