@@ -179,7 +179,7 @@ class Loop:
         while len(self._unread) > left:
             read = self._unread.read_next()
             if len(self._unread) > left and self._unread[0].given is not read.given:
-                # No end waits for the next prompt's token, and nothing does that is not there yet.
+                # Ends do not wait for the next prompt's token, nor do others if it is not there.
                 self._unread.tell_ends(self.version, on_events)
                 if not self._unread.ready:
                     self.tell(on_events)
