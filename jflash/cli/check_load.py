@@ -16,8 +16,6 @@ from jflash.proof.forms import grammars, letters
 from jflash.proof.under_load import Load, compared
 from jflash.serving.grammar import Grammar
 
-CHUNK, STEPS = 32, 2  # small, so that prompts take turns with steps
-
 
 def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
     """Weights of --pair's sizes, whose drafts are hardly ever accepted, and forms of letters."""
@@ -44,7 +42,8 @@ def real_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:
 def run(args: argparse.Namespace) -> Generator[dict[str, Any], None, int]:
     require("llguidance")
     pair, forms = random_pair(args) if args.pair else real_pair(args)
-    load = Load(args.batch, args.context, args.pages, CHUNK, STEPS, args.seed)
+    sizes = args.prefill_chunk, args.steps_per_call
+    load = Load(args.batch, args.context, args.pages, *sizes, args.seed)
     result = compared(pair, args.requests, load, forms)
     yield describe_device() | {
         "check": "load",

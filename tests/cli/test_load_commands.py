@@ -63,6 +63,8 @@ def test_a_soak_sees_memory_that_grows(gained, why):
     [
         ("--context 11", "--context 11: at least 12"),
         ("--context 257 --pages 4", "--pages 4: a request of 257 tokens needs 5"),
+        ("--prefill-chunk 0", "--prefill-chunk 0: at least 1"),
+        ("--steps-per-call 0", "--steps-per-call 0: at least 1"),
         ("--target T", "--target T needs --drafter"),
         ("--drafter random:x", "--drafter random:x: give a seed"),
         ("--layers 2", "--layers 2 without --pair"),

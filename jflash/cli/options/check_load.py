@@ -30,6 +30,10 @@ def declare(parser: Parser) -> None:
     add("--batch", type=int, default=4, metavar="B", help="requests at once, default 4")
     add("--context", type=int, default=256, metavar="N", help="tokens of a request, default 256")
     add("--pages", type=int, default=6, metavar="N", help="of 64 tokens, default 6: very few")
+    chunk = "tokens of a prompt that one pass computes, default 32; alone it computes twice as many"
+    add("--prefill-chunk", type=int, default=32, metavar="N", help=chunk)
+    steps = "of the engine under load, default 2: prompts take turns with few"
+    add("--steps-per-call", type=int, default=2, metavar="N", help=steps)
     add("--seed", type=int, default=0, help="of requests and arrivals, default 0")
     # `check_pair` reads these beside the pair.
     parser.set_defaults(system=None, no_chat_template=False, reasoning="off", draft_rule=None)
@@ -38,6 +42,7 @@ def declare(parser: Parser) -> None:
 
 def check(options: Options) -> None:
     at_least_1(options, "requests", "batch", "context", "pages", "layers")
+    at_least_1(options, "prefill_chunk", "steps_per_call")
     refuse(options.layers and not options.pair, f"--layers {options.layers} without --pair")
     if options.pair:
         named = f"--pair {options.pair}"
