@@ -6,6 +6,7 @@ Only this file writes such files, so no reader ever sees half of one.
 import contextlib
 import fcntl
 import gzip
+import itertools
 import json
 import os
 import tempfile
@@ -73,64 +74,40 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that writes a line; `path` appears when the block ends well.
 
     Until then the lines are in a file beside it. ValueError, mostly on entering, if `path` cannot
-    be written; an existing file needs `overwrite`.
+    be written, or while another process writes it; an existing file needs `overwrite`.
     """
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file: results are written beside it and renamed")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists already: pass --overwrite to replace it")
-    path = path.resolve()
-    with replacing(path) as part:
-        with _named(path):
-            file = part.open("w", encoding="utf-8")
-
-        def write(line: str) -> None:
-            with _named(path):
-                file.write(line + "\n")
-                file.flush()
-
-        try:
-            yield write
-            with _named(path):
-                file.close()
-        finally:
-            with contextlib.suppress(OSError):  # a full disc fails the second time too
-                file.close()
-
-
-def unfinished(path: Path) -> Path:
-    """Where the lines are that were written before `path` could appear."""
-    return path.with_name(f"{path.name}.unfinished")
+    with _only_writer(path, overwrite) as path, replacing(path) as part, _lines(path, part) as add:
+        yield add
 
 
 @contextlib.contextmanager
-def kept_lines(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
-    """As `whole_file`; but lines that the block wrote before it failed are in `unfinished(path)`.
+def kept_lines(
+    path: Path, overwrite: bool, say: Callable[[str], None]
+) -> Iterator[Callable[[str], None]]:
+    """As `whole_file`; but lines that were written before the block failed are kept beside `path`.
 
-    ValueError too where an earlier run left such lines, without `overwrite`.
+    So are those of a process that was killed in its block: the next block finds them. `say` gets
+    the line that names the place, PATH.unfinished or a numbered one where that is taken. ValueError
+    too where an earlier run left such lines, without `overwrite`.
     """
-    path = path.resolve()
-    left, written = unfinished(path), 0
-    if left.exists() and not overwrite:
-        raise ValueError(
-            f"{left} has the lines of a run that did not end: move it, or pass --overwrite"
-        )
-    with whole_file(path, overwrite) as write:
-
-        def counted(line: str) -> None:
-            nonlocal written
-            write(line)
-            written += 1
-
-        try:
-            yield counted
-        except BaseException:
-            if written:
-                with contextlib.suppress(OSError):
-                    part = _part(path)
-                    os.truncate(part, _whole(part.read_bytes()))
-                    part.rename(left)
-            raise
+    with _only_writer(path, overwrite) as path:
+        first = next(_unfinished(path))
+        if overwrite or not first.exists():
+            with naming(path):
+                killed = _keep(path)
+            if killed and overwrite:  # else the error says it
+                say(_kept(killed))
+        if first.exists() and not overwrite:
+            raise ValueError(f"{_kept(first)}: move it, or pass --overwrite")
+        with replacing(path) as part:
+            try:
+                with _lines(path, part) as add:
+                    yield add
+            except BaseException:
+                with contextlib.suppress(OSError):  # the error before it says more
+                    if left := _keep(path):
+                        say(_kept(left))
+                raise
 
 
 def check_whole_file(path: Path, overwrite: bool, way: Callable = whole_file) -> None:
@@ -144,7 +121,66 @@ def check_whole_file(path: Path, overwrite: bool, way: Callable = whole_file) ->
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _only_writer(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yields `path` without links, where this block alone may write a file; else ValueError."""
+    _check_file(path, overwrite)
+    path = path.resolve()
+    with sole_writer(path):
+        _check_file(path, overwrite)  # another process may have ended in between
+        yield path
+
+
+def _check_file(path: Path, overwrite: bool) -> None:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file: results are written beside it and renamed")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists already: pass --overwrite to replace it")
+
+
+@contextlib.contextmanager
+def _lines(path: Path, part: Path) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes a line to `part`; its errors name `path`."""
+    with naming(path):
+        file = part.open("w", encoding="utf-8")
+
+    def write(line: str) -> None:
+        with naming(path):
+            file.write(line + "\n")
+            file.flush()
+
+    try:
+        yield write
+        with naming(path):
+            file.close()
+    finally:
+        with contextlib.suppress(OSError):  # a full disc fails the second time too
+            file.close()
+
+
+def _keep(path: Path) -> Path | None:
+    """Moves the whole lines of a run that did not end to a free place; None if there are none."""
+    part = _part(path)
+    end = _whole(part.read_bytes()) if part.exists() else 0
+    if not end:
+        return None
+    os.truncate(part, end)
+    return part.rename(next(place for place in _unfinished(path) if not place.exists()))
+
+
+def _unfinished(path: Path) -> Iterator[Path]:
+    """Places for the lines of runs that ended before `path` could appear, the first one first."""
+    first = path.with_name(f"{path.name}.unfinished")
+    yield first
+    for number in itertools.count(2):
+        yield first.with_name(f"{first.name}.{number}")
+
+
+def _kept(place: Path) -> str:
+    return f"{place} has the lines of a run that did not end"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
     """Turns an OSError into a ValueError that names the file."""
     try:
         yield
@@ -153,19 +189,48 @@ def _named(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Holds the lock of who writes `path` and what is beside it until it is whole.
+
+    ValueError while another process holds it, or if it cannot be made.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as held:
+        with naming(path):
+            held.enter_context(locked(lock, path))
+        try:
+            yield
+        finally:  # while it is held: who waits at the old file finds that it has no name
+            with contextlib.suppress(OSError):
+                lock.unlink()
+
+
+@contextlib.contextmanager
 def locked(file: Path, what: Path) -> Iterator[None]:
     """Holds a lock on `file`, which is created if missing; the system frees it with the process.
 
-    ValueError, naming `what` it guards, while another process holds it.
+    The holder may remove the file. ValueError, naming `what` it guards, while another process
+    holds it.
     """
-    with file.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{what} is in use by another process: wait for its end, or give another place"
-            ) from None
-        yield
+    held = False
+    while not held:
+        with file.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{what} is in use by another process: wait for its end, or give another place"
+                ) from None
+            # The last holder may have removed it since it was opened: then it locks nobody out.
+            if held := _names(file, lock.fileno()):
+                yield
+
+
+def _names(file: Path, opened: int) -> bool:
+    try:
+        return os.path.samestat(file.stat(), os.fstat(opened))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -178,7 +243,7 @@ def in_turn(file: Path | None) -> Iterator[Callable[[], None]]:
     if file is None:
         yield lambda: None
         return
-    with _named(file):
+    with naming(file):
         lock = file.open("a")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_SH)

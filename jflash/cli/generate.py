@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from jflash.cli.results import (
 )
 from jflash.decoding import Decoding
 from jflash.draft_error import TEXT, draft_error
-from jflash.files import check_whole_file, kept_lines, unfinished, whole_file
+from jflash.files import check_whole_file, kept_lines
 from jflash.generate import Generation, Pair, generate, models_for, stream
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
@@ -56,8 +56,6 @@ def run(options: Options) -> None:
     prompts = read_prompts(options, sampling(options))
     if options.output is not None:
         with joined(options.coordinator, options.num_hosts, options.host_index) as hosts:
-            if hosts.index == 0:
-                check_whole_file(options.output, options.overwrite, kept_lines)
             _many(options, prompts, hosts)
         return
     job = _prepare(options, prompts)
@@ -179,62 +177,85 @@ def _live(options: Options, job: Job, pair: Pair, setup: Setup) -> None:
     print(statistics(last, setup, waited), file=sys.stderr)
 
 
+class Batches(NamedTuple):
+    """Prompts of a file as batches, which all have one shape, and the pair that decodes them."""
+
+    options: Options
+    prompts: list[Prompt]
+    job: Job
+    pair: Pair
+    setup: Setup
+    size: int  # prompts of a batch
+    capacity: int  # cache slots of a sequence
+
+    @property
+    def parts(self) -> list[slice]:
+        count = len(self.prompts)
+        return [slice(begin, begin + self.size) for begin in range(0, count, self.size)]
+
+    def decoded(self, parts: Sequence[slice]) -> Iterator[list[Generation]]:
+        """The results of each part of the prompts, with a bar on stderr."""
+        job = self.job
+        total = sum(len(job.prompts[part]) for part in parts)
+        with tqdm(total=total, desc="decoding", unit="prompt", file=sys.stderr) as bar:
+            for part in parts:
+                ids, decodings = job.prompts[part], job.decodings[part]
+                # Copies of the last prompt fill the batch, and decode no longer than it.
+                missing = self.size - len(ids)
+                yield generate(
+                    self.pair, ids + ids[-1:] * missing, decodings + decodings[-1:] * missing,
+                    first_index=part.start, capacity=self.capacity,
+                )[: len(ids)]  # fmt: skip
+                bar.update(len(ids))
+
+    def written(
+        self, write: Callable[[str], None], results: Iterable[list[Generation]]
+    ) -> list[list[Generation]]:
+        """The results of all parts, after a JSON line for each prompt was written."""
+        batches = []
+        for part, batch in zip(self.parts, results, strict=True):
+            for prompt, result in zip(self.prompts[part], batch, strict=True):
+                text = self.job.text(result, self.options.stop)
+                line = record(result, text, self.setup, prompt.sampling)
+                write(json_line((prompt.extra or {}) | line))
+            batches.append(batch)
+        return batches
+
+
+def _batches(options: Options, prompts: list[Prompt]) -> Batches:
+    job = _prepare(options, prompts)
+    size = min(options.batch_size, len(prompts))
+    capacity = _check_device(options, job, size)
+    return Batches(options, prompts, job, *_load(options, job.files), size, capacity)
+
+
 def _many(options: Options, prompts: list[Prompt], hosts: Hosts) -> None:
-    """A JSON line for every prompt, in their order; all batches have one shape.
+    """A JSON line for every prompt, in their order.
 
     Of one host a batch's lines are written when it ends. Several decode the batches that one would,
     in turns, and host 0 writes all lines.
     """
-    job = _prepare(options, prompts)
-    size = min(options.batch_size, len(prompts))
-    capacity = _check_device(options, job, size)
-    pair, setup = _load(options, job.files)
-    parts = [slice(begin, begin + size) for begin in range(0, len(prompts), size)]
-    todo = [parts[number] for number in hosts.share(len(parts))]
-    decoded = _decoded(pair, job, todo, size, capacity)
-
-    def write_all(write: Callable[[str], None], part: slice, results: list[Generation]) -> None:
-        for prompt, result in zip(prompts[part], results, strict=True):
-            line = record(result, job.text(result, options.stop), setup, prompt.sampling)
-            write(json_line((prompt.extra or {}) | line))
-
-    batches = []
+    place, lines = (options.output, options.overwrite), functools.partial(kept_lines, say=_note)
     if hosts.count == 1:
-        try:
-            with kept_lines(options.output, options.overwrite) as write:
-                for part, results in zip(todo, decoded, strict=True):
-                    write_all(write, part, results)
-                    batches.append(results)
-        except BaseException:
-            if (left := unfinished(options.output)).exists() and batches:
-                print(f"\nanswers to the first prompts are in {left}", file=sys.stderr)
-            raise
+        with lines(*place) as write:  # first: a second run is refused before it reads weights
+            work = _batches(options, prompts)
+            batches = work.written(write, work.decoded(work.parts))
     else:
-        own = dict(zip(hosts.share(len(parts)), map(as_json, decoded), strict=True))
-        texts = hosts.gathered(own, len(parts))
+        if hosts.index == 0:  # a look only: a lost host ends this one, which then leaves nothing
+            check_whole_file(*place, lines)
+        work = _batches(options, prompts)
+        numbers, count = hosts.share(len(work.parts)), len(work.parts)
+        own = map(as_json, work.decoded([work.parts[number] for number in numbers]))
+        texts = hosts.gathered(dict(zip(numbers, own, strict=True)), count)
         if texts is None:
             return
-        batches = [from_json(text) for text in texts]
-        with whole_file(options.output, options.overwrite) as write:
-            for part, results in zip(parts, batches, strict=True):
-                write_all(write, part, results)
-    print(batch_statistics(batches, setup, hosts.count), file=sys.stderr)
+        with lines(*place) as write:
+            batches = work.written(write, map(from_json, texts))
+    print(batch_statistics(batches, work.setup, hosts.count), file=sys.stderr)
 
 
-def _decoded(
-    pair: Pair, job: Job, parts: Sequence[slice], size: int, capacity: int
-) -> Iterator[list[Generation]]:
-    """The results of each part of the prompts, with a bar on stderr."""
-    total = sum(len(job.prompts[part]) for part in parts)
-    with tqdm(total=total, desc="decoding", unit="prompt", file=sys.stderr) as bar:
-        for part in parts:
-            ids, decodings = job.prompts[part], job.decodings[part]
-            missing = size - len(ids)  # copies of the last prompt, which decode no longer than it
-            yield generate(
-                pair, ids + ids[-1:] * missing, decodings + decodings[-1:] * missing,
-                first_index=part.start, capacity=capacity,
-            )[: len(ids)]  # fmt: skip
-            bar.update(len(ids))
+def _note(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)  # a bar may stand there
 
 
 def use_colour() -> bool:

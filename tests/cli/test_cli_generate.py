@@ -325,6 +325,49 @@ def test_an_interruption_leaves_the_answers_that_were_there(random, tmp_path, mo
     assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", left.name}
 
 
+@pytest.mark.parametrize("when", ["generate", "_load"])
+def test_a_second_run_of_an_output_is_refused(random, tmp_path, monkeypatch, capsys, when):
+    """Whether the first one reads its weights or decodes; it then goes on to its end."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_ids": [1]}\n' * 3)
+    argv = ["--prompts", str(source), "--output", str(output), "--batch-size", "1"]
+    argv += [*models(random), "--max-new-tokens", "2"]
+    first, calls = getattr(cli, when), []
+
+    def busy(*given, **named):
+        calls.append(when)
+        if len(calls) == 2 or when == "_load":
+            for more in ([], ["--overwrite"]):
+                assert main.run("generate", [*argv, *more]) == 2
+                out, err = capsys.readouterr()
+                line = err.split("\r")[-1].split("]")[-1]  # after the first one's bar
+                assert out == "" and line.count("\n") == 1 and f"{output} is in use by" in line
+        return first(*given, **named)
+
+    monkeypatch.setattr(cli, when, busy)
+    assert main.run("generate", argv) == 0
+    assert len(calls) == (3 if when == "generate" else 1)  # the others did not come so far
+    assert [json.loads(line)["new_tokens"] for line in output.read_text().splitlines()] == [2] * 3
+    assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_what_a_killed_run_had_written_is_kept(random, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_ids": [1]}\n')
+    left = tmp_path / "out.jsonl.unfinished"
+    argv = ["--prompts", str(source), "--output", str(output)]
+    argv += [*models(random), "--max-new-tokens", "2"]
+    for more, code in (([], 2), (["--overwrite"], 0)):
+        (tmp_path / ".out.jsonl.part").write_text('{"token_ids": [1]}\n{"tok')
+        (tmp_path / ".out.jsonl.lock").touch()
+        assert main.run("generate", [*argv, *more]) == code
+        err = capsys.readouterr().err
+        assert err.count(f"{left} has the lines of a run that did not end") == 1
+        assert left.read_text() == '{"token_ids": [1]}\n' and output.exists() == (code == 0)
+        left.unlink()
+    assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
 def test_prompts_of_different_batches_draw_their_own(run, random, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt_ids": [1, 2]}\n' * 4)

@@ -1,11 +1,34 @@
 """What replaces a file replaces it whole or leaves it alone."""
 
+import fcntl
 import subprocess
 import sys
 
 import pytest
 
-from jflash.files import appended, locked, read_lines, replacing, write_json
+from jflash.files import (
+    appended,
+    kept_lines,
+    locked,
+    read_lines,
+    replacing,
+    sole_writer,
+    whole_file,
+    write_json,
+)
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from jflash.files import kept_lines
+with kept_lines(Path(sys.argv[1]), True, print) as write:
+    write("a")
+    write("b")
+    part, = Path(sys.argv[1]).parent.glob(".*.part")
+    with part.open("a") as torn:
+        torn.write("c, of which no more")
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
 
 
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
@@ -48,6 +71,100 @@ def test_a_lock_is_one_process_s_and_ends_with_it(tmp_path):
     holder.communicate()
     with locked(lock, tmp_path), pytest.raises(ValueError, match="in use"):
         locked(lock, tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("end", ["removed", "renamed"])
+def test_a_lock_is_of_the_file_that_has_the_name(tmp_path, monkeypatch, end):
+    """A file that its holder removed after it was opened here locks nobody out."""
+    lock, flock, ends = tmp_path / "run.lock", fcntl.flock, [end]
+
+    def late(file, how):
+        if ends:
+            lock.unlink() if ends.pop() == "removed" else lock.rename(tmp_path / "other")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(lock, tmp_path):
+        assert not ends and lock.exists()
+        with pytest.raises(ValueError, match="in use"):
+            locked(lock, tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("way", [whole_file, lambda *place: kept_lines(*place, print)])
+def test_a_second_writer_is_refused_and_touches_nothing(tmp_path, way, capsys):
+    file = tmp_path / "out.jsonl"
+    with way(file, False) as write:
+        write("a")
+        before = {each: each.read_bytes() for each in tmp_path.iterdir()}
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=rf"^{file} is in use by another process: wait"):
+                way(file, overwrite).__enter__()
+        assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
+        write("b")
+    assert file.read_text() == "a\nb\n" and list(tmp_path.iterdir()) == [file]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_that_came_while_the_lock_was_waited_for_stays(tmp_path, monkeypatch):
+    file, flock = tmp_path / "out.jsonl", fcntl.flock
+
+    def late(*how):
+        file.write_text("of the run before")
+        flock(*how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ValueError, match="exists already"):
+        whole_file(file, False).__enter__()
+    assert file.read_text() == "of the run before" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("signal", ["9", "15"])
+def test_the_lines_of_a_killed_process_are_kept(tmp_path, signal):
+    """As those of a block that failed are: the first run of later finds them, and says where."""
+    file, said = tmp_path / "out.jsonl", []
+    first, second = (tmp_path / f"out.jsonl.unfinished{end}" for end in ("", ".2"))
+
+    def killed() -> None:
+        done = subprocess.run([sys.executable, "-c", KILLED, str(file), signal], cwd=tmp_path)
+        assert done.returncode == -int(signal)
+
+    killed()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{first} has the lines of a run that did not end"):
+            kept_lines(file, False, said.append).__enter__()
+        assert list(tmp_path.iterdir()) == [first] and first.read_text() == "a\nb\n"
+    assert said == []
+    first.write_text("mine")
+    killed()
+    with pytest.raises(ValueError, match=f"^{first} has"):
+        kept_lines(file, False, said.append).__enter__()
+    with kept_lines(file, True, said.append) as write:
+        assert said.pop() == f"{second} has the lines of a run that did not end"
+        write("new")
+    assert said == [] and file.read_text() == "new\n"
+    assert first.read_text() == "mine" and second.read_text() == "a\nb\n"
+    assert set(tmp_path.iterdir()) == {file, first, second}
+
+
+def test_a_block_that_fails_keeps_its_lines_beside_older_ones(tmp_path):
+    file, said = tmp_path / "out.jsonl", []
+    first = tmp_path / "out.jsonl.unfinished"
+    first.write_text("older")
+    with pytest.raises(KeyboardInterrupt), kept_lines(file, True, said.append) as write:
+        write("a")
+        raise KeyboardInterrupt
+    second = tmp_path / f"{first.name}.2"
+    assert said == [f"{second} has the lines of a run that did not end"]
+    assert first.read_text() == "older" and second.read_text() == "a\n"
+    assert set(tmp_path.iterdir()) == {first, second}
+
+
+def test_a_writer_leaves_no_lock_behind(tmp_path):
+    with sole_writer(tmp_path / "dst"):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"cannot write .*dst: No such file or directory"):
+        sole_writer(tmp_path / "nowhere" / "dst").__enter__()
 
 
 def test_lines_are_appended_after_the_last_whole_one(tmp_path):

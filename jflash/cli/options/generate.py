@@ -26,7 +26,10 @@ def declare(parser: Parser) -> None:
     many = 'many: a line each, {"prompt": text} or {"prompt_ids": [ids]}; needs --output'
     add("--prompts", type=Path, metavar="FILE.jsonl", help=many)
     add = parser.add_argument
-    lines = "a result a line, there when all are; before that, an end leaves FILE.jsonl.unfinished"
+    lines = (
+        "a result a line, there when all are; an end before that leaves FILE.jsonl.unfinished, "
+        "a kill only when the next run begins"
+    )
     add("--output", type=Path, metavar="FILE.jsonl", help=lines)
     add("--overwrite", action="store_true", help="replace an existing --output")
     add("--batch-size", type=int, default=BATCH, help=f"of --prompts, default {BATCH}")
