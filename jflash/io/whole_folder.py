@@ -6,27 +6,43 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jflash.files import naming, sole_writer
+
 QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
 
 
 def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
     """Fills a folder beside `destination` and renames it when whole; nothing half-written stays.
 
-    ValueError if `destination` exists and `overwrite` is not set, or cannot be written.
+    What a killed process left there is removed. ValueError if `destination` exists and `overwrite`
+    is not set, or cannot be written, or while another process writes it, whose part then stays.
     """
-    check_destination(destination, overwrite)
-    destination = destination.resolve()
+    place = destination.resolve()
+    made = [folder for folder in place.parents if not folder.exists()]
+    try:
+        with naming(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with sole_writer(place):
+            check_destination(destination, overwrite)  # not sooner: another process may have ended
+            _write(place, fill)
+    except BaseException:
+        for folder in made:  # the innermost first; one that is no longer empty stays
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _write(destination: Path, fill: Callable[[Path], None]) -> None:
     part = destination.with_name(f".{destination.name}.part")
     old = destination.with_name(f".{destination.name}.old")
     try:
-        made = [folder for folder in part.parents if not folder.exists()]
         try:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+            part.mkdir()
             fill(part)
             _swap(part, destination, old)
         except BaseException:
-            _remove(part, made)
+            _remove(part)
             raise
     except (OSError, ValueError) as error:
         # tensorstore's "no space left" is a ValueError with all its settings at the end.
@@ -34,8 +50,8 @@ def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]
         raise ValueError(f"cannot write {destination}: {reason}") from error
 
 
-def _remove(part: Path, made: list[Path]) -> None:
-    """Removes `part`, and the folders made for it, the innermost first.
+def _remove(part: Path) -> None:
+    """Removes `part`.
 
     A failed save can leave writes in flight, for which Orbax does not wait: they recreate their
     folders, and on a full disk use the space just freed. So the removal repeats until nothing
@@ -47,9 +63,6 @@ def _remove(part: Path, made: list[Path]) -> None:
             shutil.rmtree(part, ignore_errors=True)
             last = now
         time.sleep(0.02)
-    for folder in made:  # a folder that is no longer empty stays
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def check_destination(destination: Path, overwrite: bool) -> None:

@@ -14,11 +14,13 @@ import pytest
 
 from jflash.cli import main
 from jflash.io import (
+    convert,
     load_drafter,
     load_target,
     open_checkpoint,
     random_drafter,
     save_checkpoint,
+    whole_folder,
 )
 from jflash.io.whole_folder import write_whole
 from tests.support.small_checkpoints import (
@@ -128,7 +130,51 @@ def test_a_model_saved_over_a_converted_one_is_read(pair, tmp_path):
     assert {f.name for f in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
 
 
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_second_run_to_a_destination_is_refused(pair, tmp_path, monkeypatch, capsys, old):
+    """It leaves what the first one has written, which then goes on to its end."""
+    destination = tmp_path / "a" / "dst"
+    if old:
+        shutil.copytree(pair.target, destination)
+    argv, save, codes = ["convert", str(pair.drafter), str(destination)], convert.save_orbax, []
+
+    def slow(part, params):
+        before = contents(tmp_path)
+        codes.append(main.run(argv[0], [*argv[1:], *["--overwrite"] * old]))
+        assert contents(tmp_path) == before and (part / "config.json").exists()
+        save(part, params)
+
+    monkeypatch.setattr(convert, "save_orbax", slow)
+    assert main.run(argv[0], [*argv[1:], *["--overwrite"] * old]) == 0 and codes == [2]
+    out, err = capsys.readouterr()
+    assert out == f"wrote {destination}\n"
+    why = f"{destination} is in use by another process: wait for its end, or give another place"
+    assert err.endswith(f": {why}\n") and err.count("\n") == 1
+    same_bits(load_drafter(destination)[1], load_drafter(pair.drafter)[1])
+    assert list(destination.parent.iterdir()) == [destination]
+
+
+def test_a_destination_that_came_before_the_lock_was_had_stays(tmp_path, monkeypatch):
+    destination, lock = tmp_path / "dst", whole_folder.sole_writer
+
+    def late(place):
+        place.mkdir()
+        (place / "config.json").write_text("of the run before")
+        return lock(place)
+
+    monkeypatch.setattr(whole_folder, "sole_writer", late)
+    with pytest.raises(ValueError, match="exists already"):
+        write_whole(destination, False, lambda part: (part / "config.json").write_text("new"))
+    assert (destination / "config.json").read_text() == "of the run before"
+    assert list(tmp_path.iterdir()) == [destination]
+
+
 def test_a_part_left_by_a_killed_run_is_no_obstacle(pair, tmp_path):
+    (tmp_path / ".dst.lock").touch()
     stale = tmp_path / ".dst.part"
     stale.mkdir()
     (stale / "orbax").write_text("half")
