@@ -11,9 +11,10 @@ from jflash.cli.options.pair import shared_note
 from jflash.decoding import Decoding
 from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
-from jflash.files import in_turn, whole_file
+from jflash.files import whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.kernels import AUTO
+from jflash.locks import in_turn
 from jflash.programs import LARGE_CHUNK
 from jflash.serving.engine import PREFILL_BETWEEN
 from jflash.serving.layout import engine_chunk, steps_of_call

@@ -13,8 +13,8 @@ from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.device import describe_device
-from jflash.files import in_turn
 from jflash.io import default_dtype
+from jflash.locks import in_turn
 from jflash.platform import autotunes
 
 

@@ -23,7 +23,6 @@ from jflash.cli.options.train import (
 from jflash.cli.training_dry_run import dry_run
 from jflash.cli.training_run import Prepared, prepare
 from jflash.decoding import Decoding
-from jflash.files import locked
 from jflash.hosts import Hosts, joined
 from jflash.io import (
     default_dtype,
@@ -32,6 +31,7 @@ from jflash.io import (
     save_checkpoint,
 )
 from jflash.io.digest import checkpoint_digest
+from jflash.locks import locked
 from jflash.replicas import cluster, made
 from jflash.training.answers import answer_into
 from jflash.training.data import Conversation, load_conversations, save_conversations

@@ -10,8 +10,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jflash.decoding import Decoding
-from jflash.files import appended, locked, read_lines
+from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair
+from jflash.locks import locked
 from jflash.serving.batch import Job, serve
 from jflash.training.recipe import WHOLE, Share
 

@@ -22,7 +22,8 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from jflash.device import device_memory
-from jflash.files import locked, read_json, write_json
+from jflash.files import read_json, write_json
+from jflash.locks import locked
 from jflash.training import steps
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig

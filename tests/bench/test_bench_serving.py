@@ -18,7 +18,7 @@ from jflash.bench.serving_cases import engine_for, layout_of, random_pair
 from jflash.bench.stalls import gaps
 from jflash.cli import bench_serving, main
 from jflash.decoding import Decoding
-from jflash.files import in_turn
+from jflash.locks import in_turn
 from jflash.programs import Shape, new_state
 from jflash.serving.request import Request
 from jflash.speculative import draft

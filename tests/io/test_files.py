@@ -6,16 +6,8 @@ import sys
 
 import pytest
 
-from jflash.files import (
-    appended,
-    kept_lines,
-    locked,
-    read_lines,
-    replacing,
-    sole_writer,
-    whole_file,
-    write_json,
-)
+from jflash.files import appended, kept_lines, read_lines, replacing, whole_file, write_json
+from jflash.locks import locked, sole_writer
 
 KILLED = """
 import os, signal, sys
@@ -60,7 +52,7 @@ def test_what_is_not_finished_leaves_nothing(tmp_path):
 def test_a_lock_is_one_process_s_and_ends_with_it(tmp_path):
     """A killed process leaves no lock; while it lives, the second one is refused by name."""
     lock = tmp_path / "run.lock"
-    code = "import sys, time; from pathlib import Path; from jflash.files import locked\n"
+    code = "import sys, time; from pathlib import Path; from jflash.locks import locked\n"
     code += "with locked(Path(sys.argv[1]), Path()): print(flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
     assert holder.stdout is not None

@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jflash.files import locked
+from jflash.locks import locked
 from jflash.models.decoder import Target
 from jflash.speculative import apply
 from jflash.training import steps, trainer
