@@ -21,10 +21,10 @@ PROMPTS, MOST_WEIGHTS = 4, 10**9  # of `several_prompts`; more are no small mode
 # take 2,048 N operations, 1.2 ms of an H200 at N = 4·10⁸ by arithmetic. SmolLM2, with 1.3·10⁸, was
 # timed.
 LONG_PASS, FEW_WEIGHTS = 256, 4 * 10**8
-# More leave ended slots idle for longer, and fewer let the device wait where a step is short: four,
-# six and eight gave 64,056, 69,082 and 70,240 tokens/s with SmolLM2 at batch 32, and 5,434, 5,556
-# and 5,381 at batch 1 (one H200, benchmarks/h200-smollm2-rounds-tried.json).
-STEPS_PER_CALL, STEPS_OF_SMALL = 2, 6
+# More leave ended slots idle for longer, and fewer let the device wait where a step is short: four
+# and six gave 83,011 and 81,794 tokens/s with SmolLM2 at batch 32 (one H200,
+# benchmarks/h200-smollm2-serving-host-4.json and -six-steps.json).
+STEPS_PER_CALL, STEPS_OF_SMALL = 2, 4
 PART_AHEAD, MOST_AHEAD = 4, 8  # of `settled`: one request of so many, and at most
 
 

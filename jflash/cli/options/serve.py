@@ -58,7 +58,7 @@ def _engine_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--max-context", type=int, metavar="N", help=CONTEXT)
     add("--max-batch", type=int, default=8, metavar="B", help="requests at once, default 8")
-    steps = "of a call, default 2, of a small target on a GPU 6: fewer let a request begin sooner"
+    steps = "of a call, default 2, of a small target on a GPU 4: fewer let a request begin sooner"
     add("--steps-per-call", type=int, metavar="N", help=steps)
     add("--pages", type=int, metavar="N", help=PAGES)
     add("--states", type=int, metavar="N", help=STATES)
