@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from jflash.evals import program_supervisor
+from jflash.evals.fenced import fenced_blocks
 from jflash.evals.program_supervisor import PASSED, TIMEOUT, Limits
 from jflash.io.text import before_stop
 
 LIMITS = Limits()
 END_SECONDS = 10.0  # for the supervisor, after a program's time, to end what there is
-FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of HumanEval's completions, by its paper
 
 
@@ -35,7 +35,7 @@ def program(dataset: str, record: dict[str, Any], text: str) -> str:
         definition = re.compile(rf"^(?:async +)?def +{re.escape(name)}\b", re.MULTILINE)
         code = _code(text, definition)
         goes_on = code.strip("\r\n")[:1].isspace()  # where the prompt ended
-        if goes_on and not FENCE.search(text):
+        if goes_on and not fenced_blocks(text):
             code = before_stop(code, STOPS)
         if goes_on or not definition.search(code):
             code = prompt + code
@@ -97,5 +97,5 @@ def _folder() -> Iterator[Path]:
 
 def _code(text: str, wanted: re.Pattern[str]) -> str:
     """The first fenced block that holds `wanted`, else the first block, else the text itself."""
-    blocks = FENCE.findall(text)
+    blocks = fenced_blocks(text)
     return next((block for block in blocks if wanted.search(block)), blocks[0] if blocks else text)
