@@ -6,15 +6,15 @@ A turn that does not fit, a bad line and Ctrl-C end an answer at most, never the
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from jflash.checks import check_request
 from jflash.cli.command import Options, first_interrupt, note_idle_gpu
-from jflash.cli.generate import configured, loaded, use_colour, with_sampling
-from jflash.cli.live_text import paint, texts
+from jflash.cli.generate import answers_in_channels, configured, loaded, use_colour, with_sampling
+from jflash.cli.live_text import Piece, channel_pieces, paint, texts
 from jflash.cli.options.pair import sampling
 from jflash.cli.prompts import checked_text, template_options
 from jflash.cli.results import tokens_per_second
@@ -33,8 +33,8 @@ class Talk(NamedTuple):
     """A loaded pair, and the options of its answers."""
 
     pair: Pair
-    tokenizer: Any
     encode: Callable[..., list[int]]  # of a line, and of the `history` before it
+    pieces: Callable[[Iterable[Chunk]], Iterator[Piece]]  # of an answer
     decoding: Decoding
 
 
@@ -72,7 +72,15 @@ def _load(options: Options) -> Talk:
     check_decoding(files.models, 1, SHORTEST, options.max_new_tokens)
     pair = loaded(files, progress=sys.stderr.isatty())
     jax.block_until_ready(pair.params)
-    return Talk(pair, tokenizer, encode, decoding)
+    pieces = functools.partial(_whole, tokenizer=tokenizer)
+    if answers_in_channels(options, tokenizer):
+        pieces = functools.partial(channel_pieces, tokenizer=tokenizer)
+    return Talk(pair, encode, pieces, decoding)
+
+
+def _whole(chunks: Iterable[Chunk], tokenizer: Any) -> Iterator[Piece]:
+    """The pieces of an answer without channels, whose thoughts the chat template leaves out."""
+    return (Piece(text, text) for text in texts(chunks, functools.partial(decode, tokenizer)))
 
 
 def _lines(live: bool) -> Iterator[str]:
@@ -116,7 +124,8 @@ def _turn(talk: Talk, line: str, history: list[tuple[str, str]], live: bool) -> 
 
 
 def _answer(talk: Talk, ids: list[int]) -> tuple[str, str]:
-    """Streams to stdout until the answer ends or Ctrl-C is pressed; its text and statistics."""
+    """Streams to stdout until the answer ends or Ctrl-C is pressed; what of its text stays in the
+    conversation, and its statistics."""
     sizes: list[int] = []  # tokens of the prefill and of each step
     begin, last = 0.0, None
     colour = use_colour()
@@ -132,12 +141,12 @@ def _answer(talk: Talk, ids: list[int]) -> tuple[str, str]:
                 if stopped():
                     return
 
-        shown = []
-        for step, piece in enumerate(texts(chunks(), functools.partial(decode, talk.tokenizer))):
-            shown.append(piece)
-            print(paint(piece, step, colour) if colour else piece, end="", flush=True)
+        answer = ""
+        for step, piece in enumerate(talk.pieces(chunks())):
+            answer += piece.answer
+            print(paint(piece.shown, step, colour) if colour else piece.shown, end="", flush=True)
     print(flush=True)
-    return "".join(shown), _statistics(sizes, time.perf_counter() - begin, last)
+    return answer, _statistics(sizes, time.perf_counter() - begin, last)
 
 
 def _statistics(sizes: list[int], seconds: float, generation: Generation | None) -> str:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jflash.checks import check_request
 from jflash.cli.command import Options, note_idle_gpu
-from jflash.cli.live_text import paint, texts
+from jflash.cli.live_text import channel_pieces, paint, texts
 from jflash.cli.options.pair import drafter_choice, drafter_name, sampling
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import (
@@ -32,6 +32,7 @@ from jflash.files import check_whole_file, kept_lines
 from jflash.generate import Generation, Pair, generate, models_for, stream
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
+from jflash.io.harmony import has_channels
 from jflash.io.text import before_stop, decode, stop_at_text
 from jflash.memory import check_decoding
 from jflash.pair import Models, Params
@@ -166,10 +167,15 @@ def _live(options: Options, job: Job, pair: Pair, setup: Setup) -> None:
             last = chunk.generation
             yield chunk
 
-    as_text = _ids_as_text
-    if job.tokenizer is not None:
-        as_text = functools.partial(decode, job.tokenizer)
-    for step, piece in enumerate(texts(chunks(), as_text, options.stop)):
+    if options.prompt_ids is None and answers_in_channels(options, job.tokenizer):
+        shown = channel_pieces(chunks(), job.tokenizer, options.stop)
+        pieces = (piece.shown for piece in shown)
+    else:
+        as_text = _ids_as_text
+        if job.tokenizer is not None:
+            as_text = functools.partial(decode, job.tokenizer)
+        pieces = texts(chunks(), as_text, options.stop)
+    for step, piece in enumerate(pieces):
         print(paint(piece, step, colour) if options.show_steps else piece, end="", flush=True)
     print(flush=True)
     assert first is not None and last is not None
@@ -256,6 +262,11 @@ def _many(options: Options, prompts: list[Prompt], hosts: Hosts) -> None:
 
 def _note(line: str) -> None:
     tqdm.write(line, file=sys.stderr)  # a bar may stand there
+
+
+def answers_in_channels(options: Options, tokenizer: Any) -> bool:
+    """Whether answers to texts as prompts have gpt-oss's channels."""
+    return not options.no_chat_template and has_channels(tokenizer)
 
 
 def use_colour() -> bool:

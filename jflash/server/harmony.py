@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from jflash.io.harmony import ANALYSIS, ENDS, MESSAGE, Head, read_head
-from jflash.io.incremental import held_back
+from jflash.io.harmony import Messages
 from jflash.server.calls import BEGINS, CallPart, Calls
 from jflash.server.tools import Parts
 
@@ -13,8 +12,8 @@ class Channels:
     `most` are dropped."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._held, self._before = "", ""  # text before a call's arguments
-        self._head: Head | None = None  # of the message under way
+        self._messages = Messages()
+        self._before = ""  # text before a call's arguments
         self._begun, self._calls = False, Calls(most)
 
     @property
@@ -23,25 +22,14 @@ class Channels:
 
     def push(self, text: str, last: bool) -> Parts:
         """The additions of a piece of text."""
-        self._held += text
         reasoning, content, calls = "", "", list[CallPart]()
-        while True:
-            if self._head is None:
-                before, mark, rest = self._held.partition(MESSAGE)
-                if not mark:  # an answer cut within a head has no more text
-                    self._held = "" if last else self._held
-                    break
-                self._head, self._held = read_head(before), rest
-            body, ended = self._body(last)
-            if self._head.function:
-                calls += self._of_call(self._head.function, body, ended or last)
-            elif self._head.channel == ANALYSIS:
+        for head, body, ended in self._messages.push(text, last):
+            if head.function:
+                calls += self._of_call(head.function, body, ended or last)
+            elif head.is_thought:
                 reasoning += body
             else:
                 content += body
-            if not (ended or last):
-                break
-            self._head = None
         return Parts(reasoning, content, calls)
 
     def _of_call(self, name: str, body: str, ended: bool) -> list[CallPart]:
@@ -59,17 +47,6 @@ class Channels:
         if ended:
             self._begun, self._before = False, ""
         return parts
-
-    def _body(self, last: bool) -> tuple[str, bool]:
-        """The next text of the message under way, and whether the message has ended."""
-        places = [(self._held.index(mark), mark) for mark in ENDS if mark in self._held]
-        if places:
-            place, mark = min(places)
-            body, self._held = self._held[:place], self._held[place + len(mark) :]
-            return body, True
-        safe = len(self._held) - (0 if last else held_back(self._held, ENDS))
-        body, self._held = self._held[:safe], self._held[safe:]
-        return body, False
 
 
 class AnalysisTokens:

@@ -34,12 +34,15 @@ ANSWERS = [
     (NONE[:-3] + " <|call|>", "", "", [("now", "{}", True)]),
     ("<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
     ("<|channel|>fin", "", "", []),
+    ("<|channel|>final<|message|>yes<|endoftext|>", "", "yes", []),
+    # A message without a text ends too.
+    ("<|channel|>analysis<|end|><|start|>assistant" + FINAL, "", "yes", []),
 ]  # reasoning, content, calls
 
 
 def harmony_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = letters_tokenizer()
-    marks = ["channel", "message", "end", "start", "call", "return", "constrain"]
+    marks = ["channel", "message", "end", "start", "call", "return", "constrain", "endoftext"]
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{mark}|>" for mark in marks]})
     tokenizer.add_tokens(["analysis", "final", " to=functions."])
     tokenizer.chat_template = (

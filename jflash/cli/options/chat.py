@@ -3,6 +3,8 @@
 A line is a turn; /reset forgets all turns, /quit or the end of the input ends. Ctrl-C stops an
 answer, which stays in the conversation as far as it came. On a terminal the tokens of each step
 have one colour (not with NO_COLOR or TERM=dumb); τ and tokens/s follow each answer on stderr.
+Thoughts in gpt-oss's channels are shown in <think> and </think>, and the conversation leaves them
+out.
 """
 
 from jflash.cli.command import Options, Parser
