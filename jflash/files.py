@@ -203,15 +203,20 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"{where} is not JSON here: it is nested too deep") from None
         except ValueError as error:
             raise ValueError(f"{where} is not JSON: {error}") from None
-        if "\\ud" in line.lower():  # half a character, which no tokenizer and no file takes
-            try:
-                json.dumps(record, ensure_ascii=False).encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{where} is not valid UTF-8: {error}") from None
+        if "\\ud" in line.lower():
+            check_characters(record, where)
         if not isinstance(record, dict):
             raise ValueError(f"{where} is not a JSON object: {line.strip()[:40]}")
         found.append((where, record))
     return found
+
+
+def check_characters(value: Any, where: str) -> None:
+    """ValueError for JSON with half a character, which no tokenizer and no file takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is not valid UTF-8: {error}") from None
 
 
 def _no_constant(name: str) -> None:

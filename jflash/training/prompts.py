@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jflash.files import json_lines
+from jflash.files import check_characters, json_lines
 
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question
@@ -113,7 +113,9 @@ def svamp_prompts(file: Path) -> list[Prompt]:
         raise ValueError(f"{file} is not SVAMP's JSON: it holds no list")
     prompts = []
     for number, record in enumerate(records, start=1):
-        with _reading(f"{file} entry {number}", "SVAMP problem"):
+        where = f"{file} entry {number}"
+        check_characters(record, where)
+        with _reading(where, "SVAMP problem"):
             body, question = _asked(record, "Body"), _asked(record, "Question")
             stop = "" if body.endswith((".", "?", "!")) else "."
             prompts.append(Prompt(boxed(f"{body}{stop} {question}"), "svamp"))
