@@ -4,6 +4,7 @@ A turn that does not fit, a bad line and Ctrl-C end an answer at most, never the
 """
 
 import functools
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +86,8 @@ def _whole(chunks: Iterable[Chunk], tokenizer: Any) -> Iterator[Piece]:
 
 def _lines(live: bool) -> Iterator[str]:
     """The user's lines to the end of the input, without blanks around them."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # `checked_text` refuses a line that is no UTF-8
+        sys.stdin.reconfigure(errors="surrogateescape")
     if live:
         import readline  # noqa: F401  (gives input() history and editing)
     while True:

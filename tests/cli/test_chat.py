@@ -89,11 +89,14 @@ def test_turns_on_a_terminal_with_ctrl_c():
 
 
 def piped(command: str, text: str, *argv: str) -> subprocess.CompletedProcess:
+    """What a command makes of a pipe; a half character of the text stands for a byte of none."""
     script = str(ROOT / "scripts" / f"{command}.py")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # As in most locales, where Python reads no such byte.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"}
     return subprocess.run(
-        [sys.executable, script, *argv], input=text, capture_output=True, text=True, env=environment
-    )
+        [sys.executable, script, *argv], input=text, capture_output=True, env=environment,
+        encoding="utf-8", errors="surrogateescape",
+    )  # fmt: skip
 
 
 LONG = "word " * 3000
@@ -101,14 +104,15 @@ TOKENS = re.compile(r"(\d+) prompt tokens")
 
 
 def test_a_piped_conversation():
-    """/reset begins anew; a turn that does not fit is told and ends nothing."""
-    turns = [LONG, QUESTION, "", LONG, "/reset", QUESTION, LONG, "/quit", "never read"]
+    """/reset begins anew; a turn that does not fit, or is no UTF-8, is told and ends nothing."""
+    turns = [LONG, QUESTION, "", "\udcff", LONG, "/reset", QUESTION, LONG, "/quit", "never read"]
     done = piped("chat", "\n".join(turns) + "\n")
     assert done.returncode == 0, done.stderr
     first, again = done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :]
     assert first == again and "7" in first and "\x1b" not in first  # and so no colours
     assert len(STATISTICS.findall(done.stderr)) == 2
-    assert done.stderr.count("/reset begins anew") == 3
+    assert done.stderr.count("/reset begins anew") == 4
+    assert done.stderr.count("the prompt is not valid UTF-8") == 1
     before, after_a_turn, after_reset = map(int, TOKENS.findall(done.stderr))
     assert before < after_a_turn == after_reset
 
