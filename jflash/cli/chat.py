@@ -40,6 +40,8 @@ class Talk(NamedTuple):
 
 
 def run(options: Options) -> None:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: no turn can be read")
     talk = _load(options)
     live = sys.stdin.isatty()
     if live:

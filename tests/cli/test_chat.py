@@ -134,6 +134,11 @@ def test_refusals(argv, named, refused):
     refused([*argv], "chat.py: ", named, command="chat")
 
 
+def test_a_closed_input_is_refused_before_a_weight_is_read(refused, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    refused([], "chat.py: ", "standard input is closed", command="chat")
+
+
 def test_generate_reads_a_pipe():
     """What was read is counted before a weight is: it is too long."""
     done = piped("generate", LONG)
