@@ -50,29 +50,30 @@ class DeltaNet(nn.Module):
         """As `Attention.unsummed`."""
         kernels = over.kernels
         fused = self.inputs(x, kernels.matmul)
-        z = self.inputs.leaf.firsts[1]
-        out, cache = self._over(over, cache, fused)
-        out = op.gated_norm(out, fused, self.norm.scale, self.eps, first=z, backend=kernels.delta)
+        gate = op.Gate(fused, self.inputs.leaf.firsts[1], self.norm.scale, self.eps)
+        out, cache = self._over(over, cache, gate)
         out = out.reshape(*x.shape[:2], -1)
         return self.out.unsummed(out, kernels.matmul, residual), cache
 
-    def _over(self, over: Pass, cache: DeltaCache | None, fused):
+    def _over(self, over: Pass, cache: DeltaCache | None, gate: op.Gate):
+        count = gate.fused.shape[1]
         match over:
             case Block():
                 assert cache is not None
                 # Any row of a block may be rolled back: the next block's start tells.
-                real = jnp.full_like(over.lengths, fused.shape[1])
+                real = jnp.full_like(over.lengths, count)
                 nothing = jnp.zeros_like(over.lengths)
-                return self._step(cache, fused, over.lengths, real, nothing, over)
+                return self._step(cache, gate, over.lengths, real, nothing, over)
             case Chunk():
                 assert cache is not None
                 one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, over.slot, 1), cache)
-                real = jnp.clip(over.length - over.offset, 0, fused.shape[1])[None]
-                out, one = self._step(one, fused, over.offset[None], real, real, over)
+                real = jnp.clip(over.length - over.offset, 0, count)[None]
+                out, one = self._step(one, gate, over.offset[None], real, real, over)
                 put = jax.lax.dynamic_update_slice_in_dim
                 return out, jax.tree.map(lambda all, x: put(all, x, over.slot, 0), cache, one)
             case Rows():
-                return self._whole(fused, over.mask), cache
+                out = self._whole(gate.fused, over.mask)
+                return op.gated_norm(out, gate, backend="reference"), cache
             case _:
                 raise AssertionError(f"{type(over).__name__} has no recurrent layers")
 
@@ -86,21 +87,23 @@ class DeltaNet(nn.Module):
     def _step(
         self,
         cache: DeltaCache,
-        fused: Float[Array, "B T F"],
+        gate: op.Gate,
         start: Int[Array, " B"],
         real: Int[Array, " B"],
         kept: Int[Array, " B"],
         over: Pass,
     ) -> tuple[Float[Array, "B T Hv dv"], DeltaCache]:
         """Outputs of the rows from `start` on, and the new cache; see the op's contract."""
-        raw, _, b, a = self.inputs.leaf.firsts
-        how = {"heads": self._heads, "firsts": (raw, b, a), "backend": over.kernels.delta}
-        q, rows, ring = op.next_inputs(fused, cache.raw, *self._leaves(), start, real, **how)
-        out, memory = self.rule(q, rows, cache.memory, start, real, kept, over.kernels.delta)
+        (raw, _, b, a), backend = self.inputs.leaf.firsts, over.kernels.delta
+        how = {"heads": self._heads, "firsts": (raw, b, a), "backend": backend}
+        q, rows, ring = op.next_inputs(gate.fused, cache.raw, *self._leaves(), start, real, **how)
+        out, state = self.rule(q, rows, cache.memory, start, real, kept, backend)
+        memory = cache.memory._replace(state=state)
+        out, memory = op.finish(out, gate, rows, memory, start, real, kept, backend=backend)
         return out, DeltaCache(memory, ring)
 
     def rule(self, q, rows: op.Rows, memory: op.Memory, start, real, kept, backend: str):
-        """The op's outputs and memory."""
+        """The op's outputs, and the state that is kept."""
         return op.gated_delta(q, rows, memory, start, real, kept, backend=backend)
 
     def _whole(self, fused, mask: Bool[Array, "B 1 T S"]) -> Float[Array, "B T Hv dv"]:

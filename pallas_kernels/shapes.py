@@ -146,5 +146,5 @@ GATED_DELTA: dict[str, DeltaShape] = {
     f"{name}-b{B}{kind}": DeltaShape(B, T, 16, Hv, 128, 128, ahead)
     for name, Hv in (("qwen3.5-27b", 48), ("qwen3.5-35b-a3b", 32))
     for B in (1, 8)
-    for kind, T, ahead in (("", 16, 20), ("-plain", 1, 8))
+    for kind, T, ahead in (("", 16, 6), ("-plain", 1, 1))
 }

@@ -1,5 +1,7 @@
 """The gated delta rule's case of scripts/bench_kernels.py: a step of many layers' states.
 
+It has the gated norm too, which keeps the call's rows.
+
 Every call has a memory of its own, as every layer has, and they go round: the next turn of the loop
 continues each where it was, in place. Rows are float32 whatever the model's dtype is.
 """
@@ -56,22 +58,22 @@ def delta_case(where: Where, shape: DeltaShape) -> Case:
 
 
 def bytes_of(shape: DeltaShape) -> int:
-    """The state read, and written if a border has been passed; the call's rows read, kept and
-    answered, earlier ones read."""
+    """The state read and written; the call's rows read, kept and answered, earlier ones read."""
     B, T, Hk, Hv, dk, dv, ahead = shape
-    states = 1 + (ahead >= op.CHUNK)
     row = Hk * dk + Hv * dv + 2 * Hv  # key, value, decay and weight
     return FLOAT32 * B * (
-        states * Hv * dk * dv + T * (Hk * dk + Hv * dv) + (2 * T + ahead) * row
+        2 * Hv * dk * dv + T * (Hk * dk + Hv * dv) + (2 * T + ahead) * row
     )  # fmt: skip
 
 
 def _step(ahead: int, q: Array, rows: op.Rows, memory: op.Memory, backend: str):
-    """A block of which any row may be rolled back."""
+    """A block of which any row may be rolled back, from the rule to its normed outputs."""
     real = jnp.full_like(memory.base, q.shape[1])
-    nothing = jnp.zeros_like(real)
-    start = memory.base + ahead
-    return op.gated_delta(q, rows, memory, start, real, nothing, backend=backend)
+    places = memory.base + ahead, real, jnp.zeros_like(real)
+    out, state = op.gated_delta(q, rows, memory, *places, backend=backend)
+    Hv, dv = out.shape[2:]
+    gate = op.Gate(jnp.ones((*q.shape[:2], Hv * dv)), 0, jnp.ones(dv), 1e-6)
+    return op.finish(out, gate, rows, memory._replace(state=state), *places, backend=backend)
 
 
 def _memory(shape: DeltaShape, seed: int) -> op.Memory:

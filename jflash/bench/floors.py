@@ -156,7 +156,7 @@ def _attention(c: TargetConfig | DrafterConfig, batch: int, width: int, context:
 def _state(delta: DeltaSpec, batch: int, width: int) -> Work:
     """A delta net's float32 state, and its sums of every row.
 
-    A step reads it. Steps of one token, as they are timed, write it once in CHUNK.
+    A step reads it, and may keep the rows of CHUNK tokens before it writes it again.
     """
     entries = batch * delta.num_value_heads * delta.key_dim * delta.value_dim
     return Work(0.0, 0.0, (1 + 1 / CHUNK) * 4 * entries, 6.0 * entries * width)

@@ -6,23 +6,26 @@ all in float32. Axes: B batch, T rows, C CHUNK positions, Hk and Hv heads, dk an
 U taps of the convolution, D its channels.
 
 A state cannot be cut at a length, so the rows that may be rolled back are kept beside it. `Memory`
-has the state before position `base`, a multiple of CHUNK, and the rows since, position p at place
-p % (2 · CHUNK). A call puts these and its new rows on the grid of absolute positions, runs whole
-chunks over them, and keeps the state at the last border before the rows that may still be rolled
-back. Rollback is a smaller `start` at the next call.
+has the state before position `base`, and the rows since, position p at place p % (2 · CHUNK). A
+call computes these and its new rows, and keeps the state at the last border before the rows that
+may still be rolled back: with "triton" every position is a border, with the others, which put rows
+on the grid of absolute positions and run whole chunks over them, the multiples of CHUNK are.
+Rollback is a smaller `start` at the next call.
 
 - gated_delta: rows at positions start … start + T - 1 of each sequence, of which the first `real`
   are tokens and the others padding, and the first `kept` will never be rolled back. If `kept` is
-  less than `real`, `real` is at most CHUNK. base ≤ start < base + 2 · CHUNK.
+  less than `real`, `real` is at most CHUNK. base ≤ start < base + 2 · CHUNK. It gives the outputs
+  and the state at the border, and `finish` the memory.
 - inputs: its inputs from the projection: a causal convolution with SiLU, queries and keys of length
   1 (queries also times dk^-½), g = -exp(A_log) · softplus(a + dt_bias), beta = σ(b).
 - next_inputs: the same of rows from `start` on, out of the whole projection; the convolution's
   earlier rows lie in a ring, position p at place p % R, where R ≥ CHUNK + U - 1.
 - recurrent: the rule over whole sequences from a state of 0, several in a row, for training.
 - gated_norm: rms(out) · scale · silu(z) over dv.
+- finish: the gated norm of a call's outputs, and the memory with its rows.
 
 One body computes every chunk: a row's place in its chunk is absolute, and rows after it add exact
-zeros. With "triton" one body computes every row, and borders are only where a state is kept. With
+zeros. With "triton" one body computes every row, wherever the state lies. With
 "cpu" and "triton" a row's outputs, and the state kept, depend only on the tokens up to
 it: not on T, B, rollbacks, or whether a prompt or a step brought it. With "xla" this holds inside
 one program. "triton" is for NVIDIA GPUs from sm80. "reference" is the rule, token by token.
@@ -38,7 +41,7 @@ from pallas_kernels.gated_delta import cpu, reference, triton, xla
 from pallas_kernels.gated_delta.grid import CHUNK as CHUNK
 from pallas_kernels.gated_delta.grid import Memory as Memory
 from pallas_kernels.gated_delta.grid import Rows as Rows
-from pallas_kernels.gated_delta.grid import commit, lay_out, outputs
+from pallas_kernels.gated_delta.grid import border_of, commit, lay_out, outputs
 from pallas_kernels.gated_delta.in_ring import put, with_earlier
 
 BACKENDS = {"triton": triton, "cpu": cpu, "xla": xla, "reference": reference}
@@ -58,6 +61,16 @@ class Heads(NamedTuple):
     key_dim: int
 
 
+class Gate(NamedTuple):
+    """What `gated_norm` takes beside outputs: z are the Hv · dv columns of `fused` from `first`
+    on, and the norm is in their dtype."""
+
+    fused: Float[Array, "B T F"]
+    first: int
+    scale: Float[Array, " dv"]
+    eps: float
+
+
 def gated_delta(
     q: Float[Array, "B T Hk dk"],
     rows: Rows,
@@ -67,17 +80,33 @@ def gated_delta(
     kept: Int[Array, " B"],
     *,
     backend: str,
-) -> tuple[Float[Array, "B T Hv dv"], Memory]:
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "B Hv dk dv"]]:
     """See the module's contract. `backend` is one of BACKENDS; any other name is a ValueError."""
     module = _backend(backend)
-    border = (start + kept) // CHUNK * CHUNK
     if module is triton:
-        return triton.gated_delta(q, rows, memory, start, real, border)
+        return triton.gated_delta(q, rows, memory, start, real, kept)
     chunks = lay_out(q, rows, memory, start, real)
-    out, state = module.scan(memory.state, *chunks, (border - memory.base) // CHUNK)
-    return outputs(out, start - memory.base, q.shape[1]), commit(
-        memory, state, border, rows, start, real
-    )
+    whole = (border_of(start, kept) - memory.base) // CHUNK
+    out, state = module.scan(memory.state, *chunks, whole)
+    return outputs(out, start - memory.base, q.shape[1]), state
+
+
+def finish(
+    out: Float[Array, "B T Hv dv"],
+    gate: Gate,
+    rows: Rows,
+    memory: Memory,
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+    kept: Int[Array, " B"],
+    *,
+    backend: str,
+) -> tuple[Float[Array, "B T Hv dv"], Memory]:
+    """The normed outputs, and the memory; the one given has the state that `gated_delta` gave."""
+    if _backend(backend) is triton:
+        return triton.finish(out, *gate, rows, memory, start, real, kept)
+    border = border_of(start, kept)
+    return gated_norm(out, gate, backend=backend), commit(memory, border, rows, start, real)
 
 
 def inputs(
@@ -135,22 +164,14 @@ def recurrent(
 
 
 def gated_norm(
-    out: Float[Array, "B T Hv dv"],
-    fused: Float[Array, "B T F"],
-    scale: Float[Array, " dv"],
-    eps: float,
-    *,
-    first: int,
-    backend: str,
+    out: Float[Array, "B T Hv dv"], gate: Gate, *, backend: str
 ) -> Float[Array, "B T Hv dv"]:
-    """rms(out) · scale · silu(z) in z's dtype; `out` is rounded to it before.
-
-    z are the Hv · dv columns of `fused` from `first` on.
-    """
-    if _backend(backend) is triton:
-        return triton.gated_norm(out, fused, scale, eps, first)
+    """rms(out) · scale · silu(z) in z's dtype; `out` is rounded to it before."""
+    arithmetic, (fused, first, scale, eps) = _backend(backend), gate
+    if arithmetic is triton:
+        raise ValueError("the triton backend norms while it keeps a call's rows: finish")
     z = fused[..., first : first + out.shape[2] * out.shape[3]].reshape(out.shape)
-    return _backend(backend).gated_norm(out, z, scale, eps)
+    return arithmetic.gated_norm(out, z, scale, eps)
 
 
 def refusal(backend: str, sizes: Sizes, device: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Rows on the grid of absolute positions, and the memory of them: the same for every backend."""
+"""Rows on the grid of absolute positions, and the memory of them, for backends that run chunks."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 16  # positions; its multiples are the borders at which states are kept
+CHUNK = 16  # positions: the most rows of a call that may be rolled back
 
 
 class Rows(NamedTuple):
@@ -24,6 +24,11 @@ class Memory(NamedTuple):
     state: Float[Array, "B Hv dk dv"]
     base: Int[Array, " B"]
     rows: Rows
+
+
+def border_of(start: Int[Array, " B"], kept: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The last border before the rows of a call that may be rolled back."""
+    return (start + kept) // CHUNK * CHUNK
 
 
 def lay_out(
@@ -68,7 +73,6 @@ def outputs(
 
 def commit(
     memory: Memory,
-    state: Float[Array, "B Hv dk dv"],
     border: Int[Array, " B"],
     rows: Rows,
     start: Int[Array, " B"],
@@ -84,4 +88,4 @@ def commit(
     def put(ring, given):
         return ring.at[sequence, place].set(given, mode="drop", unique_indices=True)
 
-    return Memory(state, border, jax.tree.map(put, memory.rows, rows))
+    return Memory(memory.state, border, jax.tree.map(put, memory.rows, rows))

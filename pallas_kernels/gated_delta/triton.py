@@ -1,10 +1,11 @@
 """The gated delta rule row by row in Pallas-Triton: a state stays in registers for a whole call.
 
 One program is a warp that has a sequence, a value head and some of its columns. It reads rows where
-they lie, in the memory or in the call, and the next one while it works on this; it writes the state
-at its border and the new rows' outputs in place. A row is computed by one body wherever it comes
-from. Everything is float32 on the cores' own units: the products of a chunk of rows, on tensor
-cores in three parts of TF32, held more operands than a thread has registers.
+they lie, in the memory or in the call, and the next one while it works on this; it writes the new
+rows' outputs, and in place the state before the first row that may be rolled back: written at each
+call, few rows are computed again. A row is computed by one body wherever it comes from. Everything
+is float32 on the cores' own units: the products of a chunk of rows, on tensor cores in three parts
+of TF32, held more operands than a thread has registers.
 """
 
 import functools
@@ -17,8 +18,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows
-from pallas_kernels.gated_delta.triton_rows import ONCE, at, read, write
-from pallas_kernels.gated_delta.triton_rows import gated_norm as gated_norm
+from pallas_kernels.gated_delta.triton_rows import at
+from pallas_kernels.gated_delta.triton_rows import finish as finish
 from pallas_kernels.gated_delta.triton_rows import next_inputs as next_inputs
 
 # Columns of a state in one program, at most; of one sequence, whose programs are few, half of them:
@@ -35,16 +36,15 @@ def gated_delta(
     memory: Memory,
     start: Int[Array, " B"],
     real: Int[Array, " B"],
-    border: Int[Array, " B"],
+    kept: Int[Array, " B"],
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T Hv dv"], Memory]:
-    """The contract's; the memory then begins at `border`."""
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "B Hv dk dv"]]:
+    """The contract's; the state is the one before row `kept`."""
     B, T = q.shape[:2]
     Hv, _, dv = memory.state.shape[1:]
     columns = min(dv, COLUMNS if B > 1 else COLUMNS // 2)
-    places = memory.base, start, real, border
-    out, state = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_walk, columns=columns, exact=interpret),
         name="gated_delta",
         grid=(dv // columns, Hv, B),
@@ -55,22 +55,12 @@ def gated_delta(
         input_output_aliases={13: 1},
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
-    )(*places, q, *rows, *memory.rows, memory.state)
-    base, *kept = pl.pallas_call(
-        _keep,
-        name="gated_delta_rows",
-        grid=(Hv, B),
-        out_shape=tuple(jax.typeof(x) for x in (memory.base, *memory.rows)),
-        input_output_aliases={7 + i: i for i in range(5)},
-        compiler_params=ONCE,
-        interpret=interpret,
-    )(*places[1:], *rows, memory.base, *memory.rows)
-    return out, Memory(state, base, Rows(*kept))
+    )(memory.base, start, real, kept, q, *rows, *memory.rows, memory.state)
 
 
 def _walk(
-    base_ref, start_ref, real_ref, border_ref, q_ref, k_ref, v_ref, g_ref, beta_ref,
-    old_k_ref, old_v_ref, old_g_ref, old_beta_ref, state_ref, out_ref, kept_ref,
+    base_ref, start_ref, real_ref, kept_ref, q_ref, k_ref, v_ref, g_ref, beta_ref,
+    old_k_ref, old_v_ref, old_g_ref, old_beta_ref, state_ref, out_ref, kept_state_ref,
     *, columns: int, exact: bool,
 ):  # fmt: skip
     h, b = pl.program_id(1), pl.program_id(2)
@@ -78,8 +68,8 @@ def _walk(
     key_head = lax.div(h, jnp.int32(Hv // Hk))
     column = pl.program_id(0) * columns + jnp.arange(columns)
     keys = [first + jnp.arange(TILE) for first in range(0, dk, TILE)]
-    base, start, real = base_ref[b], start_ref[b], real_ref[b]
-    ahead, border = start - base, border_ref[b] - base
+    base, real, kept = base_ref[b], real_ref[b], kept_ref[b]
+    ahead = start_ref[b] - base
 
     def earlier(i):
         """Keys, value, decay and weight of the row i positions after the base, in the memory."""
@@ -96,19 +86,18 @@ def _walk(
 
     def keep(tiles):
         for key, tile in zip(keys, tiles, strict=True):
-            plt.store(at(kept_ref, b, h, key, column), tile)
+            plt.store(at(kept_state_ref, b, h, key, column), tile)
 
     def replayed(i, carry):
         tiles, row = carry
         following = earlier(jnp.minimum(i + 1, ahead - 1))
-        pl.when((i == border) & (i > 0))(lambda: keep(tiles))
         return _step(tiles, row, exact), following
 
     def answered(i, carry):
         tiles, row = carry
         q = [plt.load(at(q_ref, b, i, key_head, key)) for key in keys]
         following = given(jnp.minimum(i + 1, real - 1))
-        pl.when((ahead + i == border) & (border > 0))(lambda: keep(tiles))
+        pl.when((i == kept) & (ahead + kept > 0))(lambda: keep(tiles))
         tiles = _step(tiles, row, exact)
         plt.store(at(out_ref, b, i, h, column), _seen(q, tiles, exact))
         return tiles, following
@@ -116,7 +105,7 @@ def _walk(
     tiles = [plt.load(at(state_ref, b, h, key, column)) for key in keys]
     tiles, _ = lax.fori_loop(0, ahead, replayed, (tiles, earlier(0)))
     tiles, _ = lax.fori_loop(0, real, answered, (tiles, given(0)))
-    pl.when((ahead + real == border) & (border > 0))(lambda: keep(tiles))
+    pl.when((real == kept) & (ahead + kept > 0))(lambda: keep(tiles))
 
     def padding(i, _):
         plt.store(at(out_ref, b, i, h, column), jnp.zeros(columns))
@@ -153,27 +142,3 @@ def _fma(x, y, z, exact: bool):
         result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, z.dtype)],
     )  # fmt: skip
     return total
-
-
-def _keep(start_ref, real_ref, border_ref, *refs):
-    """Writes the base and the rows that may still be rolled back into the memory: CHUNK at most.
-
-    A base that is written in place is not copied in every step of a loop.
-    """
-    given, (base_ref, *rings) = refs[:4], refs[9:]
-    h, b = pl.program_id(0), pl.program_id(1)
-    start, real = start_ref[b], real_ref[b]
-    first = jnp.maximum(border_ref[b] - start, 0)
-
-    @pl.when(h == 0)
-    def _():
-        base_ref[b] = border_ref[b]
-
-    row = first + jnp.arange(CHUNK)
-    place = lax.rem(start + row, jnp.int32(2 * CHUNK))
-    for one, ring in zip(given, rings, strict=True):
-
-        @pl.when(h < ring.shape[2])
-        def _(one=one, ring=ring):
-            rest = [h, *map(jnp.arange, ring.shape[3:])]
-            write(ring, read(one, row < real, b, row, *rest), row < real, b, place, *rest)

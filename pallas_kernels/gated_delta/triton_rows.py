@@ -1,6 +1,6 @@
 """What is made of rows before and after the rule, in Pallas-Triton: its inputs, and their norm.
 
-Both read their columns out of the whole projection, where the product has left them.
+Both kernels read their columns out of the whole projection, where the product has left them.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta.grid import Rows
+from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows
 from pallas_kernels.gated_delta.in_ring import put
 from pallas_kernels.in_pairs import sum_in_pairs
 
@@ -139,39 +139,72 @@ def _make_inputs(
         write(beta_ref, 1 / (1 + jnp.exp(-x)), inside, b, row, h)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "first", "interpret"))
-def gated_norm(
+@functools.partial(jax.jit, static_argnames=("first", "eps", "interpret"))
+def finish(
     out: Float[Array, "B T Hv dv"],
     fused: Float[Array, "B T F"],
+    first: int,
     scale: Float[Array, " dv"],
     eps: float,
-    first: int,
+    rows: Rows,
+    memory: Memory,
+    start: Int[Array, " B"],
+    real: Int[Array, " B"],
+    kept: Int[Array, " B"],
     *,
     interpret: bool = False,
-) -> Float[Array, "B T Hv dv"]:
-    """The contract's."""
-    heads, width = out.shape[2:]
-    rows, gates = out.reshape(-1, width), fused.reshape(-1, fused.shape[-1])
-    return pl.pallas_call(
-        functools.partial(_norm, eps=eps, first=first, heads=heads),
-        name="gated_norm",
-        grid=(pl.cdiv(len(rows), ROWS),),
-        out_shape=jax.ShapeDtypeStruct(rows.shape, fused.dtype),
+) -> tuple[Float[Array, "B T Hv dv"], Memory]:
+    """The contract's; the memory then begins at start + kept.
+
+    Its base and its rows lie where they lay, so that a loop of steps copies none of them.
+    """
+    B, T, Hv, _ = out.shape
+    rest = memory.base, *memory.rows
+    normed, base, *rings = pl.pallas_call(
+        functools.partial(_finish, first=first, eps=eps),
+        name="gated_delta_finish",
+        grid=(Hv, pl.cdiv(T, ROWS), B),
+        out_shape=(
+            jax.ShapeDtypeStruct(out.shape, fused.dtype), *(jax.typeof(x) for x in rest)
+        ),
+        input_output_aliases={10 + i: 1 + i for i in range(len(rest))},
         compiler_params=ONCE,
         interpret=interpret,
-    )(rows, gates, scale).reshape(out.shape)
+    )(start, real, kept, out, fused, scale, *rows, *rest)  # fmt: skip
+    return normed, Memory(memory.state, base, Rows(*rings))
 
 
-def _norm(out_ref, fused_ref, scale_ref, normed_ref, *, eps: float, first: int, heads: int):
-    (count, width), dtype = out_ref.shape, fused_ref.dtype
-    row, column = pl.program_id(0) * ROWS + jnp.arange(ROWS), jnp.arange(width)
-    inside = row < count
-    x = read(out_ref, inside, row, column).astype(dtype).astype(jnp.float32)
-    token, head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
-    left = (first + head * width)[:, None] + column[None, :]
-    mask = jnp.broadcast_to(inside[:, None], left.shape)
-    where = fused_ref.at[jnp.broadcast_to(token[:, None], left.shape), left]
-    z = plt.load(where, mask=mask, other=0.0).astype(jnp.float32)
+def _finish(start_ref, real_ref, kept_ref, out_ref, fused_ref, scale_ref, *refs, first, eps):
+    """The norm of some rows of a head; the first program keeps its rows, CHUNK at most."""
+    given, (normed_ref, base_ref, *rings) = refs[:4], refs[9:]
+    h, b = pl.program_id(0), pl.program_id(2)
+    (T, _, width), dtype = out_ref.shape[1:], fused_ref.dtype
+    row, column = pl.program_id(1) * ROWS + jnp.arange(ROWS), jnp.arange(width)
+    inside = row < T
+    x = read(out_ref, inside, b, row, h, column).astype(dtype).astype(jnp.float32)
+    z = read(fused_ref, inside, b, row, first + h * width + column).astype(jnp.float32)
     normed = x * lax.rsqrt(sum_in_pairs(x * x) / width + eps)[:, None]
     scaled = (plt.load(scale_ref.at[column])[None, :] * normed.astype(dtype)).astype(jnp.float32)
-    write(normed_ref, scaled * (z / (1 + jnp.exp(-z))), inside, row, column)
+    write(normed_ref, scaled * (z / (1 + jnp.exp(-z))), inside, b, row, h, column)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        _keep(h, b, (start_ref[b], real_ref[b], kept_ref[b]), given, base_ref, rings)
+
+
+def _keep(h, b, places, given, base_ref, rings):
+    """Writes the base and a head's rows that may still be rolled back into the memory."""
+    start, real, kept = places
+
+    @pl.when(h == 0)
+    def _():
+        base_ref[b] = start + kept
+
+    row = kept + jnp.arange(CHUNK)
+    place = lax.rem(start + row, jnp.int32(2 * CHUNK))
+    for one, ring in zip(given, rings, strict=True):
+
+        @pl.when(h < ring.shape[2])
+        def _(one=one, ring=ring):
+            rest = [h, *map(jnp.arange, ring.shape[3:])]
+            write(ring, read(one, row < real, b, row, *rest), row < real, b, place, *rest)
