@@ -16,8 +16,17 @@ from pallas_kernels.gated_delta.grid import CHUNK, Memory, Rows
 from pallas_kernels.gated_delta.in_ring import put
 from pallas_kernels.in_pairs import sum_in_pairs
 
-ROWS = 16  # of a program, whatever the call's length is
-ONCE = plt.CompilerParams(num_warps=4, num_stages=1)
+ROWS = 16  # of a program at most
+ROWS_OF_A_WARP = 4
+
+
+def rows_of(count: int) -> int:
+    """Rows of a program of a call of `count` rows; no number of them changes a bit of a row."""
+    return min(ROWS, 1 << (count - 1).bit_length())
+
+
+def warps_of(rows: int) -> plt.CompilerParams:
+    return plt.CompilerParams(num_warps=pl.cdiv(rows, ROWS_OF_A_WARP), num_stages=1)
 
 
 def at(ref, *index):
@@ -67,14 +76,14 @@ def next_inputs(
     shapes = keys, keys, (*gates, (D - 2 * Hk * dk) // Hv), gates, gates
     made = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     # More rows would overwrite those that other programs read.
-    in_place = T <= ROWS and T + weights.shape[1] - 1 <= R
+    in_place, size = T <= ROWS and T + weights.shape[1] - 1 <= R, rows_of(T)
     q, *rows = pl.pallas_call(
-        functools.partial(_make_inputs, heads=heads, firsts=firsts),
+        functools.partial(_make_inputs, size=size, heads=heads, firsts=firsts, exact=interpret),
         name="gated_delta_inputs",
-        grid=(2 * Hk + Hv, pl.cdiv(T, ROWS), B),
+        grid=(2 * Hk + Hv, pl.cdiv(T, size), B),
         out_shape=made + [jax.typeof(ring)] * in_place,
         input_output_aliases={3: 5} if in_place else {},
-        compiler_params=ONCE,
+        compiler_params=warps_of(size),
         interpret=interpret,
     )(start, real, fused, ring, weights, a_log, dt_bias)
     if in_place:
@@ -86,18 +95,18 @@ def next_inputs(
 
 def _make_inputs(
     start_ref, real_ref, fused_ref, ring_ref, weights_ref, a_log_ref, dt_bias_ref,
-    q_ref, k_ref, v_ref, g_ref, beta_ref, *kept_refs, heads, firsts,
+    q_ref, k_ref, v_ref, g_ref, beta_ref, *kept_refs, size, heads, firsts, exact,
 ):  # fmt: skip
     (Hk, dk), dv, (R, _), taps = heads, v_ref.shape[3], ring_ref.shape[1:], weights_ref.shape[1]
     first, first_b, first_a = firsts
     head, b = pl.program_id(0), pl.program_id(2)
-    row = pl.program_id(1) * ROWS + jnp.arange(ROWS)
+    row = pl.program_id(1) * size + jnp.arange(size)
     start, inside = start_ref[b], row < q_ref.shape[1]
     real = row < real_ref[b]
 
     def mixed(left, width: int):
         column = left + jnp.arange(width)
-        total = jnp.zeros((ROWS, width), jnp.float32)
+        total = jnp.zeros((size, width), jnp.float32)
         for tap in range(taps):
             weight = plt.load(at(weights_ref, column, tap)).astype(jnp.float32)
             ahead = row + (tap - taps + 1)  # of the call's first row
@@ -114,7 +123,7 @@ def _make_inputs(
         return total.astype(fused_ref.dtype).astype(jnp.float32)
 
     def unit(x):
-        return x * lax.rsqrt(sum_in_pairs(x * x) + 1e-6)[:, None]
+        return x * lax.rsqrt(sum_in_pairs(_squares(x, exact)) + 1e-6)[:, None]
 
     @pl.when(head < Hk)
     def _():
@@ -139,6 +148,18 @@ def _make_inputs(
         write(beta_ref, 1 / (1 + jnp.exp(-x)), inside, b, row, h)
 
 
+def _squares(x, exact: bool):
+    """x · x, which no compiler joins with the sum that follows: whether it would hangs on which
+    thread has a neighbour. An interpreter has no such operation."""
+    if exact:
+        return x * x
+    (squares,) = plt.elementwise_inline_asm(
+        "mul.rn.f32 $0, $1, $1;", args=[x], constraints="=f,f", pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )  # fmt: skip
+    return squares
+
+
 @functools.partial(jax.jit, static_argnames=("first", "eps", "interpret"))
 def finish(
     out: Float[Array, "B T Hv dv"],
@@ -159,40 +180,43 @@ def finish(
     Its base and its rows lie where they lay, so that a loop of steps copies none of them.
     """
     B, T, Hv, _ = out.shape
+    size = rows_of(T)
     rest = memory.base, *memory.rows
     normed, base, *rings = pl.pallas_call(
-        functools.partial(_finish, first=first, eps=eps),
+        functools.partial(_finish, size=size, first=first, eps=eps, exact=interpret),
         name="gated_delta_finish",
-        grid=(Hv, pl.cdiv(T, ROWS), B),
+        grid=(Hv, pl.cdiv(T, size), B),
         out_shape=(
             jax.ShapeDtypeStruct(out.shape, fused.dtype), *(jax.typeof(x) for x in rest)
         ),
         input_output_aliases={10 + i: 1 + i for i in range(len(rest))},
-        compiler_params=ONCE,
+        compiler_params=warps_of(size),
         interpret=interpret,
     )(start, real, kept, out, fused, scale, *rows, *rest)  # fmt: skip
     return normed, Memory(memory.state, base, Rows(*rings))
 
 
-def _finish(start_ref, real_ref, kept_ref, out_ref, fused_ref, scale_ref, *refs, first, eps):
-    """The norm of some rows of a head; the first program keeps its rows, CHUNK at most."""
+def _finish(
+    start_ref, real_ref, kept_ref, out_ref, fused_ref, scale_ref, *refs, size, first, eps, exact
+):
+    """The norm of some rows of a head; the first program keeps its rows, ROWS at most."""
     given, (normed_ref, base_ref, *rings) = refs[:4], refs[9:]
     h, b = pl.program_id(0), pl.program_id(2)
     (T, _, width), dtype = out_ref.shape[1:], fused_ref.dtype
-    row, column = pl.program_id(1) * ROWS + jnp.arange(ROWS), jnp.arange(width)
+    row, column = pl.program_id(1) * size + jnp.arange(size), jnp.arange(width)
     inside = row < T
     x = read(out_ref, inside, b, row, h, column).astype(dtype).astype(jnp.float32)
     z = read(fused_ref, inside, b, row, first + h * width + column).astype(jnp.float32)
-    normed = x * lax.rsqrt(sum_in_pairs(x * x) / width + eps)[:, None]
+    normed = x * lax.rsqrt(sum_in_pairs(_squares(x, exact)) / width + eps)[:, None]
     scaled = (plt.load(scale_ref.at[column])[None, :] * normed.astype(dtype)).astype(jnp.float32)
     write(normed_ref, scaled * (z / (1 + jnp.exp(-z))), inside, b, row, h, column)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        _keep(h, b, (start_ref[b], real_ref[b], kept_ref[b]), given, base_ref, rings)
+        _keep(h, b, (start_ref[b], real_ref[b], kept_ref[b]), size, given, base_ref, rings)
 
 
-def _keep(h, b, places, given, base_ref, rings):
+def _keep(h, b, places, size, given, base_ref, rings):
     """Writes the base and a head's rows that may still be rolled back into the memory."""
     start, real, kept = places
 
@@ -200,7 +224,7 @@ def _keep(h, b, places, given, base_ref, rings):
     def _():
         base_ref[b] = start + kept
 
-    row = kept + jnp.arange(CHUNK)
+    row = kept + jnp.arange(size)
     place = lax.rem(start + row, jnp.int32(2 * CHUNK))
     for one, ring in zip(given, rings, strict=True):
 
