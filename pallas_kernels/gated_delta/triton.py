@@ -79,10 +79,10 @@ def _walk(
         return k, v, old_g_ref[b, place, h], old_beta_ref[b, place, h]
 
     def given(i):
-        """The same of the call's row i."""
-        k = [plt.load(at(k_ref, b, i, key_head, key)) for key in keys]
+        """The same of the call's row i, and its query."""
+        q, k = ([plt.load(at(x, b, i, key_head, key)) for key in keys] for x in (q_ref, k_ref))
         v = plt.load(at(v_ref, b, i, h, column))
-        return k, v, g_ref[b, i, h], beta_ref[b, i, h]
+        return q, (k, v, g_ref[b, i, h], beta_ref[b, i, h])
 
     def keep(tiles):
         for key, tile in zip(keys, tiles, strict=True):
@@ -94,17 +94,16 @@ def _walk(
         return _step(tiles, row, exact), following
 
     def answered(i, carry):
-        tiles, row = carry
-        q = [plt.load(at(q_ref, b, i, key_head, key)) for key in keys]
+        tiles, (q, row) = carry
         following = given(jnp.minimum(i + 1, real - 1))
         pl.when((i == kept) & (ahead + kept > 0))(lambda: keep(tiles))
         tiles = _step(tiles, row, exact)
         plt.store(at(out_ref, b, i, h, column), _seen(q, tiles, exact))
         return tiles, following
 
-    tiles = [plt.load(at(state_ref, b, h, key, column)) for key in keys]
+    tiles, new = [plt.load(at(state_ref, b, h, key, column)) for key in keys], given(0)
     tiles, _ = lax.fori_loop(0, ahead, replayed, (tiles, earlier(0)))
-    tiles, _ = lax.fori_loop(0, real, answered, (tiles, given(0)))
+    tiles, _ = lax.fori_loop(0, real, answered, (tiles, new))
     pl.when((real == kept) & (ahead + kept > 0))(lambda: keep(tiles))
 
     def padding(i, _):

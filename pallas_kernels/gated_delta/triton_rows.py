@@ -104,48 +104,58 @@ def _make_inputs(
     start, inside = start_ref[b], row < q_ref.shape[1]
     real = row < real_ref[b]
 
+    # All that a program reads is on its way before its first write, which no read may pass.
+    h = jnp.maximum(head - 2 * Hk, 0)
+    decay, share = (
+        read(fused_ref, real, b, row, x + h).astype(jnp.float32) for x in (first_a, first_b)
+    )
+    bias, rate = (x[h].astype(jnp.float32) for x in (dt_bias_ref, a_log_ref))
+
     def mixed(left, width: int):
+        """The convolution's columns, and a function that keeps the call's rows of them."""
         column = left + jnp.arange(width)
-        total = jnp.zeros((size, width), jnp.float32)
+        total, given = jnp.zeros((size, width), jnp.float32), None
         for tap in range(taps):
             weight = plt.load(at(weights_ref, column, tap)).astype(jnp.float32)
             ahead = row + (tap - taps + 1)  # of the call's first row
             seen = real & (ahead >= 0)
-            x = read(fused_ref, seen, b, jnp.maximum(ahead, 0), first + column)
+            given = read(fused_ref, seen, b, jnp.maximum(ahead, 0), first + column)
             place = lax.rem(jnp.maximum(start + ahead, 0), jnp.int32(R))
             earlier = real & (ahead < 0) & (start + ahead >= 0)
-            x = x.astype(jnp.float32) + read(ring_ref, earlier, b, place, column)
+            x = given.astype(jnp.float32) + read(ring_ref, earlier, b, place, column)
             total += weight[None, :] * x
-        for kept_ref in kept_refs:
-            x = read(fused_ref, real, b, row, first + column)
-            write(kept_ref, x, real, b, lax.rem(start + row, jnp.int32(R)), column)
         total = total / (1 + jnp.exp(-total))
-        return total.astype(fused_ref.dtype).astype(jnp.float32)
+
+        def keep():
+            for kept_ref in kept_refs:
+                write(kept_ref, given, real, b, lax.rem(start + row, jnp.int32(R)), column)
+
+        return total.astype(fused_ref.dtype).astype(jnp.float32), keep
 
     def unit(x):
         return x * lax.rsqrt(sum_in_pairs(_squares(x, exact)) + 1e-6)[:, None]
 
     @pl.when(head < Hk)
     def _():
-        q = unit(mixed(head * dk, dk)) * dk**-0.5
-        write(q_ref, q, inside, b, row, head, jnp.arange(dk))
+        x, keep = mixed(head * dk, dk)
+        write(q_ref, unit(x) * dk**-0.5, inside, b, row, head, jnp.arange(dk))
+        keep()
 
     @pl.when((head >= Hk) & (head < 2 * Hk))
     def _():
-        k = unit(mixed(head * dk, dk))
-        write(k_ref, k, inside, b, row, head - Hk, jnp.arange(dk))
+        x, keep = mixed(head * dk, dk)
+        write(k_ref, unit(x), inside, b, row, head - Hk, jnp.arange(dk))
+        keep()
 
     @pl.when(head >= 2 * Hk)
     def _():
-        h = head - 2 * Hk
-        v = mixed(2 * Hk * dk + h * dv, dv)
-        write(v_ref, v, inside, b, row, h, jnp.arange(dv))
-        x = read(fused_ref, real, b, row, first_a + h).astype(jnp.float32)
-        x += dt_bias_ref[h].astype(jnp.float32)
+        x, keep = mixed(2 * Hk * dk + h * dv, dv)
+        write(v_ref, x, inside, b, row, h, jnp.arange(dv))
+        keep()
+        x = decay + bias
         softplus = jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
-        write(g_ref, -jnp.exp(a_log_ref[h].astype(jnp.float32)) * softplus, inside, b, row, h)
-        x = read(fused_ref, real, b, row, first_b + h).astype(jnp.float32)
-        write(beta_ref, 1 / (1 + jnp.exp(-x)), inside, b, row, h)
+        write(g_ref, -jnp.exp(rate) * softplus, inside, b, row, h)
+        write(beta_ref, 1 / (1 + jnp.exp(-share)), inside, b, row, h)
 
 
 def _squares(x, exact: bool):
@@ -199,9 +209,15 @@ def finish(
 def _finish(
     start_ref, real_ref, kept_ref, out_ref, fused_ref, scale_ref, *refs, size, first, eps, exact
 ):
-    """The norm of some rows of a head; the first program keeps its rows, ROWS at most."""
+    """The norm of some rows of a head; its first program writes the base, and the rows that may
+    still be rolled back, ROWS at most, into the memory."""
     given, (normed_ref, base_ref, *rings) = refs[:4], refs[9:]
-    h, b = pl.program_id(0), pl.program_id(2)
+    h, b, first_rows = pl.program_id(0), pl.program_id(2), pl.program_id(1) == 0
+    start, real, kept = start_ref[b], real_ref[b], kept_ref[b]
+    # All that a program reads is on its way before its first write, which no read may pass.
+    later = kept + jnp.arange(size)
+    held = [(ring, *_held(one, (later < real) & first_rows, b, later, h)) for one, ring in
+            zip(given, rings, strict=True)]  # fmt: skip
     (T, _, width), dtype = out_ref.shape[1:], fused_ref.dtype
     row, column = pl.program_id(1) * size + jnp.arange(size), jnp.arange(width)
     inside = row < T
@@ -211,24 +227,18 @@ def _finish(
     scaled = (plt.load(scale_ref.at[column])[None, :] * normed.astype(dtype)).astype(jnp.float32)
     write(normed_ref, scaled * (z / (1 + jnp.exp(-z))), inside, b, row, h, column)
 
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        _keep(h, b, (start_ref[b], real_ref[b], kept_ref[b]), size, given, base_ref, rings)
+    place = lax.rem(start + later, jnp.int32(2 * CHUNK))
+    for ring, rows, stays, rest in held:
+        write(ring, rows, stays, b, place, *rest)
 
-
-def _keep(h, b, places, size, given, base_ref, rings):
-    """Writes the base and a head's rows that may still be rolled back into the memory."""
-    start, real, kept = places
-
-    @pl.when(h == 0)
+    @pl.when((h == 0) & first_rows)
     def _():
         base_ref[b] = start + kept
 
-    row = kept + jnp.arange(size)
-    place = lax.rem(start + row, jnp.int32(2 * CHUNK))
-    for one, ring in zip(given, rings, strict=True):
 
-        @pl.when(h < ring.shape[2])
-        def _(one=one, ring=ring):
-            rest = [h, *map(jnp.arange, ring.shape[3:])]
-            write(ring, read(one, row < real, b, row, *rest), row < real, b, place, *rest)
+def _held(ref, stays, b, row, h):
+    """A head's rows, which of them there are, and their place in a row; none of a head that is
+    missing."""
+    heads = ref.shape[2]
+    stays, rest = stays & (h < heads), [jnp.minimum(h, heads - 1), *map(jnp.arange, ref.shape[3:])]
+    return read(ref, stays, b, row, *rest), stays, rest
