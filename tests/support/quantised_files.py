@@ -134,19 +134,20 @@ def awq(group: int):
 
 
 def gptq(bits: int, group: int, less: int, act_order: bool):
-    """`less` is what a stored zero lacks: 1 in version 1."""
+    """`less` is what a stored zero lacks: 1 in version 1, taken from whole words of zeros."""
 
     def make(shape, rng):
         (O, I), G = shape, -(-shape[1] // group)
         codes = rng.integers(0, 1 << bits, (I, O))
-        zeros = rng.integers(less, 1 << bits, (G, O))
+        zeros = rng.integers(0, 1 << bits, (G, O))
+        lacking = sum(less << place for place in range(0, 32, bits))
         scale = rng.uniform(0.01, 0.02, (G, O)).astype(np.float16)
         groups = np.arange(I) // group
         groups = (rng.permutation(groups) if act_order else groups).astype(np.int32)
         weight = ((codes - zeros[groups]).astype(np.float32) * scale.astype(np.float32)[groups]).T
         return {
             "qweight": words(codes.T, bits).T.copy(),
-            "qzeros": words(zeros - less, bits),
+            "qzeros": (words(zeros, bits).view(np.uint32) - np.uint32(lacking)).view(np.int32),
             "scales": scale,
             "g_idx": groups,
             "bias": np.zeros(O, np.float16),  # AutoGPTQ writes one everywhere

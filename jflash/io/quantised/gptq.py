@@ -1,7 +1,8 @@
 """GPTQ: words hold neighbouring inputs of a column, the lowest bits first.
 
 The group of an input is in `g_idx`, which act-order permutes. Format `gptq` stores zeros less 1,
-`gptq_v2` as they are.
+`gptq_v2` as they are. GPTQModel takes the 1s from a whole word, so a zero of 0 borrows from the
+next one in the word, and adding them to whole words gives it back.
 """
 
 import functools
@@ -82,7 +83,9 @@ def _codes(strip: np.ndarray, outputs: int, bits: int) -> np.ndarray:
 
 
 def _zeros(strip: np.ndarray, outputs: int, bits: int, added: int) -> np.ndarray:
-    return unpacked(strip, bits).T[:outputs].astype(np.int32) + added
+    ones = 0xFFFFFFFF // ((1 << bits) - 1)  # a 1 for every number of a word
+    words = strip.view(np.uint32) + np.uint32(added * ones)
+    return unpacked(words.view(np.int32), bits).T[:outputs]
 
 
 def _scales(strip: np.ndarray, outputs: int) -> np.ndarray:
