@@ -113,6 +113,14 @@ def row_int8(shape, rng):
     return {"weight": codes, "weight_scale": scale}, codes.astype(np.float32) * scale
 
 
+def int4_in_int8(shape, rng):
+    """As the library stores INT4 where activations are INT8: each number in an int8."""
+    codes, G = rng.integers(-8, 8, shape).astype(np.int8), shape[1] // 16
+    scale = rng.uniform(0.01, 0.02, (shape[0], G)).astype(np.float32)
+    weight = np.stack([codes[:, i] * scale[:, i // 16] for i in range(shape[1])], axis=1)
+    return {"weight": codes, "weight_scale": scale}, weight
+
+
 def awq(group: int):
     def make(shape, rng):
         (O, I), G = shape, shape[1] // group
@@ -190,6 +198,7 @@ CASES = {
     "ct-int8": Case(
         of_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), row_int8
     ),
+    "ct-int4-in-int8": Case(of_compressed("int-quantized", **_INT4), int4_in_int8),
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 16}, awq(16)),
     "gptq": Case(of_gptq(), gptq(4, 16, 1, False)),
     "gptq-act-order": Case(of_gptq(desc_act=True), gptq(4, 16, 1, True)),

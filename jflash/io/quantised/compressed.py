@@ -105,6 +105,7 @@ def _integers(
     shape: tuple[int, int], found: Shapes, bits: int, size: int, zeros: bool, ordered: bool
 ) -> Layout:
     group = shape[1] if size == -1 else size
-    if "weight_packed" in found or bits != 8:
+    # Where activations are quantised too, numbers of 4 bits lie in int8 as they are.
+    if "weight_packed" in found or (bits != 8 and "weight" not in found):
         return integers.packed(shape, bits, group, zeros, ordered or "weight_g_idx" in found)
     return integers.whole(shape, group, found, zeros)
