@@ -147,6 +147,23 @@ def test_modules_outside_all_groups_and_named_by_a_pattern(target):
     load_target(target)
 
 
+def test_a_module_of_several_groups_has_that_of_the_closest_target():
+    """A name, then patterns in the order of their letters, then the class, as the library does."""
+    int4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+    targets = [["Linear"], ["re:.*proj"], ["re:.*down.*"], [Q]]
+    groups = {
+        f"group_{i}": {"targets": names, "weights": int4 | {"group_size": 8 << i}}
+        for i, names in enumerate(targets)
+    }
+    config = of_compressed("pack-quantized") | {"config_groups": groups}
+    modules = ["lm_head", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj", Q]
+    scheme = scheme_of(config | {"ignore": []})
+    found = [scheme.layout([module], (64, 64), {}).group for module in modules]
+    assert found == [8, 16, 32, 64]
+    config["config_groups"]["group_4"] = groups["group_0"] | {"weights": int4 | {"group_size": 16}}
+    assert scheme_of(config | {"ignore": []}).layout(["lm_head"], (64, 64), {}).group == 16
+
+
 @pytest.fixture
 def seeing(tmp_path) -> Path:
     """A Qwen3.5 in the names of its vision model, whose projections are INT4."""

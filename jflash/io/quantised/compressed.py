@@ -1,6 +1,8 @@
 """compressed-tensors' config: groups of modules, each with the form of its weights.
 
-A module belongs to the group that names it, else to that of its class, `Linear`.
+A module belongs to the group of the target that names it: a name comes before a pattern, patterns
+come in the order of their letters, and its class, `Linear`, comes last. The last group with a
+target has it.
 """
 
 import functools
@@ -32,11 +34,12 @@ def layouts(raw: Mapping[str, Any]) -> Callable[[Sequence[str]], Layouts | None]
     if type(groups) is not dict or not all(type(group) is dict for group in groups.values()):
         raise ValueError(f"config_groups must be an object of objects, got {shown(groups)}")
     read = [(_targets(group), _layouts(group, raw.get("format"))) for group in groups.values()]
+    by_target = {target: form for targets, form in read for target in targets}
+    order = sorted(by_target, key=lambda target: (target.startswith("re:"), target))
 
     def of(modules: Sequence[str]) -> Layouts | None:
-        named = (f for targets, f in read if any(matches(m, t) for t in targets for m in modules))
-        linear = (form for targets, form in read if "Linear" in targets)
-        return next(named, None) or next(linear, None)
+        named = (by_target[t] for t in order if any(matches(m, t) for m in modules))
+        return next(named, None) or by_target.get("Linear")
 
     return of
 
