@@ -143,8 +143,25 @@ def test_ends_that_the_file_leaves_out_are_the_targets(tmp_path):
     layer |= {"layer_types": ["sliding_attention", "full_attention"]}
     for denied in (False, True):
         windowed = raw | {"transformer_layer_config": layer, "sliding_window_non_causal": denied}
-        seen = [(m.window, m.causal) for m in drafter_config(windowed).mixers]
-        assert seen == [(9, not denied), (None, False)]
+        for kind in ({}, second | {"speculators_model_type": "dflash2"}):
+            seen = [(m.window, m.causal) for m in drafter_config(windowed | kind).mixers]
+            assert seen == [(9, not denied), (None, False)]
+
+
+def test_what_a_config_leaves_out_is_what_the_library_takes(tmp_path):
+    """Windows of its dflash2 look both ways, those of its dflash do not."""
+    raw = json.loads((rewritten(DENSE, tmp_path / "own") / "config.json").read_text())
+    layer = raw["transformer_layer_config"] | {"sliding_window": 9, "hidden_size": 64}
+    layer |= {"layer_types": ["sliding_attention", "full_attention"]}
+    first = drafter_config(raw | {"transformer_layer_config": layer})
+    second = drafter_config(
+        raw | {"transformer_layer_config": layer, "speculators_model_type": "dflash2"}
+    )
+    assert [m.causal for m in first.mixers] == [True, False]
+    assert [(m.window, m.causal) for m in second.mixers] == [(9, False), (None, False)]
+    assert isinstance(second, Drafter2Config)
+    assert (second.conv_kernel_size, second.conv_group_size) == (2, 16)
+    assert (second.selector_rank, second.selector_top_k) == (256, 16)
 
 
 @pytest.mark.parametrize("embedded", [True, False])

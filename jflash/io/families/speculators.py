@@ -23,6 +23,9 @@ _KEYS = (MODEL_TYPE, "transformer_layer_config", "aux_hidden_state_layer_ids", "
 _KEYS += ("sliding_window_non_causal", "sample_from_anchor", "projector_type", "shift_label")
 _KEYS += ("target_hidden_size", "block_size", "mask_token_id", "input_embedding_scale")
 _KEYS += OF_DRAFTER_2
+# What that library takes for keys which a config of its dflash2 leaves out.
+DEFAULTS_2 = {"sliding_window_non_causal": True, "conv_kernel_size": 2, "conv_group_size": 16}
+DEFAULTS_2 |= {"selector_rank": 256, "selector_top_k": 16}
 _ENDS = {"embedding": ("embed_tokens.weight",), "head": ("lm_head.weight",), "d2t": ("d2t",)}
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 NAMES = replace(
@@ -38,6 +41,8 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     kind = value.get(MODEL_TYPE)
     if kind not in KINDS:
         raise ValueError(f"{MODEL_TYPE} {shown(kind)} is not supported, only {', '.join(KINDS)}")
+    name = KINDS[kind]
+    value = (DEFAULTS_2 if name == DRAFTER_2 else {}) | value
     layer = value.get("transformer_layer_config")
     ids = value.get("aux_hidden_state_layer_ids")
     if layer is None or not ids:
@@ -52,7 +57,6 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
         sight["is_causal"] = False
     kept = ("block_size", "mask_token_id", "input_embedding_scale", *OF_DRAFTER_2, *variants.KEYS)
     drafting = {key: value[key] for key in kept if key in value}
-    name = KINDS[kind]
     size = value.get("draft_vocab_size", layer.get("vocab_size"))
     if name == DRAFTER_2 and size != layer.get("vocab_size"):
         raise ValueError(f"draft_vocab_size {size}: a DFlash 2 drafter has its target's vocabulary")
