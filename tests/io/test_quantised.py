@@ -85,6 +85,14 @@ def test_bfloat16_is_rounded_once(target):
     np.testing.assert_array_equal(kernel, exact.astype(kernel.dtype))
 
 
+def test_scales_of_activations_under_transformers_name_are_not_read(target):
+    """Its `fp8` with activation_scheme static has one a module, beside `weight_scale_inv`."""
+    scale = {f"{Q}.activation_scale": np.ones((), np.float32)}
+    weights = quantise(target, CASES["fp8-tensor"], **scale)
+    kernel = load_target(target, "float32")[1]["layers_0"]["attention"]["qkv"]["kernel"]
+    np.testing.assert_array_equal(kernel, as_leaves(weights, 0)["qkv"])
+
+
 def problem(folder) -> str:
     checkpoint = open_checkpoint(folder)
     with pytest.raises(ValueError) as error:

@@ -21,6 +21,7 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 UNREAD = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "output_scale"),
     *("weight_shape", "k_scale", "v_scale", "q_scale", "kv_scale"),
+    "activation_scale",  # as transformers calls it, and after the name of a stack of experts
 )
 _KEYS = ("quantization_config", "compression_config")
 _IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
