@@ -57,6 +57,17 @@ PUBLISHED = {  # of 20b
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("given", "scaled"),
+    [({}, True), ({"rope_parameters": None}, True), ({"rope_parameters": {}}, False)],
+)
+def test_empty_rope_parameters_are_a_plain_rope(given, scaled):
+    """Those that are absent or null are the class's, as in transformers 5.15.0."""
+    raw = {key: value for key, value in PUBLISHED.items() if key != "rope_scaling"} | given
+    rope = target_config(raw).mixers[0].rope
+    assert (rope.scaling is not None, rope.theta) == (scaled, 150000)
+
+
 def test_the_shapes_to_time_are_the_published_ones():
     """120b's keys are transformers' defaults. 20.9 and 116.8 billion parameters were published."""
     small, large = PUBLISHED, {"architectures": ["GptOssForCausalLM"]}

@@ -58,7 +58,8 @@ def target(raw: dict[str, Any]) -> TargetConfig:
     refuse(raw, swiglu_alpha=(None, 1.702), swiglu_limit=(None, 7))
     raw = renamed(raw, "num_experts", "num_local_experts")
     given = checked(raw, (*DEFAULTS, "layer_types"))
-    if not (given.get("rope_parameters") or given.get("rope_scaling")):
+    # An empty rope_parameters means a plain RoPE, as to transformers; an absent one YaRN.
+    if "rope_parameters" not in given and not given.get("rope_scaling"):
         given["rope_parameters"] = ROPE
     trunk, value = read_trunk({"rope_theta": 150000.0} | given, DEFAULTS)
     bias, window = value["attention_bias"], raw.get("sliding_window", DEFAULTS["sliding_window"])
