@@ -229,6 +229,7 @@ REFUSED = [
     ({"quant_method": ["fp8"]}, "not supported"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two sizes"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+    ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "scales to divide by"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
     ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'"),
     ({"quant_method": "awq", "group_size": 0}, "group_size must be -1 or a multiple of 8, got 0"),

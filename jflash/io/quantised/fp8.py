@@ -31,6 +31,8 @@ def check_fp8(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     """The block of `quant_method` fp8."""
     if (kind := raw.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"fmt {shown(kind)} is not supported, only 'e4m3'")
+    if (meant := raw.get("weight_scale_semantics")) is not None:  # GPTQModel's; its codes are W·s
+        raise ValueError(f"weight_scale_semantics {shown(meant)}: scales to divide by are not read")
     return block_of(raw.get("weight_block_size"), "weight_block_size")
 
 
