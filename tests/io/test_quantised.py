@@ -236,6 +236,7 @@ REFUSED = [
     (of_gptq(bits=3), "bits 3 is not supported"),
     (of_gptq(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
     (of_gptq(checkpoint_format=["gptq"]), "checkpoint_format ['gptq']"),
+    (of_gptq(rotation="hadamard"), "rotation 'hadamard' is not supported"),
     (of_gptq(dynamic={r"+:.*\.down_proj": {"bits": 8}}), "other settings by module"),
     (of_gptq(dynamic={"-:(": {}}), "is not a pattern"),
     (of_gptq(dynamic=["-:.*"]), "dynamic must be an object"),

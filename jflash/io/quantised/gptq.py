@@ -27,6 +27,8 @@ def check(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     if kind not in tuple(FORMATS) or raw.get("is_marlin_format"):
         raise ValueError(f"checkpoint_format {shown(kind)} is not supported, only gptq, gptq_v2")
+    if turned := raw.get("rotation"):  # GPTQModel turns the inputs of down_proj too, as it decodes
+        raise ValueError(f"rotation {shown(turned)} is not supported")
     return dict(
         bits=bits, group=group_size(raw), added=FORMATS[kind], ordered=bool(raw.get("desc_act"))
     )
