@@ -82,6 +82,11 @@ class Safetensors(Folder):
         raw = quantisation(self.raw)
         return scheme_of(raw).method if raw else None
 
+    @property
+    def _scaled(self) -> bool:
+        """Whether there may be scales that no weight needs: caches alone may be quantised."""
+        return quantisation(self.raw) is not None or (self.path / MODELOPT).exists()
+
     def _stored(self) -> list[str]:
         """The names of all tensors; none where the weights are missing or damaged.
 
@@ -103,7 +108,7 @@ class Safetensors(Folder):
         weights = self._weights(sources, owners)
 
         def is_dropped(name: str) -> bool:
-            return names.is_dropped(config, name) or is_spare(name, weights)
+            return names.is_dropped(config, name) or is_spare(name, weights, self._scaled)
 
         expected = expected_tensors(sources, weights)
         check_problems(self.path, tensor_problems(expected, owners, is_dropped))

@@ -14,7 +14,7 @@ from jflash.io.hf_config import target_config
 from jflash.io.quantised.scheme import quantisation, scheme_of
 from jflash.io.quantised.tensors import Header, find_weights
 from tests.support.quantised_files import CASES, of_compressed, of_gptq, quantise
-from tests.support.small_checkpoints import edit_config, make_pair
+from tests.support.small_checkpoints import edit_config, edit_tensors, make_pair
 
 Q = "model.layers.0.self_attn.q_proj"
 INT4 = CASES["ct-int4-group"]
@@ -91,6 +91,22 @@ def test_scales_of_activations_under_transformers_name_are_not_read(target):
     weights = quantise(target, CASES["fp8-tensor"], **scale)
     kernel = load_target(target, "float32")[1]["layers_0"]["attention"]["qkv"]["kernel"]
     np.testing.assert_array_equal(kernel, as_leaves(weights, 0)["qkv"])
+
+
+def test_a_checkpoint_of_which_caches_alone_are_quantised(target):
+    """As compressed-tensors 0.20.0 writes it, and modelopt in a file of its own."""
+    scales = [f"model.layers.{i}.self_attn.{x}_scale" for i in (0, 1) for x in "kv"]
+    edit_tensors(target, **{name: np.ones(1, np.float32) for name in scales})
+    assert f"unknown: {scales[0]}" in problem(target)
+    plain = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    edit_config(target, quantization_config=config | {"kv_cache_scheme": cache})
+    np.testing.assert_array_equal(load_target(target, "float32")[1]["embedding"], plain)
+    edit_config(target, quantization_config=None)
+    own = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (target / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    np.testing.assert_array_equal(load_target(target, "float32")[1]["embedding"], plain)
 
 
 def problem(folder) -> str:

@@ -108,13 +108,13 @@ def named(source: str, suffix: str) -> str:
     return source + suffix.removeprefix("weight")
 
 
-def is_spare(name: str, weights: Mapping[str, Weight]) -> bool:
+def is_spare(name: str, weights: Mapping[str, Weight], scaled: bool) -> bool:
     """Whether a tensor of a quantised checkpoint is known and fills no leaf.
 
-    Some belong to activations or caches. AutoGPTQ writes a bias for every module, of zeros where
-    the model has none.
+    `scaled`: some belong to activations or caches, with or without such weights. AutoGPTQ writes
+    a bias for every module, of zeros where the model has none.
     """
-    return bool(weights) and (name.endswith(UNREAD) or _is_zero_bias(name, weights))
+    return (scaled and name.endswith(UNREAD)) or _is_zero_bias(name, weights)
 
 
 def check_biases(path: Path, spare: Mapping[str, Piece], weights: Mapping[str, Weight]) -> None:
