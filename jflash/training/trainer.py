@@ -42,7 +42,7 @@ class Trained(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What is measured about every `every` steps: `run(params)` gives numbers for the curves."""
+    """What is measured every `every` steps: `run(params)` gives numbers for the curves."""
 
     every: int
     run: Callable[[Any], dict[str, Any]]
@@ -142,9 +142,12 @@ def _to_the_end(
     drawn = time.monotonic()
     waiting: tuple[int, dict[str, Array]] | None = None
     bar = tqdm(total=config.steps, initial=step, desc=log.title, unit="step", mininterval=1)
+    # A call ends where a checkpoint or an evaluation is due, so that none of them comes late.
+    ends = [config.steps_per_call, config.checkpoint_every]
+    ends += [evaluation.every] if evaluation else []
     while step < config.steps and not _agreed(should_stop(step)):
         # The boundaries are always the same, so that a resumed run sums in the same order.
-        last = min(config.steps, step - step % config.steps_per_call + config.steps_per_call)
+        last = min(config.steps, *(step - step % every + every for every in ends))
         state, metrics = call(state, step, last)
         log.record(bar, waiting)
         waiting = (last, metrics)

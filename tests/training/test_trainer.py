@@ -118,6 +118,18 @@ def assert_damage_is_named(again, folder) -> None:
             again()
 
 
+def test_looks_and_checkpoints_come_at_the_steps_that_were_asked_for(tmp_path):
+    """Neither is a multiple of the steps of a call, and where calls end changes no parameter."""
+    config = replace(CONFIG, steps=13, checkpoint_every=6)
+    parts = {"params": init_target(MODEL, 0), "data": rows()}
+    found = run(**parts, config=config, directory=tmp_path / "a", evaluation=Evaluation(5, looks()))
+    assert [r["step"] for r in found.history if "size" in r] == [5, 10, 13]
+    kept = {int(folder.name) for folder in (tmp_path / "a/checkpoints").glob("[0-9]*")}
+    assert kept == {12, 13}
+    plain = run(**parts, config=replace(config, checkpoint_every=8), directory=tmp_path / "b")
+    assert equal(found.params, plain.params)
+
+
 def test_what_orbax_raises_is_a_line(tmp_path, monkeypatch):
     """It is no ValueError where an array was cut, and holds pages."""
 
