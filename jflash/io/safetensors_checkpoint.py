@@ -33,7 +33,7 @@ from jflash.io.quantised.tensors import (
     find_weights,
     is_spare,
 )
-from jflash.io.read_ahead import Piece, find_tensors, split_rows
+from jflash.io.read_ahead import Piece, find_tensors, same_numbers, split_rows
 from jflash.models.params import leaf_paths
 from jflash.specs import Kept
 
@@ -114,6 +114,8 @@ class Safetensors(Folder):
         check_problems(self.path, tensor_problems(expected, owners, is_dropped))
         places = self._places(owners)
         check_biases(self.path, {n: places[n] for n in places if n not in expected}, weights)
+        if isinstance(config, TargetConfig) and config.tie_embeddings:
+            self._check_tied(names, places)
         leaves, plan = leaf_paths(config), {}
         for leaf, parts in sources.items():
             if leaves[leaf].kept:
@@ -126,6 +128,16 @@ class Safetensors(Folder):
             plan = {leaf: _outputs_first(leaf, pieces) for leaf, pieces in plan.items()}
         arranged, name = arrangements(config, names), self.path.name
         return functools.partial(fill_leaves, plan, leaves, name, arranged=arranged)
+
+    def _check_tied(self, names: Names, places: dict[str, Piece]) -> None:
+        """ValueError if a head that is to be the embedding is another one: transformers reads that
+        head, whatever the config says, and the text would not be its text."""
+        [head], [embedding] = names.ends["head"], names.ends["embedding"]
+        if {head, embedding} <= places.keys() and not same_numbers(places[head], places[embedding]):
+            raise ValueError(
+                f"{self.path} does not fit: tie_word_embeddings is true, but {head} is not "
+                f"{embedding}: write false into config.json, or remove the one that is wrong"
+            )
 
     def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept | None]:
         """How the layers' quantised kernels may stay so in memory, by path; None: not at all.

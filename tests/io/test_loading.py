@@ -200,6 +200,8 @@ def test_dropped_names_are_no_errors(pair):
     edit_tensors(pair.target, **{"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, "f4")})
     load_target(pair.target)
     edit_config(pair.target, tie_word_embeddings=True)
+    embedding = load_file(pair.target / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(pair.target, **{"lm_head.weight": embedding})
     assert "head" not in load_target(pair.target)[1]
     stored = load_file(pair.drafter / "model.safetensors")
     want = load_drafter(pair.drafter)[1]
@@ -208,6 +210,17 @@ def test_dropped_names_are_no_errors(pair):
     jax.tree.map(np.testing.assert_array_equal, want, load_drafter(pair.drafter)[1])
     save_file(renamed | stored, pair.drafter / "model.safetensors")
     assert "given twice: fc.weight (fc.weight in" in error_of(pair.drafter, load_drafter)
+
+
+def test_a_head_that_is_not_the_embedding_is_not_passed_over(pair):
+    """transformers warns that it will not tie such a head, and reads it."""
+    edit_config(pair.target, tie_word_embeddings=True)
+    told = r"tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight"
+    assert told in error_of(pair.target)
+    embedding = load_file(pair.target / "model.safetensors")["model.embed_tokens.weight"]
+    for other in (embedding[::-1], embedding[:-1], embedding.astype(np.float16)):
+        edit_tensors(pair.target, **{"lm_head.weight": np.ascontiguousarray(other)})
+        assert told in error_of(pair.target)
 
 
 @pytest.mark.parametrize("change", [{"qkv_bias": True, "qk_norm": False}, {"mlp_bias": True}, {}])
