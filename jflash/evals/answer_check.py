@@ -15,8 +15,10 @@ WHOLE = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)")  # as people write it: -7, 1
 NUMBER = re.compile(
     r"(?:(?<![\w)])[-\u2212])?[$£€¥]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:/\d+)?"
 )
+# A unit may be words with marks in them: 18 t-shirts, 18 students' books.
 UNIT = re.compile(
-    r"([-\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*/?\s*[A-Za-z][A-Za-z ]*"
+    r"([-\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?)\s*/?\s*"
+    r"[A-Za-z](?:[A-Za-z ]|(?<=[A-Za-z])(?:-(?=[A-Za-z])|['\u2019](?=[A-Za-z ])))*"
     r"(?:\^\{?[23]\}?|[²³])?(?:/[A-Za-z]+(?:\^2|²)?)?\.?"
 )
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|\u202f|\u2009|~)(?=\d{3}(?!\d))")  # 1\,000
