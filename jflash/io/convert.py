@@ -32,6 +32,7 @@ def convert_checkpoint(
 
     def write(part: Path) -> None:
         for name, content in companions.items():
+            (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_bytes(content)
         _describe(part / "config.json", dtype)
         save_orbax(part, fill(dtype, False))

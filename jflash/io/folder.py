@@ -29,6 +29,7 @@ COMPANIONS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "chat_template.jinja", "chat_template.json"),
 )
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # such as tool_use, beside the default one
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Folder:
 
     def companions(self) -> dict[str, bytes]:
         """The files that describe the model, by name; a converted checkpoint has the same."""
-        there = [name for name in COMPANIONS if (self.path / name).exists()]
-        return {name: (self.path / name).read_bytes() for name in there}
+        there = [self.path / name for name in COMPANIONS if (self.path / name).exists()]
+        there += sorted(self.path.glob(MORE_TEMPLATES))
+        return {str(file.relative_to(self.path)): file.read_bytes() for file in there}
 
     def has_tokenizer(self) -> bool:
         """Whether there are files of a tokenizer, supported or not."""

@@ -17,6 +17,7 @@ from jflash.io import (
     convert,
     load_drafter,
     load_target,
+    load_tokenizer,
     open_checkpoint,
     random_drafter,
     save_checkpoint,
@@ -86,6 +87,18 @@ def test_companions_travel_and_weights_do_not(pair, converted):
         "orbax",
         "orbax.crc32.json",
     }
+
+
+def test_further_chat_templates_travel(pair, tmp_path):
+    """As transformers writes them beside the default one; the server's tools take one of them."""
+    source, destination = tmp_path / "source", tmp_path / "converted"
+    shutil.copytree(pair.target, source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "chat_template.jinja").write_text("default")
+    (source / "additional_chat_templates/tool_use.jinja").write_text("with tools")
+    assert main.run("convert", [str(source), str(destination)]) == 0
+    templates = load_tokenizer(destination).chat_template
+    assert templates == {"default": "default", "tool_use": "with tools"}
 
 
 def test_either_form_generates_the_same(pair, converted, capsys):
