@@ -69,7 +69,8 @@ def check(request: Request, models: Models, layout: Layout, max_context: int) ->
             f"{max_context} tokens: give fewer"
         )
     if request.needs_logits and "drawn" not in layout.kinds:
-        raise ValueError("the engine was made for greedy requests, without drawn ones")
+        why = "the engine was made for requests of the kind 'greedy' alone, without 'drawn'"
+        raise ValueError(f"{_beyond_argmax(request)}: {why}")
     if -(-total // PAGE) > layout.page_count:
         raise TooLong(
             f"{prompt} prompt tokens + max_tokens {request.max_tokens} pass the engine's "
@@ -97,3 +98,13 @@ def check(request: Request, models: Models, layout: Layout, max_context: int) ->
             raise ValueError(
                 f"the grammar is of {request.grammar.vocabulary} tokens, the model has {vocabulary}"
             )
+
+
+def _beyond_argmax(request: Request) -> str:
+    """What such a request `needs_logits` for: the first field, and its value."""
+    names = ("logprobs", "logit_bias", "min_tokens")
+    names += ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    values = {"temperature": request.sampling.temperature}
+    values |= {name: getattr(request, name) for name in names}
+    usual = {"repetition_penalty": 1}
+    return next(f"{n} {v!r:.80}" for n, v in values.items() if v and v != usual.get(n))

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 
 from jflash.decoding import Decoding, Sampling
 from jflash.generate import generate
-from jflash.serving import device
+from jflash.serving import device, limits
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request
 from jflash.serving.stats import SIZES, Stats
@@ -156,6 +157,25 @@ def test_sizes_and_kinds_that_cannot_be_are_refused_by_name(pair, name, value):
     wrong: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"^{name} "):
         Engine(pair, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"sampling": Sampling(temperature=0.5)}, "temperature 0.5"),
+        ({"logprobs": True, "repetition_penalty": 1.0}, "logprobs True"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias {3: 1.0}"),
+        ({"min_tokens": 2, "repetition_penalty": 1.5}, "min_tokens 2"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty 1.5"),
+        ({"presence_penalty": -0.5}, "presence_penalty -0.5"),
+    ],
+)
+def test_what_an_engine_of_greedy_requests_lacks_is_named(engine, changed, named):
+    """Greedy requests, too, may need more than the argmax of the unchanged logits."""
+    layout = engine._layout._replace(kinds=("greedy",))
+    request = Request(prompt_ids=[1], max_tokens=4, **changed)
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}: the engine was made for requests"):
+        limits.check(request, engine.pair.models, layout, engine.max_context)
 
 
 def test_generate_waits_for_room_and_cancels_all_after_an_error(pair, engine):
