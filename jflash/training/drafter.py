@@ -38,6 +38,7 @@ def drafter_config_for(
         raise ValueError(f"a drafter needs at least 1 layer, got {num_layers}")
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(target.num_layers, num_layers)
+        _check_rule(target.num_layers, num_layers, target_layer_ids)
     mixer = target.mixers[0]
     return DrafterConfig.alike(
         vocab_size=target.vocab_size,
@@ -61,6 +62,15 @@ def drafter_config_for(
         output_multiplier=1.0,
         final_logit_softcapping=None,
     )
+
+
+def _check_rule(target_layers: int, num_layers: int, ids: Sequence[int]) -> None:
+    """ValueError if the published rule, which is for deep targets, names layers twice or none."""
+    if len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < target_layers:
+        raise ValueError(
+            f"num_layers {num_layers}: for a target of {target_layers} layers the published rule "
+            f"gives target_layer_ids {list(ids)}: give fewer layers, or target_layer_ids"
+        )
 
 
 def _rope_for(target: TargetConfig) -> RopeConfig | None:
