@@ -29,7 +29,11 @@ def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> 
 def check_ids(models: Models, prompt: Sequence[int], stops: Sequence[int]) -> None:
     """ValueError for an empty prompt, and for ids that the models do not read."""
     vocabulary = models.target.config.vocab_size
-    if not len(prompt):
+    try:
+        empty = not len(prompt)
+    except TypeError:  # such as a token of one prompt, given in place of several prompts
+        raise ValueError(f"the prompt {prompt!r:.80} is no list of token ids") from None
+    if empty:
         raise ValueError("the prompt is empty: give at least one token")
     try:  # ids may be numbers of NumPy or JAX, too
         ids = [operator.index(t) for t in (*prompt, *stops)]

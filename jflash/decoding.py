@@ -80,4 +80,8 @@ class Decoding:
     stop_when: StopWhen | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # to be hashed
+        try:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # to be hashed
+        except TypeError:
+            why = "must be a list of token ids"
+            raise ValueError(f"stop_token_ids {self.stop_token_ids!r:.80} {why}") from None

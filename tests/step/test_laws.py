@@ -311,6 +311,8 @@ for call in (
     lambda: check_request(models, [1], half),
     lambda: check_request(models, [1, 1.5], Decoding()),
     lambda: check_request(models, "hi", Decoding()),
+    lambda: check_request(models, 7, Decoding()),
+    lambda: Decoding(stop_token_ids=2),
 ):
     try:
         call()
@@ -324,4 +326,6 @@ for call in (
         "max_new_tokens must be a whole number, got 2.5",
         f"{ids}: 'float' object cannot be interpreted as an integer",
         f"{ids}: 'str' object cannot be interpreted as an integer",
+        "the prompt 7 is no list of token ids",
+        "stop_token_ids 2 must be a list of token ids",
     ]
