@@ -139,10 +139,10 @@ def _check_file(path: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _lines(path: Path, part: Path) -> Iterator[Callable[[str], None]]:
+def _lines(path: Path, part: Path, mode: str = "w") -> Iterator[Callable[[str], None]]:
     """Yields a function that writes a line to `part`; its errors name `path`."""
     with naming(path):
-        file = part.open("w", encoding="utf-8")
+        file = part.open(mode, encoding="utf-8")
 
     def write(line: str) -> None:
         with naming(path):
@@ -252,13 +252,8 @@ def appended(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
     The line that a killed run did not finish is cut off, so the caller must hold the folder's lock.
     """
-    with file.open("a+b") as found:
+    with naming(file), file.open("a+b") as found:
         found.seek(0)
         found.truncate(_whole(found.read()))
-    with file.open("a", encoding="utf-8") as lines:
-
-        def add(record: dict[str, Any]) -> None:
-            lines.write(json.dumps(record, allow_nan=False) + "\n")
-            lines.flush()
-
-        yield add
+    with _lines(file, file, "a") as write:
+        yield lambda record: write(json.dumps(record, allow_nan=False))

@@ -1,6 +1,7 @@
 """What replaces a file replaces it whole or leaves it alone."""
 
 import fcntl
+import resource
 import subprocess
 import sys
 
@@ -157,6 +158,20 @@ def test_a_writer_leaves_no_lock_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"cannot write .*dst: No such file or directory"):
         sole_writer(tmp_path / "nowhere" / "dst").__enter__()
+
+
+def test_a_full_disc_is_told_with_the_file_that_was_appended_to(tmp_path):
+    """Closing fails once more, as the rest of the line waits; the whole lines stay."""
+    file, before = tmp_path / "lines.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        told = r"cannot write .*/lines.jsonl: File too large"
+        with pytest.raises(ValueError, match=told), appended(file) as add:
+            add({"index": 0})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+            add({"index": 1, "text": "x" * 64})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_lines(file) == [{"index": 0}]
 
 
 def test_lines_are_appended_after_the_last_whole_one(tmp_path):
