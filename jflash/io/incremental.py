@@ -35,6 +35,7 @@ class Incremental:
         self._text = decode(self._known) if self._known else ""  # of these
         if self._text.endswith(INCOMPLETE):  # no text goes on with half a character
             self._known, self._text = [], ""
+        self._anew = 0  # of these, the first one with which they may begin anew
         self._new: list[int] = []  # tokens after them, whose text may be half a character
         self._held = ""  # text that may be the beginning of a stop
         self.stopped = False
@@ -88,9 +89,15 @@ class Incremental:
         """The first of the new tokens, with which the text of the known ones is this."""
         self._held += text[len(self._text) :]
         new, self._new = self._new[:count], self._new[count:]
+        if self._text and text == self._text:
+            return  # special tokens, of which no text is made
+        begin = len(self._known)
         self._known, self._text = self._known + new, text
         if len(self._known) > WINDOW:
-            self._known, self._text = new, self._decode(new)
+            # A decoder may drop a blank at the beginning: it must have come, or the next one would.
+            self._anew = self._anew or begin
+            if later := self._decode(self._known[self._anew :]):
+                self._known, self._text, self._anew = self._known[self._anew :], later, 0
 
     def _found(self) -> bool:
         """Looks for a complete stop text, and cuts what is held before it."""

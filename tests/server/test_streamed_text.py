@@ -17,6 +17,7 @@ from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Tools
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed, Request
+from tests.support.gguf_files import sentencepiece, write_gguf
 from tests.support.letters import END, letters_tokenizer
 
 RANDOM = random.Random(0)
@@ -128,6 +129,28 @@ def test_bytes_of_no_character_are_not_waited_for(tokenizer):
     assert "".join(pieces) == decode(tokenizer, ids)
     assert pieces.index("🦊") < 10 and sum(map(bool, pieces)) > 90
     assert max(lengths) <= 2 * WINDOW and len(lengths) < 6 * len(ids)
+
+
+@pytest.mark.parametrize(
+    "beside", [["<user>"], ["<user>"] * 90, ["▁"]], ids=["one", "many", "blank"]
+)
+def test_the_blank_after_a_special_token(beside, tmp_path):
+    """A window may begin with tokens of no text, after which this decoder drops a blank."""
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", change=sentencepiece()))
+    lengths = list[int]()
+
+    def counting(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return decode(tokenizer, ids)
+
+    for count in range(WINDOW - 2, WINDOW + 3):
+        words = ["▁ban", *["ana"] * count, *beside, "▁banana", *["▁ban", *beside] * WINDOW]
+        ids = tokenizer.convert_tokens_to_ids(words)
+        for stops in ((), ["c"]):
+            stream = Incremental(counting, stops)
+            pieces = [stream.push([token], False) for token in ids] + [stream.push([], True)]
+            assert "".join(pieces) == decode(tokenizer, ids)
+    assert max(lengths) <= 2 * WINDOW
 
 
 def test_half_a_character_at_the_end_is_given_out_at_the_end(tokenizer):
