@@ -87,7 +87,7 @@ class Gguf:
             return gguf_tokenizer(self.file)
 
     def stop_ids(self, tokenizer: Any = None) -> list[int]:
-        """The metadata's ids for the ends of a text, a turn and a message."""
+        """The ids for the ends of a text, a turn and a message."""
         return stop_ids(self.file)
 
     def kept(self, config: TargetConfig | DrafterConfig) -> dict[str, Kept | None]:

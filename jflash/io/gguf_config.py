@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 
 from jflash.io.gguf_file import GgufFile
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
-from jflash.io.hf_values import ID, POSITIVE, SIZE, SWITCH, TEXT, shown
+from jflash.io.hf_values import ID, POSITIVE, SIZE, SWITCH, TEXT, TEXTS, shown
 from jflash.rope import rope_frequencies
 from jflash.specs import Llama3Scaling, RopeConfig
 
@@ -41,6 +41,9 @@ _ALSO_KNOWN = {
 _OF_GEMMA = {"attention.sliding_window", "rope.scaling.factor", "rope.freq_base_swa"}
 GEMMA_27B = 62  # layers, by which llama.cpp tells the model whose scores have a scale of their own
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+_TOKENS = "tokenizer.ggml.tokens"
+# The ends of a turn that llama.cpp knows by their texts: files of Gemma 3 name none.
+TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
 _KEYS = {
     SIZE: "block_count embedding_length feed_forward_length context_length vocab_size"
     " attention.head_count attention.head_count_kv attention.key_length attention.value_length"
@@ -127,10 +130,12 @@ def _gemma(file: GgufFile, metadata: dict[str, Any], config: dict[str, Any]) -> 
 
 
 def stop_ids(file: GgufFile) -> list[int]:
-    """Ids that end a text, a turn or a message, as the metadata names them."""
+    """Ids that end a text, a turn or a message: those that the metadata names, then TURN_ENDS."""
     keys = [f"tokenizer.ggml.{name}" for name in _STOPS]
-    file.check(dict.fromkeys(keys, ID))
-    return list(dict.fromkeys(file.metadata[key] for key in keys if key in file.metadata))
+    file.check(dict.fromkeys(keys, ID) | {_TOKENS: TEXTS})
+    named = [file.metadata[key] for key in keys if key in file.metadata]
+    texts = enumerate(file.metadata.get(_TOKENS, ()))
+    return list(dict.fromkeys([*named, *(i for i, text in texts if text in TURN_ENDS)]))
 
 
 def _check_layers(file: GgufFile, num_layers: int) -> None:

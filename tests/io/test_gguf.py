@@ -29,12 +29,16 @@ from jflash.io.hf_config import target_config
 from jflash.rope import rope_frequencies
 from jflash.specs import Llama3Scaling, RopeConfig
 from tests.support.gguf_files import (
+    ASSISTANT,
     EOS,
     HEADS,
     K_QUANTS,
     KINDS,
     LAYERS,
+    PADDING,
     PLAIN,
+    TOKENS,
+    USER,
     VOCABULARY,
     WIDTH,
     Kind,
@@ -281,6 +285,18 @@ def test_stops_are_the_ends_that_the_file_names(tmp_path):
     assert stop_token_ids(write_gguf(tmp_path / "m.gguf", change=stops)) == [5, 9]
     none = {"tokenizer.ggml.eos_token_id": None}
     assert stop_token_ids(write_gguf(tmp_path / "n.gguf", change=none)) == []
+
+
+def test_stops_are_also_the_ends_of_a_turn_that_no_key_names(tmp_path):
+    """A chat of Gemma 3 ends with <end_of_turn>, whose files may name <eos> alone."""
+    tokens = TOKENS + PADDING
+    tokens[USER], tokens[ASSISTANT] = "<start_of_turn>", "<end_of_turn>"
+    change = {"tokenizer.ggml.tokens": tokens}
+    file = write_gguf(tmp_path / "m.gguf", change=change)
+    assert stop_token_ids(file) == [EOS, ASSISTANT]
+    assert open_checkpoint(file).raw["eos_token_id"] == [EOS, ASSISTANT]
+    change |= {"tokenizer.ggml.eos_token_id": ASSISTANT, "tokenizer.ggml.eot_token_id": ASSISTANT}
+    assert stop_token_ids(write_gguf(tmp_path / "n.gguf", change=change)) == [ASSISTANT]
 
 
 Q = (np.zeros((256, 84), np.uint8), Kind.Q2_K)
