@@ -12,6 +12,7 @@ from typing import Any
 from jflash.io.foreign import named
 from jflash.io.hf_config import read_json
 from jflash.io.hf_values import checked
+from jflash.io.tokenizer_file import tokenizer_of
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # (dtype, progress, place=…) -> the parameters, already checked; dtype None keeps the stored one.
@@ -61,11 +62,9 @@ class Folder:
 
     def tokenizer(self) -> Any:
         """The tokenizer, as transformers'; ValueError if there is none or it does not load."""
-        from transformers import AutoTokenizer
-
         check_tokenizer(self.path, self.has_tokenizer())
         with named(f"the tokenizer in {self.path} does not load"):
-            return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
+            return tokenizer_of(self.path)
 
     def stop_ids(self, tokenizer: Any = None) -> list[int]:
         """End-of-text ids: generation_config's, else config's, else the tokenizer's, else none."""

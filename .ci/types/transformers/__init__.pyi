@@ -15,7 +15,21 @@ class AutoTokenizer:
     ) -> PreTrainedTokenizerFast: ...
 
 class PreTrainedTokenizerFast:
+    backend_tokenizer: Any
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str,
+        *init_inputs: Any,
+        cache_dir: str | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str = "main",
+        trust_remote_code: bool = False,
+        **kwargs: Any,
+    ) -> PreTrainedTokenizerFast: ...
     def decode(
         self,
         token_ids: int | list[int] | list[list[int]],

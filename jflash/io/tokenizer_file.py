@@ -1,0 +1,46 @@
+"""A folder's tokenizer, which splits and joins text as its tokenizer.json says.
+
+transformers 5 gives some classes the vocabulary of that file alone, and builds the rest anew. The
+class of GPT-2, which SmolLM2's folder names, would keep digits together that the model knows apart.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+NAME = "tokenizer.json"
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_OF_MODEL = ("ignore_merges", "byte_fallback", "fuse_unk")  # how pieces become tokens
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer as transformers', of a folder with files of one."""
+    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    file = folder / NAME
+    if type(found) is Fast or not isinstance(found, Fast) or not file.exists():
+        return found
+    if _form(found.backend_tokenizer) == _form(_without_tokens(file)):
+        return found
+    return Fast.from_pretrained(str(folder), local_files_only=True)
+
+
+def _without_tokens(file: Path) -> Any:
+    """The tokenizer of a file without its vocabulary, which takes no time to build."""
+    from tokenizers import Tokenizer
+
+    described = json.loads(file.read_bytes())
+    model = described["model"]
+    if model.get("type") != "BPE":
+        return Tokenizer.from_file(str(file))
+    model = model | {"vocab": {}, "merges": [], "unk_token": None}
+    return Tokenizer.from_str(json.dumps(described | {"model": model, "added_tokens": []}))
+
+
+def _form(tokenizer: Any) -> list[Any]:
+    """What a tokenizer does beside its vocabulary."""
+    parts = [getattr(tokenizer, name) for name in _PARTS]
+    states = [None if part is None else part.__getstate__() for part in parts]
+    return [*states, *(getattr(tokenizer.model, name, None) for name in _OF_MODEL)]

@@ -1,0 +1,53 @@
+"""Folders of tokenizers: what tokenizer.json says holds, whatever class the config names."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer
+
+from jflash.io import encode_prompt, load_tokenizer
+from jflash.io.text import decode
+from tests.support.gguf_files import TEMPLATE, sentencepiece, write_gguf
+
+TEXT = "It'S  12345  (x)!\n\n \n a=b<user> ban é"
+KINDS = {
+    "smollm": {"tokenizer.ggml.pre": "smollm"},
+    "qwen2": {"tokenizer.ggml.pre": "qwen2"},
+    "llama-bpe": {"tokenizer.ggml.pre": "llama-bpe"},
+    "sentencepiece": sentencepiece(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "name"),
+    [
+        ("smollm", "llama", "GPT2Tokenizer"),  # as SmolLM2's folder says
+        ("smollm", "qwen2", None),
+        ("llama-bpe", "llama", "LlamaTokenizerFast"),
+        ("llama-bpe", "qwen3", "Qwen2Tokenizer"),
+        ("qwen2", "qwen3", "Qwen2Tokenizer"),
+        ("sentencepiece", "llama", "LlamaTokenizer"),
+        ("sentencepiece", "gemma3_text", None),
+    ],
+)
+def test_text_is_split_and_joined_as_the_file_says(kind, model, name, tmp_path):
+    source = load_tokenizer(write_gguf(tmp_path / "m.gguf", change=KINDS[kind]))
+    source.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": source.bos_token, "eos_token": source.eos_token}
+    config |= {"chat_template": TEMPLATE} | ({"tokenizer_class": name} if name else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    file, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    for special in (False, True):
+        wanted = file.encode(TEXT, add_special_tokens=special).ids
+        assert ours(TEXT, add_special_tokens=special)["input_ids"] == wanted
+    assert decode(ours, wanted) == file.decode(wanted)
+    assert (ours.bos_token, ours.eos_token) == (source.bos_token, source.eos_token)
+    assert encode_prompt(ours, "a 12") == encode_prompt(source, "a 12")
+
+
+def test_a_class_that_does_what_the_file_says_is_kept(tmp_path):
+    source = load_tokenizer(write_gguf(tmp_path / "m.gguf", change=KINDS["qwen2"]))
+    source.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
