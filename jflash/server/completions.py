@@ -92,7 +92,7 @@ async def _prompts(service: Service, asked: Completion, n: int) -> list[list[int
 def _added(service: Service, asked: Completion, ids: Sequence[int]) -> int:
     """How many tokens the tokenizer has put before the prompt's text, which an echo leaves out."""
     text = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], str)
-    begin = service.tokenizer.bos_token_id if text and asked.add_special_tokens else None
+    begin = service.begins_with if text and asked.add_special_tokens else None
     return int(begin is not None and len(ids) > 0 and ids[0] == begin)
 
 

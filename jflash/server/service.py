@@ -74,6 +74,14 @@ class Service(Settings):
         """The ids of a text, without special tokens around it."""
         return token_ids(self.tokenizer, text, add_special_tokens=False)
 
+    @functools.cached_property
+    def begins_with(self) -> int | None:
+        """The token that the tokenizer puts before a text; None if it puts none, though it may know
+        one that begins messages, as SmolLM2's does."""
+        begin = self.tokenizer.bos_token_id
+        added = token_ids(self.tokenizer, "", add_special_tokens=True)
+        return begin if added[:1] == [begin] else None
+
     def plain_text(self, ids: list[int]) -> str:
         """Tokens as text, without special tokens."""
         return decode(self.tokenizer, ids)

@@ -9,10 +9,12 @@ from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from jflash.io import load_tokenizer
 from jflash.io.incremental import BEFORE, INCOMPLETE, Incremental
 from jflash.io.text import decode
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Request
+from tests.support.gguf_files import EOS, write_gguf
 from tests.support.reciting import Reciting, client_of
 
 PROMPT, ANSWER = "My name is", " John."
@@ -88,6 +90,22 @@ def test_offsets_count_the_blank(client):
     tokens = scores["tokens"][1:]
     assert "".join(tokens) == text
     assert scores["text_offset"][1:] == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_echo_leaves_out_only_what_the_tokenizer_has_added(adds, tmp_path):
+    """The token that begins messages of SmolLM2's kind is no beginning of every text."""
+    change = {"tokenizer.ggml.add_bos_token": adds}
+    client = client_of(GoingOn(load_tokenizer(write_gguf(tmp_path / "m.gguf", change=change))), EOS)
+    prompt = f"<bos>{PROMPT}"
+    body = {"prompt": prompt, "max_tokens": 9, "echo": True, "logprobs": 0}
+    found = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert found["text"] == prompt + ANSWER
+    scores = found["logprobs"]
+    assert scores["tokens"][: 2 + adds] == ["<bos>"] * (1 + adds) + ["M"]
+    assert scores["text_offset"][: 2 + adds] == [0] * (1 + adds) + [len("<bos>")]
+    plain = client.post("/v1/completions", json=body | {"prompt": PROMPT}).json()["choices"][0]
+    assert plain["text"] == PROMPT + ANSWER
 
 
 def test_a_chats_answer_begins_anew(client):
