@@ -5,10 +5,11 @@ class of GPT-2, which SmolLM2's folder names, would keep digits together that th
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-NAME = "tokenizer.json"
+NAME, MODEL = "tokenizer.json", "tokenizer.model"
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _OF_MODEL = ("ignore_merges", "byte_fallback", "fuse_unk")  # how pieces become tokens
 
@@ -18,6 +19,7 @@ def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers import PreTrainedTokenizerFast as Fast
 
+    _check_model(folder)
     found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     file = folder / NAME
     if type(found) is Fast or not isinstance(found, Fast) or not file.exists():
@@ -25,6 +27,18 @@ def tokenizer_of(folder: Path) -> Any:
     if _form(found.backend_tokenizer) == _form(_without_tokens(file)):
         return found
     return Fast.from_pretrained(str(folder), local_files_only=True)
+
+
+def _check_model(folder: Path) -> None:
+    """ValueError for a file of sentencepiece alone without its package: transformers would take the
+    file for one of tiktoken, and ask for that."""
+    file = folder / MODEL
+    if not file.exists() or (folder / NAME).exists() or (folder / "vocab.json").exists():
+        return
+    with file.open("rb") as stream:
+        is_proto = stream.read(1) == b"\n"  # tiktoken's are lines of base64
+    if is_proto and find_spec("sentencepiece") is None:
+        raise ValueError(f"there is no {NAME}, and {MODEL} needs the package sentencepiece")
 
 
 def _without_tokens(file: Path) -> Any:

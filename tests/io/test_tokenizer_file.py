@@ -51,3 +51,12 @@ def test_a_class_that_does_what_the_file_says_is_kept(tmp_path):
     source.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
+
+
+def test_a_file_of_sentencepiece_alone(tmp_path, monkeypatch, capfd):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setattr("jflash.io.tokenizer_file.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"tokenizer\.model needs the package sentencepiece"):
+        load_tokenizer(tmp_path)
+    assert "tiktoken" not in str(capfd.readouterr())
