@@ -12,6 +12,7 @@ from typing import Any
 NAME, MODEL = "tokenizer.json", "tokenizer.model"
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _OF_MODEL = ("ignore_merges", "byte_fallback", "fuse_unk")  # how pieces become tokens
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def tokenizer_of(folder: Path) -> Any:
@@ -20,13 +21,15 @@ def tokenizer_of(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast as Fast
 
     _check_model(folder)
-    found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    # Without a word about code of the folder's own, transformers would ask on stdin whether to run
+    # it, and take the answer from the prompts there.
+    found = AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
     file = folder / NAME
     if type(found) is Fast or not isinstance(found, Fast) or not file.exists():
         return found
     if _form(found.backend_tokenizer) == _form(_without_tokens(file)):
         return found
-    return Fast.from_pretrained(str(folder), local_files_only=True)
+    return Fast.from_pretrained(str(folder), **_LOCAL)
 
 
 def _check_model(folder: Path) -> None:

@@ -60,3 +60,16 @@ def test_a_file_of_sentencepiece_alone(tmp_path, monkeypatch, capfd):
     with pytest.raises(ValueError, match=r"tokenizer\.model needs the package sentencepiece"):
         load_tokenizer(tmp_path)
     assert "tiktoken" not in str(capfd.readouterr())
+
+
+def test_nothing_is_asked_about_code_of_the_folder(tmp_path, monkeypatch):
+    """The answer would be a line of the prompts on stdin, and with `y` the code would run."""
+    asked = list[str]()
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    source = load_tokenizer(write_gguf(tmp_path / "m.gguf"))
+    source.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "of_its_own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert load_tokenizer(tmp_path)("a12")["input_ids"] == source("a12")["input_ids"]
+    assert not asked and not (tmp_path / "ran").exists()
