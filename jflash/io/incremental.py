@@ -31,15 +31,21 @@ class Incremental:
     ) -> None:
         self._decode, self._stops, self._least = decode, stops, least
         self._early = 0  # characters held back that are of the first `least` tokens
-        self._known = list(before[-BEFORE:])  # tokens whose text has been taken
-        self._text = decode(self._known) if self._known else ""  # of these
-        if self._text.endswith(INCOMPLETE):  # no text goes on with half a character
-            self._known, self._text = [], ""
+        self._known, self._text = self._beginning(before)  # tokens with text that has been taken
         self._anew = 0  # of these, the first one with which they may begin anew
         self._new: list[int] = []  # tokens after them, whose text may be half a character
         self._held = ""  # text that may be the beginning of a stop
         self.stopped = False
         self.taken = 0  # tokens of the last call, to the one that completed a stop
+
+    def _beginning(self, before: Sequence[int]) -> tuple[list[int], str]:
+        """The last tokens before, and their text. A decoder of bytes reads none of several
+        characters if the first one lacks its beginning: so there may be a few more of them."""
+        for more in range(LONGEST if before else 0):
+            text = self._decode(known := list(before[-BEFORE - more :]))
+            if not text.endswith(INCOMPLETE):
+                return known, text
+        return [], ""  # no text goes on with half a character
 
     def push(self, token_ids: Sequence[int], last: bool) -> str:
         """The text that these tokens add; `last` releases everything that was held back."""

@@ -130,3 +130,12 @@ def test_a_text_goes_on_at_any_token(tokenizer):
 
     Incremental(counting, before=ids * 9).push(ids[-1:], True)
     assert lengths == [BEFORE, BEFORE + 1]
+
+
+@pytest.mark.parametrize("prompt", ["aö😀", "a öö", "üöä", "a😀😀", "a öbcd"])
+def test_a_text_goes_on_after_characters_of_bytes(tokenizer, prompt):
+    """A decoder reads no character of a run of bytes that begins within one."""
+    plain = lambda ids: decode(tokenizer, ids)  # noqa: E731
+    before, ids = token_ids(tokenizer, prompt), token_ids(tokenizer, prompt + ANSWER)
+    text = Incremental(plain, before=before)
+    assert "".join(text.push([token], False) for token in ids[len(before) :]) == ANSWER
