@@ -12,6 +12,7 @@ from typing import Any
 NAME, MODEL = "tokenizer.json", "tokenizer.model"
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _OF_MODEL = ("ignore_merges", "byte_fallback", "fuse_unk")  # how pieces become tokens
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -29,7 +30,13 @@ def tokenizer_of(folder: Path) -> Any:
         return found
     if _form(found.backend_tokenizer) == _form(_without_tokens(file)):
         return found
-    return Fast.from_pretrained(str(folder), **_LOCAL)
+    made = Fast.from_pretrained(str(folder), **_LOCAL)
+    knows = made.backend_tokenizer.token_to_id
+    for role in _ROLES:  # those that no file names are known by the class
+        token = getattr(found, role)
+        if getattr(made, role) is None and token and knows(token) is not None:
+            setattr(made, role, token)
+    return made
 
 
 def _check_model(folder: Path) -> None:

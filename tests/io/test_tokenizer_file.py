@@ -46,6 +46,19 @@ def test_text_is_split_and_joined_as_the_file_says(kind, model, name, tmp_path):
     assert encode_prompt(ours, "a 12") == encode_prompt(source, "a 12")
 
 
+def test_the_special_tokens_of_a_class_stay(tmp_path):
+    """A template would write an empty text for a begin token that is not known."""
+    source = load_tokenizer(write_gguf(tmp_path / "m.gguf", change=KINDS["sentencepiece"]))
+    source.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ bos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ours = load_tokenizer(tmp_path)
+    assert (ours.bos_token, ours.eos_token, ours.pad_token) == ("<s>", "</s>", None)
+    assert encode_prompt(ours, "a") == [1]
+    assert decode(ours, [1, *ours.convert_tokens_to_ids(["▁ban", "ana"]), 2]) == "banana"
+
+
 def test_a_class_that_does_what_the_file_says_is_kept(tmp_path):
     source = load_tokenizer(write_gguf(tmp_path / "m.gguf", change=KINDS["qwen2"]))
     source.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
