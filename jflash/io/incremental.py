@@ -95,8 +95,8 @@ class Incremental:
         """The first of the new tokens, with which the text of the known ones is this."""
         self._held += text[len(self._text) :]
         new, self._new = self._new[:count], self._new[count:]
-        if self._text and text == self._text:
-            return  # special tokens, of which no text is made
+        if text == self._text and (text or not self._decode(new + new)):
+            return  # special tokens, of which no text is made; a first blank has one if it is twice
         begin = len(self._known)
         self._known, self._text = self._known + new, text
         if len(self._known) > WINDOW:

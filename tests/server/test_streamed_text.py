@@ -146,10 +146,11 @@ def test_the_blank_after_a_special_token(beside, tmp_path):
     for count in range(WINDOW - 2, WINDOW + 3):
         words = ["▁ban", *["ana"] * count, *beside, "▁banana", *["▁ban", *beside] * WINDOW]
         ids = tokenizer.convert_tokens_to_ids(words)
-        for stops in ((), ["c"]):
+        for stops, begin in itertools.product(((), ["c"]), (0, count + 1)):  # or with those beside
             stream = Incremental(counting, stops)
-            pieces = [stream.push([token], False) for token in ids] + [stream.push([], True)]
-            assert "".join(pieces) == decode(tokenizer, ids)
+            pieces = [stream.push([token], False) for token in ids[begin:]]
+            pieces += [stream.push([], True)]
+            assert "".join(pieces) == decode(tokenizer, ids[begin:])
     assert max(lengths) <= 2 * WINDOW
 
 
