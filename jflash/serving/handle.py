@@ -150,20 +150,24 @@ class Handle:
         with self._changed:
             assert not self._ended, "nothing comes after the last event"
             self._past.extend(events)
-            if self._to is None:
-                self._events.extend(events)
-            else:
-                self._to(events)
             self._ended = bool(events) and events[-1].finish_reason is not None
-            self._notify()
+            try:
+                if self._to is None:
+                    self._events.extend(events)
+                else:
+                    self._to(events)
+            finally:  # whoever waits for the end waits no longer, whatever `to` does
+                self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Ends the events with `error`, which the reader raises; the engine's thread calls it."""
         with self._changed:
             self._error, self._ended = error, True
-            if self._to is not None:
-                self._to(error)
-            self._notify()
+            try:
+                if self._to is not None:
+                    self._to(error)
+            finally:
+                self._notify()
 
     @property
     def begun(self) -> bool:

@@ -5,6 +5,7 @@ knows jobs, the loop's rounds and no device.
 """
 
 import atexit
+import logging
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from jflash.serving.job import Job
 from jflash.serving.loop import Loop
 from jflash.serving.request import Event, Failed, FinishReason, Full
 
+LOG = logging.getLogger(__name__)
 LAST = 10.0  # seconds that a process which ends waits for an engine at most
 
 
@@ -31,6 +33,7 @@ class Work:
         self._arrived, self._closing = 0, False
         self.ended: dict[FinishReason, int] = {}
         self._error: BaseException | None = None
+        self._broken: BaseException | None = None  # of who was given events, in this round
         self._thread = threading.Thread(target=self._guarded, name="jflash-engine", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -120,7 +123,11 @@ class Work:
             for job in left:
                 failure = Failed("the engine has failed")
                 failure.__cause__ = error
-                job.handle.fail(failure)
+                try:
+                    if not job.handle.ended:
+                        job.handle.fail(failure)
+                except Exception:  # the others hear of it all the same
+                    LOG.exception("what a request's failure was given to failed")
             self._loop.before_waiting()
 
     def _turn(self) -> bool:
@@ -150,6 +157,8 @@ class Work:
         if loop.idle:
             return not closing  # whoever came since is cancelled by the next turn
         loop.round(self._on_events)
+        if self._broken is not None:
+            raise self._broken
         if loop.idle:
             loop.before_waiting()
         return True
@@ -158,7 +167,10 @@ class Work:
         if reason := events[-1].finish_reason:
             with self.changed:
                 self.ended[reason] = self.ended.get(reason, 0) + 1
-        job.handle.give(events)
+        try:
+            job.handle.give(events)
+        except BaseException as error:  # later: these come with others', which would be lost
+            self._broken = self._broken or error
 
 
 _open = weakref.WeakSet[Work]()

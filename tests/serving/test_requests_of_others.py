@@ -9,8 +9,9 @@ import pytest
 from jflash.decoding import Decoding
 from jflash.generate import generate
 from jflash.serving.engine import Engine
+from jflash.serving.handle import Handle
 from jflash.serving.loop import Loop
-from jflash.serving.request import Request
+from jflash.serving.request import Event, Failed, Request
 from tests.support.pairs import random_pair
 
 PATIENCE = 60
@@ -45,6 +46,56 @@ def test_a_callback_that_fails_is_logged_and_fails_nobody(engine, caplog):
     ]
     one.at_end(fails)  # it has ended
     assert len(caplog.records) == 2
+
+
+def test_events_given_to_what_fails_always_leave_no_other_reader_waiting(pair):
+    """The engine fails, and whoever waits hears of it, the reader of those events too."""
+
+    def fails(_: Any) -> None:
+        raise ZeroDivisionError("the caller's")
+
+    failures = list[BaseException]()
+
+    def read(handle: Handle) -> None:
+        try:
+            handle.result()
+        except Failed as error:
+            failures.append(error)
+
+    with Engine(pair, max_batch=3, max_context=160) as engine:
+        handles = [engine.submit(asked(100)) for _ in range(5)]
+        handles[1].forward(fails)
+        readers = [threading.Thread(target=read, args=(each,), daemon=True) for each in handles]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(PATIENCE)
+    assert len(failures) == 5
+    assert {type(failure.__cause__) for failure in failures} == {ZeroDivisionError}
+
+
+def test_what_came_with_events_that_cannot_be_given_is_read(pair):
+    """Two texts end in one call: the failure of one's reader does not take the other's end."""
+    ended = list[str | None]()
+
+    def fails_at_end(events: list[Event] | BaseException) -> None:
+        if isinstance(events, list) and events[-1].finish_reason:
+            raise ZeroDivisionError("the caller's")
+
+    def read(handle: Handle) -> None:
+        ended.append(handle.result().finish_reason)
+
+    with Engine(pair, max_batch=2, max_context=160) as engine:
+        bad, good = engine.submit(asked(2)), engine.submit(asked(2))
+        bad.forward(fails_at_end)
+        readers = [threading.Thread(target=read, args=(h,), daemon=True) for h in (bad, good)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(10)
+        assert ended == ["length", "length"]
+        with pytest.raises(Failed):
+            engine.submit(asked()).result()
 
 
 def test_a_submitted_requests_bias_does_not_change(engine):
