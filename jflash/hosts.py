@@ -10,11 +10,12 @@ host 0. This file knows no model and no option.
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -27,7 +28,7 @@ LEAVE = 5  # seconds in which a host that ends with an error still has host 0's 
 ABORT = 3  # seconds in which JAX aborts where the service is gone
 LOST = 1  # exit code of the hosts that remain
 BEATS, ERRORS, RESULTS, END = "jflash/beat/", "jflash/error/", "jflash/result/", "jflash/end"
-PLACES = "jflash/place/"
+PLACES, SETTINGS = "jflash/place/", "jflash/settings/"
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 UNMET = "one is lost, or two have the same --host-index, or not all the same --num-hosts"
 # Hosts compile the same programs at different times, so none may wait for another's measurements.
@@ -69,6 +70,25 @@ class Hosts:
             self._client.key_value_set(f"{PLACES}{place}/{self.index}", "")
             for index in range(self.count):
                 self._awaited(f"{PLACES}{place}/{index}")
+
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """On host 0 ValueError, by name, if another host has other settings: its share would be
+        other work, or some of the work nobody's."""
+        if self.count == 1:
+            return
+        own = json.dumps(settings, default=str)
+        if self.index:
+            self._client.key_value_set(f"{SETTINGS}{self.index}", own)
+            return
+        first = json.loads(own)
+        for index in range(1, self.count):
+            other = json.loads(self._awaited(f"{SETTINGS}{index}"))
+            for name in (*first, *other):
+                if other.get(name) != first.get(name):
+                    raise ValueError(
+                        f"host {index} has {name} {other.get(name)!r}, host 0 has "
+                        f"{first.get(name)!r}: run the same command on all hosts"
+                    )
 
     def _awaited(self, key: str) -> str:
         """The value of a key, as soon as a host has set it. Ctrl-C ends the wait."""

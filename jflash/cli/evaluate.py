@@ -45,6 +45,7 @@ def run(options: Options) -> int:
 
 def _of_host(options: Options, hosts: Hosts) -> int:
     todo = prepare(options, hosts.count)
+    hosts.agree(todo.settings | {"baseline": options.baseline})
     if hosts.index:
         note_idle_gpu()
         check_device(todo)

@@ -1,6 +1,7 @@
 """generate: from a prompt to its text, one prompt live or a file of them in batches."""
 
 import functools
+import hashlib
 import os
 import sys
 import time
@@ -38,6 +39,13 @@ from jflash.memory import check_decoding
 from jflash.pair import Models, Params
 from jflash.row_choice import default_rows, with_rows
 
+# Options that decide about the tokens of a file's prompts, and about their batches.
+SETTINGS = (
+    *("target", "drafter", "dtype", "quantised", "drafter_dtype", "attention_backend"),
+    *("block_size", "verify_rows", "draft_rule", "oracle", "batch_size", "max_new_tokens"),
+    *("stop", "seed"),
+)
+
 
 class Job(NamedTuple):
     """Requests that fit their models, known before a weight is read."""
@@ -51,6 +59,12 @@ class Job(NamedTuple):
         if self.tokenizer is None:
             return None
         return before_stop(decode(self.tokenizer, generation.token_ids), stops)
+
+    @property
+    def digest(self) -> str:
+        """Of what is asked: the prompts, how each is drawn, and where it stops."""
+        asked = [(d.sampling, d.stop_token_ids) for d in self.decodings]
+        return hashlib.sha256(repr((self.prompts, asked)).encode()).hexdigest()[:16]
 
 
 def run(options: Options) -> None:
@@ -228,8 +242,9 @@ class Batches(NamedTuple):
         return batches
 
 
-def _batches(options: Options, prompts: list[Prompt]) -> Batches:
+def _batches(options: Options, prompts: list[Prompt], hosts: Hosts) -> Batches:
     job = _prepare(options, prompts)
+    hosts.agree({name: getattr(options, name) for name in SETTINGS} | {"prompts": job.digest})
     size = min(options.batch_size, len(prompts))
     capacity = _check_device(options, job, size)
     return Batches(options, prompts, job, *_load(options, job.files), size, capacity)
@@ -244,12 +259,12 @@ def _many(options: Options, prompts: list[Prompt], hosts: Hosts) -> None:
     place, lines = (options.output, options.overwrite), functools.partial(kept_lines, say=_note)
     if hosts.count == 1:
         with lines(*place) as write:  # first: a second run is refused before it reads weights
-            work = _batches(options, prompts)
+            work = _batches(options, prompts, hosts)
             batches = work.written(write, work.decoded(work.parts))
     else:
         if hosts.index == 0:  # a look only: a lost host ends this one, which then leaves nothing
             check_whole_file(*place, lines)
-        work = _batches(options, prompts)
+        work = _batches(options, prompts, hosts)
         numbers, count = hosts.share(len(work.parts)), len(work.parts)
         own = map(as_json, work.decoded([work.parts[number] for number in numbers]))
         texts = hosts.gathered(dict(zip(numbers, own, strict=True)), count)

@@ -44,6 +44,13 @@ from jflash.training.recipe import Share, TrainConfig
 from jflash.training.steps import device_mesh
 from jflash.training.trainer import LOCK, RUN, Evaluation
 
+# Options in which the hosts of a run may differ: where each finds what, and how long it may take.
+OWN = (
+    *("coordinator", "num_hosts", "host_index", "data", "eval_prompts", "output", "minutes"),
+    *("tensor_parallel", "experts_over", "autotune", "memory_fraction", "no_compilation_cache"),
+    *("no_cuda_graphs", "no_preallocation"),
+)
+
 
 def answered(
     args: Options, prepared: Prepared, work: Path, hosts: Hosts
@@ -163,6 +170,7 @@ def train(args: Options, hosts: Hosts) -> None:
     if finished.exists():
         check_outside(work, args)
     prepared = prepare(args)
+    hosts.agree(host_settings(args, prepared))
     if args.dry_run:
         dry_run(args, training, prepared)
         return
@@ -206,6 +214,13 @@ def learn(
         return
     save_checkpoint(args.output, prepared.config, trained.params)
     report(args.output, trained.history)
+
+
+def host_settings(args: Options, prepared: Prepared) -> dict[str, Any]:
+    """What all hosts must have alike, or they would wait for answers and steps of one another."""
+    options = {name: value for name, value in vars(args).items() if name not in OWN}
+    read = repr((prepared.records, prepared.held)).encode()
+    return options | {"prompts": hashlib.blake2b(read, digest_size=6).hexdigest()}
 
 
 def out_of_time(minutes: float | None, begin: float) -> bool:

@@ -114,6 +114,19 @@ def test_two_hosts_of_two_devices_write_what_one_device_does(address, work, tmp_
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"]
 
 
+def test_hosts_with_other_options_end_with_the_first_that_differs(address, work, tmp_path):
+    """Host 0 would wait without end for batches that host 1 does not have."""
+    runs = [
+        start(*COMMAND, *work, *more, "--output", str(tmp_path / "out"), *of_hosts(address, index))
+        for index, more in enumerate(([], ["--batch-size", "4"]))
+    ]
+    errors = [run.communicate(timeout=120)[1] for run in runs]
+    why = "host 1 has batch_size 4, host 0 has 2: run the same command on all hosts"
+    assert errors[0].splitlines()[-1] == f"jflash generate: {why}"
+    assert errors[1].splitlines()[-1].startswith("host 0 of 2 is lost: it ended with an error")
+    assert [run.returncode for run in runs] == [2, 1] and not list(tmp_path.iterdir())
+
+
 def test_a_killed_host_ends_the_command_of_the_first(address, work, tmp_path):
     """Host 0 compiles, decodes or waits when host 1 dies; none of these may hold it."""
     argv = [*work, "--output", str(tmp_path / "out.jsonl"), *of_hosts(address, 0)]

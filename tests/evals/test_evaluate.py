@@ -16,7 +16,7 @@ import pytest
 from jflash.cli import evaluate, evaluation_run, evaluation_shares, main
 from jflash.evals import evaluation
 from jflash.evals.folder import LOCK
-from jflash.hosts import Hosts
+from jflash.hosts import RESULTS, Hosts
 from jflash.io import encode_prompt, load_tokenizer
 from jflash.locks import locked
 from tiny_pair.word_problems import problems
@@ -114,11 +114,32 @@ def test_hosts_share_the_problems_and_the_first_sums_all_up(
         argv = ["--data", str(data), "--output", str(folder), *SAME]
         assert main.run("eval-gsm8k", argv) == 0
         assert folder.exists() == (index == 0)  # the other host leaves nothing
-    assert len(board.texts) == COUNT // 2  # only these were decoded by the other host
+    results = [key for key in board.texts if key.startswith(RESULTS)]
+    assert len(results) == COUNT // 2  # only these were decoded by the other host
     assert tokens(folder) == tokens(unbroken) and len(lines(folder / "answers.jsonl")) == COUNT
     got, want = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
     assert got["settings"].pop("hosts") == 2
     assert without_times(got) == without_times(want)
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        (["--seed", "5"], "host 1 has seed 5, host 0 has 0"),
+        (["--limit", "4"], "host 1 has problems 4, host 0 has"),
+        (["--baseline"], "host 1 has baseline True, host 0 has False"),
+    ],
+)
+def test_a_host_of_other_settings_is_named(data, tmp_path, monkeypatch, capsys, more, why):
+    """Its answers would stand among the first host's, or never come."""
+    board = Board()
+    for index, extra in ((1, more), (0, [])):
+        hosts = Hosts(index, 2, board)
+        monkeypatch.setattr(evaluate, "joined", lambda *_, hosts=hosts: nullcontext(hosts))
+        monkeypatch.setattr(evaluate, "answers_of", lambda *_: None)
+        argv = ["--data", str(data), "--output", str(tmp_path / "out"), *SAME, *extra]
+        assert main.run("eval-gsm8k", argv) == (0 if index else 2)
+    assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_replicas_make_their_parts_once_and_join_them_sorted(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
 from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.files import appended
+from jflash.hosts import Hosts
 from jflash.locks import locked
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
@@ -34,6 +36,7 @@ from jflash.training.drafter import (
 )
 from jflash.training.recipe import WHOLE, Share
 from jflash.training.trainer import LOCK, Trained
+from tests.evals.test_evaluate import Board
 from tests.support.pairs import prompts
 from tests.support.small_checkpoints import edit_config, edit_tensors, make_pair
 from tests.training.test_answers import PAIR
@@ -78,6 +81,20 @@ def arguments(place: Path, output: str, changes: dict[str, object]) -> list[str]
     given |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
     kept = [pair for pair in given.items() if pair[1] is not None]
     return [str(x) for pair in kept for x in pair if x != FLAG]
+
+
+def test_a_host_of_other_settings_is_named(place, monkeypatch, capsys):
+    """It would answer its share for itself, and the first host would learn nothing."""
+    board = Board()
+    monkeypatch.setattr(train_command, "answered", lambda *_: None)
+    for index in (1, 0):
+        changes = {"answer_temperature": 0.5} if index else {}
+        hosts = Hosts(index, 2, board)
+        monkeypatch.setattr(train_command, "joined", lambda *_, hosts=hosts: nullcontext(hosts))
+        argv = arguments(place, f"of-host-{index}", changes)
+        assert main.run("train", argv) == (0 if index else 2)
+    why = "host 1 has answer_temperature [0.5], host 0 has [0.0]"
+    assert why in capsys.readouterr().err
 
 
 def start(place: Path, output: str) -> subprocess.Popen:
