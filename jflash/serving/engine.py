@@ -189,7 +189,8 @@ class Engine:
 
         Running requests first finish with the old ones, waiting requests begin with the new ones.
         Nothing is compiled. JAX's arrays are not copied: no later program may take their memory.
-        ValueError, naming the leaf, unless tree, shapes and dtypes are the same.
+        ValueError, naming the leaf, unless tree, shapes and dtypes are the same, and arrays that
+        several devices share lie on them in the same parts.
 
         A new target forgets all prefixes. After a new drafter alone, requests with `speculate`
         false still find them; others compute theirs again, because the drafter's context is made

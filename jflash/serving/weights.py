@@ -15,7 +15,8 @@ def replacing(old: Any, new: Any, name: str) -> Any:
 
     Arrays that lie there are taken as they are, others are copied: NumPy's always, for their owner
     may write into them. ValueError, naming the first leaf that does not fit, for another tree,
-    shape or dtype, and for an array whose memory was given away.
+    shape or dtype, for an array whose memory was given away, and for one of which each device of
+    several would not have its part already: a whole model's columns may have another order.
     """
     if old is None:
         raise ValueError(f"new parameters of the {name}: the engine's pair has none")
@@ -40,7 +41,20 @@ def _refusal(leaf: Any, old: Any) -> str | None:
         return f"is {leaf.dtype}{[*leaf.shape]}, not {old.dtype}{[*old.shape]}"
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "was deleted, or donated to another program"
+    if _in_parts(old) and not (
+        isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(old.sharding, old.ndim)
+    ):
+        return (
+            f"does not lie in parts on the engine's {len(old.sharding.device_set)} devices: load "
+            "the model with the same tensor_parallel or mesh"
+        )
     return None
+
+
+def _in_parts(old: Any) -> bool:
+    """Whether several devices have other parts of an array. Its columns are in their order, which
+    the shape does not tell."""
+    return isinstance(old, jax.Array) and not old.sharding.is_fully_replicated
 
 
 def _placed(leaf: Any, old: Any) -> jax.Array:

@@ -6,6 +6,32 @@ import numpy as np
 import pytest
 
 from jflash.serving.weights import replacing
+from tests.support.virtual_devices import result, start
+
+SHARED = """
+import jax, json, jflash
+import numpy as np
+from jflash.distribute import placed
+from jflash.serving.weights import replacing
+
+folder = "checkpoints/tiny-math/target"
+one, two = (jflash.load_pair(folder, tensor_parallel=n) for n in (1, 2))
+old, whole = two.params.target, one.params.target
+brought = placed(two.models.mesh, two.models.target.config, whole)
+found = {}
+for name, new in {
+    "whole": whole, "NumPy's": jax.tree.map(np.asarray, whole), "own": old, "brought": brought,
+    "computed": jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree))(old),
+}.items():
+    try:
+        got = replacing(old, new, "target")
+    except ValueError as error:
+        found[name] = str(error)
+    else:
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(new))
+        found[name] = all((np.asarray(a) == np.asarray(b)).all() for a, b in pairs)
+print(json.dumps(found))
+"""
 
 
 def deleted() -> jax.Array:
@@ -50,3 +76,12 @@ def test_arrays_stay_where_they_are_and_those_of_numpy_are_copied():
     theirs[:] = 7
     assert got["a"] is new and isinstance(got["b"], jax.Array)
     assert got["b"].tolist() == [1.0] * 4096
+
+
+def test_whole_weights_are_no_parts_of_several_devices():
+    """They have the parts' shapes and not their columns' order: the texts would be others."""
+    found = result(start(SHARED))
+    refusals = [found.pop(name) for name in ("whole", "NumPy's")]
+    assert found == {"own": True, "brought": True, "computed": True}
+    for refusal in refusals:
+        assert "does not lie in parts on the engine's 2 devices" in str(refusal)
