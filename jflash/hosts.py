@@ -162,6 +162,13 @@ class Hosts:
         except jax.errors.JaxRuntimeError:
             self._unanswered()
 
+    def await_loss(self) -> None:
+        """Ends this process if another host is lost, after the seconds that show it at most.
+
+        A program that spans hosts fails on all as soon as one is gone, before its silence tells.
+        """
+        self._ended.wait(SILENCE + LEAVE)
+
     def fail(self) -> None:
         """Lets the other hosts know that this one ends with an error.
 
@@ -204,7 +211,9 @@ def joined(coordinator: str | None, count: int | None, index: int | None) -> Ite
         hosts.meet("begin")
         yield hosts
         hosts.finish()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            hosts.await_loss()
         hosts.fail()
         raise
 

@@ -30,6 +30,14 @@ with joined(*(address, 2, int(index)) if address else (None, 2, None)) as hosts:
         raise ValueError("something is wrong here")
     hosts.gathered({}, 2)
 """
+# What follows the meeting, where a program spans the hosts.
+STEPS = """
+    from jax.experimental.multihost_utils import process_allgather
+    for step in range(1000):
+        process_allgather(step)
+        if what == "go" and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.fixture
@@ -150,6 +158,16 @@ def test_a_killed_host_ends_the_command_of_the_first(address, work, tmp_path):
 def test_the_last_line_names_the_host_that_ended(address, lost, what, why):
     gone, left = other(address, lost, what), other(address, 1 - lost, "wait")
     ends_with(left, gone, what, why)
+
+
+def test_a_program_over_the_hosts_that_fails_names_the_lost_one(address):
+    """The exchange with the lost host is an error at once, with a trace that names nobody."""
+    steps = OTHER.replace("    hosts.gathered({}, 2)\n", STEPS)
+    left, gone = (start("-c", steps, address, str(i), what) for i, what in ((0, "wait"), (1, "go")))
+    errors, _ = (process.communicate(timeout=120)[1] for process in (left, gone))
+    why = f"host 1 of 2 is lost: it was silent for {SILENCE:.0f} s; host 0 ends"
+    assert left.returncode == 1 and errors.splitlines()[-1] == why, errors
+    assert "Traceback" not in errors
 
 
 def test_hosts_meet_by_slurms_variables_and_a_lost_one_is_named(job):
