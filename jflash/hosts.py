@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -224,6 +225,8 @@ def _initialize(coordinator: str | None, count: int | None, index: int | None) -
         os.environ["XLA_FLAGS"] = f"{OWN_AUTOTUNING} {flags}".strip()
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     named = None not in (coordinator, count, index)
+    if coordinator is not None and index == 0:
+        _check_port(coordinator)
     try:
         jax.distributed.initialize(
             coordinator, count, index,
@@ -235,6 +238,18 @@ def _initialize(coordinator: str | None, count: int | None, index: int | None) -
     except (ValueError, RuntimeError) as error:
         advice = "" if named else "; give --coordinator, --num-hosts and --host-index"
         raise ValueError(f"the hosts of this run did not meet: {error}{advice}") from None
+
+
+def _check_port(coordinator: str) -> None:
+    """ValueError if host 0 cannot listen at the port: JAX's service would end by a fault of memory
+    (jaxlib 0.11.2)."""
+    with socket.socket() as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier run's may linger
+        try:
+            own.bind(("", int(coordinator.rpartition(":")[2])))
+        except OSError as error:
+            why = f"host 0 cannot listen at this port: {error.strerror}"
+            raise ValueError(f"--coordinator {coordinator}: {why}") from None
 
 
 _one, _kept = threading.Lock(), []  # C's handlers

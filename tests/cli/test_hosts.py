@@ -224,3 +224,16 @@ def test_host_0_says_that_no_other_came(address):
     assert alone.returncode == 1
     line = "the other hosts did not come within 3 seconds; host 0 ends"
     assert errors.splitlines()[-1] == line
+
+
+def test_a_port_in_use_is_told_by_host_0():
+    """JAX's service would end by a segmentation fault."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        alone = other(address, 0, "wait")
+        errors = alone.communicate(timeout=120)[1]
+    assert alone.returncode == 1
+    why = "host 0 cannot listen at this port: Address already in use"
+    assert errors.splitlines()[-1] == f"ValueError: --coordinator {address}: {why}"
