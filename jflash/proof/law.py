@@ -32,7 +32,7 @@ def check_law(
     begin = time.perf_counter()
     form = form.fitting(case.models)
     bench = Bench(case, dtype, min(form.new_tokens, case.max_new_tokens))
-    long = [] if form.long_chunk is None else [Way(1, 1, PLAIN, True, form.long_chunk)]
+    long = [Way(1, 1, PLAIN, True, chunk) for chunk in form.long_chunks]
     alone, *others = bench.executables([REFERENCE, *form.ways, *long])
     others, large = others[: len(form.ways)], others[len(form.ways) :]
     prompts = case.prompts(form.batch * BATCHES, seed)

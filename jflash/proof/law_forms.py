@@ -13,7 +13,7 @@ from jflash.row_choice import WIDTHS
 
 MODES = ("plain", "own drafter", "other drafter", "replay")
 CHUNKS = (128, 64)
-LONG_CHUNK = 512
+LONG_CHUNKS = (256, 512)  # what engines of small and of large targets take
 
 
 class Way(NamedTuple):
@@ -43,7 +43,7 @@ class Form:
     anchored: int  # of them by width 1 and batch 1; others by the first way of several texts
     new_tokens: int  # of a text, at most
     ways: tuple[Way, ...]
-    long_chunk: int | None = None  # of prompts that are longer than it, if they are compared
+    long_chunks: tuple[int, ...] = ()  # of prompts that are longer than these
 
     @property
     def batch(self) -> int:
@@ -52,7 +52,7 @@ class Form:
     def comparisons(self, models: Models) -> int:
         """Every mode, texts given as prompts, and the planted faults."""
         modes = sum(len(way.modes) for way in self.fitting(models).ways)
-        prompted = 1 if self.long_chunk is None else 3
+        prompted = 1 + 2 * len(self.long_chunks)
         return modes + prompted + len(self.planted_in(models))
 
     def fitting(self, models: Models) -> "Form":
@@ -72,7 +72,7 @@ WHOLE = Form(
     tokens=10_000,
     anchored=2_000,
     new_tokens=160,
-    long_chunk=LONG_CHUNK,
+    long_chunks=LONG_CHUNKS,
     ways=(
         Way(1, 64, PLAIN),
         Way(1, 8, PLAIN, roomy=True, chunk=64),
@@ -91,7 +91,7 @@ GPU = Form(
     tokens=20_000,
     anchored=2_000,
     new_tokens=320,
-    long_chunk=LONG_CHUNK,
+    long_chunks=LONG_CHUNKS,
     ways=(
         Way(1, 8, PLAIN, roomy=True, chunk=64),
         Way(5, 8, OWN + REPLAY),

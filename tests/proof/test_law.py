@@ -187,15 +187,16 @@ def test_a_fault_of_attention_leaves_rings_alone(capsys, monkeypatch):
 def test_long_prompts_are_compared_in_large_chunks(capsys, monkeypatch):
     """The same texts by steps and as prompts, but for their ends; a capacity's worth of each."""
     case = lawful(*["cpu"] * 5)
-    form = replace(SMALL, ways=SMALL.ways[-1:], long_chunk=32)
+    form = replace(SMALL, ways=SMALL.ways[-1:], long_chunks=(16, 32))
     code, _, found = run(capsys, monkeypatch, case, form, ())
     assert code == 0
-    begun, prompted = found["law"][0]["compared"][-2:]
-    assert begun["way"] == "width 1, batch 1, twice the capacity, chunks of 32: plain"
-    assert prompted["way"] == f"{begun['way']}, all but the end of a text as a prompt"
-    assert begun["compared_tokens"] < prompted["compared_tokens"]
-    ends = 2 * (law_prompts.AFTER + 1)
-    assert prompted["compared_kv_rows"] > ends > prompted["compared_logits_rows"] > 100
+    for chunk, i in (16, -4), (32, -2):
+        begun, prompted = found["law"][0]["compared"][i:][:2]
+        assert begun["way"] == f"width 1, batch 1, twice the capacity, chunks of {chunk}: plain"
+        assert prompted["way"] == f"{begun['way']}, all but the end of a text as a prompt"
+        assert begun["compared_tokens"] < prompted["compared_tokens"]
+        ends = 2 * (law_prompts.AFTER + 1)
+        assert prompted["compared_kv_rows"] > ends > prompted["compared_logits_rows"] > 100
 
 
 @pytest.mark.parametrize("changes", [HYBRID, SANDWICH, {}], ids=["hybrid", "sandwich", "dense"])
@@ -257,7 +258,8 @@ def test_forms_decode_what_they_say():
         assert each.ways[-1].batch == each.batch and "own drafter" in each.ways[-1].modes
         assert all(way.modes[0] != "replay" for way in each.ways)
     assert all(any(way.rows for way in each.ways) for each in (form, law_forms.CPU))
-    assert form.long_chunk == usual.long_chunk == 512 < law_prompts.MOST - law_prompts.AFTER
+    assert form.long_chunks == usual.long_chunks == (256, 512)
+    assert max(usual.long_chunks) < law_prompts.MOST - law_prompts.AFTER
     assert {way.width for way in form.fitting(small_case().models).ways} == {1, 4, 8}
 
 
