@@ -12,7 +12,7 @@ from jflash.cli.evaluation_run import Run, answers_folder, check_device, prepare
 from jflash.cli.evaluation_shares import answers_of
 from jflash.device import describe_device
 from jflash.evals.datasets import DATASETS
-from jflash.evals.evaluation import execute_all, with_results
+from jflash.evals.evaluation import execute_all, executed, with_results
 from jflash.evals.folder import (
     check_settings,
     finished_answers,
@@ -87,9 +87,12 @@ def _evaluate(
 ) -> dict[str, Any]:
     width, problems = run.files.models.block_size, run.evaluation.problems
     answers, baseline = answers_of(run, folder, options, hosts)
+    programs = folder / "executed.jsonl"
     if options.execute:
-        results = execute_all(options.dataset, problems, answers, folder / "executed.jsonl")
-        answers = with_results(answers, results)
+        results = execute_all(options.dataset, problems, answers, programs)
+    else:
+        results = executed(programs)  # what an earlier run was asked for stays in the summary
+    answers = with_results(answers, results)
     summary = {
         "settings": run.settings,
         "environment": describe_device(),

@@ -138,7 +138,7 @@ def execute_all(
     dataset: str, problems: Sequence[Problem], answers: Sequence[Record], file: Path
 ) -> dict[int, str]:
     """Runs the answers' programs with their tests, each once; results by problem."""
-    results = {record["index"]: record["result"] for record in read_lines(file)}
+    results = executed(file)
     records = {problem.index: problem.record for problem in problems}
     todo = [record for record in answers if record["index"] not in results]
     with appended(file) as add:
@@ -150,12 +150,15 @@ def execute_all(
     return results
 
 
+def executed(file: Path) -> dict[int, str]:
+    """The results of the programs that ran, by problem; none without a file."""
+    return {record["index"]: record["result"] for record in read_lines(file)}
+
+
 def with_results(answers: Sequence[Record], results: dict[int, str]) -> list[Record]:
-    """The records, each checked by its program's result."""
-    return [
-        r | {"check": {"rule": results[r["index"]], "correct": results[r["index"]] == "passed"}}
-        for r in answers
-    ]
+    """The records, each checked by its program's result; as it was where no program ran."""
+    checks = {n: {"rule": result, "correct": result == "passed"} for n, result in results.items()}
+    return [r | {"check": checks.get(r["index"], r["check"])} for r in answers]
 
 
 def said(text: str) -> str:

@@ -414,6 +414,12 @@ def test_programs_are_run_only_if_asked(tmp_path, capsys, monkeypatch):
     assert right["by_rule"] == {"failed": {"judged": 2, "correct": 0}}
     monkeypatch.setattr(evaluation, "passes", lambda source: pytest.fail("run a second time"))
     assert main.run("evaluate", [*argv, *SAME, "--execute"]) == 0, capsys.readouterr().err
+    assert main.run("evaluate", [*argv, *SAME]) == 0, capsys.readouterr().err
+    assert json.loads(summary.read_text())["accuracy"] == right  # the results are there
+    ran = tmp_path / "run" / "executed.jsonl"
+    ran.write_text(ran.read_text().splitlines(keepends=True)[0])
+    assert main.run("evaluate", [*argv, *SAME]) == 0, capsys.readouterr().err
+    assert json.loads(summary.read_text())["accuracy"]["judged"] == 1
 
 
 @pytest.fixture
