@@ -4,11 +4,14 @@ Only this file writes such files, so no reader ever sees half of one.
 """
 
 import contextlib
+import glob
 import gzip
 import itertools
 import json
 import os
+import secrets
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,14 +19,30 @@ from typing import Any
 
 from jflash.locks import naming, sole_writer
 
+OWN = 16  # digits in the name of a process's own place
+FORGOTTEN = 24 * 3600.0  # seconds after the last write to it
+
+
+def replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """Gives a block a place beside `path` to write to; it becomes `path` if the block ends well.
+
+    If not, it is removed and `path` stays as it was. Several processes may write it at once, each
+    in a place of its own: the last one's stays.
+    """
+    _remove_forgotten(path)
+    return _becoming(path, path.with_name(f".{path.name}.{secrets.token_hex(OWN // 2)}.part"))
+
+
+def _remove_forgotten(path: Path) -> None:
+    """Removes places of killed processes: nothing was written there for a day."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * OWN}.part"):
+        with contextlib.suppress(OSError):  # another process removes it too
+            if time.time() - part.stat().st_mtime > FORGOTTEN:
+                part.unlink()
+
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a place beside `path` to write to; it becomes `path` if the block ends well.
-
-    If not, it is removed and `path` stays as it was.
-    """
-    part = _part(path)
+def _becoming(path: Path, part: Path) -> Iterator[Path]:
     try:
         yield part
         part.rename(path)
@@ -33,6 +52,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _part(path: Path) -> Path:
+    """The place of the only process that may write `path`; so what a killed one left is found."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -77,7 +97,11 @@ def whole_file(path: Path, overwrite: bool) -> Iterator[Callable[[str], None]]:
     Until then the lines are in a file beside it. ValueError, mostly on entering, if `path` cannot
     be written, or while another process writes it; an existing file needs `overwrite`.
     """
-    with _only_writer(path, overwrite) as path, replacing(path) as part, _lines(path, part) as add:
+    with (
+        _only_writer(path, overwrite) as path,
+        _becoming(path, _part(path)) as part,
+        _lines(path, part) as add,
+    ):
         yield add
 
 
@@ -100,7 +124,7 @@ def kept_lines(
                 say(_kept(killed))
         if first.exists() and not overwrite:
             raise ValueError(f"{_kept(first)}: move it, or pass --overwrite")
-        with replacing(path) as part:
+        with _becoming(path, _part(path)) as part:
             try:
                 with _lines(path, part) as add:
                     yield add

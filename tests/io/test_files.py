@@ -1,6 +1,7 @@
 """What replaces a file replaces it whole or leaves it alone."""
 
 import fcntl
+import os
 import resource
 import subprocess
 import sys
@@ -48,6 +49,32 @@ def test_what_is_not_finished_leaves_nothing(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(file):
         pass  # nothing was written: there is nothing to put in its place
     assert file.read_text() == "old"
+
+
+def test_writers_of_one_file_do_not_mix(tmp_path):
+    """Each has its own place; the file is the last one's, whole, with the mode of any new file."""
+    file, other = tmp_path / "a.json", tmp_path / "other"
+    with replacing(file) as first, first.open("w") as begun:
+        begun.write("the first, ")
+        with replacing(file) as second:
+            second.write_text("the second")
+        begun.write("whole")
+    assert file.read_text() == "the first, whole" and list(tmp_path.iterdir()) == [file]
+    other.touch()
+    assert file.stat().st_mode == other.stat().st_mode
+
+
+def test_a_place_of_a_killed_writer_is_removed_a_day_later(tmp_path):
+    file = tmp_path / "a"
+    with replacing(file) as part:
+        part.touch()
+        killed = tmp_path / f".a.{'0' * 16}.part"
+        others = [tmp_path / name for name in (".a.part", ".a.jsonl.part", f".b.{'0' * 16}.part")]
+        for each in (*others, killed):
+            each.touch()
+            os.utime(each, (0, 0))
+        write_json(file, 1)
+        assert set(tmp_path.iterdir()) == {file, part, *others}
 
 
 def test_a_lock_is_one_process_s_and_ends_with_it(tmp_path):
