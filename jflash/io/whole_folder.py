@@ -14,8 +14,9 @@ QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save i
 def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]) -> None:
     """Fills a folder beside `destination` and renames it when whole; nothing half-written stays.
 
-    What a killed process left there is removed. ValueError if `destination` exists and `overwrite`
-    is not set, or cannot be written, or while another process writes it, whose part then stays.
+    What a killed process left there is removed, and what it had moved away comes back first.
+    ValueError if `destination` exists and `overwrite` is not set, or cannot be written, or while
+    another process writes it, whose part then stays.
     """
     place = destination.resolve()
     made = [folder for folder in place.parents if not folder.exists()]
@@ -23,6 +24,7 @@ def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]
         with naming(place):
             place.parent.mkdir(parents=True, exist_ok=True)
         with sole_writer(place):
+            _take_back(place, overwrite)
             check_destination(destination, overwrite)  # not sooner: another process may have ended
             _write(place, fill)
     except BaseException:
@@ -32,15 +34,39 @@ def write_whole(destination: Path, overwrite: bool, fill: Callable[[Path], None]
         raise
 
 
+def _old(destination: Path) -> Path:
+    """Where the content of `destination` is from when it is moved away until it is replaced.
+
+    It is whole there, or not there.
+    """
+    return destination.with_name(f".{destination.name}.old")
+
+
+def _take_back(destination: Path, overwrite: bool) -> None:
+    """Puts the content back that a process had moved away when it was killed.
+
+    ValueError then, unless it may be replaced.
+    """
+    old = _old(destination)
+    if destination.exists() or not old.exists():
+        return
+    with naming(destination):
+        old.rename(destination)
+    if not overwrite:
+        why = "a run was killed while it replaced it, and its content is back"
+        raise ValueError(f"{destination} exists already: {why}: pass --overwrite to replace it")
+
+
 def _write(destination: Path, fill: Callable[[Path], None]) -> None:
     part = destination.with_name(f".{destination.name}.part")
-    old = destination.with_name(f".{destination.name}.old")
+    old = _old(destination)
     try:
         try:
-            shutil.rmtree(part, ignore_errors=True)
+            _clear(part, old)
             part.mkdir()
             fill(part)
             _swap(part, destination, old)
+            _clear(part, old)
         except BaseException:
             _remove(part)
             raise
@@ -84,14 +110,19 @@ def check_destination(destination: Path, overwrite: bool) -> None:
 
 def _swap(part: Path, destination: Path, old: Path) -> None:
     """Renames `part` to `destination`, which keeps its old content if that fails."""
-    if not destination.exists():
-        part.rename(destination)
-        return
-    shutil.rmtree(old, ignore_errors=True)
-    destination.rename(old)
+    if destination.exists():
+        destination.rename(old)
     try:
         part.rename(destination)
-    except OSError:
-        old.rename(destination)
+    except BaseException:
+        if old.exists():
+            old.rename(destination)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear(part: Path, old: Path) -> None:
+    """Removes both; `old` by the other name, so that half of it is nowhere taken for the whole."""
+    shutil.rmtree(part, ignore_errors=True)
+    with contextlib.suppress(OSError):  # mostly because it is not there
+        old.rename(part)
+        shutil.rmtree(part, ignore_errors=True)

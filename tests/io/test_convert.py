@@ -195,6 +195,36 @@ def test_a_part_left_by_a_killed_run_is_no_obstacle(pair, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["dst"]
 
 
+def test_what_a_killed_run_had_moved_away_comes_back(pair, tmp_path, capsys):
+    """Between its two renames the destination is not there; without --overwrite it then stays."""
+    destination, old = tmp_path / "dst", tmp_path / ".dst.old"
+    shutil.copytree(pair.target, old)
+    shutil.copytree(pair.drafter, tmp_path / ".dst.part")
+    argv = [str(pair.drafter), str(destination)]
+    assert main.run("convert", argv) == 2
+    told = capsys.readouterr().err
+    assert "dst exists already: a run was killed" in told and "--overwrite" in told
+    same_bits(load_target(destination)[1], load_target(pair.target)[1])
+    assert not old.exists()
+    destination.rename(old)
+    assert main.run("convert", [*argv, "--overwrite"]) == 0
+    same_bits(load_drafter(destination)[1], load_drafter(pair.drafter)[1])
+    assert list(tmp_path.iterdir()) == [destination]
+
+
+def test_what_was_replaced_is_never_half_there(tmp_path, monkeypatch):
+    """It would come back so; what a run left that was killed when it had ended goes too."""
+    destination, old = tmp_path / "dst", tmp_path / ".dst.old"
+    for folder in (destination, old):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    removed, rmtree = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda at, **how: removed.append(at) or rmtree(at, **how))
+    write_whole(destination, True, lambda part: (part / "config.json").write_text("new"))
+    assert {folder.name for folder in removed} == {".dst.part"}
+    assert list(tmp_path.iterdir()) == [destination]
+
+
 def test_parents_are_made_and_a_link_is_followed(pair, tmp_path):
     deep = tmp_path / "a" / "b" / "dst"
     assert main.run("convert", [str(pair.drafter), str(deep)]) == 0
@@ -203,7 +233,8 @@ def test_parents_are_made_and_a_link_is_followed(pair, tmp_path):
     assert (tmp_path / "link").is_symlink() and (deep / "config.json").exists()
 
 
-def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path, monkeypatch, error):
     old = tmp_path / "dst"
     old.mkdir()
     (old / "config.json").write_text("old")
@@ -211,11 +242,12 @@ def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
 
     def failing(self, other):
         if self.name == ".dst.part":
-            raise OSError(5, "Input/output error")
+            raise error
         return rename(self, other)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(ValueError, match=r"cannot write .*Input/output error"):
+    told = (ValueError, KeyboardInterrupt)
+    with pytest.raises(told, match=r"cannot write .*Input/output error|^$"):
         write_whole(old, True, lambda part: (part / "config.json").write_text("new"))
     assert [p.name for p in tmp_path.iterdir()] == ["dst"]
     assert (old / "config.json").read_text() == "old"
