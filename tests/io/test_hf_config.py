@@ -222,6 +222,22 @@ def test_hostile_values_of_a_hybrid(change, named):
         target_config({"architectures": ["Qwen3_5ForCausalLM"]} | change)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_null_kv_heads_are_all_heads(family):
+    given = {"num_attention_heads": 16, "num_key_value_heads": None}
+    assert CLASSES[family](**given).num_key_value_heads == 16
+    config = target_config({"architectures": [NAMES[family]]} | given)
+    assert {(mixer.num_heads, mixer.num_kv_heads) for mixer in config.mixers} == {(16, 16)}
+
+
+def test_null_kv_heads_of_a_drafter_are_all_heads():
+    raw = published("Qwen3-4B")
+    given = drafter_config(raw | {"num_key_value_heads": None, "num_attention_heads": 12})
+    assert given.mixers[0].num_kv_heads == 12
+    del raw["num_key_value_heads"]  # then they are those of the class
+    assert drafter_config(raw).mixers[0].num_kv_heads == 32
+
+
 def test_more_heads_than_columns():
     name = {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ValueError, match="num_attention_heads 64 are more than hidden_size"):

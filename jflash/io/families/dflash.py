@@ -4,7 +4,7 @@ from typing import Any
 
 from jflash.config import Drafter2Config, DrafterConfig, default_target_layer_ids
 from jflash.io.families import qwen3
-from jflash.io.families.trunk import ATTENTION, MLP, NORMS, read_trunk
+from jflash.io.families.trunk import ATTENTION, MLP, NORMS, all_heads, read_trunk
 from jflash.io.families.variants import refuse_variants
 from jflash.io.hf_values import SIZE, checked, shown
 from jflash.io.names import Names
@@ -81,7 +81,7 @@ def drafter(
         missing.insert(0, "num_target_layers")
     if missing:
         raise ValueError(f"the drafter's config.json lacks {', '.join(missing)}")
-    trunk, filled = read_trunk(raw, defaults)
+    trunk, filled = read_trunk(all_heads(raw, defaults), defaults)
     bias, targets = filled["attention_bias"], value.get("num_target_layers")
     ids = value.get("target_layer_ids")
     if ids is None:

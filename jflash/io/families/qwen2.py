@@ -3,7 +3,7 @@
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import COMMON, TENSORS, read_target, refuse_windows
+from jflash.io.families.trunk import COMMON, TENSORS, all_heads, read_target, refuse_windows
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2ForCausalLM", "qwen2"
 DEFAULTS: dict[str, Any] = (
@@ -17,6 +17,7 @@ NAMES = TENSORS
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen2."""
-    config = read_target(raw, DEFAULTS, qk_norm=False, qkv_bias=True, out_bias=False)
+    biases = dict(qkv_bias=True, out_bias=False)
+    config = read_target(all_heads(raw, DEFAULTS), DEFAULTS, qk_norm=False, **biases)
     refuse_windows(raw, config.num_layers)
     return config

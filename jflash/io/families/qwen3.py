@@ -3,7 +3,7 @@
 from typing import Any
 
 from jflash.config import TargetConfig
-from jflash.io.families.trunk import COMMON, TENSORS, read_target, refuse_windows
+from jflash.io.families.trunk import COMMON, TENSORS, all_heads, read_target, refuse_windows
 from jflash.io.hf_values import checked
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
@@ -18,7 +18,7 @@ NAMES = TENSORS
 
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Qwen3."""
-    return read(raw, DEFAULTS)
+    return read(all_heads(raw, DEFAULTS), DEFAULTS)
 
 
 def read(raw: dict[str, Any], defaults: dict[str, Any]) -> TargetConfig:

@@ -82,6 +82,17 @@ def renamed(raw: dict[str, Any], other: str, name: str) -> dict[str, Any]:
     return raw if value is None else raw | {name: value}
 
 
+def all_heads(raw: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The config with all heads where null stands for them: transformers' Qwen2, Qwen3 and Llama.
+
+    An absent key stands for `defaults`'; transformers' other classes refuse null.
+    """
+    name = "num_key_value_heads"
+    if raw.get(name, 0) is not None:
+        return raw
+    return raw | {name: (defaults | checked(raw, defaults))["num_attention_heads"]}
+
+
 def read_trunk(
     raw: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
