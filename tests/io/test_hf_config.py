@@ -238,6 +238,16 @@ def test_null_kv_heads_of_a_drafter_are_all_heads():
     assert drafter_config(raw).mixers[0].num_kv_heads == 32
 
 
+def test_swish_is_silu():
+    """By both names transformers makes the same function: torch's."""
+    name = {"architectures": ["Qwen3ForCausalLM"]}
+    assert target_config(name | {"hidden_act": "swish"}) == target_config(name)
+    raw = published("Qwen3-4B")
+    assert drafter_config(raw | {"hidden_act": "swish"}) == drafter_config(raw)
+    with pytest.raises(ValueError, match="'gelu' is not supported, only 'silu' or 'swish'"):
+        target_config(name | {"hidden_act": "gelu"})
+
+
 def test_more_heads_than_columns():
     name = {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ValueError, match="num_attention_heads 64 are more than hidden_size"):

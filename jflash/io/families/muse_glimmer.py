@@ -10,7 +10,7 @@ from typing import Any
 from jflash.config import TargetConfig
 from jflash.io.families import gemma3
 from jflash.io.families.gemma3 import FULL, LAYER_TYPES, WINDOWED
-from jflash.io.families.trunk import ATTENTION, TENSORS, read_sizes, refuse
+from jflash.io.families.trunk import ATTENTION, SILU, TENSORS, read_sizes, refuse
 from jflash.io.hf_rope import rope_config
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
@@ -43,7 +43,7 @@ NAMES = replace(
 def target(raw: dict[str, Any]) -> TargetConfig:
     """The config of a Muse-Glimmer's text model."""
     value = DEFAULTS | UNREAD | checked(raw, (*DEFAULTS, *UNREAD, *_OPTIONAL))
-    refuse(value, attention_bias=(False,), hidden_activation=("silu",))
+    refuse(value, attention_bias=(False,), hidden_activation=SILU)
     for key in ("final_logit_softcapping", "output_multiplier"):
         if value[key] <= 0:
             raise ValueError(f"{key} must be above 0, got {value[key]}")

@@ -15,6 +15,7 @@ from jflash.specs import AttentionSpec, DenseSpec
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+SILU = ("silu", "swish")  # transformers' two names of one activation
 _KEYS = ("quantization_config", "rope_parameters", "rope_scaling")  # these have no default
 _WINDOWS = ("layer_types", "use_sliding_window", "max_window_layers")
 # Leaf -> its tensors; a family that has others replaces a table or adds to it.
@@ -98,8 +99,7 @@ def read_trunk(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """DecoderConfig's common fields, and the family's keys with defaults filled in."""
     value = defaults | checked(raw, (*defaults, *_KEYS))
-    if value["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act {shown(value['hidden_act'])} is not supported, only 'silu'")
+    refuse(value, hidden_act=SILU)
     sizes, share = read_sizes(value), defaults.get("partial_rotary_factor")
     rope = rope_config(raw, value["max_position_embeddings"], sizes["head_dim"], share)
     return sizes | {"rope": rope}, value
