@@ -107,18 +107,19 @@ def _rotary_dim(
 
 
 def _llama3(given: dict[str, Any], max_position_embeddings: int) -> Llama3Scaling:
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    names = ("factor", "low_freq_factor", "high_freq_factor")
     missing = [name for name in names if given.get(name) is None]
     if missing:
         raise ValueError(f"llama3 RoPE scaling lacks {', '.join(missing)}")
     low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+    name = "original_max_position_embeddings"
     return Llama3Scaling(
         factor=_number(given, "factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=_whole(given, "original_max_position_embeddings"),
+        original_max_position_embeddings=_whole(given, name, max_position_embeddings),
     )
 
 

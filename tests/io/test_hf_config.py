@@ -147,6 +147,17 @@ def test_llama_3_scaling_in_both_spellings():
         assert target_config(beside).mixers[0].rope.scaling == want
 
 
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_llama_3_scaling_of_a_file_that_does_not_say_how_long_texts_were(form):
+    given = {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
+    theirs = transformers.LlamaConfig(max_position_embeddings=4096, **{form: dict(given)})
+    raw = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, form: given}
+    scaling = rope_of(target_config(raw)).scaling
+    assert isinstance(scaling, Llama3Scaling)
+    name = "original_max_position_embeddings"
+    assert getattr(scaling, name) == theirs.rope_parameters[name] == 4096
+
+
 @pytest.mark.parametrize(
     "given",
     [
