@@ -59,9 +59,12 @@ def rope_by_kind(
 ) -> dict[str, RopeConfig]:
     """The RoPE of each kind of layer: its entry of `rope_parameters`, else that of `kinds`.
 
-    An entry without a theta has that of `kinds`.
+    An entry without a theta has that of `kinds`, and null is no entry.
     """
     given = checked(raw, ["rope_parameters"]).get("rope_parameters", {})
+    given = {name: value for name, value in given.items() if value is not None}
+    if kinds.keys() <= given.keys() and given.get("rope_type") == "default":
+        del given["rope_type"]  # transformers 5.15 adds it if all layers are of one kind
     strange = [name for name in given if name not in kinds or type(given[name]) is not dict]
     if strange:
         raise ValueError(

@@ -55,6 +55,21 @@ def test_a_published_vision_model():
     assert config.mixers[0].scale == 1 / 16 and config.embedding_scale == 2560**0.5
 
 
+@pytest.mark.parametrize("kind", gemma3.LAYER_TYPES)
+def test_layers_of_one_kind_as_transformers_writes_them(kind):
+    """5.15.0 adds a RoPE type and a null theta beside the entries of both kinds."""
+    raw = {"architectures": ["Gemma3ForCausalLM"], "layer_types": [kind] * 26}
+    ropes = {gemma3.WINDOWED: {"rope_theta": 2e4}, gemma3.FULL: {"rope_theta": 3e6}}
+    want = target_config(raw | {"rope_parameters": ropes})
+    assert {mixer.rope and mixer.rope.theta for mixer in want.mixers} == {ropes[kind]["rope_theta"]}
+    written = ropes | {"rope_type": "default", "rope_theta": None}
+    assert target_config(raw | {"rope_parameters": written}) == want
+    one = target_config(raw | {"rope_parameters": dict.fromkeys(ropes) | {kind: ropes[kind]}})
+    assert one == want  # it reads a file that names the other kind as null
+    with pytest.raises(ValueError, match=r"an object for each of .*, got 'rope_theta'$"):
+        target_config(raw | {"rope_parameters": ropes | {"rope_theta": 5e5}})
+
+
 def rewritten(folder: Path, changes: dict) -> Path:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
