@@ -39,6 +39,8 @@ from jflash.specs import Kept
 
 MODELOPT = "hf_quant_config.json"
 TWICE = "consolidated"  # begins the names of files that hold Mistral's weights once more
+# What transformers writes with a `variant` and reads only by its name: model.fp16.safetensors.
+VARIANT = re.compile(r"model\.[^.]+\.safetensors")
 LAYER, EXPERT = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bexperts\.(\d{1,9})\.")
 
 
@@ -226,7 +228,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of a folder's weights: those of its index, or all without one.
 
     An index beside model.safetensors is that of older shards, which transformers passes over too,
-    as it does a second copy of the weights.
+    as it does a second copy of the weights and their variants.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.exists() and whole.exists():
@@ -245,7 +247,9 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no safetensors files")
-    return [file for file in files if not (whole.exists() and file.name.startswith(TWICE))]
+    if not whole.exists():
+        return files
+    return [f for f in files if not (f.name.startswith(TWICE) or VARIANT.fullmatch(f.name))]
 
 
 def _is_inside(name: str) -> bool:

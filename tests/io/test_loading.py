@@ -150,6 +150,17 @@ def test_a_second_copy_of_the_weights_is_not_read(pair):
     assert "the tensors are those of 1" in error_of(pair.target)
 
 
+@pytest.mark.parametrize("name", ["model.fp16", "model.fp16-00001-of-00002"])
+def test_a_variant_of_the_weights_is_not_read(pair, name):
+    """As in transformers, unless it is asked for by its name; a file of another name is read."""
+    whole, variant = pair.target / "model.safetensors", pair.target / f"{name}.safetensors"
+    want = load_target(pair.target)[1]
+    save_file({key: x + 1 for key, x in load_file(whole).items()}, variant)
+    jax.tree.map(np.testing.assert_array_equal, load_target(pair.target)[1], want)
+    variant.rename(pair.target / "more.safetensors")
+    assert "more.safetensors" in error_of(pair.target)
+
+
 def test_shards_that_are_missing_cut_or_not_indexed(pair):
     shard(pair.target)
     second = pair.target / "model-00002-of-00002.safetensors"
