@@ -22,6 +22,8 @@ UNIT = re.compile(
     r"(?:\^\{?[23]\}?|[²³])?(?:/[A-Za-z]+(?:\^2|²)?)?\.?"
 )
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|\u202f|\u2009|~)(?=\d{3}(?!\d))")  # 1\,000
+# A plain space parts thousands only where all digits of a number stand so: 1 000, no 1 125/1000.
+SPACED = re.compile(r"(?<![\w.,^])[1-9]\d{0,2}(?:[ \u00a0]\d{3})+(?![ \u00a0]?[\d/])")
 MARKS = re.compile(r"(\*\*|\*|__|`)(.+)\1(\.?)")  # Markdown around the whole
 WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")  # LaTeX around the whole
 CURRENCY = re.compile(r"^([-\u2212]?)(?:\\?\$|[£€¥])\s*|(?<=\d)\s*[£€¥]$")
@@ -88,7 +90,7 @@ def is_equal(answer: str, gold: str) -> bool:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs time-outs
     # A letter of 3x is no unit.
     bare = _bare(answer, units=not re.search(r"[A-Za-z]", LATEX.sub("", gold)))
-    both = (THOUSANDS.sub("", gold), THOUSANDS.sub("", bare))
+    both = (_joined(gold), _joined(bare))
     right, given = (math_verify.parse(f"${e}$", parsing_timeout=SECONDS) for e in both)
     return math_verify.verify(right, given, timeout_seconds=SECONDS)
 
@@ -100,8 +102,14 @@ def _bare(answer: str, units: bool) -> str:
     while around := MARKS.fullmatch(answer) or WORDS.fullmatch(answer):
         answer = (around[2] if around.re is MARKS else around[1]).strip()
     answer = CURRENCY.sub(r"\1", answer)
-    unit = UNIT.fullmatch(THOUSANDS.sub("", answer)) if units else None
+    unit = UNIT.fullmatch(_joined(answer)) if units else None
     return unit[1] if unit else answer
+
+
+def _joined(expression: str) -> str:
+    """The expression without what parts thousands, but commas, which math-verify knows."""
+    joined = THOUSANDS.sub("", expression)
+    return SPACED.sub(lambda number: "".join(number[0].split()), joined)
 
 
 def _last_boxed(text: str) -> str | None:
