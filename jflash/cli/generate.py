@@ -34,7 +34,7 @@ from jflash.generate import Generation, Pair, generate, models_for, stream
 from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.harmony import has_channels
-from jflash.io.text import before_stop, decode, stop_at_text
+from jflash.io.text import before_stop, decode, mark_ids, stop_at_text
 from jflash.memory import check_decoding
 from jflash.pair import Models, Params
 from jflash.row_choice import default_rows, with_rows
@@ -90,9 +90,10 @@ def _prepare(options: Options, prompts: list[Prompt]) -> Job:
     needed = bool(options.stop) or any(prompt.text is not None for prompt in prompts)
     tokenizer = files.target.tokenizer() if needed or files.target.has_tokenizer() else None
     stops = [] if options.ignore_eos else files.target.stop_ids(tokenizer)
+    stops = [*stops, *options.stop_token_ids, *mark_ids(tokenizer, options.stop)]
     decoding = Decoding(
         max_new_tokens=options.max_new_tokens,
-        stop_token_ids=tuple(dict.fromkeys([*stops, *options.stop_token_ids])),
+        stop_token_ids=tuple(dict.fromkeys(stops)),
         seed=options.seed,
         oracle=options.oracle,
         stop_when=stop_at_text(tokenizer, options.stop) if options.stop else None,

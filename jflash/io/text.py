@@ -86,6 +86,12 @@ def _in_rust(kind: type) -> bool:
     return issubclass(kind, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
 
 
+def mark_ids(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """The ids of those texts that are a special token each, which no decoded text has."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [i for i, token in added.items() if token.special and token.content in texts]
+
+
 def stop_at_text(tokenizer: Any, stops: Sequence[str]) -> Callable[[list[int]], int | None]:
     """For generate's `stop_when`: the number of tokens until one of the texts is complete."""
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from jflash import memory
 from jflash.cli import generate as cli
@@ -209,6 +211,19 @@ def test_text_stop_in_a_random_text(run, run_json, random):
     got = run_json(*argv, "--stop", "never said", "--stop", stop)
     assert got["text"] == before_stop(whole, [stop])
     assert run(*argv, "--stop", "never said", "--stop", stop)[0] == got["text"] + "\n"
+
+
+def test_a_stop_that_is_a_special_token_stops_by_its_id(run, run_json, monotone, tmp_path):
+    """No decoded text has it. Here the token that is said for ever is one."""
+    marked = Folders(shutil.copytree(monotone.target, tmp_path / "target"), monotone.drafter)
+    tokenizer = Tokenizer.from_file(str(marked.target / "tokenizer.json"))
+    tokenizer.add_special_tokens(["!"])
+    tokenizer.save(str(marked.target / "tokenizer.json"))
+    argv = ["hello", *models(marked), "--max-new-tokens", "6"]
+    assert run_json(*argv, "--stop", "!!")["token_ids"] == [0] * 6
+    got = run_json(*argv, "--ignore-eos", "--stop", "never said", "--stop", "!")
+    assert (got["text"], got["token_ids"], got["finish_reason"]) == ("", [0], "stop")
+    assert run(*argv, "--stop", "!")[0] == "\n"
 
 
 def test_show_steps_brackets_every_step(run, monotone):
