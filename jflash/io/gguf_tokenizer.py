@@ -48,7 +48,16 @@ SPLITS = {
     "smollm": Split((r"\p{N}", _GPT2)),
     "qwen2": Split((_LATER.replace("DIGITS", ""),), nfc=True),
     "llama-bpe": Split((_LATER.replace("DIGITS", "{1,3}"),), whole_words=True, begins=True),
+    "smaug-bpe": Split((_LATER.replace("DIGITS", "{1,3}"),)),
 }
+# Other names that llama.cpp reads as these (its src/llama-vocab.cpp at 00ad355).
+_ALIKE = {
+    "gpt-2": "phi-2 gigachat a.x-4.0 mellum exaone4",
+    "smollm": "starcoder refact",
+    "qwen2": "deepseek-r1-qwen",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+}
+SPLITS |= {other: SPLITS[name] for name, others in _ALIKE.items() for other in others.split()}
 
 
 def has_gguf_tokenizer(file: GgufFile) -> bool:

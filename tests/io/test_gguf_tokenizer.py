@@ -48,6 +48,31 @@ def test_how_text_is_split(name, tmp_path):
     assert tokenizer.decode(tokenizer(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
 
 
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        *((other, "gpt-2") for other in ("phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4")),
+        *((other, "smollm") for other in ("starcoder", "refact")),
+        ("deepseek-r1-qwen", "qwen2"),
+        *((other, "llama-bpe") for other in ("llama3", "llama-v3", "falcon3", "falcon-h1")),
+        *((other, "llama-bpe") for other in ("pixtral", "midm-2.0", "lfm2")),
+    ],
+)
+def test_names_that_llama_cpp_reads_alike(other, name, tmp_path):
+    one, same = (tokenizer_of(tmp_path, pre=pre) for pre in (other, name))
+    assert one.backend_tokenizer.to_str() == same.backend_tokenizer.to_str()
+
+
+def test_smaugs_split_is_llamas_alone(tmp_path):
+    """With merges in words that are a token, and no begin token unless the file wants one."""
+    one, llama = (tokenizer_of(tmp_path, pre=pre) for pre in ("smaug-bpe", "llama-bpe"))
+    split, theirs = (each.backend_tokenizer.pre_tokenizer for each in (one, llama))
+    assert split.pre_tokenize_str(TEXT) == theirs.pre_tokenize_str(TEXT)
+    assert not one.backend_tokenizer.model.ignore_merges
+    assert llama.backend_tokenizer.model.ignore_merges
+    assert one.convert_ids_to_tokens(one("a")["input_ids"]) == ["a"]
+
+
 def test_tokens_and_merges(tmp_path):
     tokenizer = tokenizer_of(tmp_path)
     ids = tokenizer("<user>It a123  4<pad>[PAD266]")["input_ids"]
