@@ -82,7 +82,10 @@ def _kernel(outputs_ref, weights_ref, shared, residual_ref, places_ref, out_ref)
 
 
 def total_of(given: Weighed, row, columns, inside):
-    """A token's sum at these columns, of references: rounded, in float32."""
+    """A token's sum at these columns, of references: rounded, in float32.
+
+    All is read before the gate is summed over threads, for which they wait.
+    """
     outputs_ref, weights_ref, shared, residual_ref, places_ref = given
     rows = jnp.full(columns.shape, row)
 
@@ -98,25 +101,25 @@ def total_of(given: Weighed, row, columns, inside):
             own = load(outputs_ref, jnp.full(columns.shape, places_ref[row * k + i]), columns)
         return weights_ref[row, i] * own
 
+    before = None if residual_ref is None else load(residual_ref, rows, columns)
+    gate = None if shared is None or shared.x is None else _gate(shared, row)
     total = rounded(functools.reduce(jnp.add, map(term, range(k))))
     if shared is not None:
         count = shared.pieces.shape[0]
         own = added_pieces(
             lambda p: load(shared.pieces, jnp.full(columns.shape, p), rows, columns), count
         )
-        if shared.x is not None:
-            own = rounded(1 / (1 + jnp.exp(-_logit(shared, row))) * own)
+        if gate is not None:
+            own = rounded(1 / (1 + jnp.exp(-rounded(sum_in_pairs(gate)))) * own)
         total = rounded(total + own)
-    if residual_ref is not None:
-        total = rounded(load(residual_ref, rows, columns) + total)
-    return total
+    return total if before is None else rounded(before + total)
 
 
-def _logit(shared, row):
-    """The gate's: products of bfloat16 are whole in float32."""
+def _gate(shared, row):
+    """The products of a gate's logit, which are whole in float32: of bfloat16."""
     K = shared.x.shape[1]
     columns = jnp.arange(pl.next_power_of_2(K))
     inside, rows = columns < K, jnp.full(columns.shape, row)
     x = plt.load(shared.x.at[rows, columns], mask=inside, other=0.0).astype(jnp.float32)
     column = plt.load(shared.column.at[columns], mask=inside, other=0.0).astype(jnp.float32)
-    return rounded(sum_in_pairs(x * column))
+    return x * column

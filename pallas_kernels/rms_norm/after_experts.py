@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.grouped_matmul.sums import Weighed, total_of
-from pallas_kernels.rms_norm.canonical import by_rows, check, store_normed
+from pallas_kernels.rms_norm.canonical import by_rows, check, load_scale, store_normed
 
 WARPS = 8
 
@@ -36,7 +36,8 @@ def _after_experts(given: Weighed, scale, eps: float, interpret: bool):
 def _kernel(given, scale_ref, x_ref, out_ref, *, eps: float, block: int):
     columns, row = jnp.arange(block), pl.program_id(0)
     inside = columns < out_ref.shape[1]
-    x = total_of(given, row, columns, inside).astype(x_ref.dtype)
     at = jnp.full((block,), row), columns
+    scale = load_scale(scale_ref, at, inside)
+    x = total_of(given, row, columns, inside).astype(x_ref.dtype)
     plt.store(x_ref.at[at], x, mask=inside)
-    store_normed(x, scale_ref, out_ref, at, inside, eps)
+    store_normed(x, scale, out_ref, at, inside, eps)

@@ -2,7 +2,9 @@
 
 A row is summed in pairs, here and after a sum: what is loaded then decides no bit. Squares of
 bfloat16 are whole in float32, so that it is all one whether a compiler joins a square and the sum
-that follows it. XLA's norm is fused with its neighbours, by shape.
+that follows it. All that a program reads is on its way before its first write, which no read may
+pass, and before its first sum over threads, for which they wait. XLA's norm is fused with its
+neighbours, by shape.
 """
 
 import functools
@@ -73,17 +75,19 @@ def by_rows(kernel, name: str, like, eps: float, warps: int, interpret: bool):
 
 def _kernel(x_ref, scale_ref, out_ref, *, eps: float, block: int):
     at, mask = _places(out_ref, block)
-    store_normed(_load(x_ref, at, mask), scale_ref, out_ref, at, mask, eps)
+    scale = load_scale(scale_ref, at, mask)
+    store_normed(_load(x_ref, at, mask), scale, out_ref, at, mask, eps)
 
 
 def _kernel_after(pieces_ref, residual_ref, scale_ref, x_ref, out_ref, *, eps: float, block: int):
     at, mask = _places(out_ref, block)
+    scale = load_scale(scale_ref, at, mask)
     numbers = (jnp.full((block,), p) for p in range(pieces_ref.shape[0]))
     pieces = (_load(pieces_ref, (number, *at), mask) for number in numbers)
     total = functools.reduce(jnp.add, pieces).astype(x_ref.dtype).astype(jnp.float32)
     x = (_load(residual_ref, at, mask).astype(jnp.float32) + total).astype(x_ref.dtype)
     plt.store(x_ref.at[at], x, mask=mask)
-    store_normed(x, scale_ref, out_ref, at, mask, eps)
+    store_normed(x, scale, out_ref, at, mask, eps)
 
 
 def _places(out_ref, block: int):
@@ -97,8 +101,13 @@ def _load(ref, at, mask):
     return plt.load(ref.at[at], mask=mask, other=None if mask is None else 0.0)
 
 
-def store_normed(x, scale_ref, out_ref, at, mask, eps: float):
-    x, scale = x.astype(jnp.float32), _load(scale_ref, at[1:], mask)
+def load_scale(scale_ref, at, mask):
+    """The scale of the columns of a place."""
+    return _load(scale_ref, at[1:], mask)
+
+
+def store_normed(x, scale, out_ref, at, mask, eps: float):
+    x = x.astype(jnp.float32)
     rms = lax.rsqrt(sum_in_pairs(x * x) / out_ref.shape[1] + eps)
     # Rounded where RMSNorm rounds: after the division, and after the scale.
     out = scale * (x * rms).astype(scale.dtype)
