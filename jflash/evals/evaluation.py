@@ -151,8 +151,18 @@ def execute_all(
 
 
 def executed(file: Path) -> dict[int, str]:
-    """The results of the programs that ran, by problem; none without a file."""
-    return {record["index"]: record["result"] for record in read_lines(file)}
+    """The results of the programs that ran, by problem; none without a file.
+
+    ValueError for a line that is no result.
+    """
+    results = dict[int, str]()
+    for number, record in enumerate(read_lines(file), 1):
+        try:
+            results[record["index"]] = record["result"]
+        except (KeyError, TypeError):
+            problem = f"{file} line {number} is no program's result"
+            raise ValueError(f"{problem}: remove the file, and pass --execute") from None
+    return results
 
 
 def with_results(answers: Sequence[Record], results: dict[int, str]) -> list[Record]:

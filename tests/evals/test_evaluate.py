@@ -420,6 +420,10 @@ def test_programs_are_run_only_if_asked(tmp_path, capsys, monkeypatch):
     ran.write_text(ran.read_text().splitlines(keepends=True)[0])
     assert main.run("evaluate", [*argv, *SAME]) == 0, capsys.readouterr().err
     assert json.loads(summary.read_text())["accuracy"]["judged"] == 1
+    ran.write_text(ran.read_text() + '{"index": 1}\n')
+    capsys.readouterr()
+    assert main.run("evaluate", [*argv, *SAME]) == 2
+    assert "executed.jsonl line 2 is no program's result" in capsys.readouterr().err
 
 
 @pytest.fixture
