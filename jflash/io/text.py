@@ -88,7 +88,7 @@ def _in_rust(kind: type) -> bool:
 
 def mark_ids(tokenizer: Any, texts: Sequence[str]) -> list[int]:
     """The ids of those texts that are a special token each, which no decoded text has."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
+    added = getattr(tokenizer, "added_tokens_decoder", {}) if texts else {}
     return [i for i, token in added.items() if token.special and token.content in texts]
 
 

@@ -105,6 +105,19 @@ def test_completions_of_texts_and_ids_with_echo_stops_and_several_answers(client
     assert "".join(c.choices[0].text for c in chunks) == f"{prompt}Each player gets 168 / 8 = 21 "
 
 
+def test_a_stop_that_is_a_special_token_ends_a_text(client, model):
+    """No text has it, since special tokens are left out."""
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    (got,) = client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=60,
+        stop="<|im_end|>",
+        extra_body={"ignore_eos": True},
+    ).choices
+    assert (got.text, got.finish_reason) == (ANSWER, "stop")
+
+
 def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
     def texts(**how) -> list[str]:
         drawn = client.chat.completions.create(
