@@ -7,6 +7,7 @@ the bits are those of `matmul.gate_up` and `matmul.partial_products`.
 Axes: M tokens, R rows, E experts, K and L summed over, P pieces of L, N columns.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -29,18 +30,28 @@ ROWS = 16
 WIDE = few_rows.Tile(rows=ROWS, columns=64, depth=BLOCK_K)
 NARROW = few_rows.Tile(rows=ROWS, columns=32, depth=BLOCK_K, stages=8)
 NARROWEST = few_rows.Tile(rows=ROWS, columns=16, depth=BLOCK_K, stages=8)
+# One token's gates and ups of Qwen3.5-35B-A3B, 72 programs of 64 columns, took 12.0 µs so where 144
+# of 32 took 13.8, and Qwen3-Coder-Next's 88 took 13.7 and 16.1 (an H200, jax 0.11.2, 2026-11-28,
+# benchmarks/h200-experts-beside-tiles.json); what halves of them gain over devices is not known.
+DEEP = few_rows.Tile(rows=ROWS, columns=64, depth=2 * BLOCK_K, warps=8)
+HALF_FILLED = range(SMS // 2, SMS)
 
 
-def tile_of(columns: int, count: int) -> few_rows.Tile:
+def tile_of(columns: int, count: int, gates_of: int | None = None) -> few_rows.Tile:
     """Of so many columns, and tiles of rows and pieces. Speed only, never a result's bits.
 
     A program waits for memory, so where there are fewer than multiprocessors each is to have half
-    as many columns and more steps over K on their way.
+    as many columns and more steps over K on their way, or more of K in a step: of gates and ups,
+    which sum arrays over `gates_of`.
     """
     width = width_of(columns)
     if width < NARROW.columns:
         return NARROWEST
-    return NARROW if width < WIDE.columns or columns // width * count < SMS else WIDE
+    programs = columns // width * count
+    if width < WIDE.columns:
+        return NARROW
+    deep = gates_of is not None and gates_of % DEEP.depth == 0 and programs in HALF_FILLED
+    return WIDE if programs >= SMS else DEEP if deep else NARROW
 
 
 def fits(M: int, w: Any, shared: Any) -> bool:
@@ -90,8 +101,11 @@ def _call(
     assert x.dtype == jnp.bfloat16 and shared.shape[0] % (P * BLOCK_K) == 0
     own = ((M, columns), x.dtype) if P == 1 else ((P, M, columns), jnp.float32)
     gate = few_rows.silu_times if halves else None
-    how = {"depth": depth_of(w, BLOCK_K), "firsts": firsts[0] or (0,), "gate": gate}
-    tile = tile_of(columns, len(tiles.expert) + P)
+    gates_of = x.shape[1] if halves and not isinstance(w, Quantised) else None
+    tile = tile_of(columns, len(tiles.expert) + P, gates_of)
+    if interpret:
+        tile = dataclasses.replace(tile, depth=few_rows.DEPTH)
+    how = {"depth": depth_of(w, tile.depth), "firsts": firsts[0] or (0,), "gate": gate}
     how["share"], how["width"] = R // len(x), tile.columns
     last = {"tile": tile, "length": shared.shape[0] // P, "halves": halves}
     return pl.pallas_call(

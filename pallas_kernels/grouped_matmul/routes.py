@@ -75,7 +75,7 @@ def _kernel(pieces_ref, bias_ref, weights_ref, ids_ref, *, k, chosen, renormalis
     total = jnp.float32(0)
     for i in range(k):
         most = jnp.max(scores, axis=0)
-        id = jnp.min(jnp.where(scores == most, columns, E - 1), axis=0)
+        id = jnp.argmax(scores, axis=0).astype(jnp.int32)  # the lowest of equal ones
         scores = jnp.where(columns == id, -jnp.inf, scores)
         best, ids = jnp.where(ranks == i, most, best), jnp.where(ranks == i, id, ids)
         total += most

@@ -49,10 +49,12 @@ def operands(M: int):
     )
 
 
-@pytest.fixture(params=[beside.WIDE, beside.NARROWEST], ids=["wide", "narrowest"])
+@pytest.fixture(
+    params=[beside.WIDE, beside.DEEP, beside.NARROWEST], ids=["wide", "deep", "narrowest"]
+)
 def tile(request, monkeypatch):
     jax.clear_caches()
-    monkeypatch.setattr(beside, "tile_of", lambda columns, count: request.param)
+    monkeypatch.setattr(beside, "tile_of", lambda *_: request.param)
     yield
     jax.clear_caches()
 
@@ -61,6 +63,9 @@ def test_few_programs_have_narrow_tiles():
     """Qwen3.5-35B-A3B's first and second product for one token, and for eight."""
     tiles = [beside.tile_of(512, 9), beside.tile_of(2048, 10), beside.tile_of(512, 66)]
     assert tiles == [beside.NARROW, beside.WIDE, beside.WIDE]
+    # Gates and ups of arrays, of Qwen3-Coder-Next's too, and a half of them over two devices.
+    tiles = [beside.tile_of(*sizes, 2048) for sizes in ((512, 9), (512, 11), (256, 9), (512, 66))]
+    assert tiles == [beside.DEEP, beside.DEEP, beside.NARROW, beside.WIDE]
     # Columns of one device of several, which wider tiles do not divide.
     assert [beside.tile_of(n, 66) for n in (352, 176)] == [beside.NARROW, beside.NARROWEST]
 
