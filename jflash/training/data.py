@@ -84,6 +84,23 @@ def check_tokens(rows: Rows, vocab_size: int) -> None:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size} tokens")
 
 
+def followed(supervised: Bool[RowArray, "R T"]) -> Bool[RowArray, "R _"]:
+    """Which answer tokens another one of the same answer follows: blocks begin at these.
+
+    It is one place shorter than a row. A prompt is never empty, so two supervised tokens side by
+    side are of one conversation.
+    """
+    return supervised[:, :-1] & supervised[:, 1:]
+
+
+def check_answers(rows: Rows) -> None:
+    """ValueError if no answer has two tokens: a block needs one to begin at and one to foresee."""
+    if not np.any(followed(rows.supervised)):
+        raise ValueError(
+            "no answer has two tokens or more, so there is no block to learn: give longer answers"
+        )
+
+
 def describe(rows: Rows, dropped: int) -> None:
     """Prints what a training run is fed."""
     filled = float(np.mean(rows.segments > 0))

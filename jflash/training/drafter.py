@@ -16,7 +16,7 @@ from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.specs import ProportionalScaling, RopeConfig
 from jflash.training.attention import training_backend
-from jflash.training.data import Conversation, Rows, check_tokens, describe, pack
+from jflash.training.data import Conversation, Rows, check_answers, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter
 from jflash.training.recipe import PAPERS, Objective, TrainConfig
 from jflash.training.steps import LossFn
@@ -243,6 +243,7 @@ def make_lesson(
     check_trainable(config)
     check_sizes(target.config, rows.tokens.shape[1], anchors)
     check_tokens(rows, target.config.vocab_size)
+    check_answers(rows)
     configs: list[DecoderConfig] = [target.config, config]
     platform = jax.default_backend()
     attention = training_backend(backend, configs, training.compute_dtype, platform)

@@ -23,7 +23,7 @@ from jflash.models.params import random_params
 from jflash.speculative import apply
 from jflash.training.attention import Backend, blocks_attend, causal_attend
 from jflash.training.chunked import chunk, sum_over_chunks, unchunk
-from jflash.training.data import Rows
+from jflash.training.data import Rows, followed
 from jflash.training.losses import agreeing, head_logits, scale_residual_outputs, weighted_mean
 from jflash.training.objective import (
     counted,
@@ -78,14 +78,14 @@ def init_drafter(config: DrafterConfig, seed: int) -> Any:
 def draw_anchors(
     rows: Rows, count: int, key: Key[Array, ""]
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Different random places of each row whose next token is supervised, and which of them exist.
+    """Different random answer tokens of each row that another one follows, and which exist.
 
-    A row with fewer than `count` such places gets others, marked as not existing.
+    A row with fewer than `count` such places gets others, marked as not existing. The last token of
+    a prompt is no anchor, as in decoding, where the prefill gives the first one.
     """
     if count > rows.tokens.shape[1]:
         raise ValueError(f"{count} anchors do not fit rows of {rows.tokens.shape[1]} tokens")
-    # A prompt is never empty, so the token before a supervised one is in the same conversation.
-    eligible = jnp.pad(rows.supervised[:, 1:], ((0, 0), (0, 1)))
+    eligible = jnp.pad(followed(rows.supervised), ((0, 0), (0, 1)))
     score = jnp.where(eligible, jax.random.uniform(key, eligible.shape), -1.0)
     score, anchors = jax.lax.top_k(score, count)
     return anchors, score >= 0

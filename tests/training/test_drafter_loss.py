@@ -14,6 +14,7 @@ from jflash.passes import Block
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, pack
+from jflash.training.drafter import make_lesson
 from jflash.training.drafter_loss import (
     Blocks,
     block_hidden,
@@ -22,6 +23,7 @@ from jflash.training.drafter_loss import (
     draw_anchors,
 )
 from jflash.training.objective import loss_decay
+from jflash.training.recipe import PAPERS, TrainConfig
 from tests.support.pairs import random_pair
 
 T = 48
@@ -130,21 +132,33 @@ def test_blocks_do_not_see_each_other():
     np.testing.assert_allclose(others[:, 0], together[:, 0], atol=1e-6)
 
 
-def test_anchors_are_distinct_and_precede_supervised_tokens():
+def test_anchors_are_distinct_answer_tokens_that_another_follows():
     rows = make_rows()
-    drawn = set()
+    drawn, supervised = set(), np.asarray(rows.supervised)
+    followed = (supervised[:, :-1] & supervised[:, 1:]).sum(-1)
+    assert followed.tolist() == [29, 17 + 13]
     for seed in range(20):
         anchors, exist = draw_anchors(rows, 34, jax.random.key(seed))
         for b in range(2):
             chosen = np.asarray(anchors[b])[np.asarray(exist[b])]
             assert len(set(chosen.tolist())) == len(chosen)
-            assert np.asarray(rows.supervised)[b, chosen + 1].all()
-            assert len(chosen) == min(34, int(rows.supervised[b, 1:].sum()))
+            assert supervised[b, chosen].all() and supervised[b, chosen + 1].all()
+            assert len(chosen) == followed[b]
         few, _ = draw_anchors(rows, 3, jax.random.key(seed))
         drawn.add(tuple(np.asarray(few).ravel().tolist()))
     assert len(drawn) == 20
     with pytest.raises(ValueError, match="49 anchors"):
         draw_anchors(rows, 49, jax.random.key(0))
+
+
+def test_answers_of_one_token_are_named_before_anything_runs():
+    """They hold no block: the loss would stay 0."""
+    given = dict(anchors=2, training=TrainConfig(steps=1, batch_size=1), objective=PAPERS)
+    rows = pack([Conversation([1, 2], [3]), Conversation([4], [5])], T)[0]
+    with pytest.raises(ValueError, match="no answer has two tokens or more"):
+        make_lesson(TARGET, DRAFTER.config, rows, **given)
+    rows = pack([Conversation([1, 2], [3]), Conversation([4], [5, 6])], T)[0]
+    assert make_lesson(TARGET, DRAFTER.config, rows, **given).identity["anchors"] == 2
 
 
 def test_labels_stop_at_the_end_of_the_conversation():
