@@ -14,7 +14,7 @@ WEIGHTS = ("decay", "dpace")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run's numbers. Batches are rows; the schedule is a warm-up, then a cosine down to 0."""
+    """A run's numbers. Batches are rows; the schedule is `jflash.training.steps.learning_rates`."""
 
     steps: int
     batch_size: int  # of all devices together

@@ -40,12 +40,7 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. Adam, with Nesterov's
     momentum and without decay, takes all other parameters (norms, tables of vectors).
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=max(1, round(config.warmup * config.steps)),
-        decay_steps=max(2, config.steps),
-    )
+    schedule = learning_rates(config)
     b2 = 0.95  # batches are large and runs short: an average over 20 steps, not 1000
     if config.optimizer == "muon":
         steps = optax.contrib.muon(
@@ -63,6 +58,20 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
             mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
         )
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), steps)
+
+
+def learning_rates(config: TrainConfig) -> optax.Schedule:
+    """The learning rate of step 0, 1, …: a warm-up in equal parts, then a cosine towards 0.
+
+    A warm-up of n steps begins at peak / n and ends at the peak, where the cosine begins, and 0
+    would come after the last step. So every step moves the weights: a schedule whose first number
+    is 0, as optax's and transformers' is, spends a batch on the optimizer's averages alone, and a
+    training of one step would learn nothing.
+    """
+    warm = max(1, round(config.warmup * config.steps))
+    peak, rest = config.learning_rate, max(1, config.steps - warm)
+    rising = optax.linear_schedule(peak / warm, peak, warm - 1)
+    return optax.join_schedules([rising, optax.cosine_decay_schedule(peak, rest)], [warm])
 
 
 def _kernels(params: Any) -> Any:

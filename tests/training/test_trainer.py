@@ -20,7 +20,7 @@ from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, pack
 from jflash.training.losses import head_logits, lookup
 from jflash.training.recipe import OPTIMIZERS, TrainConfig
-from jflash.training.steps import batch_indices, optimizer
+from jflash.training.steps import batch_indices, learning_rates, optimizer
 from jflash.training.trainer import LOCK, Evaluation, train
 from tests.support.pairs import target_config
 from tiny_pair.target_lm import TrainedTarget, init_target, target_loss
@@ -273,7 +273,7 @@ def test_muon_steps_along_the_orthogonal_part_of_a_product_s_gradient():
     clip = optax.clip_by_global_norm(config.clip_norm)
     rest = optax.chain(clip, optax.nadamw(config.learning_rate, b2=0.95, weight_decay=0.0))
 
-    def second_update(tx: optax.GradientTransformation):  # the first one's learning rate is 0
+    def second_update(tx: optax.GradientTransformation):  # with momentum
         return tx.update(grads, tx.update(grads, tx.init(params), params)[1], params)[0]
 
     muon, expected = second_update(optimizer(config)), second_update(rest)
@@ -284,6 +284,24 @@ def test_muon_steps_along_the_orthogonal_part_of_a_product_s_gradient():
     assert (along.diagonal() > 0.6).all() and (along.diagonal() < 1.3).all()
     expected["mlp"].pop("kernel")
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), muon, expected)
+
+
+def test_every_step_moves_the_weights():
+    """The warm-up's first step and the cosine's last one too, and the only step of a training."""
+    config = TrainConfig(steps=100, batch_size=1, learning_rate=3.0)
+    rates = np.asarray([learning_rates(config)(i) for i in range(100)])
+    np.testing.assert_allclose(rates[:5], [0.75, 1.5, 2.25, 3, 3], rtol=1e-6)
+    cosine = 1.5 * (1 + np.cos(np.pi * np.arange(96) / 96))
+    np.testing.assert_allclose(rates[4:], cosine, rtol=1e-4)
+    assert rates.min() > 0 and learning_rates(config)(100) == pytest.approx(0, abs=1e-6)
+    for name in OPTIMIZERS:
+        params = {"kernel": jnp.ones((2, 3))}
+        for steps_in_all in (1, 2, 3):
+            tx = optimizer(replace(config, steps=steps_in_all, optimizer=name))
+            state = tx.init(params)
+            for _ in range(steps_in_all):
+                updates, state = tx.update(params, state, params)
+                assert float(jnp.abs(updates["kernel"]).min()) > 0
 
 
 def test_bad_settings_are_named():
