@@ -37,8 +37,10 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW or Muon after a clip by the global norm; vectors (norm scales) do not decay.
 
     Muon steps along the orthogonal part of each product's gradient (Jordan 2024), at the size of
-    AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. Adam, with Nesterov's
-    momentum and without decay, takes all other parameters (norms, tables of vectors).
+    AdamW's steps (arXiv 2502.16982), so that one learning rate serves both. Queries, keys and
+    values are one product here, as are an MLP's gate and up; other programs' Muon takes each alone.
+    Adam, with Nesterov's momentum and without decay, takes all other parameters (norms, tables of
+    vectors).
     """
     schedule = learning_rates(config)
     b2 = 0.95  # batches are large and runs short: an average over 20 steps, not 1000
