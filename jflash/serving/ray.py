@@ -125,9 +125,11 @@ class Ingress:
         except RayActorError as error:
             LOG.warning("%s", one_line(error))
             raise Lost("it ended before its answer did") from None
+        except (GeneratorExit, asyncio.CancelledError):  # its client is gone
+            answer.cancel()  # which raises Ray's error of an answer that has failed
+            raise
         finally:
             self._running -= 1
-            answer.cancel()
 
 
 def app(args: dict[str, Any]) -> serve.Application:

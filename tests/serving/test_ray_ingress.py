@@ -1,0 +1,63 @@
+"""The ingress on a local Ray, before replicas without a model: what it says while they are full."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from jflash.server.relay import Asked
+from tests.support.ray_marks import MARKS
+
+pytestmark = MARKS
+OPTIONS = {"max_batch": 1, "max_queue": 1, "replicas": 1}
+COMPLETIONS = "/v1/completions"
+
+
+class Sleeper:
+    """A replica that answers after a second."""
+
+    def __init__(self, _: object) -> None:
+        pass
+
+    async def answer(self, asked: Asked) -> AsyncIterator[dict]:
+        await asyncio.sleep(1.0)
+        yield {"type": "http.response.start", "status": 200, "headers": []}
+        yield {"type": "http.response.body", "body": asked.body, "more_body": False}
+
+
+@pytest.fixture(scope="module")
+def url():
+    import ray
+    from ray import serve
+
+    from jflash.serving import ray as fleet
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "Replica", Sleeper)
+        serve.run(fleet.app(OPTIONS), name=fleet.NAME)
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+
+
+async def answers_of(url: str, count: int) -> list[httpx.Response]:
+    """Of so many clients at once: two fit the replica, and one waits."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        asks = [client.post(COMPLETIONS, content=b"{}") for _ in range(count)]
+        return await asyncio.gather(*asks)
+
+
+def test_a_full_fleet_says_so_as_a_full_server_does(url):
+    answers = asyncio.run(answers_of(url, 12))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < len(answers)
+    for answer in refused:
+        assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+        assert answer.json()["error"]["code"] == "queue_full"
