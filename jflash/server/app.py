@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -36,6 +37,8 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+# What pages of allowed origins may send.
+OF_PAGES: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
 CLIENT_GONE = 499  # only in the log, as in nginx's
 
 
@@ -45,12 +48,7 @@ def make_app(
     """The application; without `api_keys` every client may ask, without `origins` no other page."""
     middleware = [Middleware(_AccessLog)]
     if origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware, allow_origins=list(origins),
-                allow_methods=["GET", "POST"], allow_headers=["*"],
-            )
-        )  # fmt: skip
+        middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins), **OF_PAGES))
     if api_keys:
         middleware.append(Middleware(_Keys, keys=[key.encode() for key in api_keys]))
     # Starlette has one outside of all others, where another page may not read what it answers.

@@ -42,6 +42,7 @@ from jflash.mesh import check_divisible
 from jflash.replicas import cluster, gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
+from jflash.server.fleet import ForPages
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
 from jflash.server.run import LOOK_EVERY, listen, log_to_stderr, watch
 from jflash.server.service import service_of
@@ -70,8 +71,7 @@ class Replica:
         self._options, found = options, loaded(options)
         self._service = service_of(found.settings, Local(found.engine))
         counted_compilations(self._service.metrics.compiled.inc)
-        origins = options.allow_origin
-        self._app = make_app(self._service, api_keys=api_keys(options), origins=origins)
+        self._app = make_app(self._service, api_keys=api_keys(options))
         self._watch: asyncio.Task | None = None
 
     async def answer(self, asked: Asked) -> AsyncIterator[Message]:
@@ -94,15 +94,19 @@ class Replica:
 class Ingress:
     """What clients reach: it has no model, and asks again where a replica was lost."""
 
-    def __init__(self, replicas: Any, max_body: int) -> None:
-        self._replicas, self._max_body = replicas.options(stream=True), max_body
+    def __init__(self, replicas: Any, options: argparse.Namespace) -> None:
+        self._replicas, self._options = replicas.options(stream=True), options
         self._running, self._closing = 0, False
 
     async def __call__(self, request: Request) -> Response:
+        answer, origins = await self._answer(request), self._options.allow_origin
+        return ForPages(answer, origins) if origins else answer
+
+    async def _answer(self, request: Request) -> Response:
         try:
             if self._closing:
                 raise ApiError("the server ends", status=503, code="shutting_down")
-            return Relayed(self._call, await asked_of(request, self._max_body))
+            return Relayed(self._call, await asked_of(request, self._options.max_body))
         except ApiError as error:
             return error.response()
         except ClientGone:
@@ -171,7 +175,7 @@ def application(options: argparse.Namespace) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.shutdown_timeout, graceful_shutdown_wait_loop_s=0.5,
     )  # fmt: skip
-    return ingress.bind(replicas.bind(options), options.max_body)
+    return ingress.bind(replicas.bind(options), options)
 
 
 def serve_replicas(options: argparse.Namespace) -> None:
