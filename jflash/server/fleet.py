@@ -10,6 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jflash.server.app import OF_PAGES
+from jflash.server.errors import ApiError, json_response
+
+WELL, READY = "/health", "/health/ready"
 
 
 class ForPages(Response):
@@ -21,3 +24,15 @@ class ForPages(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._told(scope, receive, send)
+
+
+def health(path: str, working: int, waiting: int, most: int) -> Response:
+    """To WELL 200 while a replica works; to READY if of `most` requests another may wait, too.
+
+    No replica is asked: one that has all its requests would let a probe wait behind them.
+    """
+    if not working:
+        raise ApiError("no replica works", status=503, code="replica_lost")
+    if path == READY and waiting >= most:
+        raise ApiError("the queue is full", status=503, code="queue_full")
+    return json_response({"status": "ok"})

@@ -42,7 +42,7 @@ from jflash.mesh import check_divisible
 from jflash.replicas import cluster, gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
-from jflash.server.fleet import ForPages
+from jflash.server.fleet import READY, WELL, ForPages, health
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
 from jflash.server.run import LOOK_EVERY, listen, log_to_stderr, watch
 from jflash.server.service import service_of
@@ -59,6 +59,7 @@ ROUTER = (
 )
 TREE = {"do_eviction": True}  # its limits are Ray's defaults
 CHECK, CHECK_TIMEOUT = 5.0, 30.0  # seconds
+AT_ONCE = 2  # requests that a replica takes for each of its slots
 MANY = 10_000  # requests that the ingress passes on at once
 
 
@@ -97,6 +98,7 @@ class Ingress:
     def __init__(self, replicas: Any, options: argparse.Namespace) -> None:
         self._replicas, self._options = replicas.options(stream=True), options
         self._running, self._closing = 0, False
+        self._app = serve.get_replica_context().app_name
 
     async def __call__(self, request: Request) -> Response:
         answer, origins = await self._answer(request), self._options.allow_origin
@@ -106,11 +108,19 @@ class Ingress:
         try:
             if self._closing:
                 raise ApiError("the server ends", status=503, code="shutting_down")
+            path = request.scope["path"]
+            if path in (WELL, READY) and request.method in ("GET", "HEAD"):
+                return await self._health(path)
             return Relayed(self._call, await asked_of(request, self._options.max_body))
         except ApiError as error:
             return error.response()
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
+
+    async def _health(self, path: str) -> Response:
+        o, working = self._options, await asyncio.to_thread(_working, self._app)
+        waiting = self._running - AT_ONCE * o.max_batch * working
+        return health(path, working, waiting, o.max_queue * (o.replicas or 1))
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, and returns when the others have ended, or after `seconds`."""
@@ -134,6 +144,12 @@ class Ingress:
             raise
         finally:
             self._running -= 1
+
+
+def _working(app: str) -> int:
+    """How many replicas of an application work, as far as Ray has seen."""
+    states = serve.status().applications[app].deployments["replica"].replica_states
+    return sum(count for state, count in states.items() if state == "RUNNING")
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -164,7 +180,7 @@ def application(options: argparse.Namespace) -> serve.Application:
     router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": kwargs}
     replicas = serve.deployment(
         Replica, name="replica", logging_config=QUIET,
-        max_ongoing_requests=2 * batch, max_queued_requests=options.max_queue * count,
+        max_ongoing_requests=AT_ONCE * batch, max_queued_requests=options.max_queue * count,
         ray_actor_options={"num_cpus": 1, "num_gpus": gpus_of(options.tensor_parallel)},
         health_check_period_s=CHECK, health_check_timeout_s=CHECK_TIMEOUT,
         graceful_shutdown_timeout_s=options.shutdown_timeout, graceful_shutdown_wait_loop_s=0.5,

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -11,7 +12,8 @@ from jflash.server.relay import Asked
 from tests.support.ray_marks import MARKS
 
 pytestmark = MARKS
-OPTIONS = {"max_batch": 1, "max_queue": 1, "replicas": 1}
+PAGE = "https://page.example"
+OPTIONS = {"max_batch": 1, "max_queue": 1, "replicas": 1, "allow_origin": PAGE}
 COMPLETIONS = "/v1/completions"
 
 
@@ -49,7 +51,7 @@ def url():
 
 async def answers_of(url: str, count: int) -> list[httpx.Response]:
     """Of so many clients at once: two fit the replica, and one waits."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, headers={"Origin": PAGE}, timeout=60) as client:
         asks = [client.post(COMPLETIONS, content=b"{}") for _ in range(count)]
         return await asyncio.gather(*asks)
 
@@ -61,3 +63,20 @@ def test_a_full_fleet_says_so_as_a_full_server_does(url):
     for answer in refused:
         assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
         assert answer.json()["error"]["code"] == "queue_full"
+        assert answer.headers["Access-Control-Allow-Origin"] == PAGE
+
+
+def test_the_health_of_a_full_fleet_waits_for_no_replica(url):
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            assert (await client.get("/health/ready")).json() == {"status": "ok"}
+            full = asyncio.create_task(answers_of(url, 9))
+            await asyncio.sleep(0.3)
+            begin = time.monotonic()
+            well, ready = [await client.get(path) for path in ("/health", "/health/ready")]
+            assert not full.done() and time.monotonic() - begin < 1
+            assert well.json() == {"status": "ok"}
+            assert ready.status_code == 503 and ready.json()["error"]["code"] == "queue_full"
+            await full
+
+    asyncio.run(main())
