@@ -20,8 +20,14 @@ Make = Callable[[int, int], Any]  # part `index` of `of`
 
 
 @contextlib.contextmanager
-def cluster(address: str | None, processes: int) -> Iterator[None]:
-    """Ray for the block: the cluster at `address`, or one of this machine."""
+def cluster(
+    address: str | None, processes: int, devices: int = 1, at_once: int = 1
+) -> Iterator[None]:
+    """Ray for the block: the cluster at `address`, or one of this machine.
+
+    ValueError if this machine has GPUs, but too few for `at_once` replicas of `devices` each: they
+    would wait for ever. A cluster may get more.
+    """
     import ray
 
     # "local": by itself Ray would join one that already runs here, or that RAY_ADDRESS names.
@@ -30,6 +36,10 @@ def cluster(address: str | None, processes: int) -> Iterator[None]:
         own = {"address": address}
     ray.init(logging_level=logging.ERROR, include_dashboard=False, **own)
     try:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if address is None and 0 < gpus < at_once * devices:
+            need = f"the replicas need {at_once * devices} GPUs at once"
+            raise ValueError(f"{need}, and this machine has {gpus}: ask for fewer")
         yield
     finally:
         ray.shutdown()

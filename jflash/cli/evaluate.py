@@ -35,7 +35,7 @@ def run(options: Options) -> int:
     require("matplotlib", *["math_verify"] * (DATASETS[name].kind == "math"))
     if options.replicas is not None:
         require("ray")
-        with cluster(options.ray_address, options.replicas):
+        with cluster(options.ray_address, options.replicas, options.tensor_parallel):
             # From here on: the replicas, which Ray starts, take memory as the options say.
             os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
             return _of_host(options, Hosts())

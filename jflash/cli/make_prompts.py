@@ -77,7 +77,7 @@ def run(args: Options) -> None:
     if args.written_by:
         if args.replicas is not None:
             require("ray")
-            with cluster(args.ray_address, args.replicas):
+            with cluster(args.ray_address, args.replicas, args.tensor_parallel):
                 made(functools.partial(_part, args), args.replicas, args.tensor_parallel)
         written = self_written(args)
         assert written is not None  # all are written, or this process writes them

@@ -136,7 +136,7 @@ def run(args: Options) -> None:
 def answer_by_replicas(args: Options) -> None:
     """Makes all answers, each replica its part, before this process touches a device."""
     require("ray")
-    with cluster(args.ray_address, args.replicas):
+    with cluster(args.ray_address, args.replicas, args.tensor_parallel):
         made(functools.partial(_part, args), args.replicas, args.tensor_parallel)
 
 

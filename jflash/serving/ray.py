@@ -207,7 +207,8 @@ def serve_replicas(options: argparse.Namespace) -> None:
     if options.tensor_parallel > 1:
         check_divisible(models, options.tensor_parallel, options.experts_over)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with cluster(None, options.max_replicas or options.replicas):
+    processes = options.max_replicas or options.replicas
+    with cluster(None, processes, options.tensor_parallel, options.replicas):
         _serve(options, host, port)
 
 

@@ -62,6 +62,12 @@ def test_what_does_not_fit_is_refused_before_anything_starts(options, said, caps
     assert said in line
 
 
+def test_gpus_that_are_not_there_are_not_waited_for(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 4, "GPU": 3}')
+    assert run("serve", ["--replicas", "2", "--tensor-parallel", "2", "--port", "0"]) == 2
+    assert "need 4 GPUs at once, and this machine has 3: ask for fewer" in capsys.readouterr().err
+
+
 def test_what_only_a_replica_finds_out_is_the_last_line(capfd):
     options = ["--dtype", "float32", "--max-batch", "2", "--max-context", "256", "--pages", "1"]
     assert run("serve", ["--replicas", "1", "--port", "0", *options]) == 2
