@@ -109,15 +109,39 @@ def _scope(asked: Asked) -> Scope:
 
 
 class Relayed(Response):
-    """The answer of a replica to its request."""
+    """The answer of a replica to its request; it is among `running` while it comes."""
 
-    def __init__(self, call: Call, asked: Asked) -> None:
+    def __init__(self, call: Call, asked: Asked, running: "set[Relayed]") -> None:
         super().__init__()
-        self._call, self._asked = call, asked
+        self._call, self._asked, self._running = call, asked, running
+        self._limit: asyncio.Timeout | None = None
+        self._begun: _Begun | None = None
+
+    def end(self) -> None:
+        """Ends a running answer because the server ends; its reader hears of it."""
+        assert self._limit is not None
+        self._limit.reschedule(0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._passed_on(send)
+            await self._answer(scope, receive, send)
+        finally:
+            self._running.discard(self)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                self._running.add(self)
+                await self._passed_on(send)
+        except TimeoutError:
+            assert self._limit is not None
+            if not self._limit.expired():
+                raise
+            ends = ApiError("the server is shutting down", status=503, code="shutting_down")
+            if self._begun is not None and self._begun.sent:
+                await self._begun.end(ends)
+            else:
+                await ends.response()(scope, receive, send)
         except Busy as error:
             refusal = ApiError(
                 f"the server is full: {error}", status=503, code="queue_full",
@@ -130,7 +154,7 @@ class Relayed(Response):
     async def _passed_on(self, send: Send) -> None:
         """The first answer that does not come from a replica that ends. Lost after TRIES."""
         for last in range(TRIES, 0, -1):
-            begun = _Begun(send, named=self._asked.path == NAMED)
+            self._begun = begun = _Begun(send, named=self._asked.path == NAMED)
             try:
                 async with contextlib.aclosing(self._call(self._asked)) as answer:
                     async for message in answer:
@@ -139,7 +163,7 @@ class Relayed(Response):
             except Lost as error:
                 LOG.warning("%s %s: %s", self._asked.method, self._asked.path, error)
                 if begun.sent:
-                    await begun.end(error)
+                    await begun.end(_words(error))
                     return
                 if last == 1:
                     raise
@@ -172,11 +196,10 @@ class _Begun:
             if error["code"] in GOING:
                 raise Lost(error["message"])
 
-    async def end(self, error: Lost) -> None:
+    async def end(self, words: ApiError) -> None:
         """The last words of an answer that cannot go on."""
         if self._whole:
             return
-        words = _words(error)
         body = last_words(words, self._events) if self._named else last_words(words) + DONE
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

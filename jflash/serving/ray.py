@@ -44,7 +44,7 @@ from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
 from jflash.server.fleet import READY, WELL, ForPages, health
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
-from jflash.server.run import LOOK_EVERY, listen, log_to_stderr, watch
+from jflash.server.run import LAST_WORDS, LOOK_EVERY, listen, log_to_stderr, watch
 from jflash.server.service import service_of
 from jflash.server.wire import ClientGone
 from jflash.serving.decoder import Local
@@ -97,7 +97,7 @@ class Ingress:
 
     def __init__(self, replicas: Any, options: argparse.Namespace) -> None:
         self._replicas, self._options = replicas.options(stream=True), options
-        self._running, self._closing = 0, False
+        self._running, self._closing = set[Relayed](), False
         self._app = serve.get_replica_context().app_name
 
     async def __call__(self, request: Request) -> Response:
@@ -111,7 +111,8 @@ class Ingress:
             path = request.scope["path"]
             if path in (WELL, READY) and request.method in ("GET", "HEAD"):
                 return await self._health(path)
-            return Relayed(self._call, await asked_of(request, self._options.max_body))
+            asked = await asked_of(request, self._options.max_body)
+            return Relayed(self._call, asked, self._running)
         except ApiError as error:
             return error.response()
         except ClientGone:
@@ -119,18 +120,25 @@ class Ingress:
 
     async def _health(self, path: str) -> Response:
         o, working = self._options, await asyncio.to_thread(_working, self._app)
-        waiting = self._running - AT_ONCE * o.max_batch * working
+        waiting = len(self._running) - AT_ONCE * o.max_batch * working
         return health(path, working, waiting, o.max_queue * (o.replicas or 1))
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and returns when the others have ended, or after `seconds`."""
-        self._closing, end = True, time.monotonic() + seconds
+        """Refuses new requests, and returns when the others have ended: after `seconds` those that
+        still run end with an error."""
+        self._closing = True
+        await self._ended_within(seconds)
+        for answer in self._running:
+            answer.end()
+        await self._ended_within(LAST_WORDS)
+
+    async def _ended_within(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         while self._running and time.monotonic() < end:
             await asyncio.sleep(LOOK_EVERY)
 
     async def _call(self, asked: Asked) -> AsyncGenerator[Message]:
         answer = self._replicas.answer.remote(asked)
-        self._running += 1
         try:
             async for message in answer:
                 yield message
@@ -142,8 +150,6 @@ class Ingress:
         except (GeneratorExit, asyncio.CancelledError):  # its client is gone
             answer.cancel()  # which raises Ray's error of an answer that has failed
             raise
-        finally:
-            self._running -= 1
 
 
 def _working(app: str) -> int:

@@ -52,7 +52,7 @@ def passed_on(monkeypatch):
         async def receive():
             raise AssertionError("the body was read before")
 
-        asyncio.run(Relayed(call, asked(path))({"type": "http"}, receive, send))
+        asyncio.run(Relayed(call, asked(path), set())({"type": "http"}, receive, send))
         assert [m["type"] for m in sent].count("http.response.start") == 1
         assert not sent[-1].get("more_body", False)
         return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:]), len(left)
@@ -90,6 +90,35 @@ def test_replicas_that_are_full_or_never_answer_are_errors_of_their_own(passed_o
     ):
         status, body, unused = passed_on(*replicas)
         assert (status, json.loads(body)["error"]["code"], unused) == (503, code, 0)
+
+
+@pytest.mark.parametrize("begun", [[], [head(), piece(b"data: {}\n\n")]], ids=["silent", "begun"])
+def test_an_answer_that_the_servers_end_cuts_off_says_so(begun):
+    running, sent = set[Relayed](), []
+
+    async def endless(_: Asked):
+        for message in begun:
+            yield message
+        await asyncio.sleep(60)
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        answer = Relayed(endless, asked(), running)
+        task = asyncio.create_task(answer({"type": "http"}, send, send))
+        await asyncio.sleep(0)
+        while len(sent) < len(begun):
+            await asyncio.sleep(0)
+        assert running == {answer}
+        answer.end()
+        await task
+
+    asyncio.run(main())
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    said = body.removeprefix(b"data: {}\n\ndata: ").removesuffix(b"data: [DONE]\n\n")
+    assert json.loads(said)["error"]["code"] == "shutting_down" and not running
+    assert sent[0]["status"] == (200 if begun else 503) and not sent[-1].get("more_body")
 
 
 def test_an_application_answers_a_request_and_sees_its_client_leave():
