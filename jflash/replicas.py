@@ -9,12 +9,14 @@ left there is its maker's to go on from. This file knows no model.
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 TRIES = 3  # of a part
+KNOCK = 10.0  # seconds for a cluster to take a connection
 OF_COMMANDS = (ValueError, OSError, ModuleNotFoundError)  # which commands print as a line
 Make = Callable[[int, int], Any]  # part `index` of `of`
 
@@ -33,6 +35,7 @@ def cluster(
     # "local": by itself Ray would join one that already runs here, or that RAY_ADDRESS names.
     own: dict[str, Any] = {"address": "local", "num_cpus": max(processes, os.cpu_count() or 1)}
     if address is not None:
+        _knock(address)
         own = {"address": address}
     ray.init(logging_level=logging.ERROR, include_dashboard=False, **own)
     try:
@@ -43,6 +46,18 @@ def cluster(
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """ValueError if nobody listens at an address of a host and a port: Ray asks for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # a word, such as auto
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK).close()
+    except (OSError, OverflowError) as error:
+        why = f"nothing answers there ({getattr(error, 'strerror', None) or error})"
+        raise ValueError(f"--ray-address {address}: {why}") from None
 
 
 def gpus_of(devices: int) -> int:

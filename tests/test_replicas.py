@@ -54,3 +54,10 @@ def test_a_lost_part_is_made_again_and_an_error_is_the_commands(tmp_path, monkey
         with pytest.raises(ModuleNotFoundError) as module:
             run("module", (1, -2), 2)
         assert module.value.name == "optax.nothere"
+
+
+def test_a_cluster_that_does_not_answer_is_not_waited_for():
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"):
+        why = f"--ray-address {address}: nothing answers there "
+        with pytest.raises(ValueError, match=why), cluster(address, 2):
+            pass
