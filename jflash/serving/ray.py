@@ -35,8 +35,8 @@ from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, with_absolute_places
 from jflash.cli.options.pair import drafter_choice, drafter_name
-from jflash.cli.serve import FAILED, api_keys, context_of, counted_compilations, loaded
-from jflash.io import pair_models
+from jflash.cli.serve import FAILED, api_keys, context_of, counted_compilations, loaded, template_of
+from jflash.io import open_checkpoint, pair_models
 from jflash.io.foreign import one_line
 from jflash.mesh import check_divisible
 from jflash.replicas import cluster, gpus_of
@@ -207,8 +207,10 @@ def serve_replicas(options: argparse.Namespace) -> None:
     listener.close()  # Ray's proxy listens
     source, _ = drafter_choice(drafter_name(options))
     # Refused here, before Ray begins: what is not there, or does not fit or divide.
-    models = pair_models(options.target, source, options.block_size)
+    target = open_checkpoint(options.target)
+    models = pair_models(target, source, options.block_size)
     context_of(options, models)
+    template_of(options, target.tokenizer())
     api_keys(options)
     if options.tensor_parallel > 1:
         check_divisible(models, options.tensor_parallel, options.experts_over)

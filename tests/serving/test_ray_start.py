@@ -52,6 +52,7 @@ def test_a_fleet_that_starts_ends_at_a_signal_without_a_trace(number):
     ("options", "said"),
     [
         (["--tensor-parallel", "3"], "3 devices cannot share the target's attention heads"),
+        (["--reasoning", "on"], "--reasoning on: the chat template has no enable_thinking"),
         (["--max-context", "99999"], "--max-context 99999 passes the model's 2048 positions"),
         (["--api-key-file", "nothere"], "--api-key-file nothere: No such file or directory"),
     ],
