@@ -40,6 +40,9 @@ def run(options: argparse.Namespace) -> None:
     require("starlette", "uvicorn", "prometheus_client", "msgspec", "llguidance")
     if options.replicas is not None:
         require("ray")
+        # Before Ray is imported: it would print one line for all requests whose lines differ in
+        # numbers alone.
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         from jflash.serving import ray
 
         ray.serve_replicas(options)

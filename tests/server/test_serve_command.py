@@ -2,8 +2,11 @@
 
 import argparse
 import functools
+import os
 import socket
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -121,6 +124,20 @@ WRONG = [
     *("--served-model-name", "--served-model-name  "),
     *("--allow-origin page.example", "--allow-origin https://page.example/", "--allow-origin"),
 ]
+
+
+def test_each_request_of_a_fleet_has_its_line_in_the_log(monkeypatch):
+    """Ray reads the variable when it is imported."""
+    seen = list[str | None]()
+    fleet = SimpleNamespace(serve_replicas=lambda _: seen.append(os.environ.get("RAY_DEDUP_LOGS")))
+    monkeypatch.setitem(sys.modules, "jflash.serving.ray", fleet)
+    monkeypatch.setattr("jflash.serving.ray", fleet, raising=False)
+    monkeypatch.setattr(serve, "require", lambda *_: None)
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "1")  # a user's own is kept, and comes back after the test
+    serve.run(argparse.Namespace(replicas=2))
+    monkeypatch.delenv("RAY_DEDUP_LOGS")
+    serve.run(argparse.Namespace(replicas=2))
+    assert seen == ["1", "0"]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
