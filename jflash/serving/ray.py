@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -224,12 +225,22 @@ def _serve(options: argparse.Namespace, host: str, port: int) -> None:
     try:
         _at_signals(_leave)
         ingress = _started(options, host, port)
-        ended = threading.Event()
-        _at_signals(lambda *_: ended.set())
+        ends = queue.SimpleQueue[int | None]()  # signals, and None once no request runs
+        _at_signals(lambda number, _: ends.put(number))
         print(f"{options.replicas} replicas listen on http://{host}:{port}", file=sys.stderr)
         sys.stderr.flush()
-        ended.wait()
-        ingress.drain.remote(options.shutdown_timeout).result()
+        ends.get()
+
+        def drain(seconds: float) -> None:
+            ingress.drain.remote(seconds).result()
+            ends.put(None)
+
+        # Beside this thread, which a second signal has end all requests.
+        first = threading.Thread(target=drain, args=(options.shutdown_timeout,), daemon=True)
+        first.start()
+        if ends.get() is not None:
+            drain(0.0)
+        first.join(LAST_WORDS)
     finally:
         serve.shutdown()
 
