@@ -43,9 +43,9 @@ def run(options: argparse.Namespace) -> None:
         # Before Ray is imported: it would print one line for all requests whose lines differ in
         # numbers alone.
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        from jflash.serving import ray
+        from jflash.serving.ray_run import serve_replicas
 
-        ray.serve_replicas(options)
+        serve_replicas(options)
         return
     from jflash.server.front import Front
     from jflash.server.run import listen, log_to_stderr

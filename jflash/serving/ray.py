@@ -13,20 +13,16 @@ import argparse
 import asyncio
 import logging
 import os
-import queue
-import signal
-import sys
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, NoReturn
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
-from ray.serve.schema import DeploymentStatus, LoggingConfig
+from ray.serve.schema import LoggingConfig
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -35,17 +31,14 @@ from jflash.cli.command import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, with_absolute_places
-from jflash.cli.options.pair import drafter_choice, drafter_name
-from jflash.cli.serve import FAILED, api_keys, context_of, counted_compilations, loaded, template_of
-from jflash.io import open_checkpoint, pair_models
+from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
 from jflash.io.foreign import one_line
-from jflash.mesh import check_divisible
-from jflash.replicas import cluster, gpus_of
+from jflash.replicas import gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
 from jflash.server.fleet import READY, WELL, ForPages, health
 from jflash.server.relay import Asked, Busy, Lost, Relayed, asked_of, messages
-from jflash.server.run import LAST_WORDS, LOOK_EVERY, listen, log_to_stderr, watch
+from jflash.server.run import LAST_WORDS, LOOK_EVERY, log_to_stderr, watch
 from jflash.server.service import service_of
 from jflash.server.wire import ClientGone
 from jflash.serving.decoder import Local
@@ -199,75 +192,3 @@ def application(options: argparse.Namespace) -> serve.Application:
         graceful_shutdown_timeout_s=options.shutdown_timeout, graceful_shutdown_wait_loop_s=0.5,
     )  # fmt: skip
     return ingress.bind(replicas.bind(options), options)
-
-
-def serve_replicas(options: argparse.Namespace) -> None:
-    """`jflash serve --replicas N`: until SIGTERM, and then until the requests have ended."""
-    listener = listen(options.host, options.port)
-    host, port = listener.getsockname()[:2]
-    listener.close()  # Ray's proxy listens
-    source, _ = drafter_choice(drafter_name(options))
-    # Refused here, before Ray begins: what is not there, or does not fit or divide.
-    target = open_checkpoint(options.target)
-    models = pair_models(target, source, options.block_size)
-    context_of(options, models)
-    template_of(options, target.tokenizer())
-    api_keys(options)
-    if options.tensor_parallel > 1:
-        check_divisible(models, options.tensor_parallel, options.experts_over)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    processes = options.max_replicas or options.replicas
-    with cluster(None, processes, options.tensor_parallel, options.replicas):
-        _serve(options, host, port)
-
-
-def _serve(options: argparse.Namespace, host: str, port: int) -> None:
-    try:
-        _at_signals(_leave)
-        ingress = _started(options, host, port)
-        ends = queue.SimpleQueue[int | None]()  # signals, and None once no request runs
-        _at_signals(lambda number, _: ends.put(number))
-        print(f"{options.replicas} replicas listen on http://{host}:{port}", file=sys.stderr)
-        sys.stderr.flush()
-        ends.get()
-
-        def drain(seconds: float) -> None:
-            ingress.drain.remote(seconds).result()
-            ends.put(None)
-
-        # Beside this thread, which a second signal has end all requests.
-        first = threading.Thread(target=drain, args=(options.shutdown_timeout,), daemon=True)
-        first.start()
-        if ends.get() is not None:
-            drain(0.0)
-        first.join(LAST_WORDS)
-    finally:
-        serve.shutdown()
-
-
-def _at_signals(handler: Callable[[int, Any], Any]) -> None:
-    """Puts a handler of SIGTERM and SIGINT where Ray has put its own, which abort with a trace."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
-
-
-def _leave(number: int, _: Any) -> NoReturn:
-    """Ends a fleet that is not there yet, with the exit code of a process without a handler."""
-    raise SystemExit(128 + number)
-
-
-def _started(options: argparse.Namespace, host: str, port: int) -> Any:
-    try:
-        serve.start(http_options={"host": host, "port": port}, logging_config=QUIET)
-        return serve.run(application(options), name=NAME)
-    except RuntimeError as error:
-        raise ValueError(f"the replicas did not start: {_why() or one_line(error)}") from None
-
-
-def _why() -> str:
-    """The last line of a failed replica's trace, which is its error; Ray's own does not say it."""
-    application = serve.status().applications.get(NAME)
-    deployments = application.deployments.values() if application else ()
-    failed = [d.message for d in deployments if d.status == DeploymentStatus.DEPLOY_FAILED]
-    lines = " ".join(failed).splitlines()
-    return lines[-1].removeprefix("ValueError: ") if lines else ""

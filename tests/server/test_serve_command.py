@@ -130,8 +130,7 @@ def test_each_request_of_a_fleet_has_its_line_in_the_log(monkeypatch):
     """Ray reads the variable when it is imported."""
     seen = list[str | None]()
     fleet = SimpleNamespace(serve_replicas=lambda _: seen.append(os.environ.get("RAY_DEDUP_LOGS")))
-    monkeypatch.setitem(sys.modules, "jflash.serving.ray", fleet)
-    monkeypatch.setattr("jflash.serving.ray", fleet, raising=False)
+    monkeypatch.setitem(sys.modules, "jflash.serving.ray_run", fleet)
     monkeypatch.setattr(serve, "require", lambda *_: None)
     monkeypatch.setenv("RAY_DEDUP_LOGS", "1")  # a user's own is kept, and comes back after the test
     serve.run(argparse.Namespace(replicas=2))

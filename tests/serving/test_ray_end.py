@@ -22,13 +22,13 @@ PROGRAM = """
 import sys
 from jflash.cli.main import make_parser
 from jflash.replicas import cluster
-from jflash.serving import ray as fleet
+from jflash.serving import ray, ray_run
 from tests.serving.test_ray_end import Endless
 
-fleet.Replica = Endless
+ray.Replica = Endless
 options = make_parser("serve").parse_args(["--replicas", "1", "--shutdown-timeout", "600"])
 with cluster(None, 1):
-    fleet._serve(options, "127.0.0.1", int(sys.argv[1]))
+    ray_run._serve(options, "127.0.0.1", int(sys.argv[1]))
 """
 
 
