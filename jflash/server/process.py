@@ -10,7 +10,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from jflash.server.app import make_app
-from jflash.server.run import log_to_stderr, serve
+from jflash.server.run import log_to_stderr, serve, url_of
 from jflash.server.service import service_of
 from jflash.server.start import Start
 from jflash.serving.collection import only_of_new_objects
@@ -34,10 +34,9 @@ def main() -> None:
     # stream, not the end of a text.
     engine.on_lost = lambda _: os._exit(FAILED)
     app = make_app(service, api_keys=rules.keys, origins=rules.origins)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    url = url_of(*listener.getsockname()[:2])
     with only_of_new_objects():
-        print(f"{service.name} listens on http://{shown}:{port}", file=sys.stderr, flush=True)
+        print(f"{service.name} listens on {url}", file=sys.stderr, flush=True)
         well = serve(
             app, service, listener,
             shutdown_timeout=rules.shutdown_timeout, hang_timeout=rules.hang_timeout,

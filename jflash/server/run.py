@@ -56,6 +56,11 @@ def open_to_clients(listener: socket.socket) -> None:
         raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
 
 
+def url_of(host: str, port: int) -> str:
+    """Where clients find a server; a host of IPv6 stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def log_to_stderr() -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s", force=True

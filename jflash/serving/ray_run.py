@@ -24,7 +24,7 @@ from jflash.io import open_checkpoint, pair_models
 from jflash.io.foreign import one_line
 from jflash.mesh import check_divisible
 from jflash.replicas import cluster
-from jflash.server.run import LAST_WORDS, listen
+from jflash.server.run import LAST_WORDS, listen, url_of
 from jflash.serving.ray import NAME, QUIET, application
 
 
@@ -54,7 +54,7 @@ def _serve(options: argparse.Namespace, host: str, port: int) -> None:
         ingress = _started(options, host, port)
         ends = queue.SimpleQueue[int | None]()  # signals, and None once no request runs
         _at_signals(lambda number, _: ends.put(number))
-        print(f"{options.replicas} replicas listen on http://{host}:{port}", file=sys.stderr)
+        print(f"{options.replicas} replicas listen on {url_of(host, port)}", file=sys.stderr)
         sys.stderr.flush()
         ends.get()
 

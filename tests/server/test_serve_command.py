@@ -17,7 +17,7 @@ from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
 from jflash.programs import Shape
-from jflash.server.run import listen, open_to_clients
+from jflash.server.run import listen, open_to_clients, url_of
 from jflash.serving.constrained import decide, kept_bytes, look, undrafted
 from jflash.serving.layout import Layout, settled, steps_of_call
 from jflash.serving.packing import mask_words
@@ -166,6 +166,11 @@ def test_a_port_is_one_servers_from_before_it_loads_until_it_ends():
             open_to_clients(late)
     with listen("127.0.0.1", port) as following:
         open_to_clients(following)
+
+
+def test_the_host_of_a_server_can_be_opened_as_it_is_printed():
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert url_of("::1", 8000) == "http://[::1]:8000"
 
 
 def test_what_a_port_and_a_model_cannot_give_is_refused():

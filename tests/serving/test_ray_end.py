@@ -57,10 +57,11 @@ def test_a_second_signal_ends_the_requests_that_the_first_waits_for():
     try:
         assert server.stderr is not None
         for line in server.stderr:
-            if "listen on" in line:
+            if "listen on " in line:
                 break
+        url = line.split()[-1]
         threading.Thread(target=server.stderr.read, daemon=True).start()
-        with httpx.stream("GET", f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
+        with httpx.stream("GET", f"{url}/v1/models", timeout=60) as answer:
             pieces = answer.iter_bytes()  # kept, for with it goes the connection
             assert next(pieces).startswith(b"data: {}")
             server.send_signal(signal.SIGTERM)
