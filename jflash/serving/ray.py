@@ -30,7 +30,7 @@ from starlette.types import Message
 from jflash.cli.command import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
-from jflash.cli.options.by_name import argv_of, with_absolute_places
+from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places
 from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
 from jflash.io.foreign import one_line
 from jflash.replicas import gpus_of
@@ -158,6 +158,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     `args` are options of `jflash serve` without their dashes: target=…, replicas=2; a flag's value
     is true or false. The cluster is that of RAY_ADDRESS, or of this machine.
     """
+    refuse_of_ray(args)
     parser = make_parser("serve", "jflash.serving.ray:app")
     platform_options(parser)
     options = parser.parse_args(argv_of(parser, with_absolute_places(args)))

@@ -4,7 +4,7 @@ import pytest
 
 from jflash.cli.command import platform_options
 from jflash.cli.main import make_parser
-from jflash.cli.options.by_name import argv_of, with_absolute_places
+from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places
 
 
 @pytest.fixture
@@ -35,6 +35,12 @@ def test_names_become_a_command_line_that_the_parser_reads(parser, given, argv):
 def test_a_flag_is_true_or_false(parser):
     with pytest.raises(ValueError, match="--no-cuda-graphs 1: true or false"):
         argv_of(parser, {"no_cuda_graphs": 1})
+
+
+def test_where_ray_serve_listens_is_its_own_to_say():
+    with pytest.raises(ValueError, match="--port 9000: Ray Serve listens as its http_options say"):
+        refuse_of_ray({"max_batch": 2, "port": 9000})
+    refuse_of_ray({"max_batch": 2})
 
 
 def test_places_that_are_here_become_absolute(tmp_path, monkeypatch):

@@ -7,7 +7,15 @@ from typing import Any
 from jflash.cli.options.values import option_name, refuse
 
 FLAG = {"true": True, "false": False}
+OF_RAY = ("host", "port")  # where its proxy listens
 PLACES = ("target", "drafter", "api_key_file")  # what may be a file or a folder
+
+
+def refuse_of_ray(given: dict[str, Any]) -> None:
+    """ValueError for an option that Ray Serve's own stand for: nothing would read it."""
+    for name in OF_RAY:
+        why = f"{option_name(name)} {given.get(name)}: Ray Serve listens as its http_options say"
+        refuse(name in given, why)
 
 
 def argv_of(parser: argparse.ArgumentParser, given: dict[str, Any]) -> list[str]:
