@@ -120,7 +120,8 @@ class Relayed(Response):
     def end(self) -> None:
         """Ends a running answer because the server ends; its reader hears of it."""
         assert self._limit is not None
-        self._limit.reschedule(0)
+        with contextlib.suppress(RuntimeError):  # it says its last words already
+            self._limit.reschedule(0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

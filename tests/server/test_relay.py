@@ -113,6 +113,7 @@ def test_an_answer_that_the_servers_end_cuts_off_says_so(begun):
         assert running == {answer}
         answer.end()
         await task
+        answer.end()  # as two signals may have it
 
     asyncio.run(main())
     body = b"".join(message.get("body", b"") for message in sent[1:])
