@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.support.ray_marks import MARKS, keep
+from tests.support.ray_marks import MARKS, keep, served
 
 pytestmark = MARKS
 CHAT = "/v1/chat/completions"
@@ -24,20 +23,8 @@ DIFFERENT, COUNT = 10, 40
 
 @pytest.fixture(scope="module")
 def url():
-    import ray
-    from ray import serve
-
-    from jflash.serving.ray import NAME, app
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app(OPTIONS), name=NAME)
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+    with served(OPTIONS) as url:
+        yield url
 
 
 def replicas() -> list[int]:

@@ -1,7 +1,6 @@
 """The ingress on a local Ray, before replicas without a model: what it says while they are full."""
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -9,7 +8,7 @@ import httpx
 import pytest
 
 from jflash.server.relay import Asked
-from tests.support.ray_marks import MARKS
+from tests.support.ray_marks import MARKS, served
 
 pytestmark = MARKS
 PAGE = "https://page.example"
@@ -31,22 +30,10 @@ class Sleeper:
 
 @pytest.fixture(scope="module")
 def url():
-    import ray
-    from ray import serve
-
-    from jflash.serving import ray as fleet
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet, "Replica", Sleeper)
-        serve.run(fleet.app(OPTIONS), name=fleet.NAME)
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+        patch.setattr("jflash.serving.ray.Replica", Sleeper)
+        with served(OPTIONS) as url:
+            yield url
 
 
 async def answers_of(url: str, count: int) -> list[httpx.Response]:

@@ -1,7 +1,10 @@
-"""What tests on a local Ray need, and the file that keeps what they count."""
+"""What tests on a local Ray need, fleets among it, and the file that keeps what they count."""
 
+import contextlib
 import json
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,27 @@ MARKS = [
     # Ray leaves sockets and files to the end of its processes.
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+@contextlib.contextmanager
+def served(options: dict[str, Any]) -> Iterator[str]:
+    """The address of a fleet of these options on a Ray of its own."""
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve  # pyright: ignore[reportMissingImports]
+
+    from jflash.serving.ray import NAME, app
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(app(options), name=NAME)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
 
 
 def keep(name: str, **figures: Any) -> None:
