@@ -26,7 +26,14 @@ from jflash.serving.layout import (
     settled,
     steps_of_call,
 )
-from jflash.serving.limits import check, check_sizes, checked_ahead, checked_counts, checked_kinds
+from jflash.serving.limits import (
+    check,
+    check_pair,
+    check_sizes,
+    checked_ahead,
+    checked_counts,
+    checked_kinds,
+)
 from jflash.serving.loop import Loop
 from jflash.serving.request import KEYS, Request, Result
 from jflash.serving.states import states_kept
@@ -80,6 +87,7 @@ class Engine:
         prompts_ahead: int | None = None,
         kinds: tuple[Kind, ...] = KINDS,
     ) -> None:
+        check_pair(pair)
         positions = min(c.max_position_embeddings for c in pair.models.configs)
         self.max_context = positions if max_context is None else max_context
         check_sizes(
@@ -87,6 +95,7 @@ class Engine:
             steps_per_call=steps_per_call, prefill_chunk=prefill_chunk,
             prefill_between=prefill_between, prompts_at_once=prompts_at_once,
         )  # fmt: skip
+        check_sizes(0, max_stop_ids=max_stop_ids, states=states)
         kinds, columns = checked_kinds(kinds), -(-self.max_context // PAGE)
         if prefill_chunk is None:
             prefill_chunk = engine_chunk(pair.models, columns * PAGE)

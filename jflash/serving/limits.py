@@ -1,9 +1,11 @@
 """What an engine of a layout can never serve, said before a request waits."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from jflash.checks import check_ids
 from jflash.decoding import whole
+from jflash.generate import Pair
 from jflash.pair import Models
 from jflash.serving.layout import KINDS, Kind, Layout
 from jflash.serving.request import Request, TooLong
@@ -11,14 +13,20 @@ from jflash.serving.slots import BIASED, most_of
 from pallas_kernels.block_attention import PAGE
 
 # An engine's sizes that may be None.
-OPTIONAL = ("pages", "prefill_chunk", "prompts_at_once", "steps_per_call")
+OPTIONAL = ("pages", "prefill_chunk", "prompts_at_once", "states", "steps_per_call")
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """ValueError for one of an engine's sizes that is no whole number above 0."""
+def check_pair(pair: Any) -> None:
+    """ValueError for what is no pair, such as the name of a checkpoint."""
+    if not isinstance(pair, Pair):
+        raise ValueError(f"pair {pair!r:.80} must be a Pair: jflash.load_pair(target, drafter)")
+
+
+def check_sizes(least: int = 1, **sizes: int | None) -> None:
+    """ValueError for one of an engine's sizes that is no whole number from `least` up."""
     for name, value in sizes.items():
-        if (value is not None or name not in OPTIONAL) and whole(name, value) < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if (value is not None or name not in OPTIONAL) and whole(name, value) < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def checked_kinds(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
@@ -36,6 +44,10 @@ def checked_counts(
     for fewer than `batch` where all must step together, which `refusal` tells."""
     if counts is None:
         return None
+    if not isinstance(counts, Iterable):
+        raise ValueError(
+            f"slots_at_once {counts!r} must be several numbers of slots, as ({counts!r},)"
+        )
     some = tuple(counts)
     for count in some:
         if not 1 <= whole("slots_at_once", count) <= batch:

@@ -150,6 +150,7 @@ def test_refusals(engine, monkeypatch):
     [
         ("max_batch", 2.5), ("max_batch", None), ("max_context", "64"), ("max_queue", None),
         ("pages", 0.5), ("kinds", ()), ("kinds", ("fast",)), ("kinds", "fast"),
+        ("max_stop_ids", -1), ("max_stop_ids", "16"), ("states", "4"), ("slots_at_once", 2),
     ],
 )  # fmt: skip
 def test_sizes_and_kinds_that_cannot_be_are_refused_by_name(pair, name, value):
@@ -157,6 +158,13 @@ def test_sizes_and_kinds_that_cannot_be_are_refused_by_name(pair, name, value):
     wrong: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"^{name} "):
         Engine(pair, **wrong)
+
+
+@pytest.mark.parametrize("name", ["a/model", None])
+def test_what_is_no_pair_is_refused(name: Any):
+    """Such as a checkpoint's name, with which engines of others begin."""
+    with pytest.raises(ValueError, match=r"^pair .* must be a Pair: jflash\.load_pair"):
+        Engine(name)
 
 
 @pytest.mark.parametrize(
