@@ -19,6 +19,8 @@ from typing import Any
 
 from jflash.locks import naming, sole_writer
 
+# What is read: the mark that some editors write before a text is no part of it.
+UTF_8 = "utf-8-sig"
 OWN = 16  # digits in the name of a process's own place
 FORGOTTEN = 24 * 3600.0  # seconds after the last write to it
 
@@ -211,7 +213,7 @@ def json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """
     try:
         data = file.read_bytes()
-        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode(UTF_8)
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:

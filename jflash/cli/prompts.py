@@ -12,7 +12,7 @@ from jflash.cli.command import Options
 from jflash.cli.options.pair import EFFORTS
 from jflash.cli.results import RESULT_KEYS
 from jflash.decoding import GREEDY, Sampling
-from jflash.files import json_lines
+from jflash.files import UTF_8, json_lines
 from jflash.io.text import encode_prompt
 
 # A word problem of the kind that the embedded pair was made for, but not trained on.
@@ -80,7 +80,7 @@ def _piped() -> str | None:
 
 def _read_stdin() -> str:
     try:
-        return _without_end(sys.stdin.buffer.read().decode("utf-8"))
+        return _without_end(sys.stdin.buffer.read().decode(UTF_8))
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8: {error}") from None
 
@@ -128,7 +128,7 @@ def checked_text(text: str, where: str = "") -> str:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding=UTF_8)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8: {error}") from None
     except OSError as error:

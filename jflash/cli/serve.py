@@ -22,6 +22,7 @@ from jflash.cli.generate import loaded as read
 from jflash.cli.options.pair import sampling
 from jflash.decoding import Decoding, Sampling
 from jflash.device import device_memory
+from jflash.files import UTF_8
 from jflash.pair import Models
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
@@ -71,7 +72,7 @@ def api_keys(options: argparse.Namespace) -> list[str]:
     keys = [key.strip() for key in options.api_key]
     if options.api_key_file is not None:
         try:
-            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(options.api_key_file).read_text(encoding=UTF_8).splitlines()
         except OSError as error:
             raise ValueError(f"--api-key-file {options.api_key_file}: {error.strerror}") from None
         except UnicodeDecodeError:

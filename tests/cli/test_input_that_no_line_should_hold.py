@@ -2,14 +2,16 @@
 training would remove."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
-from jflash.cli.prompts import _line_sampling
+from jflash.cli.prompts import _line_sampling, read_prompts
 from jflash.cli.train import check_outside
 from jflash.decoding import GREEDY
+from jflash.files import json_lines
 from jflash.io.checkpoint import open_checkpoint
 from jflash.training.prompts import svamp_prompts
 
@@ -18,6 +20,20 @@ def test_a_number_that_no_float_holds():
     with pytest.raises(ValueError, match=r"^f:3 temperature is too large a number$"):
         _line_sampling({"temperature": 10**400}, "f:3 ", GREEDY)
     assert _line_sampling({"temperature": 2}, "f:3 ", GREEDY).temperature == 2.0
+
+
+def test_a_mark_before_a_text_is_no_part_of_it(tmp_path, monkeypatch):
+    """Some editors write one. The same character within a text stays."""
+    text, inside = tmp_path / "prompt.txt", "a\ufeffb"
+    text.write_bytes(f"\ufeff{inside}\r\n".encode())
+    named = argparse.Namespace(prompts=None, prompt_ids=None, prompt_file=text)
+    assert read_prompts(named)[0].text == inside
+    piped = argparse.Namespace(prompts=None, prompt_ids=None, prompt_file=None, prompt="-")
+    with text.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert read_prompts(piped)[0].text == inside
+    text.write_bytes(b'\xef\xbb\xbf{"question": "a"}\r\n')
+    assert json_lines(text) == [(f"{text}:1", {"question": "a"})]
 
 
 def test_stories_that_are_nested_too_deep(tmp_path):

@@ -101,6 +101,8 @@ def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path
     assert keys(None) == ["a"]
     monkeypatch.setenv("JFLASH_API_KEY", "d\n")
     assert keys(str(file)) == ["a", "b", "c", "d"]
+    file.write_text("b\n\n c \n", encoding="utf-8-sig")
+    assert keys(str(file)) == ["a", "b", "c", "d"]
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
         keys(str(file))
