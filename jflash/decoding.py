@@ -85,3 +85,5 @@ class Decoding:
         except TypeError:
             why = "must be a list of token ids"
             raise ValueError(f"stop_token_ids {self.stop_token_ids!r:.80} {why}") from None
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling {self.sampling!r:.80} must be of the type Sampling")

@@ -76,6 +76,8 @@ def resolve(source: str | Path) -> Path:
 
     ValueError for any other source, and if the download fails.
     """
+    if not str(source):  # which is the folder of the process for Path
+        raise ValueError("the source '' is empty: give a folder, a .gguf file or a hub id")
     path = Path(source)
     if path.is_dir():
         if not any(path.iterdir()):
@@ -124,5 +126,9 @@ def stop_token_ids(source: str | Path | Checkpoint, tokenizer: Any = None) -> li
 
 
 def opened(source: str | Path | Checkpoint) -> Checkpoint:
-    """`source`, opened if it is a name."""
-    return open_checkpoint(source) if isinstance(source, str | Path) else source
+    """`source`, opened if it is a name; ValueError for what is neither."""
+    if isinstance(source, str | Path):
+        return open_checkpoint(source)
+    if not isinstance(source, Checkpoint):
+        raise ValueError(f"the source {source!r:.80} is no folder, .gguf file or hub id")
+    return source

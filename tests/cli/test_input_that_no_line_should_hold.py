@@ -13,6 +13,7 @@ from jflash.cli.train import check_outside
 from jflash.decoding import GREEDY
 from jflash.files import json_lines
 from jflash.io.checkpoint import open_checkpoint
+from jflash.io.load import load_pair
 from jflash.training.prompts import svamp_prompts
 
 
@@ -34,6 +35,13 @@ def test_a_mark_before_a_text_is_no_part_of_it(tmp_path, monkeypatch):
         assert read_prompts(piped)[0].text == inside
     text.write_bytes(b'\xef\xbb\xbf{"question": "a"}\r\n')
     assert json_lines(text) == [(f"{text}:1", {"question": "a"})]
+
+
+@pytest.mark.parametrize("source", ["", 5, None])
+def test_what_names_no_checkpoint(source):
+    """An empty one would be the folder of the process, such as from a variable that is not set."""
+    with pytest.raises(ValueError, match=r"^the source .* file or .*hub id"):
+        load_pair(source)
 
 
 def test_stories_that_are_nested_too_deep(tmp_path):

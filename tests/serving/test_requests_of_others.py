@@ -158,8 +158,10 @@ def test_an_empty_array_has_no_prompts(pair):
 @pytest.mark.parametrize(
     ("options", "why"),
     [({"max_new_tokens": True}, "max_new_tokens must be a whole number"),
-     ({"capacity": 1e9}, "capacity 1000000000.0 must be a whole number")],
+     ({"capacity": 1e9}, "capacity 1000000000.0 must be a whole number"),
+     ({"sampling": 0.5}, r"sampling 0\.5 must be of the type Sampling"),
+     ({"sampling": None}, "sampling None must be of the type Sampling")],
 )  # fmt: skip
-def test_sizes_are_whole_numbers(pair, options, why):
+def test_options_of_another_type_are_refused_by_name(pair, options, why):
     with pytest.raises(ValueError, match=why):
         generate(pair, [[5, 6]], **options)
