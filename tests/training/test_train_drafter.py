@@ -264,6 +264,7 @@ def test_bad_input_is_a_line(place, capsys):
         (NO_LOOK | {"eval_prompts": place / "odd.jsonl"}, "--eval-prompts with --eval-every 0"),
         ({"eval_prompts": place / "odd.jsonl"}, "--held-out with --eval-prompts: these are"),
         ({"eval_prompts": place / "none"}, "none: no such file"),
+        ({"data": place}, f"{place.name} is a folder or a pipe: give a file"),
         (
             own | {"eval_prompts": place / "long.jsonl"},
             "long.jsonl: all 1 prompts are too long for 201",

@@ -169,6 +169,7 @@ def test_bad_input_is_a_line(files, tmp_path, capsys):
         ([], "no source of prompts"),
         (["--exclude-test", files["test.jsonl"]], "no source of prompts"),
         (["--gsm8k-train", tmp_path / "none"], "none: no such file"),
+        (["--questions", tmp_path], f"{tmp_path.name} is a folder or a pipe: give a file"),
         (["--self-instruct", tmp_path / "broken.jsonl"], "broken.jsonl:2 is not JSON"),
         (["--self-instruct", files["train.jsonl"]], "train.jsonl:1 is no self-instruct task"),
         (["--svamp", files["train.jsonl"]], "is not SVAMP's JSON"),

@@ -8,7 +8,13 @@ from pathlib import Path
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.replicas import check_replicas, replica_options
-from jflash.cli.options.values import check_seed, option_name, refuse, refuse_replacing
+from jflash.cli.options.values import (
+    check_seed,
+    option_name,
+    refuse,
+    refuse_missing,
+    refuse_replacing,
+)
 from jflash.decoding import Sampling
 
 # What only a target that writes reads.
@@ -48,7 +54,7 @@ def check(args: Options) -> None:
         refuse(getattr(args, name) < least, f"{option_name(name)} must be at least {least}")
     sources = [args.gsm8k_train, args.svamp, *args.self_instruct, *args.questions]
     for file in filter(None, [*sources, *args.exclude_test]):
-        refuse(not file.is_file(), f"{file}: no such file")
+        refuse_missing(file)
         refuse_replacing(args.output, file)
     refuse(not any([*sources, args.written_by]), "no source of prompts: see --help")
     check_seed(args.seed)

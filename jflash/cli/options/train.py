@@ -13,7 +13,15 @@ from jflash.cli.command import Options, Parser
 from jflash.cli.options.hosts import check_hosts, host_options
 from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.replicas import check_replicas, replica_options
-from jflash.cli.options.values import at_least_1, check_seed, decimals, ids, option_name, refuse
+from jflash.cli.options.values import (
+    at_least_1,
+    check_seed,
+    decimals,
+    ids,
+    option_name,
+    refuse,
+    refuse_missing,
+)
 from jflash.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
 
@@ -161,7 +169,7 @@ def check(args: Options) -> None:
     why = "--overwrite with --answer-part: a part would delete the answers of the others; "
     refuse(args.overwrite and args.answer_part.of > 1, why + "give another --output")
     for file in filter(None, (args.data, args.eval_prompts)):
-        refuse(not file.is_file(), f"{file}: no such file")
+        refuse_missing(file)
     check_seed(args.seed)
     drafter_form(args)
     _check_read(args)

@@ -74,6 +74,12 @@ def refuse(wrong: object, why: str) -> None:
         raise ValueError(why)
 
 
+def refuse_missing(file: Path) -> None:
+    """ValueError unless the file is there, and can be read more than once."""
+    refuse(not file.exists(), f"{file}: no such file")
+    refuse(not file.is_file(), f"{file} is a folder or a pipe: give a file")
+
+
 def refuse_replacing(output: Path, source: Path) -> None:
     """ValueError if the file to write is one that is read, by whatever path."""
     same = output.exists() and source.exists() and output.samefile(source)
