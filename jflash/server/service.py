@@ -278,8 +278,9 @@ def thinking(
         if name in RESERVED or name in _options(type(service.tokenizer)):
             raise invalid(f"chat_template_kwargs.{name}", "cannot be set by a request")
     known: dict[str, Any] = {"enable_thinking": service.reasoning}
-    if effort is not None:
-        if "enable_thinking" not in service.template and "reasoning_effort" not in service.template:
+    mode = "enable_thinking" in service.template or "reasoning_effort" in service.template
+    if effort is not None and (mode or effort != "none"):  # without a mode nothing is thought
+        if not mode:
             raise unsupported(field, "the model's template has no thinking mode")
         efforts = HARMONY_EFFORTS if service.harmony else EFFORTS
         if effort not in efforts:

@@ -118,6 +118,14 @@ def test_a_stop_that_is_a_special_token_ends_a_text(client, model):
     assert (got.text, got.finish_reason) == (ANSWER, "stop")
 
 
+def test_an_effort_of_none_changes_nothing_in_a_model_without_thoughts(client, model):
+    asked: dict = {"messages": MESSAGES, "max_tokens": 1, "reasoning_effort": "none"}
+    chat = client.chat.completions.create(model=model, **asked)
+    assert chat.usage.completion_tokens == 1
+    asked = {"input": QUESTION, "max_output_tokens": 1, "reasoning": {"effort": "none"}}
+    assert client.responses.create(model=model, **asked).usage.output_tokens == 1
+
+
 def test_a_seed_repeats_its_answers_and_several_answers_differ(client, model):
     def texts(**how) -> list[str]:
         drawn = client.chat.completions.create(
