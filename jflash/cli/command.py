@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jflash.cli.interrupts import dropped_ones_come_again
 from jflash.platform import cache_folder, configure
 
 BAD_INPUT = 2
@@ -74,11 +75,12 @@ def run_command(
     _quiet_libraries()
     platform_options(parser)
     try:
-        options = parser.parse_args(argv)
-        if check is not None:
-            check(options)
-        configure_jax(options)
-        code = body(options)
+        with dropped_ones_come_again():
+            options = parser.parse_args(argv)
+            if check is not None:
+                check(options)
+            configure_jax(options)
+            code = body(options)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: without this Python complains once more while it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,36 @@
+"""A Ctrl-C that Python would drop.
+
+Python drops what is raised where nobody can catch it, such as in a callback of its garbage
+collector. JAX has one, which runs often while programs are traced, so a command went on.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+SOON = 0.01  # seconds, after which Python has left the callback
+
+
+@contextlib.contextmanager
+def dropped_ones_come_again() -> Iterator[None]:
+    """Within the block a dropped KeyboardInterrupt is raised again, a little later."""
+    usual, again = sys.unraisablehook, list[threading.Timer]()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def hook(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            return usual(dropped)
+        again.append(threading.Timer(SOON, signal.pthread_kill, (main, signal.SIGINT)))
+        again[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+        for timer in again:
+            timer.cancel()  # what it would have ended has ended

@@ -1,0 +1,22 @@
+"""A Ctrl-C ends a command wherever Python is."""
+
+import argparse
+import gc
+import signal
+import time
+
+from jflash.cli.command import INTERRUPTED, Parser, run_command
+
+
+def test_an_interrupt_in_a_callback_of_the_garbage_collector_ends_a_command(capsys):
+    def once(*_: object) -> None:
+        gc.callbacks.remove(once)
+        signal.raise_signal(signal.SIGINT)
+
+    def body(_: argparse.Namespace) -> None:
+        gc.callbacks.append(once)
+        gc.collect()
+        time.sleep(3)
+
+    assert run_command(Parser("a command", "It waits."), body, []) == INTERRUPTED
+    assert not capsys.readouterr().err
