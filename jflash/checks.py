@@ -35,13 +35,15 @@ def check_ids(models: Models, prompt: Sequence[int], stops: Sequence[int]) -> No
         raise ValueError(f"the prompt {prompt!r:.80} is no list of token ids") from None
     if empty:
         raise ValueError("the prompt is empty: give at least one token")
-    try:  # ids may be numbers of NumPy or JAX, too
-        ids = [operator.index(t) for t in (*prompt, *stops)]
-    except TypeError as error:
-        raise ValueError(f"token ids must be whole numbers: {error}") from None
-    outside = [t for t in ids if not 0 <= t < vocabulary]
-    if outside:
-        raise ValueError(f"token id {outside[0]} is outside the vocabulary of {vocabulary} tokens")
+    for name, given in (("token id", prompt), ("stop token id", stops)):
+        try:  # ids may be numbers of NumPy or JAX, too
+            ids = [operator.index(t) for t in given]
+        except TypeError as error:
+            raise ValueError(f"{name}s must be whole numbers: {error}") from None
+        outside = [t for t in ids if not 0 <= t < vocabulary]
+        if outside:
+            where = f"is outside the vocabulary of {vocabulary} tokens"
+            raise ValueError(f"{name} {outside[0]} {where}")
     unread = [int(t) for t in prompt if t in models.target.config.unread_ids]
     if unread:
         raise ValueError(f"token id {unread[0]} stands for an image or a video: only text is read")

@@ -312,6 +312,7 @@ for call in (
     lambda: check_request(models, [1, 1.5], Decoding()),
     lambda: check_request(models, "hi", Decoding()),
     lambda: check_request(models, 7, Decoding()),
+    lambda: check_request(models, [1], Decoding(stop_token_ids=[-1])),
     lambda: Decoding(stop_token_ids=2),
 ):
     try:
@@ -327,5 +328,6 @@ for call in (
         f"{ids}: 'float' object cannot be interpreted as an integer",
         f"{ids}: 'str' object cannot be interpreted as an integer",
         "the prompt 7 is no list of token ids",
+        "stop token id -1 is outside the vocabulary of 67 tokens",
         "stop_token_ids 2 must be a list of token ids",
     ]
