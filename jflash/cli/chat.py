@@ -21,6 +21,7 @@ from jflash.cli.prompts import checked_text, template_options
 from jflash.cli.results import tokens_per_second
 from jflash.decoding import Decoding
 from jflash.evals.report import number
+from jflash.files import UTF_8
 from jflash.generate import Chunk, Generation, Pair, stream
 from jflash.io import encode_prompt
 from jflash.io.text import decode
@@ -89,7 +90,8 @@ def _whole(chunks: Iterable[Chunk], tokenizer: Any) -> Iterator[Piece]:
 def _lines(live: bool) -> Iterator[str]:
     """The user's lines to the end of the input, without blanks around them."""
     if isinstance(sys.stdin, io.TextIOWrapper):  # `checked_text` refuses a line that is no UTF-8
-        sys.stdin.reconfigure(errors="surrogateescape")
+        encoding = None if live else UTF_8  # a terminal's is that of its locale
+        sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
     if live:
         import readline  # noqa: F401  (gives input() history and editing)
     while True:

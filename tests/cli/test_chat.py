@@ -1,5 +1,6 @@
 """chat: turns through a pseudo-terminal and through a pipe, Ctrl-C included; prompts by a pipe."""
 
+import io
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jflash.cli.chat import _lines
 from jflash.cli.main import make_parser
 from jflash.cli.prompts import DEFAULT_PROMPT, read_prompts
 
@@ -137,6 +139,12 @@ def test_refusals(argv, named, refused):
 def test_a_closed_input_is_refused_before_a_weight_is_read(refused, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     refused([], "chat.py: ", "standard input is closed", command="chat")
+
+
+def test_a_mark_before_the_first_line_is_no_part_of_it(monkeypatch):
+    given = io.TextIOWrapper(io.BytesIO("\ufeffhé\r\na\ufeffb\n".encode()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", given)
+    assert list(_lines(live=False)) == ["hé", "a\ufeffb"]
 
 
 def test_generate_reads_a_pipe():
