@@ -61,6 +61,22 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
+@contextlib.contextmanager
+def _closed_streams_lead_nowhere() -> Iterator[None]:
+    """For those that whoever started the process has closed Python has None, which prints no line
+    and is no terminal."""
+    closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        for name in closed:
+            setattr(sys, name, nowhere)
+        try:
+            yield
+        finally:
+            for name in closed:
+                setattr(sys, name, None)
+
+
+@_closed_streams_lead_nowhere()
 def run_command(
     parser: Parser,
     body: Callable[[argparse.Namespace], int | None],

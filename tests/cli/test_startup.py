@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from jflash.cli.command import Parser, run_command
 from jflash.cli.main import COMMANDS, make_parser
 from jflash.sources import same_paths
 
@@ -125,6 +128,21 @@ def test_a_refusal_is_one_line_and_imports_nothing_slow():
         assert (code, out, imported) == (2, "", []), argv
         [line] = err.splitlines()
         assert line.startswith("jflash") and named in line
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_closed_stream_ends_no_command(monkeypatch, name):
+    """Such as that of a service, which writes its results to files."""
+    monkeypatch.setattr(sys, name, None)
+    done: list[bool] = []
+
+    def body(_: object) -> None:
+        stream = getattr(sys, name)
+        print("a line", file=stream)
+        done.append(stream.isatty())
+
+    assert run_command(Parser("a command", "It prints."), body, []) == 0
+    assert done == [False]
 
 
 def test_a_script_is_the_command_of_its_own_tree(tmp_path):
