@@ -60,8 +60,8 @@ def _add(found: Turns, message: Message, where: str) -> None:
 
 def _read(item: dict[str, Any], where: str) -> Message | str:
     """An item as a message, or as the thoughts before one."""
-    kind = item.get("type", "message")
-    if kind == "message":
+    kind = item.get("type")
+    if kind in (None, "message"):  # the SDK's records write null for what was not given
         return _as(Message, item, where)
     if kind == "function_call":
         call = _as(FunctionCall, item, where)

@@ -70,6 +70,7 @@ def test_an_answer_that_comes_back_is_one_turn_as_in_a_chat(engine, client):
         ([ASKS, THOUGHTS, ONE, THOUGHTS, TWO], "[u:,abc][a:hm,,one][a:hm,,two]"),
         ([ASKS, SAYS, SAYS, ONE], "[u:,abc][a:,so][a:,so,one]"),
         ([THOUGHTS, ASKS, ONE], "[u:,abc][a:,,one]"),
+        ([ASKS | {"type": None, "phase": None}, SAYS], "[u:,abc][a:,so]"),
         ([ASKS, ONE, GAVE | {"output": [{"x": 1}]}], '[u:,abc][a:,,one][t:,[{"x":1}]]'),
     ],
 )
