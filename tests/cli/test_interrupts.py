@@ -5,7 +5,17 @@ import gc
 import signal
 import time
 
+import pytest
+
 from jflash.cli.command import INTERRUPTED, Parser, run_command
+
+
+@pytest.fixture(autouse=True)
+def usual_handler():
+    """A process that a shell has put in the background ignores Ctrl-C, and so may the tests'."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_in_a_callback_of_the_garbage_collector_ends_a_command(capsys):
