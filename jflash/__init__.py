@@ -8,12 +8,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jflash import sources as _sources  # noqa: F401  # looks at all files before one is imported
+from jflash.system import sources as _sources  # noqa: F401  # looks at all files before one is imported
 
 if TYPE_CHECKING:
-    from jflash.decoding import Sampling
     from jflash.generate import Chunk, Generation, Pair, generate, stream
     from jflash.io import encode_prompt, load_pair, load_tokenizer, stop_token_ids
+    from jflash.records.decoding import Sampling
     from jflash.serving.engine import Engine
     from jflash.serving.request import Request
     from jflash.serving.texts import Answer, TextReader, answers
@@ -25,7 +25,7 @@ _HOMES = {
     "Engine": "jflash.serving.engine",
     "Request": "jflash.serving.request",
     **dict.fromkeys(("Answer", "TextReader", "answers"), "jflash.serving.texts"),
-    "Sampling": "jflash.decoding",
+    "Sampling": "jflash.records.decoding",
 }
 
 __all__ = [

@@ -4,8 +4,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 
-from jflash.decoding import Decoding
 from jflash.pair import Models
+from jflash.records.decoding import Decoding
 
 
 def check_request(models: Models, prompt: Sequence[int], decoding: Decoding) -> None:

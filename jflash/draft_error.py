@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.layers.passes import Block, Chunk
 from jflash.pair import Models, Params
-from jflash.passes import Block, Chunk
 from jflash.speculative import apply
 
 TEXT = """Question: A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are

@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflash.budget.row_choice import ChosenRows, programs_for
 from jflash.checks import check_keys, check_request
-from jflash.decoding import Decoding, StopWhen, whole
-from jflash.kernels import AUTO
-from jflash.pair import Models, Params
-from jflash.programs import (
+from jflash.compiled.programs import (
     PREFILL_CHUNK,
     Programs,
     Report,
@@ -27,7 +25,9 @@ from jflash.programs import (
     make_request,
     new_state,
 )
-from jflash.row_choice import ChosenRows, programs_for
+from jflash.pair import Models, Params
+from jflash.records.decoding import Decoding, StopWhen, whole
+from jflash.records.kernels import AUTO
 from jflash.state import State
 
 STEPS_PER_CALL = 4  # steps between two looks of the host when a caller watches the tokens

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflash.cache import ring_slots
-from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
-from jflash.device import device_memory
+from jflash.compiled.programs import Shape, capacity_for, chunk_sizes, new_state, target_rows
+from jflash.devices.mesh import local
 from jflash.generate import PREFILL_CHUNK
-from jflash.mesh import local
+from jflash.layers.cache import ring_slots
 from jflash.models.params import abstract_params, decoding_params
 from jflash.pair import Models
-from jflash.programs import Shape, capacity_for, chunk_sizes, new_state, target_rows
-from jflash.specs import AttentionSpec, MoeSpec
+from jflash.records.config import Drafter2Config, DrafterConfig, TargetConfig
+from jflash.records.specs import AttentionSpec, MoeSpec
+from jflash.system.device import device_memory
 from pallas_kernels.block_attention.canonical import tiles_for
 from pallas_kernels.gated_delta import CHUNK
 from pallas_kernels.grouped_matmul import CONVERTING

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.decoding import DRAFT_RULES
-from jflash.kernels import ONE_ARITHMETIC, XLA, Kernels
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.float8 import rounding
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.decoding import DRAFT_RULES
+from jflash.records.kernels import ONE_ARITHMETIC, XLA, Kernels
 from pallas_kernels.gated_delta import CHUNK
 
 
@@ -31,7 +31,7 @@ class Models:
     sampled: bool = False
     draft_rule: str = "sampled"
     rows: int | str | None = None  # AUTO stands for the numbers that a driver chooses from
-    mesh: Mesh | None = None  # of the devices that share the models; see jflash.mesh
+    mesh: Mesh | None = None  # of the devices that share the models; see jflash.devices.mesh
 
     def __post_init__(self) -> None:
         largest = self.drafter.config.block_size if self.drafter else self.block_size

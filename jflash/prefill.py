@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jflash.layers.passes import Chunk
 from jflash.pair import Models, Params
-from jflash.passes import Chunk
-from jflash.sampling import choose, cut_at_stop, greedy
 from jflash.speculative import apply
 from jflash.state import Sequences, State
+from jflash.tokens.sampling import choose, cut_at_stop, greedy
 
 
 def admit(state: State, slot: Int[Array, ""], request: Sequences) -> State:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.cache import Cache, PagedCache
-from jflash.kernels import Kernels
-from jflash.passes import Block, Projected
+from jflash.layers.cache import Cache, PagedCache
+from jflash.layers.passes import Block, Projected
+from jflash.records.kernels import Kernels
 
 BINS = 32  # of survivals within 0 … 1, in a survey
 SURVEYED = 3 * BINS + 2  # numbers of a survey

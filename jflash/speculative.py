@@ -14,12 +14,13 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.drafts import Proposal, Rule, choose_path, choose_places
-from jflash.logprobs import judged, noted
+from jflash.layers.passes import Block
 from jflash.pair import Models, Params
-from jflash.passes import Block
 from jflash.rows import Rows, Whole, packed, pick_rows, survivals
-from jflash.sampling import (
+from jflash.state import Sequences, State
+from jflash.tokens.drafts import Proposal, Rule, choose_path, choose_places
+from jflash.tokens.logprobs import judged, noted
+from jflash.tokens.sampling import (
     TARGET,
     accepted_drafts,
     choose,
@@ -28,8 +29,7 @@ from jflash.sampling import (
     probabilities,
     verify_drafts,
 )
-from jflash.shaping import constrained, shaped
-from jflash.state import Sequences, State
+from jflash.tokens.shaping import constrained, shaped
 
 
 class Seen(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Int, Key
 
-from jflash.cache import Cache, LayerState
-from jflash.logprobs import Logprobs
+from jflash.layers.cache import Cache, LayerState
 from jflash.rows import Survey
-from jflash.sampling import Filters
-from jflash.shaping import Shaping
+from jflash.tokens.logprobs import Logprobs
+from jflash.tokens.sampling import Filters
+from jflash.tokens.shaping import Shaping
 from pallas_kernels.gather import Places
 
 

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jflash.cli.command import Parser, run_command
-from jflash.decoding import Decoding
-from jflash.device import describe_device
-from jflash.files import write_json
 from jflash.io import (
     PairFiles,
     configure_pair,
@@ -23,6 +20,9 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.memory import check_decoding
+from jflash.records.decoding import Decoding
+from jflash.system.device import describe_device
+from jflash.system.files import write_json
 from jflash.training.prompts import read_gsm8k
 from tiny_pair.evaluation import (
     EVAL_SEED,

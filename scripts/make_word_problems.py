@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from jflash.cli.command import Parser, run_command
-from jflash.files import replacing
+from jflash.system.files import replacing
 from tiny_pair.word_problems import Split, problems
 
 

@@ -67,7 +67,7 @@ def test_what_a_document_names_is_there(file):
 
 
 def test_what_is_not_there_is_noticed():
-    text = "[a](LICENSE) [b](no.md#x) `jflash/config.py` `jflash/nothing.py` `jflash/NAME.py` [c](https://x.org)"
+    text = "[a](LICENSE) [b](no.md#x) `jflash/generate.py` `jflash/nothing.py` `jflash/NAME.py` [c](https://x.org)"
     assert missing(ROOT / "README.md", text) == ["no.md", "jflash/nothing.py"]
     text = "`--seed` `--sed` scripts/generate.py --oracle \\\n --orcle\njflash train --lr 1 & x --y"
     assert unknown_options(text) == ["--sed", "--orcle", "--lr"]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from jflash import config, specs
+from jflash.records import config, specs
 from pallas_kernels.rms_norm import rms_norm
 
 ROOT = Path(__file__).parents[1]
@@ -93,8 +93,8 @@ def test_the_tree_is_read_from_readme():
     assert ROOMS[0] == ["scripts"] and ROOMS[-1] == ["pallas_kernels"]
     assert floor("jflash.cli.generate") < floor("jflash.io.load") < floor("jflash.speculative")
     assert floor("tables.cells") == floor("tiny_pair.recipe") < floor("jflash")
-    assert rooms_of("## The tree\n```\njflash/{cache,rope}.py  a text\njflash/io/  b\n```") == [
-        ["jflash.cache", "jflash.rope"], ["jflash.io"],
+    assert rooms_of("## The tree\n```\njflash/{pair,rows}.py  a text\njflash/io/  b\n```") == [
+        ["jflash.pair", "jflash.rows"], ["jflash.io"],
     ]  # fmt: skip
     with pytest.raises(AssertionError, match="is not there"):
         rooms_of("## The tree\n```\njflash/nothing.py  a\n```")

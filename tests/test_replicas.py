@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.replicas import cluster, made
+from jflash.system.replicas import cluster, made
 from tests.support.ray_marks import MARKS
 
 pytestmark = MARKS

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jflash.backends import named, with_backends
 from jflash.bench.clock import Clock
 from jflash.bench.finite import check_timed
 from jflash.bench.floors import Rates, measure_rates
@@ -32,9 +31,10 @@ from jflash.bench.step_time import (
     time_run,
     window_around,
 )
-from jflash.decoding import Decoding
-from jflash.device import describe_device, device_memory
-from jflash.distribute import place
+from jflash.compiled.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
+from jflash.devices.backends import named, with_backends
+from jflash.devices.distribute import place
+from jflash.devices.mesh import for_batch, local, over, tensor_mesh, with_context, with_rounding
 from jflash.generate import Pair
 from jflash.io import PairFiles, configure_pair, default_dtype, load_weights, save_checkpoint
 from jflash.memory import (
@@ -44,13 +44,13 @@ from jflash.memory import (
     tree_bytes,
     weight_bytes,
 )
-from jflash.mesh import for_batch, local, over, tensor_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
-from jflash.programs import PREFILL_CHUNK, Shape, compile_programs, compile_run, new_state
+from jflash.records.decoding import Decoding
 from jflash.state import State
+from jflash.system.device import describe_device, device_memory
 
 
 @dataclass(frozen=True, kw_only=True)

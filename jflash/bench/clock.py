@@ -10,9 +10,9 @@ from typing import Any
 
 from jflash.bench.floors import Rates, Work, add, draft_work, floor_seconds, verify_work
 from jflash.bench.step_time import Window
-from jflash.mesh import local
+from jflash.compiled.programs import Shape
+from jflash.devices.mesh import local
 from jflash.pair import Models
-from jflash.programs import Shape
 
 
 @dataclass(frozen=True)

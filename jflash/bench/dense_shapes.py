@@ -6,8 +6,8 @@ DFlash's authors publish no drafter for them: each has one of five layers like i
 from typing import Any
 
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
-from jflash.config import TargetConfig
-from jflash.specs import RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import RopeConfig
 
 MASK = 16  # any id serves: the step reads one row of the embedding
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
-from jflash.leaves import Leaf
 from jflash.models.dflash import HEAD
 from jflash.models.params import abstract_params, decoding_params
-from jflash.specs import DeltaSpec, MoeSpec
+from jflash.records.config import Drafter2Config, DrafterConfig, TargetConfig
+from jflash.records.leaves import Leaf
+from jflash.records.specs import DeltaSpec, MoeSpec
 from pallas_kernels.gated_delta import CHUNK
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jflash.gather import AXIS, gather, pushing
+from jflash.layers.gather import AXIS, gather, pushing
 from pallas_kernels.gather import Places, empty_places
 
 SIZES = ((16, 2048), (16, 6144), (128, 2048), (128, 6144), (512, 2048), (512, 6144))

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
-from jflash.config import TargetConfig
-from jflash.specs import LinearScaling, MoeSpec, ProportionalScaling, RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import LinearScaling, MoeSpec, ProportionalScaling, RopeConfig
 
 
 def _gemma(layers: int, hidden: int, ffn: int, heads: tuple[int, int], head_dim: int, **other):

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
 from jflash.bench.step_cases import PLACES
-from jflash.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.compiled.programs import Report, Shape, run, run_limits
+from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
-from jflash.programs import Report, Shape, run, run_limits
 from jflash.serving.layout import Layout
 from jflash.serving.programs import DRAWN
 from jflash.serving.slots import empty_state, sliding, state_specs, with_table

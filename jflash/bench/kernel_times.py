@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jflash.tiles import settled
+from jflash.compiled.tiles import settled
 
 # All inputs take READ_BYTES, ten L2 caches of an H200, in at most MOST_COPIES sets. Each set is one
 # call in the loop's body, so more of them compile longer.

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.config import TargetConfig
-from jflash.device import describe_device
 from jflash.io import configure_pair, load_weights
 from jflash.io.hf_config import names_of
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import leaf_sources
+from jflash.records.config import TargetConfig
+from jflash.system.device import describe_device
 
 BLOCK = 2**26  # bytes written at a time
 LOOK_EVERY = 0.002  # seconds

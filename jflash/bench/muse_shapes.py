@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
-from jflash.config import TargetConfig, second_version
-from jflash.specs import RopeConfig
+from jflash.records.config import TargetConfig, second_version
+from jflash.records.specs import RopeConfig
 
 
 def muse_glimmer_30b() -> ModelShape:

@@ -12,14 +12,14 @@ from typing import Any
 from urllib.request import urlopen
 
 from jflash.bench.serving_speed import figures
-from jflash.decoding import GREEDY
+from jflash.records.decoding import GREEDY
 from jflash.server.front import Front
 from jflash.server.run import listen
 from jflash.server.service import Settings
 from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
-from jflash.sources import same_paths
+from jflash.system.sources import same_paths
 
 NAME = "measured"
 PATIENCE = 60.0  # seconds until the server answers

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jflash.acceptance import ending
-from jflash.decoding import Decoding
+from jflash.compiled.programs import capacity_for
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
-from jflash.programs import capacity_for
+from jflash.records.decoding import Decoding
 
 
 def measured_speed(

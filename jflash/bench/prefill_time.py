@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.decoding import Decoding
-from jflash.pair import Models, Params
-from jflash.programs import (
+from jflash.compiled.programs import (
     Shape,
     capacity_for,
     chunk_sizes,
@@ -22,6 +20,8 @@ from jflash.programs import (
     make_request,
     new_state,
 )
+from jflash.pair import Models, Params
+from jflash.records.decoding import Decoding
 
 
 def time_prefill(

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, capacity_for, compile_programs, make_request, new_state
 from jflash.generate import Pair
 from jflash.pair import Params
-from jflash.programs import Shape, capacity_for, compile_programs, make_request, new_state
+from jflash.records.decoding import Decoding
 from jflash.speculative import commit, draft, verify
 from jflash.state import State
 

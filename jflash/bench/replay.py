@@ -16,10 +16,10 @@ from flax import linen as nn
 from jaxtyping import Array, Int
 
 from jflash.bench.recording import Recording
+from jflash.layers.passes import Block
 from jflash.models.decoder import Target
 from jflash.models.dflash import Candidates, Drafter
 from jflash.pair import Models
-from jflash.passes import Block
 from jflash.rows import PackedBlock
 
 DIGITS = 3  # of a token's id, at base 256: whole numbers that bfloat16 holds

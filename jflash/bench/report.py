@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jflash.kernels import BACKENDS
+from jflash.records.kernels import BACKENDS
 
 GIB = 2**30
 PARTS = {"plain": "plain", "verify": "verify", "draft": "draft", "step": "whole step"}

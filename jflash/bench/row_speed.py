@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.backends import with_backends
 from jflash.bench.serving_cases import engine_for
 from jflash.bench.serving_speed import figures
 from jflash.bench.shapes import model_shape
-from jflash.decoding import Decoding
+from jflash.budget.row_choice import ChosenRows, with_rows
+from jflash.compiled.programs import Shape
+from jflash.devices.backends import with_backends
+from jflash.devices.mesh import with_context
 from jflash.generate import Pair
 from jflash.io import default_dtype
-from jflash.kernels import AUTO
-from jflash.mesh import with_context
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
-from jflash.programs import Shape
-from jflash.row_choice import ChosenRows, with_rows
+from jflash.records.decoding import Decoding
+from jflash.records.kernels import AUTO
 from jflash.serving.batch import Job, layout_for
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import Engine

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.backends import with_backends
 from jflash.bench.recording import Recording
 from jflash.bench.replay import replaying
 from jflash.bench.serving_speed import (
@@ -26,14 +25,15 @@ from jflash.bench.serving_speed import (
 )
 from jflash.bench.shapes import model_shape
 from jflash.bench.stalls import beside_long, stalled
+from jflash.compiled.programs import PREFILL_CHUNK, Shape
+from jflash.devices.backends import with_backends
+from jflash.devices.mesh import with_context, with_rounding
 from jflash.generate import Pair
 from jflash.io import default_dtype
-from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
-from jflash.programs import PREFILL_CHUNK, Shape
 from jflash.serving.collection import only_of_new_objects
 from jflash.serving.engine import PREFILL_BETWEEN, Engine
 from jflash.serving.layout import Layout, engine_chunk
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     slots: int
     steps: int
-    rows: str | None = None  # AUTO (jflash.kernels): as many as pay
+    rows: str | None = None  # AUTO (jflash.records.kernels): as many as pay
     burst: bool = True  # requests that come at once, whose acceptances are forced
     first: bool = False  # first tokens: in an empty engine, beside all other slots, again
     long: int = 0  # tokens of a prompt that comes while all other slots decode

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.specs import RopeConfig
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import RopeConfig
 
 
 class ModelShape(NamedTuple):

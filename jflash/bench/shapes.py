@@ -13,8 +13,8 @@ from jflash.bench.gemma_shapes import gemma_3_12b, gemma_4_12b, gemma_4_26b, gem
 from jflash.bench.muse_shapes import muse_glimmer_30b
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
 from jflash.bench.sigmoid_shapes import glm_4_5_air, glm_4_6, minimax_m2
-from jflash.config import TargetConfig, second_version
-from jflash.specs import (
+from jflash.records.config import TargetConfig, second_version
+from jflash.records.specs import (
     DeltaSpec,
     Kept,
     Llama3Scaling,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from jflash.bench.shape_parts import ModelShape, drafter_of, trunk_sizes
-from jflash.config import TargetConfig
-from jflash.specs import MoeSpec, RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import MoeSpec, RopeConfig
 
 
 def minimax_m2() -> ModelShape:

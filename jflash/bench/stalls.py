@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jflash.bench.serving_speed import PROMPT, RandomPrompts
-from jflash.programs import Shape
+from jflash.compiled.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
 from jflash.serving.layout import Layout

@@ -29,14 +29,14 @@ from jflash.bench.step_time import (
     time_run,
     window_around,
 )
-from jflash.device import device_memory
+from jflash.budget.row_choice import with_rows
+from jflash.compiled.programs import Shape, lower_run, new_state
+from jflash.compiled.tiles import settled
+from jflash.devices.structs import param_structs
 from jflash.memory import check_memory
 from jflash.pair import Models, Params
-from jflash.programs import Shape, lower_run, new_state
-from jflash.row_choice import with_rows
 from jflash.state import State
-from jflash.structs import param_structs
-from jflash.tiles import settled
+from jflash.system.device import device_memory
 
 SLOTS, PAGES, _ = PLACES
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jflash.cache import DeltaCache, LayerState
-from jflash.experts import ROUTING
+from jflash.compiled.programs import Shape, new_state
+from jflash.layers.cache import DeltaCache, LayerState
+from jflash.layers.experts import ROUTING
+from jflash.layers.passes import Block
 from jflash.pair import Models, Params
-from jflash.passes import Block
-from jflash.programs import Shape, new_state
 from jflash.speculative import block_positions, draft
 from jflash.state import State
 from pallas_kernels.gated_delta import CHUNK, Rows

@@ -1,7 +1,7 @@
 """Which block width is best: measured step times by width against how many drafts are accepted.
 
 A drafter may run narrower than it was trained: a step then costs less and commits less. How many
-rows a step verifies is chosen while it runs, by jflash.row_choice.
+rows a step verifies is chosen while it runs, by jflash.budget.row_choice.
 """
 
 from collections.abc import Mapping, Sequence

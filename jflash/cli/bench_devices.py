@@ -12,9 +12,9 @@ from jflash.bench.shapes import form_of, model_shape
 from jflash.cli.benchmark import measure
 from jflash.cli.command import BAD_INPUT, Options
 from jflash.cli.results import partial
-from jflash.device import describe_device
-from jflash.mesh import tensor_mesh
-from jflash.parts import OVER
+from jflash.devices.mesh import tensor_mesh
+from jflash.records.parts import OVER
+from jflash.system.device import describe_device
 from pallas_kernels import gather
 from pallas_kernels.choice import check
 

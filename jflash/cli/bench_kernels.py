@@ -11,7 +11,7 @@ from jflash.bench.kernel_times import COLUMNS, measure, row_text
 from jflash.cli.command import Options
 from jflash.cli.options.values import refuse
 from jflash.cli.results import partial
-from jflash.device import describe_device
+from jflash.system.device import describe_device
 
 
 def make_plan(args: Options) -> list[tuple[str, str, str]]:

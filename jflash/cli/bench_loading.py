@@ -13,7 +13,7 @@ from jflash.bench.loading import measured, write_random
 from jflash.bench.shapes import model_shape
 from jflash.cli.benchmark import call
 from jflash.cli.command import Options
-from jflash.sources import same_paths
+from jflash.system.sources import same_paths
 
 SAME = ("device", "versions", "xla_flags", "date")  # of all loads
 

@@ -8,11 +8,11 @@ from typing import Any
 from jflash.bench.row_speed import measured, random_pair, steps_of
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
-from jflash.decoding import Decoding
-from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
-from jflash.locks import in_turn
+from jflash.records.decoding import Decoding
+from jflash.system.device import describe_device
+from jflash.system.locks import in_turn
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:

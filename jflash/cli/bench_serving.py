@@ -8,16 +8,16 @@ from jflash.bench.recording import of_mean, read_recording, recorded
 from jflash.bench.serving_cases import Case, measured, random_pair
 from jflash.cli.command import Options, require
 from jflash.cli.options.pair import shared_note
-from jflash.decoding import Decoding
-from jflash.device import describe_device
+from jflash.compiled.programs import LARGE_CHUNK
 from jflash.evals.datasets import load_problems
-from jflash.files import whole_file
 from jflash.io import configure_pair, encode_prompt, load_weights
-from jflash.kernels import AUTO
-from jflash.locks import in_turn
-from jflash.programs import LARGE_CHUNK
+from jflash.records.decoding import Decoding
+from jflash.records.kernels import AUTO
 from jflash.serving.engine import PREFILL_BETWEEN
 from jflash.serving.layout import engine_chunk, steps_of_call
+from jflash.system.device import describe_device
+from jflash.system.files import whole_file
+from jflash.system.locks import in_turn
 
 BATCHES = (1, 8, 32, 64)
 TEXTS = 8  # beside a long prompt

@@ -12,10 +12,10 @@ from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
-from jflash.device import describe_device
 from jflash.io import default_dtype
-from jflash.locks import in_turn
-from jflash.platform import autotunes
+from jflash.system.device import describe_device
+from jflash.system.locks import in_turn
+from jflash.system.platform import autotunes
 
 
 def run(args: Options) -> Iterator[dict[str, Any]]:

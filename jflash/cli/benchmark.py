@@ -29,9 +29,9 @@ from jflash.cli.options.results import chosen_backends
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import Prompt, encode, read_prompts
 from jflash.cli.results import partial
-from jflash.decoding import Decoding
 from jflash.io import open_checkpoint, pair_models
-from jflash.sources import same_paths
+from jflash.records.decoding import Decoding
+from jflash.system.sources import same_paths
 
 PROMPTS = (
     "A baker fills 7 trays with 12 rolls each and sells 59 rolls. How many rolls are left?",

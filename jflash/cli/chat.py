@@ -19,13 +19,13 @@ from jflash.cli.live_text import Piece, channel_pieces, paint, texts
 from jflash.cli.options.pair import sampling
 from jflash.cli.prompts import checked_text, template_options
 from jflash.cli.results import tokens_per_second
-from jflash.decoding import Decoding
 from jflash.evals.report import number
-from jflash.files import UTF_8
 from jflash.generate import Chunk, Generation, Pair, stream
 from jflash.io import encode_prompt
 from jflash.io.text import decode
 from jflash.memory import check_decoding
+from jflash.records.decoding import Decoding
+from jflash.system.files import UTF_8
 
 COMMANDS = "/reset forgets the conversation, /quit ends"
 SHORTEST = 64  # tokens of a first prompt that must fit the device's memory

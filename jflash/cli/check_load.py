@@ -7,7 +7,6 @@ from typing import Any
 from jflash.cli.command import require
 from jflash.cli.generate import configured, loaded
 from jflash.cli.options.pair import shared_note
-from jflash.device import describe_device
 from jflash.generate import Pair
 from jflash.io import default_dtype
 from jflash.proof.cases import load_case
@@ -15,6 +14,7 @@ from jflash.proof.devices import shared_pair
 from jflash.proof.forms import grammars, letters
 from jflash.proof.under_load import Load, compared
 from jflash.serving.grammar import Grammar
+from jflash.system.device import describe_device
 
 
 def random_pair(args: argparse.Namespace) -> tuple[Pair, list[Grammar]]:

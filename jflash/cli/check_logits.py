@@ -8,23 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
-from jflash.device import describe_device, device_memory
-from jflash.kernels import XLA
+from jflash.compiled.programs import Shape
+from jflash.devices.backends import named, with_backends
+from jflash.devices.mesh import over, tensor_mesh
 from jflash.memory import check_memory, weight_bytes
-from jflash.mesh import over, tensor_mesh
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models
-from jflash.programs import Shape
 from jflash.proof.forced import CAPACITY, CHUNK, PROMPT
 from jflash.proof.right_logits import FACTOR, NATS, ROWS, check_batch, failures, judge_of
 from jflash.proof.step_program import cut
 from jflash.proof.usual_weights import usual_weights
+from jflash.records.kernels import XLA
+from jflash.system.device import describe_device, device_memory
 
 FAILED = 1
 DTYPE = "bfloat16"

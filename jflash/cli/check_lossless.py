@@ -12,10 +12,8 @@ from jflash.bench.shapes import SHAPES
 from jflash.cli.command import Options
 from jflash.cli.options.check_lossless import DEVICES, checks_of
 from jflash.cli.options.results import chosen_backends
-from jflash.device import describe_device
+from jflash.devices.mesh import tensor_mesh
 from jflash.io import default_dtype
-from jflash.mesh import tensor_mesh
-from jflash.parts import OVER
 from jflash.proof import width_1 as lossless_width_1
 from jflash.proof.cases import load_case
 from jflash.proof.check import Plan, check_batch, planted_fault, replays_needed
@@ -29,6 +27,8 @@ from jflash.proof.lossless import CORRUPTION
 from jflash.proof.ops import check_ops, failures_of_ops
 from jflash.proof.pairs import PAIRS
 from jflash.proof.width_1 import Parting
+from jflash.records.parts import OVER
+from jflash.system.device import describe_device
 
 DIFFERS = 1
 USUAL_LAYERS = 4  # of the default pairs: the check ends in minutes, and the widths are whole

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
-from jflash.backends import named, with_backends
 from jflash.bench.shapes import model_shape
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
 from jflash.cli.options.results import chosen_backends
-from jflash.device import describe_device
-from jflash.mesh import for_batch, over, tensor_mesh
-from jflash.platform import leave_compilation_cache
-from jflash.programs import lower_run
+from jflash.compiled.programs import lower_run
+from jflash.devices.backends import named, with_backends
+from jflash.devices.mesh import for_batch, over, tensor_mesh
 from jflash.proof.compiled import inspect
 from jflash.proof.gates import Result, check
 from jflash.proof.step_program import StepProgram, models_of, step_program
+from jflash.system.device import describe_device
+from jflash.system.platform import leave_compilation_cache
 
 FAILED = 1
 DTYPE = "bfloat16"

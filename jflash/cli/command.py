@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jflash.cli.interrupts import dropped_ones_come_again
-from jflash.platform import cache_folder, configure
+from jflash.system.platform import cache_folder, configure
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

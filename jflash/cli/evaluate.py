@@ -10,7 +10,6 @@ from typing import Any
 from jflash.cli.command import Options, note_idle_gpu, require
 from jflash.cli.evaluation_run import Run, answers_folder, check_device, prepare
 from jflash.cli.evaluation_shares import answers_of
-from jflash.device import describe_device
 from jflash.evals.datasets import DATASETS
 from jflash.evals.evaluation import execute_all, executed, with_results
 from jflash.evals.folder import (
@@ -23,9 +22,10 @@ from jflash.evals.folder import (
 from jflash.evals.plots import write_plots
 from jflash.evals.report import table
 from jflash.evals.summary import differences, summarise
-from jflash.files import write_text
-from jflash.hosts import Hosts, joined
-from jflash.replicas import cluster
+from jflash.system.device import describe_device
+from jflash.system.files import write_text
+from jflash.system.hosts import Hosts, joined
+from jflash.system.replicas import cluster
 
 DIFFERENT = 1  # exit code: answers have other tokens than those of --same-as
 

@@ -10,8 +10,6 @@ from jflash.cli.generate import configured, with_sampling
 from jflash.cli.options.pair import drafter_name, sampling
 from jflash.cli.options.values import refuse
 from jflash.cli.prompts import template_options
-from jflash.decoding import Decoding
-from jflash.device import device_memory, device_name
 from jflash.evals.datasets import (
     NEXT_EXAMPLE,
     REFERENCE_COUNT,
@@ -26,7 +24,9 @@ from jflash.io.digest import checkpoint_digest
 from jflash.io.harmony import answer_text
 from jflash.io.text import decode
 from jflash.memory import check_memory
+from jflash.records.decoding import Decoding
 from jflash.serving.layout import steps_of_call
+from jflash.system.device import device_memory, device_name
 
 # Options that decide about the answers and their times.
 SETTINGS = (

@@ -16,10 +16,10 @@ from jflash.evals.datasets import Problem
 from jflash.evals.evaluation import answer_all
 from jflash.evals.folder import join_parts, part_file, read_answers
 from jflash.evals.summary import Record
-from jflash.files import appended
-from jflash.hosts import Hosts
-from jflash.locks import locked
-from jflash.replicas import made
+from jflash.system.files import appended
+from jflash.system.hosts import Hosts
+from jflash.system.locks import locked
+from jflash.system.replicas import made
 
 
 def answers_of(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
+from jflash.budget.row_choice import default_rows, with_rows
 from jflash.checks import check_request
 from jflash.cli.command import Options, note_idle_gpu
 from jflash.cli.live_text import channel_pieces, paint, texts
@@ -27,17 +28,16 @@ from jflash.cli.results import (
     record,
     statistics,
 )
-from jflash.decoding import Decoding
 from jflash.draft_error import TEXT, draft_error
-from jflash.files import check_whole_file, kept_lines
 from jflash.generate import Generation, Pair, generate, models_for, stream
-from jflash.hosts import Hosts, joined
 from jflash.io import PairFiles, configure_pair, load_weights
 from jflash.io.harmony import has_channels
 from jflash.io.text import before_stop, decode, mark_ids, stop_at_text
 from jflash.memory import check_decoding
 from jflash.pair import Models, Params
-from jflash.row_choice import default_rows, with_rows
+from jflash.records.decoding import Decoding
+from jflash.system.files import check_whole_file, kept_lines
+from jflash.system.hosts import Hosts, joined
 
 # Options that decide about the tokens of a file's prompts, and about their batches.
 SETTINGS = (

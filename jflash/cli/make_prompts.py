@@ -10,11 +10,11 @@ from dataclasses import asdict
 from jflash.checks import check_request
 from jflash.cli.command import Options, configure_jax, require
 from jflash.cli.options.make_prompts import drawing
-from jflash.decoding import Decoding
-from jflash.files import replacing
 from jflash.io import configure_pair, load_weights
 from jflash.io.digest import checkpoint_digest
-from jflash.replicas import cluster, made
+from jflash.records.decoding import Decoding
+from jflash.system.files import replacing
+from jflash.system.replicas import cluster, made
 from jflash.training.prompts import (
     Prompt,
     collected,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from jflash.cli.command import Options
 from jflash.cli.options.pair import EFFORTS
 from jflash.cli.results import RESULT_KEYS
-from jflash.decoding import GREEDY, Sampling
-from jflash.files import UTF_8, json_lines
 from jflash.io.text import encode_prompt
+from jflash.records.decoding import GREEDY, Sampling
+from jflash.system.files import UTF_8, json_lines
 
 # A word problem of the kind that the embedded pair was made for, but not trained on.
 DEFAULT_PROMPT = (

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflash.decoding import Sampling
 from jflash.evals.report import number
 from jflash.generate import Generation, Pair, Seconds
+from jflash.records.decoding import Sampling
 
 RESULT_KEYS = frozenset(
     [

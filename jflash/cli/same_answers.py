@@ -6,11 +6,11 @@ from typing import Any
 from jflash.checks import check_request
 from jflash.cli.command import Options
 from jflash.cli.options.pair import shared_note
-from jflash.decoding import Decoding
-from jflash.device import describe_device
 from jflash.evals.datasets import load_problems
 from jflash.io import configure_pair, encode_prompt, load_weights
 from jflash.proof.same_answers import REFERENCE_BATCH, compared
+from jflash.records.decoding import Decoding
+from jflash.system.device import describe_device
 
 DIFFERENT = 1
 

@@ -20,14 +20,14 @@ from jflash.cli.command import note_idle_gpu, require
 from jflash.cli.generate import configured, with_sampling
 from jflash.cli.generate import loaded as read
 from jflash.cli.options.pair import sampling
-from jflash.decoding import Decoding, Sampling
-from jflash.device import device_memory
-from jflash.files import UTF_8
 from jflash.pair import Models
+from jflash.records.decoding import Decoding, Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.request import Request
 from jflash.serving.room import need_of, pages_within
+from jflash.system.device import device_memory
+from jflash.system.files import UTF_8
 from pallas_kernels.block_attention import PAGE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 from jflash.cli.command import Options, require
 from jflash.cli.options.pair import DEFAULT_TARGET
 from jflash.cli.options.values import option_name
-from jflash.device import describe_device
+from jflash.system.device import describe_device
 
 FAILED = 1
 SERVED = (

@@ -22,8 +22,6 @@ from jflash.cli.options.train import (
 )
 from jflash.cli.training_dry_run import dry_run
 from jflash.cli.training_run import Prepared, prepare
-from jflash.decoding import Decoding
-from jflash.hosts import Hosts, joined
 from jflash.io import (
     default_dtype,
     load_drafter,
@@ -31,8 +29,10 @@ from jflash.io import (
     save_checkpoint,
 )
 from jflash.io.digest import checkpoint_digest
-from jflash.locks import locked
-from jflash.replicas import cluster, made
+from jflash.records.decoding import Decoding
+from jflash.system.hosts import Hosts, joined
+from jflash.system.locks import locked
+from jflash.system.replicas import cluster, made
 from jflash.training.answers import answer_into
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import (

@@ -5,7 +5,7 @@ import time
 from jflash.cli.command import Options
 from jflash.cli.options.train import answer_samplings, train_objective
 from jflash.cli.training_run import Prepared
-from jflash.decoding import Decoding
+from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_prompts
 from jflash.training.drafter import make_lesson, random_rows
 from jflash.training.recipe import TrainConfig

@@ -8,7 +8,6 @@ import jax
 from jflash.cli.command import Options
 from jflash.cli.options.train import SECOND, drafter_form
 from jflash.cli.training_data import read_held_out, read_prompts
-from jflash.config import Drafter2Config, DrafterConfig, second_version
 from jflash.generate import Pair
 from jflash.io import (
     Checkpoint,
@@ -23,6 +22,7 @@ from jflash.io import (
 from jflash.io.hf_write import to_hf_config
 from jflash.memory import check_decoding
 from jflash.models.decoder import Target
+from jflash.records.config import Drafter2Config, DrafterConfig, second_version
 from jflash.training.attention import training_backend
 from jflash.training.data import Conversation
 from jflash.training.drafter import (

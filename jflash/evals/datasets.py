@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jflash.files import json_lines
+from jflash.system.files import json_lines
 from jflash.training.prompts import BOXED, without_marks
 
 Record = dict[str, Any]

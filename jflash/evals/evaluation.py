@@ -14,20 +14,20 @@ from tqdm import tqdm
 
 from jflash.acceptance import ending
 from jflash.checks import check_request
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape
 from jflash.evals.answer_check import check_answer, load
 from jflash.evals.code_execution import passes, program
 from jflash.evals.datasets import Problem
 from jflash.evals.folder import read_answers
 from jflash.evals.summary import PARTS, Record
-from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair
 from jflash.io.text import before_stop
 from jflash.pair import Models
-from jflash.programs import Shape
+from jflash.records.decoding import Decoding
 from jflash.server.reasoning import CLOSE
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.layout import pass_rows
+from jflash.system.files import appended, read_lines
 
 Turns = Sequence[tuple[str, str]]  # a user's text and the model's answer to it
 TURN = 1_000_000  # a job's index is its problem's, plus this for every turn before

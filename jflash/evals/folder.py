@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jflash.files import read_lines, write_json, write_text
-from jflash.locks import locked
+from jflash.system.files import read_lines, write_json, write_text
+from jflash.system.locks import locked
 
 SETTINGS, LOCK = "run.json", "run.lock"
 LINES = ("answers.jsonl", "baseline.jsonl", "executed.jsonl")

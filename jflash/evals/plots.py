@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jflash.files import replacing
+from jflash.system.files import replacing
 
 
 def write_plots(folder: Path, summary: dict[str, Any], title: str) -> None:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.names import Names, in_layer
 from jflash.models.params import leaf_paths
-from jflash.specs import AttentionSpec
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import AttentionSpec
 
 
 class Arrangement(NamedTuple):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jflash.io.arrange import Arrangement
 from jflash.io.folder import Place, as_it_lies
 from jflash.io.read_ahead import Piece, read_ahead
-from jflash.leaves import Leaf, SideBySide
+from jflash.records.leaves import Leaf, SideBySide
 
 NOTHING: Mapping[str, Arrangement] = MappingProxyType({})
 

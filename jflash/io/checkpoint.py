@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families.variants import MASK_ROW
 from jflash.io.folder import Fill
 from jflash.io.foreign import one_line
 from jflash.io.orbax_checkpoint import PARAMS, Orbax, is_orbax
 from jflash.io.safetensors_checkpoint import TWICE, Safetensors
-from jflash.specs import Kept
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import Kept
 
 
 @runtime_checkable

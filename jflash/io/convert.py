@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io import hf_config
 from jflash.io.checkpoint import open_checkpoint
 from jflash.io.load import DTYPES
 from jflash.io.orbax_checkpoint import save_orbax
 from jflash.io.quantised.scheme import quantisation, unquantised
 from jflash.io.whole_folder import check_destination, write_whole
+from jflash.records.config import DrafterConfig, TargetConfig
 
 
 def convert_checkpoint(

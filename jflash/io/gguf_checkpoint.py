@@ -17,7 +17,6 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io import gguf_drafter
 from jflash.io.assemble import fill_leaves
 from jflash.io.folder import Fill, check_tokenizer, read_config
@@ -31,7 +30,8 @@ from jflash.io.names import Source, leaf_sources
 from jflash.io.problems import check_problems
 from jflash.io.read_ahead import Piece, split_rows
 from jflash.models.params import leaf_paths
-from jflash.specs import Kept
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import Kept
 
 _Kind = GGMLQuantizationType
 PLAIN = {_Kind.F32: np.float32, _Kind.F16: np.float16, _Kind.BF16: jnp.bfloat16}

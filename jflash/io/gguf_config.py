@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType
 from jflash.io.gguf_file import GgufFile
 from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.hf_values import ID, POSITIVE, SIZE, SWITCH, TEXT, TEXTS, shown
-from jflash.rope import rope_frequencies
-from jflash.specs import Llama3Scaling, RopeConfig
+from jflash.layers.rope import rope_frequencies
+from jflash.records.specs import Llama3Scaling, RopeConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

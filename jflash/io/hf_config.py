@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import (
     dflash,
     gemma3,
@@ -37,6 +36,7 @@ from jflash.io.families.dflash import (
 )
 from jflash.io.hf_values import checked
 from jflash.io.names import Names
+from jflash.records.config import DrafterConfig, TargetConfig
 
 FAMILIES = (
     qwen3, qwen3_moe, qwen2, llama, mistral, qwen3_5, qwen3_5_moe, qwen3_next, gpt_oss, gemma3,

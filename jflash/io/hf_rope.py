@@ -8,7 +8,13 @@ import math
 from typing import Any
 
 from jflash.io.hf_values import checked, is_number, shown
-from jflash.specs import LinearScaling, Llama3Scaling, ProportionalScaling, RopeConfig, YarnScaling
+from jflash.records.specs import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 DEFAULT_ROPE_THETA = 10000.0
 KINDS = ("default", "linear", "llama3", "yarn", "proportional")

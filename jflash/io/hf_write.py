@@ -6,9 +6,9 @@ It writes only Qwen3's shape, dense or with experts: drafters and the models mad
 from dataclasses import asdict, replace
 from typing import Any
 
-from jflash.config import Drafter2Config, DrafterConfig, TargetConfig
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, LAYER_TYPES, OF_DRAFTER_2
-from jflash.specs import (
+from jflash.records.config import Drafter2Config, DrafterConfig, TargetConfig
+from jflash.records.specs import (
     AttentionSpec,
     DenseSpec,
     LinearScaling,

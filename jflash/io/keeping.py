@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import jax
 
-from jflash.device import device_memory
+from jflash.devices.kept import fragment_paths, in_fragments
+from jflash.devices.mesh import local
 from jflash.io.checkpoint import Checkpoint
-from jflash.kept import fragment_paths, in_fragments
-from jflash.kernels import AUTO
-from jflash.leaves import Leaf
-from jflash.mesh import local
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params, leaf_paths
 from jflash.pair import Models
-from jflash.specs import Kept
+from jflash.records.kernels import AUTO
+from jflash.records.leaves import Leaf
+from jflash.records.specs import Kept
+from jflash.system.device import device_memory
 
 KEPT = "kept"
 QUANTISED = (AUTO, KEPT, "dequantised")  # how a quantised target's weights lie in memory

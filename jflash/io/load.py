@@ -11,10 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jflash.backends import with_backends
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.distribute import place, placed
-from jflash.files import replacing, write_text
+from jflash.devices.backends import with_backends
+from jflash.devices.distribute import place, placed
+from jflash.devices.mesh import for_batch, over, shared_mesh, with_context, with_rounding
 from jflash.generate import Pair
 from jflash.io.checkpoint import Checkpoint, open_checkpoint, opened
 from jflash.io.hf_config import drafter_config, names_of, target_config
@@ -22,12 +21,13 @@ from jflash.io.hf_write import to_hf_config
 from jflash.io.keeping import keeping
 from jflash.io.orbax_checkpoint import remove_orbax
 from jflash.io.safetensors_checkpoint import save_safetensors
-from jflash.kernels import AUTO
-from jflash.mesh import for_batch, over, shared_mesh, with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
 from jflash.pair import Models, Params
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.kernels import AUTO
+from jflash.system.files import replacing, write_text
 
 DTYPES = ("float32", "bfloat16")
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.leaves import Leaf
 from jflash.models.params import leaf_paths
-from jflash.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSpec
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.leaves import Leaf
+from jflash.records.specs import AttentionSpec, DeltaSpec, DenseSpec, LayerConfig, MoeSpec
 
 Config = TargetConfig | DrafterConfig
 Table = dict[str, tuple[str, ...]]  # leaf -> its tensors, in the order of the leaf's parts

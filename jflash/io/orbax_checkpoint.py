@@ -13,7 +13,6 @@ import jax
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.assemble import nest
 from jflash.io.checksums import SUFFIX, check_small_files, compared, write_checksums
 from jflash.io.folder import Fill, Folder, Place, as_it_lies
@@ -21,7 +20,8 @@ from jflash.io.foreign import named, one_line
 from jflash.io.hf_config import read_json
 from jflash.io.problems import check_problems
 from jflash.models.params import leaf_paths
-from jflash.specs import Kept
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import Kept
 
 PARAMS = "orbax"  # the folder inside a checkpoint that marks this form
 METADATA = "_METADATA"  # Orbax's file in it

@@ -13,7 +13,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.arrange import arrangements
 from jflash.io.assemble import fill_leaves
 from jflash.io.families import speculators
@@ -35,7 +34,8 @@ from jflash.io.quantised.tensors import (
 )
 from jflash.io.read_ahead import Piece, find_tensors, same_numbers, split_rows
 from jflash.models.params import leaf_paths
-from jflash.specs import Kept
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import Kept
 
 MODELOPT = "hf_quant_config.json"
 TWICE = "consolidated"  # begins the names of files that hold Mistral's weights once more

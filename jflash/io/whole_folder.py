@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jflash.locks import naming, sole_writer
+from jflash.system.locks import naming, sole_writer
 
 QUIET, LONGEST = 0.5, 10.0  # seconds without a late write until a failed save is over, at most
 

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jflash.cache import LayerState
-from jflash.config import TargetConfig
-from jflash.delta import DeltaLayer
-from jflash.gather import gather_if_read, rows_of
-from jflash.layers import DecoderLayer, best_and_probability, head_best, head_logits
-from jflash.leaves import Leaf, declare
-from jflash.passes import Pass
-from jflash.projections import RMSNorm
-from jflash.sandwich import SandwichLayer
-from jflash.specs import DeltaSpec
+from jflash.layers.cache import LayerState
+from jflash.layers.delta import DeltaLayer
+from jflash.layers.gather import gather_if_read, rows_of
+from jflash.layers.layer import DecoderLayer, best_and_probability, head_best, head_logits
+from jflash.layers.passes import Pass
+from jflash.layers.projections import RMSNorm
+from jflash.layers.sandwich import SandwichLayer
+from jflash.records.config import TargetConfig
+from jflash.records.leaves import Leaf, declare
+from jflash.records.specs import DeltaSpec
 from pallas_kernels.fixed_order import rounded
 from pallas_kernels.matmul import Unsummed
 from pallas_kernels.rms_norm import rms_norm

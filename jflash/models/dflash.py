@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jflash.config import Drafter2Config, DrafterConfig
-from jflash.gather import gather, gather_if_read, rows_of
-from jflash.kernels import XLA, Kernels
-from jflash.layers import DecoderLayer, best_and_probability, head_best, head_logits, matmul
-from jflash.leaves import Leaf, declare
+from jflash.layers.gather import gather, gather_if_read, rows_of
+from jflash.layers.layer import DecoderLayer, best_and_probability, head_best, head_logits, matmul
+from jflash.layers.passes import Pass, Projected
+from jflash.layers.projections import Projection, RMSNorm
 from jflash.models.decoder import Caches
 from jflash.models.dflash2 import CandidateSelector, ConvolvedLayer
-from jflash.passes import Pass, Projected
-from jflash.projections import Projection, RMSNorm
+from jflash.records.config import Drafter2Config, DrafterConfig
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.leaves import Leaf, declare
 from pallas_kernels.matmul import Unsummed
 from pallas_kernels.matmul.rounded import Rounded
 

@@ -12,12 +12,12 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import Drafter2Config
-from jflash.layers import DecoderLayer
-from jflash.leaves import Leaf, declare
-from jflash.passes import Pass
-from jflash.projections import Projection
-from jflash.sums import Sums
+from jflash.layers.layer import DecoderLayer
+from jflash.layers.passes import Pass
+from jflash.layers.projections import Projection
+from jflash.layers.sums import Sums
+from jflash.records.config import Drafter2Config
+from jflash.records.leaves import Leaf, declare
 from pallas_kernels.matmul import Unsummed
 
 GROUP = 128  # tokens whose best comes first

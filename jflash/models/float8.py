@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from jflash.config import DrafterConfig
-from jflash.leaves import Leaf
 from jflash.models.dflash import HEAD
-from jflash.specs import FLOAT8, Kept
+from jflash.records.config import DrafterConfig
+from jflash.records.leaves import Leaf
+from jflash.records.specs import FLOAT8, Kept
 from pallas_kernels.matmul.float8 import FEW_ROWS
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import rounded_rows, rounded_weight

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.leaves import Leaf, declared
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, context_leaves
 from jflash.models.float8 import float8_leaves
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.leaves import Leaf, declared
 from pallas_kernels.matmul.quantised import MIDDLE
 
 SCALE, EXPERTS_SCALE = 0.02, 0.32  # of random weights

@@ -8,12 +8,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape
-from jflash.config import DecoderConfig
-from jflash.device import device_memory
-from jflash.embedded import EMBEDDED_PAIR as EMBEDDED
-from jflash.files import json_lines
+from jflash.compiled.programs import Shape, capacity_for
+from jflash.devices.backends import with_backends
+from jflash.devices.mesh import with_context, with_rounding
 from jflash.generate import PREFILL_CHUNK
 from jflash.io import (
     configure_pair,
@@ -24,13 +22,15 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.memory import check_decoding, check_memory
-from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
-from jflash.programs import Shape, capacity_for
 from jflash.proof.step_program import cut
+from jflash.records.config import DecoderConfig
+from jflash.system.device import device_memory
+from jflash.system.embedded import EMBEDDED_PAIR as EMBEDDED
+from jflash.system.files import json_lines
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 LONGEST_PROMPT, MOST_NEW_TOKENS = 128, 512

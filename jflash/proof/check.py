@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jflash.decoding import Decoding
 from jflash.proof.cases import (
     FAULT_CAPACITY,
     Case,
@@ -38,6 +37,7 @@ from jflash.proof.lossless import (
     prefilled,
 )
 from jflash.proof.width_1 import Parting, compile_narrow, partings
+from jflash.records.decoding import Decoding
 
 FAULT_NEW_TOKENS = 32
 

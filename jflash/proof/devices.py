@@ -12,17 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.backends import named, with_backends
-from jflash.cache import LayerCache
-from jflash.decoding import Decoding
-from jflash.distribute import placed
-from jflash.experts import Experts
-from jflash.gather import AXIS
-from jflash.kept import in_fragments
-from jflash.mesh import for_batch, over, tensor_mesh, with_context
-from jflash.models.dflash import context_leaves
-from jflash.pair import Models, Params
-from jflash.programs import (
+from jflash.compiled.programs import (
     Shape,
     capacity_for,
     compile_prefill,
@@ -30,10 +20,20 @@ from jflash.programs import (
     make_request,
     new_state,
 )
-from jflash.projections import Output
+from jflash.devices.backends import named, with_backends
+from jflash.devices.distribute import placed
+from jflash.devices.kept import in_fragments
+from jflash.devices.mesh import for_batch, over, tensor_mesh, with_context
+from jflash.layers.cache import LayerCache
+from jflash.layers.experts import Experts
+from jflash.layers.gather import AXIS
+from jflash.layers.projections import Output
+from jflash.layers.sums import summed
+from jflash.models.dflash import context_leaves
+from jflash.pair import Models, Params
 from jflash.proof.cases import Case
 from jflash.proof.kept_forms import in_order, with_another_code
-from jflash.sums import summed
+from jflash.records.decoding import Decoding
 from pallas_kernels.matmul import Unsummed
 
 NEW_TOKENS = 64

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jflash.cache import Cache
+from jflash.layers.cache import Cache
 from jflash.pair import Models
 from jflash.proof.lossless import Executable, Mode, Run, Task, decode
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-from jflash.cache import LayerCache, RingCache
+from jflash.layers.cache import LayerCache, RingCache
 from jflash.proof.lossless import Run, Task, checksums
 
 NEWEST = 32  # positions; a ring has 64 slots or more, and a block writes at most 32 past the end

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
+from jflash.layers.passes import Block
+from jflash.layers.projections import Projection
+from jflash.layers.sums import summed
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.passes import Block
-from jflash.projections import Projection
-from jflash.sums import summed
 from pallas_kernels import gated_delta
 from pallas_kernels.matmul import Unsummed
 

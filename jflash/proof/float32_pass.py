@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.config import TargetConfig
-from jflash.leaves import SideBySide
-from jflash.rope import rope_angles
-from jflash.specs import AttentionSpec, DenseSpec, MoeSpec
+from jflash.layers.rope import rope_angles
+from jflash.records.config import TargetConfig
+from jflash.records.leaves import SideBySide
+from jflash.records.specs import AttentionSpec, DenseSpec, MoeSpec
 
 _dot = functools.partial(jnp.matmul, precision="highest")
 _einsum = functools.partial(jnp.einsum, precision="highest")

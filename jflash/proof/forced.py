@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jflash.distribute import placed
-from jflash.experts import ROUTING
-from jflash.kernels import XLA
-from jflash.mesh import EVERYWHERE, local, param_specs, shared, specs
+from jflash.devices.distribute import placed
+from jflash.devices.mesh import EVERYWHERE, local, param_specs, shared, specs
+from jflash.layers.experts import ROUTING
+from jflash.layers.passes import Block, Chunk, Pass
 from jflash.models.decoder import Caches
 from jflash.pair import Models, Params
-from jflash.passes import Block, Chunk, Pass
+from jflash.records.kernels import XLA
 from jflash.speculative import apply
 
 PROMPT, CHUNK, CAPACITY = 100, 64, 256  # the second chunk is padded, and blocks begin off its grid

@@ -1,7 +1,7 @@
 """The gates that the compiled step must pass, as pure functions over what a compilation leaves.
 
-The program is `jflash.programs.run`: one loop around the step. Each gate measures one thing, and a
-failure names the instruction or the kernel at fault.
+The program is `jflash.compiled.programs.run`: one loop around the step. Each gate measures one
+thing, and a failure names the instruction or the kernel at fault.
 """
 
 import re

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jflash.bench.shapes import quantised
-from jflash.kept import in_fragments
+from jflash.devices.kept import in_fragments
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params, random_params
 from jflash.pair import Models

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jflash.compiled.programs import Shape, new_state
 from jflash.pair import Models, Params
-from jflash.programs import Shape, new_state
 from jflash.proof.cases import Case
 from jflash.proof.digest import Digest
 from jflash.proof.faults import Fault, planted

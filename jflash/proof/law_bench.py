@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, capacity_for
 from jflash.pair import Models, Params
-from jflash.programs import Shape, capacity_for
 from jflash.proof.cases import LONGEST_PROMPT, Case
 from jflash.proof.digest import Apart, Digest, apart, digests
 from jflash.proof.law_forms import CHUNKS, PLAIN, Way
 from jflash.proof.lossless import Executable, Mode, Task, compile_executables, corrupted, decode
+from jflash.records.decoding import Decoding
 
 
 class Bench(NamedTuple):

@@ -7,9 +7,9 @@ it runs in.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jflash.budget.row_choice import WIDTHS
 from jflash.pair import Models
 from jflash.proof.faults import FAULTS, HYBRIDS, Fault
-from jflash.row_choice import WIDTHS
 
 MODES = ("plain", "own drafter", "other drafter", "replay")
 CHUNKS = (128, 64)

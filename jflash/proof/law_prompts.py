@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from jflash.decoding import Decoding
 from jflash.proof.digest import Digest, digests
 from jflash.proof.law_bench import Bench, Compared, compared
 from jflash.proof.law_forms import Way
 from jflash.proof.lossless import Executable, Mode, Task, decode
+from jflash.records.decoding import Decoding
 
 AFTER = 128  # tokens that steps choose after a long prompt
 MOST = 1200  # new tokens of a text whose first part is a long prompt

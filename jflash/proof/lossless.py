@@ -21,12 +21,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, lower_prefill, make_request, new_state
+from jflash.compiled.tiles import settled
 from jflash.pair import Models, Params
-from jflash.programs import Shape, lower_prefill, make_request, new_state
+from jflash.records.decoding import Decoding
 from jflash.speculative import Verdict, block_positions, commit, draft, verify
 from jflash.state import Sequences, State
-from jflash.tiles import settled
 
 CORRUPTION = 0.15  # share of a replayed text's tokens that are wrong
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jflash.experts import Experts
-from jflash.leaves import Leaf, declared
+from jflash.layers.experts import Experts
 from jflash.pair import Models
 from jflash.proof.lossless import compile_all
-from jflash.specs import AttentionSpec, MoeSpec
+from jflash.records.leaves import Leaf, declared
+from jflash.records.specs import AttentionSpec, MoeSpec
 from pallas_kernels import heads_to_cache, matmul, rms_norm
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.matmul.tuning import LEAST_SWIZZLE

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash.config import TargetConfig
-from jflash.kernels import XLA
 from jflash.pair import Models
 from jflash.proof.float32_pass import float32_pass, written
 from jflash.proof.forced import PROMPT, Seen, forced
+from jflash.records.config import TargetConfig
+from jflash.records.kernels import XLA
 
 FACTOR = 3.0  # of what XLA's rounding costs; nats grow with the square of a difference
 PASS, MODULES = "float32_pass", "our modules"

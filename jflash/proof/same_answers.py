@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jflash.decoding import Decoding
-from jflash.distribute import placed
+from jflash.devices.distribute import placed
 from jflash.generate import Pair
 from jflash.models.params import random_params
+from jflash.records.decoding import Decoding
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.programs import compile_programs
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from jflash.sources import same_paths
+from jflash.system.sources import same_paths
 
 PATIENCE = 120.0  # seconds until a request counts as stuck
 WARM = 0.2  # of the time, after which memory has to be flat

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jflash.bench.shape_parts import ModelShape
-from jflash.mesh import local
+from jflash.compiled.programs import Shape, new_state, run, run_limits
+from jflash.devices.mesh import local
+from jflash.devices.structs import param_structs
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
-from jflash.programs import Shape, new_state, run, run_limits
-from jflash.structs import param_structs
 from pallas_kernels.block_attention.canonical import PIECE, ROWS, WALKED_DIMS
 from pallas_kernels.grouped_matmul.kept import tile_sizes
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jflash.decoding import GREEDY, Sampling
 from jflash.generate import Pair
+from jflash.records.decoding import GREEDY, Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammar
 from jflash.serving.request import Request, Result

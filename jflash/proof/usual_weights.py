@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jflash.config import TargetConfig
 from jflash.models.params import SCALE
-from jflash.specs import AttentionSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import AttentionSpec
 
 LEAST, MOST = 0.9, 4.0  # the standard deviation of a row's logits
 

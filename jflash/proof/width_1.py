@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jflash.compiled.programs import new_state
 from jflash.pair import Params
-from jflash.programs import new_state
 from jflash.proof.lossless import (
     Executable,
     Mode,

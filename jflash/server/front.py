@@ -22,7 +22,7 @@ from jflash.serving.answering import answer
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.remote import News, Sizes
-from jflash.sources import same_paths
+from jflash.system.sources import same_paths
 
 
 class Front:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from jflash.decoding import Sampling
+from jflash.records.decoding import Sampling
 from jflash.server.errors import invalid, unsupported
 from jflash.server.protocol import Asked
 from jflash.server.service import Service

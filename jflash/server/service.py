@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jflash.decoding import Sampling
 from jflash.io.foreign import one_line
 from jflash.io.harmony import CHANNEL, FINAL, MESSAGE
 from jflash.io.text import decode, token_ids
+from jflash.records.decoding import Sampling
 from jflash.server import tools
 from jflash.server.errors import ApiError, invalid, unsupported
 from jflash.server.forms import Form

@@ -10,10 +10,10 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from jflash.checks import check_keys, check_request
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, capacity_for
 from jflash.generate import DEFAULTS, Generation, Pair, Seconds
 from jflash.pair import Models
-from jflash.programs import Shape, capacity_for
+from jflash.records.decoding import Decoding
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
 from jflash.serving.layout import Kind, Layout, engine_chunk, steps_of_call

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jflash.drafts import Proposal
+from jflash.compiled.stored import compiling
+from jflash.devices.mesh import EVERYWHERE, local, param_specs, shared, spread
 from jflash.memory import FLOAT32, tree_bytes
-from jflash.mesh import EVERYWHERE, local, param_specs, shared, spread
 from jflash.pair import Models, Params
 from jflash.serving.layout import Layout, settled
 from jflash.serving.packing import Report, mask_words, report_of
@@ -26,7 +26,7 @@ from jflash.serving.some_slots import putting, slots_of, taken
 from jflash.speculative import Seen, commit, draft, judge
 from jflash.speculative import look as verify_rows
 from jflash.state import State
-from jflash.stored import compiling
+from jflash.tokens.drafts import Proposal
 
 
 class Constrained(NamedTuple):

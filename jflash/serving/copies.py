@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash.cache import DeltaCache
-from jflash.mesh import EVERYWHERE, local, shared, specs, spread
+from jflash.devices.mesh import EVERYWHERE, local, shared, specs, spread
+from jflash.layers.cache import DeltaCache
 from jflash.pair import Models
 from jflash.serving.layout import Layout
 from jflash.serving.slots import CACHES, empty_state

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jflash.rounds import Round
+from jflash.budget.rounds import Round
 
 PROMPTS = "prefill_seconds"
 

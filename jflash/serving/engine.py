@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair
 from jflash.memory import used_memory
-from jflash.programs import Shape
 from jflash.serving.grammar import Matcher
 from jflash.serving.handle import Handle, results_of
 from jflash.serving.job import Job

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jflash.drafts import Proposal
 from jflash.pair import Models, Params
 from jflash.serving.constrained import Constrained, Who, compile_constrained
 from jflash.serving.grammar import fill
 from jflash.serving.job import Given, Job
 from jflash.serving.layout import Layout
 from jflash.serving.packing import mask_words
+from jflash.tokens.drafts import Proposal
 
 
 class Forms:

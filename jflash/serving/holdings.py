@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from jflash.cache import DeltaCache
+from jflash.layers.cache import DeltaCache
 from jflash.pair import Models
 from jflash.serving.job import Job
 from jflash.serving.layout import Layout, pass_sizes

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jflash.mesh import local
+from jflash.compiled.programs import LARGE_CHUNK, PREFILL_CHUNK, Shape, chunk_sizes
+from jflash.devices.mesh import local
 from jflash.models.params import decoding_params
 from jflash.pair import Models
-from jflash.programs import LARGE_CHUNK, PREFILL_CHUNK, Shape, chunk_sizes
 from pallas_kernels.block_attention import PAGE
 
 Kind = Literal["greedy", "drawn"]

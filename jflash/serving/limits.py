@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from jflash.checks import check_ids
-from jflash.decoding import whole
 from jflash.generate import Pair
 from jflash.pair import Models
+from jflash.records.decoding import whole
 from jflash.serving.layout import KINDS, Kind, Layout
 from jflash.serving.request import Request, TooLong
 from jflash.serving.slots import BIASED, most_of

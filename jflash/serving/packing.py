@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflash.logprobs import read
+from jflash.compiled.programs import Shape
 from jflash.pair import Models
-from jflash.programs import Shape
 from jflash.rows import SURVEYED, Survey
 from jflash.serving.layout import Layout
 from jflash.serving.request import Request, Top
 from jflash.serving.slots import BIASED
 from jflash.state import Sequences, State
+from jflash.tokens.logprobs import read
 
 HEAD = 17  # numbers of a row before its stop ids and tokens
 CONTROL = 4  # numbers of a pass over a prompt before its table: slot, offset, end and flags

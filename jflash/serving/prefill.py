@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jflash.logprobs import bits, judged, noted, read, scored
-from jflash.newest import Newest
+from jflash.compiled.programs import Shape, empty_sequences
+from jflash.layers.newest import Newest
+from jflash.layers.passes import Chunk, Chunks
 from jflash.pair import Models, Params
-from jflash.passes import Chunk, Chunks
 from jflash.prefill import put
-from jflash.programs import Shape, empty_sequences
-from jflash.sampling import Filters, choose, cut_at_stop, greedy
+from jflash.records.specs import AttentionSpec
 from jflash.serving.packing import CONTROL, FRESH, HEAD, STEPS, row_size
 from jflash.serving.slots import BIASED, CACHES, most_of, with_table
 from jflash.serving.some_slots import putting
-from jflash.shaping import Shaping, constrained, shaped
-from jflash.specs import AttentionSpec
 from jflash.speculative import apply
 from jflash.state import Sequences, State
+from jflash.tokens.logprobs import bits, judged, noted, read, scored
+from jflash.tokens.sampling import Filters, choose, cut_at_stop, greedy
+from jflash.tokens.shaping import Shaping, constrained, shaped
 
 SCORED = 16  # rows of a chunk whose logits are in memory at once, for the prompt's logprobs
 

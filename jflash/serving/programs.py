@@ -18,11 +18,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jflash.kernels import AUTO
-from jflash.mesh import EVERYWHERE, local, param_specs, spread
+from jflash.budget.row_choice import ChosenRows, Estimate
+from jflash.budget.row_times import kept_times, timed, with_texts
+from jflash.compiled.stored import compiling
+from jflash.devices.mesh import EVERYWHERE, local, param_specs, spread
 from jflash.pair import Models, Params
-from jflash.row_choice import ChosenRows, Estimate
-from jflash.row_times import kept_times, timed, with_texts
+from jflash.records.kernels import AUTO
 from jflash.serving import prefill
 from jflash.serving.layout import KINDS, Kind, Layout, pass_sizes, settled, several_prompts
 from jflash.serving.packing import CONTROL, Report, mask_words, report_of, row_size
@@ -40,7 +41,6 @@ from jflash.serving.some_slots import (
 )
 from jflash.speculative import speculative_step
 from jflash.state import State
-from jflash.stored import compiling
 
 DRAWN = ("shaping", "logprobs", "best_drafts")  # of Sequences; greedy programs read none
 
@@ -255,7 +255,7 @@ def run_once(models: Models, params: Params, layout: Layout, programs: Programs)
 
 
 def _times(models: Models, params: Params, layout: Layout, runs: dict[int, Any], slots: int):
-    """The times of a step of these programs by its rows; see jflash.row_times.timed."""
+    """The times of a step of these programs by its rows; see jflash.budget.row_times.timed."""
     columns, window = table_columns(models, layout), sliding(models, layout)
     fewest = min(layout.page_count, window.pages if window else layout.page_count)
     count = given_slots(layout, slots)

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jflash.programs import LARGE_CHUNK
+from jflash.compiled.programs import LARGE_CHUNK
 from jflash.serving.device_time import PROMPTS
 from jflash.serving.holdings import Holdings
 from jflash.serving.job import Job, Read

@@ -33,7 +33,6 @@ from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places
 from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
 from jflash.io.foreign import one_line
-from jflash.replicas import gpus_of
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError
 from jflash.server.fleet import READY, WELL, ForPages, health
@@ -42,6 +41,7 @@ from jflash.server.run import LAST_WORDS, LOOK_EVERY, log_to_stderr, watch
 from jflash.server.service import service_of
 from jflash.server.wire import ClientGone
 from jflash.serving.decoder import Local
+from jflash.system.replicas import gpus_of
 
 LOG = logging.getLogger("jflash.server")
 NAME = "jflash"

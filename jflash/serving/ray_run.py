@@ -20,12 +20,12 @@ from ray.serve.schema import DeploymentStatus
 
 from jflash.cli.options.pair import drafter_choice, drafter_name
 from jflash.cli.serve import api_keys, context_of, template_of
+from jflash.devices.mesh import check_divisible
 from jflash.io import open_checkpoint, pair_models
 from jflash.io.foreign import one_line
-from jflash.mesh import check_divisible
-from jflash.replicas import cluster
 from jflash.server.run import LAST_WORDS, listen, url_of
 from jflash.serving.ray import NAME, QUIET, application
+from jflash.system.replicas import cluster
 
 
 def serve_replicas(options: argparse.Namespace) -> None:

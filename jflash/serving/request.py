@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, NamedTuple
 
-from jflash.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling, real, whole
+from jflash.records.decoding import DRAFT_RULES, GREEDY, Decoding, Sampling, real, whole
 from jflash.serving.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import jax
 
+from jflash.compiled.programs import Shape
+from jflash.devices.mesh import local
 from jflash.memory import memory_budget, tree_bytes
-from jflash.mesh import local
 from jflash.pair import Models
-from jflash.programs import Shape
 from jflash.serving.constrained import kept_bytes
 from jflash.serving.copies import empty_copies
 from jflash.serving.layout import Layout, engine_chunk, pass_rows, settled, steps_of_call

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jflash.cache import LayerCache, PagedCache, RingCache, WindowCache
-from jflash.logprobs import unasked
-from jflash.mesh import EVERYWHERE, local, shared, specs
+from jflash.compiled.programs import chunk_sizes, empty_sequences
+from jflash.devices.mesh import EVERYWHERE, local, shared, specs
+from jflash.devices.places import landing_places, place_specs
+from jflash.layers.cache import LayerCache, PagedCache, RingCache, WindowCache
 from jflash.pair import Models
-from jflash.places import landing_places, place_specs
-from jflash.programs import chunk_sizes, empty_sequences
 from jflash.rows import empty_survey
 from jflash.serving.layout import Layout, settled
 from jflash.serving.request import MOST
-from jflash.shaping import unshaped
 from jflash.state import State
+from jflash.tokens.logprobs import unasked
+from jflash.tokens.shaping import unshaped
 from pallas_kernels.block_attention import PAGE
 
 CACHES = ("target_cache", "drafter_cache")  # of a State

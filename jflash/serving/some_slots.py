@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jflash.kernels import AUTO
+from jflash.budget.row_choice import row_counts
 from jflash.pair import Models
-from jflash.row_choice import row_counts
+from jflash.records.kernels import AUTO
 from jflash.serving.layout import Layout, takes_some
 
 # Each is a program for greedy requests and one for others, which take seconds to compile: so none

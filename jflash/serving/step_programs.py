@@ -1,17 +1,17 @@
 """The number of rows that each call of steps verifies, and the program for it.
 
 Where the rows of a step are chosen, reports of calls say what a number of rows came to; see
-jflash.row_choice. This file knows programs and reports, and no request.
+jflash.budget.row_choice. This file knows programs and reports, and no request.
 """
 
 from typing import Any
 
 import numpy as np
 
-from jflash.kernels import AUTO
+from jflash.budget.rounds import Round
+from jflash.budget.row_choice import ChosenRows
 from jflash.pair import Models, Params
-from jflash.rounds import Round
-from jflash.row_choice import ChosenRows
+from jflash.records.kernels import AUTO
 from jflash.serving.layout import Layout
 from jflash.serving.packing import Report, surveyed
 from jflash.serving.programs import Programs, choosing

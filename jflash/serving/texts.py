@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from jflash.decoding import whole
 from jflash.io.incremental import Incremental
 from jflash.io.text import decode
+from jflash.records.decoding import whole
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.request import Event, Full, Request, Result
 

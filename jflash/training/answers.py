@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jflash.decoding import Decoding
-from jflash.files import appended, read_lines
 from jflash.generate import Generation, Pair
-from jflash.locks import locked
+from jflash.records.decoding import Decoding
 from jflash.serving.batch import Job, serve
+from jflash.system.files import appended, read_lines
+from jflash.system.locks import locked
 from jflash.training.recipe import WHOLE, Share
 
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jflash.config import DecoderConfig
-from jflash.kernels import XLA, Kernels
-from jflash.passes import Rows, check_trains
-from jflash.specs import AttentionSpec
+from jflash.layers.passes import Rows, check_trains
+from jflash.records.config import DecoderConfig
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.specs import AttentionSpec
 from jflash.training.data import Rows as PackedRows
 
 Backend = Literal["xla", "cudnn"]

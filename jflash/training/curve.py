@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jflash.files import replacing
+from jflash.system.files import replacing
 
 
 def draw_curves(directory: Path, history: list[dict[str, Any]], title: str) -> None:

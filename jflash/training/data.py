@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jflash.files import replacing
+from jflash.system.files import replacing
 
 RowArray = Array | np.ndarray
 

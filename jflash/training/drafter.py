@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.config import DecoderConfig, DrafterConfig, TargetConfig, default_target_layer_ids
-from jflash.files import json_lines
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.specs import ProportionalScaling, RopeConfig
+from jflash.records.config import (
+    DecoderConfig,
+    DrafterConfig,
+    TargetConfig,
+    default_target_layer_ids,
+)
+from jflash.records.specs import ProportionalScaling, RopeConfig
+from jflash.system.files import json_lines
 from jflash.training.attention import training_backend
 from jflash.training.data import Conversation, Rows, check_answers, check_tokens, describe, pack
 from jflash.training.drafter_loss import Blocks, chunks_for, drafter_loss, init_drafter

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jflash.cache import LayerCache
-from jflash.config import Drafter2Config, DrafterConfig
+from jflash.layers.cache import LayerCache
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import random_params
+from jflash.records.config import Drafter2Config, DrafterConfig
 from jflash.speculative import apply
 from jflash.training.attention import Backend, blocks_attend, causal_attend
 from jflash.training.chunked import chunk, sum_over_chunks, unchunk

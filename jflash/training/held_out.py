@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from jflash.acceptance import by_ending
-from jflash.backends import with_backends
-from jflash.config import DrafterConfig
-from jflash.decoding import Decoding
+from jflash.devices.backends import with_backends
 from jflash.generate import Generation, Pair
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.pair import Models, Params
+from jflash.records.config import DrafterConfig
+from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_prompts
 from jflash.training.trainer import Evaluation
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jflash.files import check_characters, json_lines
+from jflash.system.files import check_characters, json_lines
 
 TEST_FIELDS = ("question", "problem", "prompt", "text", "turns")
 SHARED_WORDS = 13  # in a row, with a test question

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflash.config import Drafter2Config
 from jflash.models.dflash2 import best_candidates
+from jflash.records.config import Drafter2Config
 from jflash.training.losses import cross_entropy, lookup, products
 
 

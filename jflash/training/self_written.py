@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jflash.acceptance import is_looping
-from jflash.decoding import Decoding
 from jflash.generate import Pair
 from jflash.io.text import decode, through_template
+from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_into
 from jflash.training.prompts import Prompt
 from jflash.training.recipe import WHOLE, Share

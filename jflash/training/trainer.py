@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from tqdm import tqdm
 
-from jflash.device import device_memory
-from jflash.files import read_json, write_json
-from jflash.locks import locked
+from jflash.system.device import device_memory
+from jflash.system.files import read_json, write_json
+from jflash.system.locks import locked
 from jflash.training import steps
 from jflash.training.curve import draw_curves
 from jflash.training.recipe import TrainConfig

@@ -1,4 +1,4 @@
-"""The GEMMs as XLA compiles them for any device, written as jflash.layers writes them."""
+"""The GEMMs as XLA compiles them for any device, written as jflash.layers.layer writes them."""
 
 import jax
 import jax.numpy as jnp

@@ -6,10 +6,10 @@ from statistics import median
 from typing import Any
 
 from jflash.acceptance import by_ending
-from jflash.decoding import Decoding
+from jflash.compiled.programs import capacity_for
 from jflash.generate import PREFILL_CHUNK, Generation, Pair, generate
 from jflash.io.text import decode
-from jflash.programs import capacity_for
+from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_prompts
 from tiny_pair.stages import chat_prompts
 from tiny_pair.word_problems import Problem, Split, is_correct, problems

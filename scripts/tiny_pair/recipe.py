@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jflash.config import DrafterConfig, TargetConfig
-from jflash.specs import RopeConfig
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import RopeConfig
 from jflash.training.drafter import drafter_config_for
 from jflash.training.recipe import TrainConfig
 from tiny_pair.tokenizer import MASK, SPECIAL

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jflash.decoding import Decoding
 from jflash.io import load_pair, load_target, load_tokenizer, save_checkpoint
+from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_prompts
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import train_drafter

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jflash.config import TargetConfig
 from jflash.models.decoder import Target
 from jflash.models.params import random_params
+from jflash.records.config import TargetConfig
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, describe, pack

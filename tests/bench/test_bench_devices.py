@@ -7,8 +7,8 @@ import pytest
 
 from jflash.bench.shapes import model_shape
 from jflash.cli import bench_devices, main
-from jflash.kernels import BACKENDS
 from jflash.models.params import leaf_paths
+from jflash.records.kernels import BACKENDS
 from tables.cells import Result
 from tables.devices import several_gpus
 

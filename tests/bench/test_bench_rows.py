@@ -5,10 +5,10 @@ from dataclasses import replace
 import jax
 
 from jflash.bench import row_speed
+from jflash.budget.row_choice import row_counts
 from jflash.cli import main
 from jflash.cli.options.pair import DEFAULT_DRAFTER, DEFAULT_TARGET
-from jflash.kernels import Kernels
-from jflash.row_choice import row_counts
+from jflash.records.kernels import Kernels
 from tests.support.pairs import random_pair
 
 

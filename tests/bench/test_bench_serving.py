@@ -17,11 +17,11 @@ from jflash.bench.recording import of_mean, read_recording, recorded
 from jflash.bench.serving_cases import engine_for, layout_of, random_pair
 from jflash.bench.stalls import gaps
 from jflash.cli import bench_serving, main
-from jflash.decoding import Decoding
-from jflash.locks import in_turn
-from jflash.programs import Shape, new_state
+from jflash.compiled.programs import Shape, new_state
+from jflash.records.decoding import Decoding
 from jflash.serving.request import Request
 from jflash.speculative import draft
+from jflash.system.locks import in_turn
 from tests.support.small_checkpoints import edit_config, make_pair
 
 STEPS = [[0, 0.5, *[0.3] * 6], [7, *[0.9] * 7], [3, 0.9, 0.8, 0.7, *[0.2] * 4], [1, *[0.6] * 7]]

@@ -14,10 +14,10 @@ from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import window_around
 from jflash.cli import main
 from jflash.cli.options.bench_steps import cases_of
+from jflash.compiled.programs import Shape, new_state
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.parts import part_of, with_split_outputs
-from jflash.programs import Shape, new_state
+from jflash.records.parts import part_of, with_split_outputs
 from tests.support.virtual_devices import result, start
 
 SMALL = ["--capacity", "256", "--steps", "2", "--repeats", "2"]

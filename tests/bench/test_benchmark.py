@@ -9,25 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.backends import with_backends
 from jflash.bench import case as benchmark_case
 from jflash.bench.case import Task, run_task, save_pair
 from jflash.bench.floors import Rates, add, draft_work, floor_seconds, verify_work
 from jflash.bench.report import case_text, collect
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.bench.step_time import busy_state, rewound, time_run, window_around
-from jflash.cache import DeltaCache
-from jflash.embedded import EMBEDDED_PAIR
+from jflash.compiled.programs import Shape, compile_run
+from jflash.devices.backends import with_backends
+from jflash.devices.structs import param_structs
 from jflash.generate import Pair
 from jflash.io import PairFiles, load, load_pair
+from jflash.layers.cache import DeltaCache
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, random_weights
 from jflash.pair import Models, Params
-from jflash.programs import Shape, compile_run
 from jflash.speculative import speculative_step
 from jflash.state import State
-from jflash.structs import param_structs
+from jflash.system.embedded import EMBEDDED_PAIR
 from pallas_kernels.gated_delta import CHUNK
 from pallas_kernels.matmul.fragments import Fragments
 from tables.cells import Result

@@ -8,7 +8,7 @@ import pytest
 
 from jflash.bench.report import SHARED
 from jflash.cli import benchmark, main
-from jflash.kernels import BACKENDS
+from jflash.records.kernels import BACKENDS
 from tests.support.reference import PYTHON, needs, path_of
 from tests.support.small_checkpoints import make_pair
 

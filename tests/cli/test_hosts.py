@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jflash.cli import main
-from jflash.hosts import SILENCE, UNMET
+from jflash.system.hosts import SILENCE, UNMET
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ COMMAND = ["-m", "jflash.cli.main", "generate"]
 # A host that meets the other one, and then dies, fails, or waits for it.
 OTHER = """
 import os, signal, sys
-from jflash.hosts import joined
+from jflash.system.hosts import joined
 address, index, what = sys.argv[1:]
 with joined(*(address, 2, int(index)) if address else (None, 2, None)) as hosts:
     if what == "die":
@@ -217,8 +217,8 @@ def test_a_host_that_is_turned_away_does_not_say_that_none_came(address):
 
 def test_host_0_says_that_no_other_came(address):
     """It has the service itself, so it is not the one that is lost."""
-    early = OTHER.replace("from jflash.hosts import joined", "import jflash.hosts")
-    early = early.replace("with joined(", "jflash.hosts.MEET = 3\nwith jflash.hosts.joined(")
+    early = OTHER.replace(".hosts import joined", " import hosts")
+    early = early.replace("with joined(", "hosts.MEET = 3\nwith hosts.joined(")
     alone = start("-c", early, address, "0", "wait")
     errors = alone.communicate(timeout=120)[1]
     assert alone.returncode == 1

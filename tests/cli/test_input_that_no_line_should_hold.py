@@ -10,10 +10,10 @@ import pytest
 
 from jflash.cli.prompts import _line_sampling, read_prompts
 from jflash.cli.train import check_outside
-from jflash.decoding import GREEDY
-from jflash.files import json_lines
 from jflash.io.checkpoint import open_checkpoint
 from jflash.io.load import load_pair
+from jflash.records.decoding import GREEDY
+from jflash.system.files import json_lines
 from jflash.training.prompts import svamp_prompts
 
 

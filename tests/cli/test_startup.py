@@ -10,7 +10,7 @@ import pytest
 
 from jflash.cli.command import Parser, run_command
 from jflash.cli.main import COMMANDS, make_parser
-from jflash.sources import same_paths
+from jflash.system.sources import same_paths
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [make_parser(command).prog for command in COMMANDS]  # one of each

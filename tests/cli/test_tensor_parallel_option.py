@@ -6,7 +6,7 @@ import pytest
 
 from jflash.cli.main import COMMANDS, make_parser, run
 from jflash.cli.options.check_lossless import checks_of
-from jflash.embedded import EMBEDDED_PAIR
+from jflash.system.embedded import EMBEDDED_PAIR
 
 TARGET, DRAFTER = (str(EMBEDDED_PAIR / name) for name in ("target", "drafter"))
 READS = {"--target", "--written-by"}  # options that name a model to read

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jflash.embedded import EMBEDDED_PAIR
+from jflash.system.embedded import EMBEDDED_PAIR
 from tiny_pair.word_problems import extract_result, problems
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ import pytest
 from jflash.cli import evaluate, evaluation_run, evaluation_shares, main
 from jflash.evals import evaluation
 from jflash.evals.folder import LOCK
-from jflash.hosts import RESULTS, Hosts
 from jflash.io import encode_prompt, load_tokenizer
-from jflash.locks import locked
+from jflash.system.hosts import RESULTS, Hosts
+from jflash.system.locks import locked
 from tiny_pair.word_problems import problems
 
 # What is asked here is how answers are counted and kept; bit laws are tests/serving's.

@@ -12,9 +12,9 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jflash.checks import check_request
-from jflash.decoding import Decoding
 from jflash.io import configure_pair
 from jflash.io.hf_config import TARGETS, target_config
+from jflash.records.decoding import Decoding
 from tests.support.reference import record
 
 CASES = sorted((Path(__file__).parents[1] / "reference" / "cases").glob("pair*"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash.config import Drafter2Config, second_version
+from jflash.compiled.programs import Shape, new_state
 from jflash.io import convert_checkpoint, load_drafter, load_pair, save_checkpoint
 from jflash.io.families import dflash
 from jflash.io.hf_config import drafter_config
@@ -16,7 +16,7 @@ from jflash.io.hf_write import to_hf_config
 from jflash.io.names import leaf_sources
 from jflash.memory import memory_budget
 from jflash.models.params import abstract_params
-from jflash.programs import Shape, new_state
+from jflash.records.config import Drafter2Config, second_version
 from tests.support.small_checkpoints import (
     DRAFTER,
     Folders,

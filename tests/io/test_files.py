@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from jflash.files import appended, kept_lines, read_lines, replacing, whole_file, write_json
-from jflash.locks import locked, sole_writer
+from jflash.system.files import appended, kept_lines, read_lines, replacing, whole_file, write_json
+from jflash.system.locks import locked, sole_writer
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jflash.files import kept_lines
+from jflash.system.files import kept_lines
 with kept_lines(Path(sys.argv[1]), True, print) as write:
     write("a")
     write("b")
@@ -80,7 +80,7 @@ def test_a_place_of_a_killed_writer_is_removed_a_day_later(tmp_path):
 def test_a_lock_is_one_process_s_and_ends_with_it(tmp_path):
     """A killed process leaves no lock; while it lives, the second one is refused by name."""
     lock = tmp_path / "run.lock"
-    code = "import sys, time; from pathlib import Path; from jflash.locks import locked\n"
+    code = "import sys, time; from pathlib import Path; from jflash.system.locks import locked\n"
     code += "with locked(Path(sys.argv[1]), Path()): print(flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE)
     assert holder.stdout is not None

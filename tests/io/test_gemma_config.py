@@ -19,7 +19,7 @@ from jflash.io.families import gemma3, gemma4
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
 from jflash.memory import weight_bytes
-from jflash.specs import LinearScaling, ProportionalScaling
+from jflash.records.specs import LinearScaling, ProportionalScaling
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
 GEMMA3 = CASES / "pair09"

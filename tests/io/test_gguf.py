@@ -26,8 +26,8 @@ from jflash.io import (
     stop_token_ids,
 )
 from jflash.io.hf_config import target_config
-from jflash.rope import rope_frequencies
-from jflash.specs import Llama3Scaling, RopeConfig
+from jflash.layers.rope import rope_frequencies
+from jflash.records.specs import Llama3Scaling, RopeConfig
 from tests.support.gguf_files import (
     ASSISTANT,
     EOS,

@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
 from jflash.cli.main import run
-from jflash.config import DrafterConfig, second_version
 from jflash.io import (
     configure_pair,
     convert_checkpoint,
@@ -27,6 +26,7 @@ from jflash.io import (
     save_checkpoint,
 )
 from jflash.io.hf_config import drafter_config
+from jflash.records.config import DrafterConfig, second_version
 from tests.support.gguf_files import finished, put
 from tests.support.small_checkpoints import DRAFTER, make_pair, unit_gain_params
 

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from jflash import load_pair
 from jflash.bench.shapes import model_shape
+from jflash.compiled.programs import Shape, new_state
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
 from jflash.models.params import abstract_params
-from jflash.programs import Shape, new_state
 from tests.support.logits import target_logits
 
 TESTS = Path(__file__).parents[1]

@@ -7,7 +7,6 @@ import pytest
 import transformers
 
 from jflash.bench.shapes import model_shape
-from jflash.config import TargetConfig
 from jflash.io import open_checkpoint
 from jflash.io.families import dflash
 from jflash.io.hf_config import FAMILIES, drafter_config, target_config
@@ -15,7 +14,8 @@ from jflash.io.hf_rope import DEFAULT_ROPE_THETA
 from jflash.io.hf_write import to_hf_config
 from jflash.io.names import leaf_sources
 from jflash.memory import weight_bytes
-from jflash.specs import Llama3Scaling, ProportionalScaling, RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import Llama3Scaling, ProportionalScaling, RopeConfig
 
 CLASSES = {
     "qwen3": transformers.Qwen3Config,

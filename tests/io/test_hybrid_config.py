@@ -17,7 +17,7 @@ from jflash.bench.shapes import model_shape
 from jflash.io.convert import convert_checkpoint
 from jflash.io.hf_config import target_config
 from jflash.io.load import load_target
-from jflash.specs import DeltaSpec
+from jflash.records.specs import DeltaSpec
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"
 DENSE, MOE, NEXT = (CASES / f"pair0{i}" for i in (5, 6, 7))

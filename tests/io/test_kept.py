@@ -13,20 +13,20 @@ from safetensors import safe_open
 from jflash import Pair, generate, load_pair
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape, quantised
-from jflash.gather import AXIS
+from jflash.compiled.programs import Shape
+from jflash.devices.kept import in_fragments
+from jflash.devices.mesh import over
 from jflash.io import configure_pair, keeping, load, load_weights, open_checkpoint, save_checkpoint
 from jflash.io.keeping import QUANTISED
 from jflash.io.load import pair_models
-from jflash.kept import in_fragments
-from jflash.kernels import AUTO, XLA, Kernels
+from jflash.layers.gather import AXIS
 from jflash.memory import memory_budget
-from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, leaf_paths, random_params
 from jflash.pair import Models
-from jflash.programs import Shape
-from jflash.specs import Kept
+from jflash.records.kernels import AUTO, XLA, Kernels
+from jflash.records.specs import Kept
 from pallas_kernels.matmul.fragments import Fragments, fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised
 from tests.support.described_gpu import H200, device_mesh

@@ -13,7 +13,6 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
-from jflash.config import TargetConfig
 from jflash.io import (
     configure_pair,
     convert_checkpoint,
@@ -30,6 +29,7 @@ from jflash.io import (
 from jflash.io.families import llama
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.names import leaf_sources
+from jflash.records.config import TargetConfig
 from tests.support.gguf_files import write_gguf
 from tests.support.small_checkpoints import (
     DRAFTER,

@@ -9,13 +9,13 @@ import pytest
 
 from jflash.bench.floors import Rates, floor_seconds, verify_work
 from jflash.bench.shapes import model_shape, quantised
-from jflash.config import TargetConfig
+from jflash.compiled.programs import Shape
 from jflash.io.hf_config import target_config
 from jflash.memory import memory_budget, weight_bytes
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.programs import Shape
-from jflash.specs import RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import RopeConfig
 from tests.io.test_hf_config import LLAMA3
 
 QWEN = {

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from jflash.io.hf_config import target_config
 from jflash.io.hf_write import to_hf_config
 from jflash.io.load import load_target
+from jflash.layers.routes import route_by_sigmoid
 from jflash.models.params import abstract_params
-from jflash.routes import route_by_sigmoid
 from tests.io.test_published_targets import UNSEEN
 
 CASES = Path(__file__).parents[1] / "reference" / "cases"

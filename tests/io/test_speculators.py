@@ -14,15 +14,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jflash import generate, load_pair
-from jflash.config import Drafter2Config
-from jflash.decoding import Sampling
-from jflash.drafts import Rule, choose_places
 from jflash.generate import Pair
 from jflash.io import configure_pair
 from jflash.io.hf_config import drafter_config
 from jflash.pair import Params
-from jflash.sampling import filters_of
+from jflash.records.config import Drafter2Config
+from jflash.records.decoding import Sampling
 from jflash.speculative import apply
+from jflash.tokens.drafts import Rule, choose_places
+from jflash.tokens.sampling import filters_of
 from tests.step.test_reference_parity import CONTEXT, recorded_forward
 from tests.support.reference import close, record
 from tests.support.small_checkpoints import edit_tensors

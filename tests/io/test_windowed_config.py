@@ -11,9 +11,9 @@ import transformers
 
 from jflash.io.hf_config import drafter_config, target_config
 from jflash.io.hf_write import to_hf_config
+from jflash.layers.rope import rope_angles, rope_frequencies
 from jflash.models.params import abstract_params
-from jflash.rope import rope_angles, rope_frequencies
-from jflash.specs import YarnScaling
+from jflash.records.specs import YarnScaling
 from tests.io.test_hf_config import published
 
 ROPES = json.loads((Path(__file__).parents[1] / "golden" / "rope.json").read_text())

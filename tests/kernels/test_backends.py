@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from jflash.backends import named, with_backends
 from jflash.bench.shapes import SHAPES, model_shape
-from jflash.gather import AXIS
-from jflash.kernels import BACKENDS, Kernels
-from jflash.mesh import over
+from jflash.devices.backends import named, with_backends
+from jflash.devices.mesh import over
+from jflash.layers.gather import AXIS
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
-from jflash.parts import OVER
+from jflash.records.kernels import BACKENDS, Kernels
+from jflash.records.parts import OVER
 from pallas_kernels import grouped_matmul
 from pallas_kernels.choice import check
 from tests.support.described_gpu import H200, device_mesh

@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jflash import experts
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
 from jflash.bench.step_time import Window, busy_state, experts_read
-from jflash.experts import Experts
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair, generate
 from jflash.io import load_target, open_checkpoint, save_checkpoint
 from jflash.io.convert import convert_checkpoint
 from jflash.io.hf_config import target_config as read_target
-from jflash.kernels import XLA
+from jflash.layers import experts
+from jflash.layers.experts import Experts
+from jflash.layers.routes import route
 from jflash.memory import weight_bytes
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params, random_weights
 from jflash.pair import Models, Params
-from jflash.programs import Shape
-from jflash.routes import route
-from jflash.specs import MoeSpec
+from jflash.records.kernels import XLA
+from jflash.records.specs import MoeSpec
 from pallas_kernels.grouped_matmul import weighted_sum
 from tests.support.pairs import (
     drafter_config,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.experts import Experts
-from jflash.kernels import Kernels
-from jflash.leaves import declared
-from jflash.specs import MoeSpec
+from jflash.layers.experts import Experts
+from jflash.records.kernels import Kernels
+from jflash.records.leaves import declared
+from jflash.records.specs import MoeSpec
 from pallas_kernels.grouped_matmul import beside, canonical, sums
 from pallas_kernels.matmul import canonical as products
 from pallas_kernels.matmul import few_rows

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.experts import Experts
-from jflash.kernels import Kernels
-from jflash.leaves import declared
-from jflash.routes import route
-from jflash.specs import MoeSpec
+from jflash.layers.experts import Experts
+from jflash.layers.routes import route
+from jflash.records.kernels import Kernels
+from jflash.records.leaves import declared
+from jflash.records.specs import MoeSpec
 from pallas_kernels.grouped_matmul import canonical, sums, tokens_of
 from pallas_kernels.rms_norm import canonical as rms_norm
 from pallas_kernels.rms_norm.after_experts import after_experts

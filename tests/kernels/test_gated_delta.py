@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import empty_delta
-from jflash.specs import DeltaSpec
+from jflash.layers.cache import empty_delta
+from jflash.records.specs import DeltaSpec
 from pallas_kernels import gated_delta as op
 from pallas_kernels.gated_delta import CHUNK, Memory, Rows
 from pallas_kernels.shapes import GATED_DELTA

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jflash.gather import AXIS, gather, gather_sum, pushing
-from jflash.mesh import tensor_mesh
+from jflash.devices.mesh import tensor_mesh
+from jflash.layers.gather import AXIS, gather, gather_sum, pushing
 from pallas_kernels.gather import Places, Sizes, lines, push, refusal
 from pallas_kernels.gather.push import CTAS
 from pallas_kernels.matmul import Unsummed
@@ -32,8 +32,8 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jflash.gather import AXIS, gather, pushing
-from jflash.mesh import tensor_mesh
+from jflash.layers.gather import AXIS, gather, pushing
+from jflash.devices.mesh import tensor_mesh
 from pallas_kernels.gather import push
 seen = []
 def moved(x, places, axis):

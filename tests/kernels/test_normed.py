@@ -15,9 +15,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jflash import gather, sums
-from jflash.gather import AXIS
-from jflash.mesh import tensor_mesh
+from jflash.devices.mesh import tensor_mesh
+from jflash.layers import gather, sums
+from jflash.layers.gather import AXIS
 from pallas_kernels.gather import Places, gather_normed, gather_sum, normed, push
 from pallas_kernels.matmul import Unsummed, summed, unadded
 from pallas_kernels.rms_norm import after, reference

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.rope import rope_angles
-from jflash.specs import RopeConfig
+from jflash.layers.rope import rope_angles
+from jflash.records.specs import RopeConfig
 from pallas_kernels import grouped_matmul, heads_to_cache, matmul, rms_norm
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.block_attention import cpu as attention_cpu

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jflash.gather import AXIS, gated_product, gather, pushing
-from jflash.mesh import tensor_mesh
+from jflash.devices.mesh import tensor_mesh
+from jflash.layers.gather import AXIS, gated_product, gather, pushing
 from pallas_kernels.gather import Places
 from pallas_kernels.gather.blocks import ALL, BLOCK, MOST, WAVES, Cut
 from pallas_kernels.matmul import gate_up, matmul, summed

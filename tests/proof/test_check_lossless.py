@@ -11,12 +11,12 @@ import pytest
 from jflash.bench.shape_parts import ModelShape
 from jflash.bench.shapes import SHAPES
 from jflash.cli import check_lossless, main
-from jflash.config import Drafter2Config
-from jflash.programs import new_state
+from jflash.compiled.programs import new_state
 from jflash.proof import cases as lossless_cases
 from jflash.proof import check as lossless_check
 from jflash.proof.lossless import CORRUPTION
 from jflash.proof.pairs import PAIRS
+from jflash.records.config import Drafter2Config
 from tests.support.lossless_case import small_case
 from tests.support.virtual_devices import result, start
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli import check_program, main
-from jflash.gather import AXIS
+from jflash.layers.gather import AXIS
 from jflash.proof.devices import FAULTS
 from jflash.proof.gates import Result
 from jflash.proof.step_program import cut

@@ -15,15 +15,16 @@ from flax import linen as nn
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jflash.backends import with_backends
 from jflash.bench.shapes import model_shape, quantised
-from jflash.gather import AXIS
-from jflash.kept import in_fragments
+from jflash.compiled.programs import Shape, lower_run
+from jflash.devices.backends import with_backends
+from jflash.devices.kept import in_fragments
+from jflash.devices.mesh import EVERYWHERE, for_batch, over, param_specs, spread
+from jflash.devices.structs import param_structs
+from jflash.layers.gather import AXIS
 from jflash.memory import memory_budget
-from jflash.mesh import EVERYWHERE, for_batch, over, param_specs, spread
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.programs import Shape, lower_run
 from jflash.proof.compiled import inspect
 from jflash.proof.devices import added_over_devices
 from jflash.proof.gates import (
@@ -46,9 +47,8 @@ from jflash.proof.step_program import (
     models_of,
     step_program,
 )
-from jflash.specs import DeltaSpec, Kept
+from jflash.records.specs import DeltaSpec, Kept
 from jflash.speculative import draft, speculative_step, verify
-from jflash.structs import param_structs
 from pallas_kernels import block_attention as attention_op
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choice import best

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.backends import with_backends
+from jflash.devices.backends import with_backends
 from jflash.proof import kept_forms
 from jflash.proof.kept_forms import as_arrays_and_codes, check_kept, with_another_code
 from jflash.proof.law_forms import OWN, Way

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from jflash.cli import check_lossless, main
-from jflash.kernels import XLA, Kernels
+from jflash.layers.passes import Block
 from jflash.models.decoder import Target
 from jflash.models.params import abstract_params
 from jflash.pair import Models
-from jflash.passes import Block
 from jflash.proof import faults, law_bench, law_forms, law_prompts
 from jflash.proof import law as law_check
 from jflash.proof.digest import Digest, apart
@@ -21,7 +20,8 @@ from jflash.proof.faults import planted
 from jflash.proof.law_forms import OWN, PLAIN, REPLAY, Form, Way
 from jflash.proof.law_text import law_failures, shortfalls
 from jflash.proof.lossless import Executable, compile_executable
-from jflash.specs import MoeSpec
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.specs import MoeSpec
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
 from tests.support.pairs import HYBRID, SANDWICH, target_config

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.decoding import Decoding
 from jflash.generate import generate
 from jflash.pair import Models, Params
 from jflash.proof import width_1 as lossless_width_1
@@ -31,6 +30,7 @@ from jflash.proof.lossless import (
     decode,
     prefilled,
 )
+from jflash.records.decoding import Decoding
 from pallas_kernels.block_attention import block_attention
 from tests.support.lossless_case import small_case
 from tests.support.pairs import random_pair

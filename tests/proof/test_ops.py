@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jflash.kernels import Kernels
 from jflash.models.decoder import Target
 from jflash.proof import ops
-from jflash.specs import MoeSpec
+from jflash.records.kernels import Kernels
+from jflash.records.specs import MoeSpec
 from tests.support.attention_checks import ON_GPU
 from tests.support.lossless_case import small_case
 

@@ -11,7 +11,6 @@ import pytest
 from jflash.bench.shape_parts import ModelShape
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli import main
-from jflash.config import TargetConfig
 from jflash.models.decoder import Target
 from jflash.models.params import SCALE, random_weights
 from jflash.pair import Models
@@ -26,7 +25,8 @@ from jflash.proof.right_logits import (
     too_far,
 )
 from jflash.proof.usual_weights import LEAST, MOST, usual_weights
-from jflash.specs import Llama3Scaling, RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import Llama3Scaling, RopeConfig
 from tests.support import virtual_devices
 
 TINY, MOE = (model_shape(name).target for name in ("tiny", "tiny-moe"))

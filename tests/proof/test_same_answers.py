@@ -3,10 +3,10 @@
 import json
 
 from jflash.cli import main
-from jflash.decoding import Decoding
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.proof import same_answers
 from jflash.proof.same_answers import Way, compared, ways
+from jflash.records.decoding import Decoding
+from jflash.system.embedded import EMBEDDED_PAIR
 from tests.support.pairs import one_arithmetic, prompts, random_pair
 
 

@@ -10,11 +10,11 @@ import httpx
 import openai
 import pytest
 
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.io.text import decode
 from jflash.server.errors import ApiError
 from jflash.server.protocol import Chat, read
+from jflash.system.embedded import EMBEDDED_PAIR
 
 REFERENCE = Path(__file__).parents[1] / "golden" / "tiny_math_reference.json"
 COMPILED_FULLY = True  # the server runs longer than it compiles

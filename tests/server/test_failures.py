@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jflash.decoding import Sampling
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
+from jflash.records.decoding import Sampling
 from jflash.server import app as app_module
 from jflash.server import wire
 from jflash.server.app import make_app
@@ -26,6 +25,7 @@ from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.handle import Handle
 from jflash.serving.request import Request
+from jflash.system.embedded import EMBEDDED_PAIR
 from tests.support.letters import END, END_OF_THOUGHTS, TEMPLATE, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
 from tests.support.reciting import Reciting, service_of

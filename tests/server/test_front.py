@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jflash.decoding import Sampling
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
+from jflash.records.decoding import Sampling
 from jflash.server.front import Front
 from jflash.server.run import LOOK_EVERY, listen, watch
 from jflash.server.service import Settings
@@ -25,6 +24,7 @@ from jflash.server.start import Rules
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars
 from jflash.serving.stats import Stats
+from jflash.system.embedded import EMBEDDED_PAIR
 from tests.support.letters import END, letters_tokenizer
 from tests.support.pairs import one_arithmetic, random_pair
 from tests.support.reciting import NOTHING, Reciting, service_of

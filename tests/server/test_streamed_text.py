@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.io import load_tokenizer
 from jflash.io.incremental import WINDOW, Incremental
 from jflash.io.text import decode
@@ -17,6 +16,7 @@ from jflash.server.reasoning import Reasoning, opened
 from jflash.server.tools import Tools
 from jflash.serving.handle import Handle
 from jflash.serving.request import Event, Failed, Request
+from jflash.system.embedded import EMBEDDED_PAIR
 from tests.support.gguf_files import sentencepiece, write_gguf
 from tests.support.letters import END, letters_tokenizer
 

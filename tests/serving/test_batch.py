@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from jflash.decoding import GREEDY, Decoding, Sampling
 from jflash.generate import generate
+from jflash.records.decoding import GREEDY, Decoding, Sampling
 from jflash.serving.batch import Job, layout_for, serve
 from jflash.serving.layout import settled
 from jflash.serving.loop import Loop

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from jflash.budget.rounds import Step
+from jflash.budget.row_choice import ChosenRows
 from jflash.generate import Pair
-from jflash.kernels import AUTO
-from jflash.rounds import Step
-from jflash.row_choice import ChosenRows
+from jflash.records.kernels import AUTO
 from jflash.serving.engine import Engine
 from jflash.serving.in_order import InOrder
 from jflash.serving.request import Event, Failed, Request

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jflash.decoding import Decoding, Sampling
 from jflash.generate import generate
+from jflash.records.decoding import Decoding, Sampling
 from jflash.serving import device, limits
 from jflash.serving.engine import Engine
 from jflash.serving.request import Full, Request

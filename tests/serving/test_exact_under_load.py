@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jflash.decoding import GREEDY, Decoding
+from jflash.compiled.programs import Shape
 from jflash.generate import generate
-from jflash.kernels import AUTO
 from jflash.models.decoder import Target
-from jflash.programs import Shape
 from jflash.proof import forms, under_load
 from jflash.proof.under_load import DRAWN, Load
+from jflash.records.decoding import GREEDY, Decoding
+from jflash.records.kernels import AUTO
 from jflash.serving import layout as layouts
 from jflash.serving import programs
 from jflash.serving.device_time import DeviceTime

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair
 from jflash.pair import Models
-from jflash.programs import Shape
 from jflash.serving import programs
 from jflash.serving.layout import Layout
 from jflash.serving.packing import Report

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair, generate
-from jflash.programs import Shape
 from jflash.serving.grammar import Grammar, Grammars, Matcher
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job

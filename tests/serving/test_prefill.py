@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair
-from jflash.kernels import XLA
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.programs import Shape
+from jflash.records.kernels import XLA
+from jflash.records.specs import MoeSpec
 from jflash.serving import prefill
 from jflash.serving.layout import Layout
 from jflash.serving.packing import (
@@ -31,7 +32,6 @@ from jflash.serving.packing import (
 from jflash.serving.programs import of_all_kinds
 from jflash.serving.request import Request
 from jflash.serving.slots import empty_state, table_columns
-from jflash.specs import MoeSpec
 from jflash.speculative import apply
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import pytest
 
-from jflash.kernels import AUTO, XLA, Kernels
+from jflash.compiled.programs import Shape
 from jflash.memory import tree_bytes
-from jflash.programs import Shape
 from jflash.proof.under_load import DRAWN
+from jflash.records.kernels import AUTO, XLA, Kernels
 from jflash.serving import layout as layouts
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of

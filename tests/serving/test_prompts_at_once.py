@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from jflash.kernels import XLA, Kernels
-from jflash.programs import Shape
+from jflash.compiled.programs import Shape
 from jflash.proof.under_load import DRAWN
+from jflash.records.kernels import XLA, Kernels
 from jflash.serving import layout as layouts
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of

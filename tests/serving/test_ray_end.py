@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from jflash.cli.main import make_parser
-from jflash.replicas import cluster
+from jflash.system.replicas import cluster
 from jflash.serving import ray, ray_run
 from tests.serving.test_ray_end import Endless
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jflash.programs import Shape
+from jflash.compiled.programs import Shape
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.decoding import Sampling
-from jflash.embedded import EMBEDDED_PAIR
 from jflash.generate import Pair
 from jflash.io import load_tokenizer
-from jflash.logprobs import scored
+from jflash.records.decoding import Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.grammar import Grammars, Kind, Matcher, Opening, fill
 from jflash.serving.handle import Handle
 from jflash.serving.job import Job
 from jflash.serving.loop import Loop
 from jflash.serving.request import Request
-from jflash.shaping import Shaping, constrained, shaped
+from jflash.system.embedded import EMBEDDED_PAIR
+from jflash.tokens.logprobs import scored
+from jflash.tokens.shaping import Shaping, constrained, shaped
 from tests.support.attention_checks import ON_GPU
 from tests.support.letters import DIGITS, END, LETTERS, letters_tokenizer
 from tests.support.pairs import one_arithmetic, prompts, random_pair, replay_pair

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jflash.decoding import Decoding
 from jflash.generate import generate
+from jflash.records.decoding import Decoding
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle
 from jflash.serving.loop import Loop

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from jflash.decoding import Sampling
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
-from jflash.programs import Shape
+from jflash.records.decoding import Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.handle import Handle, result_of
 from jflash.serving.job import Job

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jflash.rounds import Round, Rounds, Step
-from jflash.row_choice import ChosenRows
+from jflash.budget.rounds import Round, Rounds, Step
+from jflash.budget.row_choice import ChosenRows
 from jflash.rows import BINS, SURVEYED, Survey
 from jflash.serving import device_time
 from jflash.serving.device_time import PROMPTS, DeviceTime, Dispatched, UnderWay

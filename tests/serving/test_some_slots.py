@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jflash.kernels import AUTO, XLA, Kernels
-from jflash.programs import Shape
+from jflash.compiled.programs import Shape
 from jflash.proof.under_load import DRAWN
+from jflash.records.kernels import AUTO, XLA, Kernels
 from jflash.serving import device
 from jflash.serving.engine import Engine
 from jflash.serving.layout import Layout

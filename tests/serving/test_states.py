@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import DeltaCache
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair
+from jflash.layers.cache import DeltaCache
 from jflash.memory import memory_budget, tree_bytes
-from jflash.programs import Shape
 from jflash.proof import under_load
 from jflash.proof.under_load import DRAWN, Load
 from jflash.serving.constrained import kept_bytes
@@ -32,8 +32,8 @@ from tests.support.virtual_devices import result, start
 SHARED = """
 import json
 from jflash.generate import Pair
-from jflash.distribute import placed
-from jflash.mesh import over, tensor_mesh
+from jflash.devices.distribute import placed
+from jflash.devices.mesh import over, tensor_mesh
 from jflash.pair import Params
 from tests.serving.test_states import asked, loop_of, same, told
 from tests.support.pairs import one_arithmetic, prompts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jflash.decoding import Sampling
+from jflash.records.decoding import Sampling
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 from jflash.serving.texts import TextReader, answers

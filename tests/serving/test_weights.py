@@ -11,7 +11,7 @@ from tests.support.virtual_devices import result, start
 SHARED = """
 import jax, json, jflash
 import numpy as np
-from jflash.distribute import placed
+from jflash.devices.distribute import placed
 from jflash.serving.weights import replacing
 
 folder = "checkpoints/tiny-math/target"

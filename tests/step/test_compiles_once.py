@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jflash import programs
+from jflash.compiled import programs
 from jflash.generate import generate, stream
 from tests.support.pairs import prompts, random_pair
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jflash import cache, generate, load_pair
-from jflash.cache import LayerCache
+from jflash import generate, load_pair
 from jflash.io.hf_config import TARGETS
-from jflash.passes import Rows
+from jflash.layers import cache
+from jflash.layers.cache import LayerCache
+from jflash.layers.passes import Rows
 from jflash.speculative import apply
 from jflash.training.attention import blocks_attend
 from tests.support.reference import (

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jflash import drafts, speculative
-from jflash.config import Drafter2Config, second_version
-from jflash.decoding import Decoding, Sampling
+from jflash import speculative
+from jflash.compiled.programs import Shape, make_request, new_state, run
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
 from jflash.prefill import prefill
-from jflash.programs import Shape, make_request, new_state, run
-from jflash.sampling import filters_of
+from jflash.records.config import Drafter2Config, second_version
+from jflash.records.decoding import Decoding, Sampling
 from jflash.speculative import draft
 from jflash.state import State
+from jflash.tokens import drafts
+from jflash.tokens.sampling import filters_of
 from tests.step import test_sampling_distribution as version_1
 from tests.step.test_sampling_distribution import NEW, PROMPT, V, W, along, p_value, paths, target_p
 from tests.support.attention_checks import FULLY

@@ -9,15 +9,15 @@ from jax.sharding import Mesh
 
 from jflash.bench.floors import verify_work
 from jflash.bench.shapes import model_shape
-from jflash.gather import AXIS
-from jflash.kernels import XLA, Kernels
+from jflash.compiled.programs import Shape
+from jflash.devices.mesh import over
+from jflash.layers.gather import AXIS
 from jflash.memory import memory_budget
-from jflash.mesh import over
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.parts import OVER, part_of, with_experts_over
-from jflash.programs import Shape
-from jflash.specs import MoeSpec
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.parts import OVER, part_of, with_experts_over
+from jflash.records.specs import MoeSpec
 from tests.support.pairs import target_config
 from tests.support.virtual_devices import result, start
 

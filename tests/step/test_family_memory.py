@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import Mesh
 
 from jflash.bench.floors import verify_work
-from jflash.gather import AXIS
+from jflash.devices.mesh import local, over
+from jflash.layers.gather import AXIS
 from jflash.memory import memory_budget
-from jflash.mesh import local, over
 from jflash.models.decoder import Target
-from jflash.specs import MoeSpec
+from jflash.records.specs import MoeSpec
 from tests.step.test_memory import published, sized
 
 

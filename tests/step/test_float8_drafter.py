@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.config import second_version
-from jflash.decoding import Decoding, Sampling
+from jflash.compiled.programs import Shape
+from jflash.devices.kept import in_fragments
+from jflash.devices.mesh import with_context, with_rounding
 from jflash.draft_error import draft_error
 from jflash.generate import Pair, generate
 from jflash.io import configure_pair, load_pair
-from jflash.kept import in_fragments
 from jflash.memory import memory_budget, tree_bytes
-from jflash.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.programs import Shape
+from jflash.records.config import second_version
+from jflash.records.decoding import Decoding, Sampling
 from jflash.speculative import apply
 from pallas_kernels.matmul.fragments import Fragments, fragments
 from pallas_kernels.matmul.quantised import Quantised, dequantised

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import DeltaCache
 from jflash.checks import check_request
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, compile_programs, make_request, new_state
 from jflash.generate import Pair, generate
+from jflash.layers.cache import DeltaCache
+from jflash.layers.passes import Block
 from jflash.models.decoder import Target
 from jflash.pair import Models
-from jflash.passes import Block
-from jflash.programs import Shape, compile_programs, make_request, new_state
 from jflash.proof.faults import HYBRIDS, planted
+from jflash.records.decoding import Decoding
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
 from pallas_kernels import gated_delta

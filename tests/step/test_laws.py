@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 from jflash.checks import check_keys
-from jflash.decoding import Decoding, Sampling
-from jflash.generate import Pair, generate, stream
-from jflash.kernels import Kernels
-from jflash.prefill import prefill
-from jflash.programs import (
+from jflash.compiled.programs import (
     Shape,
     capacity_for,
     chunk_sizes,
@@ -23,6 +19,10 @@ from jflash.programs import (
     make_request,
     new_state,
 )
+from jflash.generate import Pair, generate, stream
+from jflash.prefill import prefill
+from jflash.records.decoding import Decoding, Sampling
+from jflash.records.kernels import Kernels
 from jflash.serving.batch import Job, layout_for
 from jflash.serving.layout import engine_chunk, pass_sizes
 from jflash.speculative import speculative_step
@@ -300,7 +300,7 @@ def test_numbers_that_are_not_whole_are_refused():
     """In a process of its own: here the tests' type checks would speak first."""
     code = """
 from jflash.checks import check_keys, check_request
-from jflash.decoding import Decoding
+from jflash.records.decoding import Decoding
 from jflash.models.decoder import Target
 from jflash.pair import Models
 from tests.support.pairs import target_config

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from jflash.bench.shapes import model_shape
+from jflash.compiled.programs import Shape, compile_programs, new_state
 from jflash.io import assemble, load_target, save_checkpoint
-from jflash.kernels import XLA
-from jflash.leaves import Leaf, SideBySide
+from jflash.layers.passes import Block
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import abstract_params, decoding_params, leaf_paths, random_params
 from jflash.pair import Models, Params
-from jflash.passes import Block
-from jflash.programs import Shape, compile_programs, new_state
-from jflash.specs import MoeSpec
+from jflash.records.kernels import XLA
+from jflash.records.leaves import Leaf, SideBySide
+from jflash.records.specs import MoeSpec
 from tests.support.pairs import drafter_config, target_config
 
 AXES = {"qkv": ("embed", "kv_heads", "qkv"), "gate_up": ("embed", "gate_up", "mlp")}

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from jflash import memory
-from jflash.backends import with_backends
 from jflash.bench.shapes import SHAPES, quantised
 from jflash.cli import generate as cli
 from jflash.cli import main
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, capacity_for, make_request, new_state, run
+from jflash.devices.backends import with_backends
 from jflash.io import load_pair
-from jflash.kernels import Kernels
 from jflash.memory import (
     WORKSPACE,
     check_memory,
@@ -30,7 +29,8 @@ from jflash.models.dflash import Drafter
 from jflash.models.params import decoding_params
 from jflash.pair import Models, Params
 from jflash.prefill import prefill
-from jflash.programs import Shape, capacity_for, make_request, new_state, run
+from jflash.records.decoding import Decoding
+from jflash.records.kernels import Kernels
 from tests.conftest import ON_GPU, jax_options
 from tests.support.described_gpu import H200, compile_for, device_mesh
 from tests.support.small_checkpoints import edit_config, make_pair

@@ -9,9 +9,9 @@ from jflash.bench import case as benchmark_case
 from jflash.bench.case import Task, run_task
 from jflash.cli import main
 from jflash.cli.command import run_command
-from jflash.embedded import EMBEDDED_PAIR as TINY_MATH
 from jflash.io import assemble
 from jflash.proof import cases as lossless_cases
+from jflash.system.embedded import EMBEDDED_PAIR as TINY_MATH
 from scripts import evaluate_tiny_pair
 from tests.support.small_checkpoints import edit_config, make_pair
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jflash.decoding import Decoding, Sampling
 from jflash.generate import Pair, generate, stream
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
+from jflash.records.decoding import Decoding, Sampling
+from jflash.records.specs import MoeSpec
 from jflash.serving.batch import Job, serve
-from jflash.specs import MoeSpec
 from tests.conftest import jax_options
 from tests.support.attention_checks import ON_GPU
 from tests.support.digested import NEW, texts, total

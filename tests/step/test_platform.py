@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jaxlib import xla_client
 
-from jflash import platform
-from jflash.platform import Flag, autotunes, cache_folder, configure
+from jflash.system import platform
+from jflash.system.platform import Flag, autotunes, cache_folder, configure
 from tests.support.small_checkpoints import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess:
 def test_importing_decides_nothing_and_starts_no_device():
     code = (
         "import os, jax; before = dict(os.environ)\n"
-        "import jflash, jflash.platform, jflash.cli.generate\n"
+        "import jflash, jflash.system.platform, jflash.cli.generate\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()\n"
         "changed = {k for k in before | os.environ if before.get(k) != os.environ.get(k)}\n"
@@ -120,7 +120,7 @@ def test_too_late_is_an_error_that_changes_nothing(environment, monkeypatch):
 
 GRAPHS = """
 import pathlib, jax.numpy as jnp
-from jflash.platform import configure
+from jflash.system.platform import configure
 configure(cuda_graphs={graphs}, compilation_cache=False)
 from tests.support.described_gpu import H200, compile_for
 x = jnp.zeros((512, 512), jnp.bfloat16)
@@ -218,7 +218,7 @@ def test_an_unusable_folder_is_one_line(decode, tmp_path):
 
 LEAVES_THE_CACHE = """
 import jax, jax.numpy as jnp
-from jflash.platform import configure, leave_compilation_cache
+from jflash.system.platform import configure, leave_compilation_cache
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
 def compile_again():

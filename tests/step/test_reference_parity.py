@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jflash import cache, generate, load_pair, stream
+from jflash import generate, load_pair, stream
+from jflash.compiled.programs import Shape, new_state
 from jflash.io.hf_config import TARGETS
-from jflash.kernels import XLA
-from jflash.passes import Block, Chunk, Rows
-from jflash.programs import Shape, new_state
+from jflash.layers import cache
+from jflash.layers.passes import Block, Chunk, Rows
+from jflash.records.kernels import XLA
 from jflash.speculative import apply
 from tests.support.reference import (
     FRESH,

@@ -8,13 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import row_choice, row_times
-from jflash.generate import generate, models_for
-from jflash.kernels import AUTO, XLA
-from jflash.models.decoder import Target
-from jflash.programs import Shape
-from jflash.rounds import Step
-from jflash.row_choice import (
+from jflash.budget import row_choice, row_times
+from jflash.budget.rounds import Step
+from jflash.budget.row_choice import (
     ChosenRows,
     Estimate,
     default_rows,
@@ -22,10 +18,14 @@ from jflash.row_choice import (
     row_counts,
     with_rows,
 )
-from jflash.row_times import kept_times
+from jflash.budget.row_times import kept_times
+from jflash.compiled.programs import Shape
+from jflash.generate import generate, models_for
+from jflash.models.decoder import Target
+from jflash.records.kernels import AUTO, XLA
+from jflash.records.specs import MoeSpec
 from jflash.rows import Survey, empty_survey, packed, pick_rows, survivals
 from jflash.serving.programs import of_all_kinds
-from jflash.specs import MoeSpec
 from tests.step.test_rows import pair_of
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import prompts

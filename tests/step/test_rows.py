@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import LayerCache
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape, compile_programs, make_request, new_state
 from jflash.generate import Pair
-from jflash.kernels import XLA
+from jflash.layers.cache import LayerCache
+from jflash.layers.passes import Block
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.passes import Block
-from jflash.programs import Shape, compile_programs, make_request, new_state
+from jflash.records.decoding import Decoding
+from jflash.records.kernels import XLA
+from jflash.records.specs import AttentionSpec
 from jflash.rows import packed, pick_rows, survivals
-from jflash.specs import AttentionSpec
 from tests.step.test_one_arithmetic import texts, total
 from tests.support.attention_checks import ON_GPU
 from tests.support.pairs import (

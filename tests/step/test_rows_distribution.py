@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jflash import speculative
-from jflash.kernels import XLA, Kernels
-from jflash.programs import run
+from jflash.compiled.programs import run
+from jflash.records.kernels import XLA, Kernels
 from jflash.rows import empty_survey
-from jflash.sampling import filters_of, uniforms
 from jflash.speculative import block_positions
+from jflash.tokens.sampling import filters_of, uniforms
 from tests.step import test_dflash2_sampling as version_2
 from tests.step import test_sampling_distribution as version_1
 from tests.step.test_sampling_distribution import MODES, NEW, PROMPT, SOON, V, p_value

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import sampling
-from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
-from jflash.sampling import (
+from jflash.records.decoding import Decoding
+from jflash.tokens import sampling
+from jflash.tokens.sampling import (
     GREEDY,
     TARGET,
     Filters,

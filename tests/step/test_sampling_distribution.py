@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jflash import drafts, speculative
-from jflash import sampling as sampling_module
-from jflash.decoding import Decoding, Sampling
+from jflash import speculative
+from jflash.compiled.programs import Report, Shape, make_request, new_state, run
+from jflash.layers.passes import Rows
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.passes import Rows
 from jflash.prefill import prefill
-from jflash.programs import Report, Shape, make_request, new_state, run
-from jflash.sampling import Filters, filters_of
+from jflash.records.decoding import Decoding, Sampling
 from jflash.speculative import apply, draft
 from jflash.state import State
+from jflash.tokens import drafts
+from jflash.tokens import sampling as sampling_module
+from jflash.tokens.sampling import Filters, filters_of
 from tests.support.attention_checks import FULLY
 from tests.support.numpy_filters import filtered
 from tests.support.pairs import drafter_config, random_params, target_config

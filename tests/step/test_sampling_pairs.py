@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jflash import speculative
-from jflash.mesh import with_context, with_rounding
+from jflash.compiled.programs import run
+from jflash.devices.mesh import with_context, with_rounding
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models, Params
-from jflash.programs import run
 from tests.step import test_sampling_distribution as plain
 from tests.step.test_sampling_distribution import MODES, SOON, p_value, samples, target_logits
 from tests.support.numpy_filters import filtered

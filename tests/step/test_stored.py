@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jflash import program_names, programs, sources, stored
+from jflash.compiled import program_names, programs, stored
 from jflash.generate import generate
 from jflash.proof.faults import FAULTS, planted
 from jflash.serving import programs as engines
 from jflash.serving.engine import Engine
 from jflash.serving.request import Request
+from jflash.system import sources
 from pallas_kernels.matmul import tiles
 from pallas_kernels.matmul.few_rows import Tile
 from pallas_kernels.matmul.quantised import Quantised

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jflash.cache import LayerCache
-from jflash.config import TargetConfig
-from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
-from jflash.kernels import Kernels
+from jflash.layers.cache import LayerCache
+from jflash.layers.passes import Block, Chunk
 from jflash.models.decoder import Target
-from jflash.passes import Block, Chunk
+from jflash.records.config import TargetConfig
+from jflash.records.decoding import Decoding
+from jflash.records.kernels import Kernels
 from jflash.serving.batch import Job, serve
 from jflash.speculative import apply
 from pallas_kernels.matmul import Unsummed, summed

@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import Mesh
 
 from jflash.bench.shapes import model_shape, quantised
-from jflash.gather import AXIS
-from jflash.mesh import for_batch, local, over, shared_mesh, tensor_mesh
+from jflash.devices.mesh import for_batch, local, over, shared_mesh, tensor_mesh
+from jflash.layers.gather import AXIS
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.pair import Models
-from jflash.parts import part_of, with_split_outputs
 from jflash.proof.devices import Decoded, differences, failures_over_devices
-from jflash.specs import MoeSpec
+from jflash.records.parts import part_of, with_split_outputs
+from jflash.records.specs import MoeSpec
 from tests.support.described_gpu import H200, device_mesh
 from tests.support.pairs import drafter_config, target_config
 from tests.support.virtual_devices import ROOT, result, start
@@ -25,7 +25,8 @@ from tests.support.virtual_devices import ROOT, result, start
 GOLDEN = ROOT / "tests" / "golden" / "default_prompt.json"
 MOE = MoeSpec(num_experts=2, experts_per_token=1, intermediate_size=6, renormalise=True)
 PROGRAM = """
-import jax, json, jflash, jflash.parts
+import jax, json, jflash
+from jflash.records import parts
 import numpy as np
 from tests.support.shared_steps import (
     codes_shared, from_orbax, largest_differences, output_differences, random_parts, rounding,
@@ -40,7 +41,7 @@ with jflash.Engine(pair, max_batch=1, max_context=256, kinds=("greedy",)) as eng
     events = list(engine.submit(request))
 ids = [i for event in events for i in event.token_ids]
 rounded = rounding(pair)
-jflash.parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
+parts.READ_RATHER = 2**12  # the delta net's last product is whole, the others are split
 print(json.dumps(largest_differences(4) | {
     "served": [ids, prompt["output_ids"][:12], sum(event.accepted for event in events)],
     "rounding": rounded,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jflash import tiles
+from jflash.compiled import tiles
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul import tiles as chosen
 from pallas_kernels.matmul.few_rows import Tile

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash import cache, programs
-from jflash.cache import RingCache, empty_cache, ring_slots, write_context
-from jflash.config import second_version
-from jflash.decoding import Decoding
+from jflash.compiled import programs
+from jflash.compiled.programs import Shape, make_request, new_state
 from jflash.generate import Pair, generate
+from jflash.layers import cache
+from jflash.layers.cache import RingCache, empty_cache, ring_slots, write_context
 from jflash.models.dflash import Drafter
 from jflash.pair import Params
 from jflash.prefill import prefill
-from jflash.programs import Shape, make_request, new_state
 from jflash.proof import check as lossless_check
+from jflash.records.config import second_version
+from jflash.records.decoding import Decoding
 from jflash.speculative import speculative_step
 from tests.support.lossless_case import small_case
 from tests.support.pairs import drafter_config, prompts, random_pair, random_params

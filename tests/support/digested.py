@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.decoding import Decoding
+from jflash.compiled.programs import Shape
 from jflash.generate import Pair
-from jflash.programs import Shape
 from jflash.proof.digest import Apart, apart, digests
 from jflash.proof.lossless import Mode, Task, compile_executable, corrupted, decode
+from jflash.records.decoding import Decoding
 
 NEW = 24  # tokens of a text
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jflash.passes import Rows
+from jflash.layers.passes import Rows
 from jflash.speculative import apply
 from tests.support import reference
 

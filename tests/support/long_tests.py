@@ -25,7 +25,7 @@ class Kept:
             self.found[report.nodeid] = {"outcome": report.outcome, "seconds": seconds}
 
     def pytest_sessionfinish(self) -> None:
-        from jflash.device import describe_device
+        from jflash.system.device import describe_device
 
         there = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
         tests = dict(sorted((there.get("tests", {}) | self.found).items()))

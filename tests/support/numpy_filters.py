@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jflash.decoding import Sampling
+from jflash.records.decoding import Sampling
 
 
 def filtered(logits: np.ndarray, sampling: Sampling) -> np.ndarray:

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.generate import Pair
-from jflash.kernels import XLA, Kernels
+from jflash.layers.passes import Projected
+from jflash.layers.rope import rope_angles
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import abstract_params
 from jflash.pair import Models, Params
-from jflash.passes import Projected
-from jflash.rope import rope_angles
-from jflash.specs import DeltaSpec, MoeSpec, ProportionalScaling, RopeConfig
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.specs import DeltaSpec, MoeSpec, ProportionalScaling, RopeConfig
 from pallas_kernels.heads_to_cache import Heads
 
 TRUNK = {

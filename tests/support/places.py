@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import DTypeLike
 
-from jflash.gather import AXIS
+from jflash.layers.gather import AXIS
 from pallas_kernels.gather import Places, empty_places
 
 OWN = PartitionSpec(AXIS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jflash.device import describe_device
+from jflash.system.device import describe_device
 
 RESULT = "JFLASH_RAY"  # names a JSON file; without it the tests are left out
 MARKS = [

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from jflash.decoding import Sampling
+from jflash.records.decoding import Sampling
 from jflash.server.app import make_app
 from jflash.server.metrics import Metrics
 from jflash.server.service import Service

@@ -17,26 +17,12 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from jflash import load_pair
-from jflash import parts as parts_module
 from jflash.bench.shapes import model_shape
 from jflash.cli.training_run import Prepared, target_files
-from jflash.config import second_version
-from jflash.distribute import place, placed
-from jflash.embedded import EMBEDDED_PAIR as TINY
-from jflash.gather import AXIS
-from jflash.generate import Pair
-from jflash.io import (
-    configure_pair,
-    convert_checkpoint,
-    load_weights,
-    open_checkpoint,
-    save_checkpoint,
-)
-from jflash.kept import in_fragments
-from jflash.kernels import XLA, Kernels
-from jflash.leaves import Leaf
-from jflash.memory import memory_budget
-from jflash.mesh import (
+from jflash.compiled.programs import Shape, new_state, state_specs
+from jflash.devices.distribute import place, placed
+from jflash.devices.kept import in_fragments
+from jflash.devices.mesh import (
     EVERYWHERE,
     local,
     over,
@@ -45,20 +31,34 @@ from jflash.mesh import (
     tensor_mesh,
     with_context,
 )
+from jflash.devices.structs import param_structs
+from jflash.generate import Pair
+from jflash.io import (
+    configure_pair,
+    convert_checkpoint,
+    load_weights,
+    open_checkpoint,
+    save_checkpoint,
+)
+from jflash.layers.gather import AXIS
+from jflash.layers.projections import Output
+from jflash.memory import memory_budget
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter
 from jflash.models.params import leaf_paths, random_weights
 from jflash.pair import Models, Params
-from jflash.programs import Shape, new_state, state_specs
-from jflash.projections import Output
 from jflash.proof import devices as devices_module
 from jflash.proof.cases import Case
 from jflash.proof.devices import added_over_devices, shared_pair
 from jflash.proof.kept_forms import as_codes
 from jflash.proof.step_program import cut, models_of
-from jflash.specs import DeltaSpec, Kept, MoeSpec
+from jflash.records import parts as parts_module
+from jflash.records.config import second_version
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.leaves import Leaf
+from jflash.records.specs import DeltaSpec, Kept, MoeSpec
 from jflash.speculative import commit, draft, verify
-from jflash.structs import param_structs
+from jflash.system.embedded import EMBEDDED_PAIR as TINY
 from pallas_kernels.matmul.quantised import Quantised
 from pallas_kernels.matmul.rounded import Rounded
 from tests.support.pairs import HYBRID, drafter_config, random_params, target_config

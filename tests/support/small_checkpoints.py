@@ -12,10 +12,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io import save_checkpoint
 from jflash.models.params import abstract_params
-from jflash.specs import RopeConfig
+from jflash.records.config import DrafterConfig, TargetConfig
+from jflash.records.specs import RopeConfig
 
 VOCABULARY = 300  # 256 bytes, then <eos>, <user>, <assistant>; the rest names nothing
 EOS, USER, ASSISTANT, MASK = 256, 257, 258, 299

@@ -14,17 +14,17 @@ import numpy as np
 from flax import linen as nn
 
 from jflash import load_pair
-from jflash.distribute import placed
-from jflash.experts import Experts
-from jflash.kernels import XLA, Kernels
-from jflash.mesh import EVERYWHERE, local, over, param_specs, spread, tensor_mesh
+from jflash.devices.distribute import placed
+from jflash.devices.mesh import EVERYWHERE, local, over, param_specs, spread, tensor_mesh
+from jflash.layers.experts import Experts
 from jflash.models.decoder import Target
 from jflash.models.dflash import Drafter, with_context_kernel
 from jflash.models.params import random_weights
 from jflash.pair import Models, Params
 from jflash.proof.cases import Case
 from jflash.proof.devices import check_devices, experts_added_over_devices
-from jflash.specs import MoeSpec
+from jflash.records.kernels import XLA, Kernels
+from jflash.records.specs import MoeSpec
 from tests.support.pairs import drafter_config, random_params, target_config
 from tests.support.quantised_files import CASES, quantise
 from tests.support.shared_steps import FP8, MOE_TARGET, TRUNK

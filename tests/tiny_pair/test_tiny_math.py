@@ -13,10 +13,10 @@ import pytest
 
 from jflash.acceptance import acceptance, by_ending, is_looping
 from jflash.cli import main
-from jflash.decoding import Decoding
 from jflash.generate import Generation, Seconds, generate
 from jflash.io import load_pair, load_tokenizer, stop_token_ids
 from jflash.io.text import encode_prompt
+from jflash.records.decoding import Decoding
 from jflash.training.data import Conversation, load_conversations, save_conversations
 from jflash.training.drafter import default_mask_token_id, read_records
 from jflash.training.prompts import renumbered

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jflash.decoding import Decoding
 from jflash.generate import Pair, generate
 from jflash.models.decoder import Target
 from jflash.pair import Models, Params
+from jflash.records.decoding import Decoding
 from jflash.training.answers import answer_prompts
 from tests.support.pairs import prompts, random_params, target_config
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jflash.cli import main
-from jflash.config import Drafter2Config, second_version
 from jflash.io import load_drafter
 from jflash.models.dflash import Drafter
 from jflash.models.dflash2 import DynamicConvolution, best_candidates
+from jflash.records.config import Drafter2Config, second_version
 from jflash.speculative import apply
 from jflash.training.chunked import chunk, sum_over_chunks
 from jflash.training.data import Rows

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import LayerCache, empty_cache
-from jflash.kernels import XLA
+from jflash.layers.cache import LayerCache, empty_cache
+from jflash.layers.passes import Block
 from jflash.models.dflash import Drafter
-from jflash.passes import Block
+from jflash.records.kernels import XLA
 from jflash.speculative import apply
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, pack

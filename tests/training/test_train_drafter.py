@@ -21,10 +21,10 @@ from jflash import load_pair
 from jflash.cli import main, training_run
 from jflash.cli import train as train_command
 from jflash.cli.command import first_interrupt
-from jflash.decoding import GREEDY, Decoding, Sampling
-from jflash.files import appended
-from jflash.hosts import Hosts
-from jflash.locks import locked
+from jflash.records.decoding import GREEDY, Decoding, Sampling
+from jflash.system.files import appended
+from jflash.system.hosts import Hosts
+from jflash.system.locks import locked
 from jflash.training.answers import answer_into, read_answers
 from jflash.training.curve import metric_names
 from jflash.training.data import Conversation, load_conversations, save_conversations

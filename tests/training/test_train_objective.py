@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflash.cache import LayerCache
+from jflash.layers.cache import LayerCache
 from jflash.speculative import apply
 from jflash.training import attention
 from jflash.training.attention import (

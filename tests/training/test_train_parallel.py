@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # A drafter's training with chunked logits and soft labels: all that a batch is cut up for.
 PROGRAM = """
 import json, sys, zlib
-from jflash.hosts import joined
+from jflash.system.hosts import joined
 folder, index, *coordinator = sys.argv[1:]
 hosts = joined(*coordinator or [None], 2 if coordinator else 1, int(index))
 hosts.__enter__()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jflash.cli import main
-from jflash.decoding import Decoding, Sampling
 from jflash.io import load_pair, load_tokenizer
 from jflash.io.text import decode
+from jflash.records.decoding import Decoding, Sampling
 from jflash.serving.batch import Job, serve
 from jflash.training.prompts import Prompt, boxed, collected
 from jflash.training.self_written import user_prefix

@@ -12,9 +12,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jflash.locks import locked
 from jflash.models.decoder import Target
 from jflash.speculative import apply
+from jflash.system.locks import locked
 from jflash.training import steps, trainer
 from jflash.training.attention import causal_attend
 from jflash.training.data import Conversation, Rows, check_tokens, pack

@@ -11,7 +11,7 @@ import argparse
 from jflash.bench.shapes import QUANTISED, SHAPES, check_quantised, form_of, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts, refuse, refuse_unread
-from jflash.parts import OVER
+from jflash.records.parts import OVER
 
 KEPT = "kept there case by case"
 CASES: tuple[tuple[str, tuple[int, ...]], ...]

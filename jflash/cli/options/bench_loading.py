@@ -11,7 +11,7 @@ from pathlib import Path
 from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.values import at_least_1, counts, refuse
-from jflash.parts import OVER
+from jflash.records.parts import OVER
 
 KEPT = "kept there load by load"
 FORMS = ("safetensors", "orbax")

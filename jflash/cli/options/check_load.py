@@ -8,8 +8,8 @@ from jflash.cli.command import Options, Parser
 from jflash.cli.options.check_lossless import check_layers
 from jflash.cli.options.pair import DEFAULT_TARGET, check_pair, model_options
 from jflash.cli.options.values import at_least_1, option_name, refuse
-from jflash.kernels import AUTO
 from jflash.proof.pairs import PAIRS
+from jflash.records.kernels import AUTO
 
 KEPT = "kept there"
 PAGE = 64  # tokens; pallas_kernels.block_attention has it too, and is slow to import

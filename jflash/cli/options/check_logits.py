@@ -18,7 +18,7 @@ from jflash.cli.command import Options, Parser
 from jflash.cli.options.pair import check_shared, shared_options
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse
-from jflash.kernels import AUTO
+from jflash.records.kernels import AUTO
 
 SCALE = 0.02
 KEPT = "written there too"

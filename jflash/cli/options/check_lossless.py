@@ -16,8 +16,8 @@ from jflash.bench.shapes import SHAPES, model_shape
 from jflash.cli.command import Options, Parser
 from jflash.cli.options.results import backend_options
 from jflash.cli.options.values import at_least_1, check_seed, counts, refuse, refuse_unread
-from jflash.parts import OVER
 from jflash.proof.pairs import FORMS, PAIRS
+from jflash.records.parts import OVER
 
 CHECKS = ("law", "oracle", "devices", "ops", "kept")
 DEVICES = (2, 4)

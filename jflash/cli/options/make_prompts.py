@@ -15,7 +15,7 @@ from jflash.cli.options.values import (
     refuse_missing,
     refuse_replacing,
 )
-from jflash.decoding import Sampling
+from jflash.records.decoding import Sampling
 
 # What only a target that writes reads.
 WRITING: dict[str, float] = {

@@ -5,10 +5,10 @@ from typing import Any
 
 from jflash.cli.command import Options
 from jflash.cli.options.values import at_least_1, check_seed, option_name, refuse, rows
-from jflash.decoding import DRAFT_RULES, Sampling
-from jflash.embedded import EMBEDDED_PAIR
-from jflash.kernels import AUTO
-from jflash.parts import OVER
+from jflash.records.decoding import DRAFT_RULES, Sampling
+from jflash.records.kernels import AUTO
+from jflash.records.parts import OVER
+from jflash.system.embedded import EMBEDDED_PAIR
 
 DEFAULT_TARGET = str(EMBEDDED_PAIR / "target")
 DEFAULT_DRAFTER = str(EMBEDDED_PAIR / "drafter")

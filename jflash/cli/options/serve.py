@@ -12,7 +12,7 @@ from jflash.cli.command import Parser
 from jflash.cli.options.pair import check_pair, model_options
 from jflash.cli.options.replicas import COUNT
 from jflash.cli.options.values import at_least_1, refuse
-from jflash.decoding import DRAFT_RULES
+from jflash.records.decoding import DRAFT_RULES
 
 KEY = "requests must have it; may be repeated; also from JFLASH_API_KEY"
 PAGES = """of 64 tokens, which all requests share; default: enough for --max-batch of the longest,

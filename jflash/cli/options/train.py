@@ -22,7 +22,7 @@ from jflash.cli.options.values import (
     refuse,
     refuse_missing,
 )
-from jflash.decoding import Sampling
+from jflash.records.decoding import Sampling
 from jflash.training.recipe import LOSSES, OPTIMIZERS, WEIGHTS, Objective, Share, TrainConfig
 
 # A new drafter's form without options; version 2 takes the second part as well.

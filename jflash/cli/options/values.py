@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jflash.kernels import AUTO
+from jflash.records.kernels import AUTO
 
 
 def _listed(text: str, kind: Callable[[str], Any], what: str) -> list[Any]:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jflash.config import Drafter2Config, DrafterConfig, default_target_layer_ids
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import ATTENTION, MLP, NORMS, all_heads, read_trunk
 from jflash.io.families.variants import refuse_variants
 from jflash.io.hf_values import SIZE, checked, shown
 from jflash.io.names import Names
-from jflash.specs import AttentionSpec, DenseSpec
+from jflash.records.config import Drafter2Config, DrafterConfig, default_target_layer_ids
+from jflash.records.specs import AttentionSpec, DenseSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTER = "DFlashDraftModel"

@@ -6,11 +6,11 @@ Layers with a window and those without have a RoPE each. The vision models hold 
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import TENSORS, read_sizes, refuse
 from jflash.io.hf_rope import rope_by_kind
 from jflash.io.hf_values import SIZE, checked, shown
 from jflash.io.names import ROTARY
+from jflash.records.config import TargetConfig
 
 ARCHITECTURE, MODEL_TYPE = "Gemma3ForCausalLM", "gemma3_text"
 SEEING = "Gemma3ForConditionalGeneration"

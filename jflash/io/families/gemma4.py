@@ -7,14 +7,14 @@ hold the same layers. Models with per-layer embeddings (E2B, E4B) have other lay
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families import gemma3
 from jflash.io.families.gemma3 import FULL, WINDOWED
 from jflash.io.families.trunk import read_sizes, refuse
 from jflash.io.hf_rope import rope_by_kind
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
-from jflash.specs import AttentionSpec, MoeSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import AttentionSpec, MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Gemma4ForCausalLM", "gemma4_text"
 SEEING = "Gemma4ForConditionalGeneration"

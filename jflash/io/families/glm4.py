@@ -7,8 +7,8 @@ jflash turns.
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, MLP, TENSORS, read_trunk
+from jflash.records.config import TargetConfig
 
 ARCHITECTURE, MODEL_TYPE = "Glm4ForCausalLM", "glm4"
 DEFAULTS: dict[str, Any] = (

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.qwen3_moe import EXPERTS, STACKED
 from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse, renamed
-from jflash.specs import MoeSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Glm4MoeForCausalLM", "glm4_moe"
 DEFAULTS: dict[str, Any] = (

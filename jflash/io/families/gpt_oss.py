@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk, refuse, renamed
 from jflash.io.hf_values import SIZE, checked, shown
-from jflash.specs import AttentionSpec, LayerConfig, MoeSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import AttentionSpec, LayerConfig, MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 DEFAULTS: dict[str, Any] = (

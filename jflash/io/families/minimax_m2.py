@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, TENSORS, read_trunk, refuse, renamed
 from jflash.io.hf_values import checked
-from jflash.specs import MoeSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "MiniMaxM2ForCausalLM", "minimax_m2"
 DEFAULTS: dict[str, Any] = (

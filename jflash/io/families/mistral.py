@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, TENSORS, read_target
 from jflash.io.hf_values import shown
+from jflash.records.config import TargetConfig
 
 ARCHITECTURE, MODEL_TYPE = "MistralForCausalLM", "mistral"
 DEFAULTS: dict[str, Any] = (

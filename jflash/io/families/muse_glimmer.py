@@ -7,14 +7,14 @@ logits have a multiplier and a cap. All files hold the vision model too.
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families import gemma3
 from jflash.io.families.gemma3 import FULL, LAYER_TYPES, WINDOWED
 from jflash.io.families.trunk import ATTENTION, SILU, TENSORS, read_sizes, refuse
 from jflash.io.hf_rope import rope_config
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
-from jflash.specs import AttentionSpec, RopeConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import AttentionSpec, RopeConfig
 
 ARCHITECTURE, MODEL_TYPE = "MuseGlimmerForConditionalGeneration", "muse_glimmer"
 SEEING = ARCHITECTURE

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, TENSORS, all_heads, read_target, refuse_windows
+from jflash.records.config import TargetConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen2ForCausalLM", "qwen2"
 DEFAULTS: dict[str, Any] = (

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import COMMON, TENSORS, all_heads, read_target, refuse_windows
 from jflash.io.hf_values import checked
+from jflash.records.config import TargetConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
 DEFAULTS: dict[str, Any] = (

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families.trunk import ATTENTION, COMMON, TENSORS, read_trunk
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
-from jflash.specs import AttentionSpec, DeltaSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import AttentionSpec, DeltaSpec
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3_5ForCausalLM", "qwen3_5"
 SEEING = "Qwen3_5ForConditionalGeneration"  # the same text model with a vision tower

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families import qwen3_5, qwen3_moe
 from jflash.io.hf_values import checked
-from jflash.specs import MoeSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3_5MoeForCausalLM", "qwen3_5_moe"
 SEEING, UNREAD = "Qwen3_5MoeForConditionalGeneration", qwen3_5.UNREAD

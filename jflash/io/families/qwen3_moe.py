@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.families import qwen3
 from jflash.io.families.trunk import COMMON
 from jflash.io.hf_values import checked
-from jflash.specs import MoeSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import MoeSpec
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3MoeForCausalLM", "qwen3_moe"
 DEFAULTS: dict[str, Any] = (

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jflash.config import TargetConfig
 from jflash.io.families import qwen3_5, qwen3_5_moe
 from jflash.io.hf_values import checked
-from jflash.specs import DeltaSpec, LayerConfig
+from jflash.records.config import TargetConfig
+from jflash.records.specs import DeltaSpec, LayerConfig
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3NextForCausalLM", "qwen3_next"
 DEFAULTS: dict[str, Any] = (

@@ -11,11 +11,11 @@ Llama, files may leave out the norms of queries and keys.
 from dataclasses import replace
 from typing import Any
 
-from jflash.config import DrafterConfig, TargetConfig
 from jflash.io.families import dflash, llama, qwen3, variants
 from jflash.io.families.dflash import DRAFTER, DRAFTER_2, OF_DRAFTER_2
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import ROTARY
+from jflash.records.config import DrafterConfig, TargetConfig
 
 MODEL_TYPE = "speculators_model_type"
 KINDS = {"dflash": DRAFTER, "dflash2": DRAFTER_2}

@@ -6,12 +6,12 @@ ValueError that names it.
 
 from typing import Any
 
-from jflash.config import TargetConfig
 from jflash.io.hf_rope import rope_config
 from jflash.io.hf_values import checked, shown
 from jflash.io.names import Names
 from jflash.io.quantised.scheme import scheme_of
-from jflash.specs import AttentionSpec, DenseSpec
+from jflash.records.config import TargetConfig
+from jflash.records.specs import AttentionSpec, DenseSpec
 
 # transformers 5's defaults. None for head_dim means hidden_size / heads, for KV heads all heads.
 COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}

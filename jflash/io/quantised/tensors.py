@@ -14,7 +14,7 @@ from jflash.io.problems import check_problems
 from jflash.io.quantised.scheme import PLAIN, UNREAD, Scheme
 from jflash.io.quantised.weight import Layout, Stored
 from jflash.io.read_ahead import Piece, read
-from jflash.specs import Kept
+from jflash.records.specs import Kept
 
 PACKED = ("weight_packed", "qweight")
 FORMS = ("weight", *PACKED, "weight_scale", "weight_scale_inv", "g_idx", "weight_g_idx")

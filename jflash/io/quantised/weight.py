@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Int32, Integer, Num, UInt8
 
 from jflash.io import read_ahead
 from jflash.io.read_ahead import Piece
-from jflash.specs import Kept
+from jflash.records.specs import Kept
 from pallas_kernels.matmul.fragments import LARGEST_SCALE
 
 FLOAT_SCALES = ("F32", "BF16", "F16")

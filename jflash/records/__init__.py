@@ -1,0 +1,1 @@
+"""What a model and a request are: frozen records, which `jflash.io` fills and the rest reads."""

@@ -1,0 +1,1 @@
+"""From logits to tokens, and from a drafter's scores to drafts."""
