@@ -31,7 +31,7 @@ from jflash.cli.command import configure_jax, platform_options
 from jflash.cli.main import make_parser
 from jflash.cli.options import serve as serve_options
 from jflash.cli.options.by_name import argv_of, refuse_of_ray, with_absolute_places
-from jflash.cli.serve import FAILED, api_keys, counted_compilations, loaded
+from jflash.cli.served import FAILED, api_keys, counted_compilations, loaded
 from jflash.io.foreign import one_line
 from jflash.server.app import CLIENT_GONE, make_app
 from jflash.server.errors import ApiError

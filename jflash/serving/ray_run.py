@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.schema import DeploymentStatus
 
 from jflash.cli.options.pair import drafter_choice, drafter_name
-from jflash.cli.serve import api_keys, context_of, template_of
+from jflash.cli.served import api_keys, context_of, template_of
 from jflash.devices.mesh import check_divisible
 from jflash.io import open_checkpoint, pair_models
 from jflash.io.foreign import one_line

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jflash.cli import serve
+from jflash.cli import serve, served
 from jflash.compiled.programs import Shape
 from jflash.io import configure_pair
 from jflash.memory import memory_budget, tree_bytes
@@ -45,9 +45,9 @@ def test_pages_fit_into_the_memory_or_are_refused(monkeypatch):
     )
 
     def pages(limit: int | None, given: int | None = None) -> int:
-        monkeypatch.setattr(serve, "device_memory", lambda: limit)
+        monkeypatch.setattr(served, "device_memory", lambda: limit)
         options = argparse.Namespace(pages=given, max_batch=4, steps_per_call=None, states=None)
-        return serve._pages(options, models, 1024)
+        return served._pages(options, models, 1024)
 
     assert pages(None) == pages(need.of(4 * columns)) == 4 * columns
     assert pages(None, given=7) == 7
@@ -93,7 +93,7 @@ def test_what_the_programs_of_a_grammar_hand_on(rule, rows):
 
 def test_keys_come_from_options_a_file_and_the_environment(monkeypatch, tmp_path):
     def keys(file: str | None) -> list[str]:
-        return serve.api_keys(argparse.Namespace(api_key=[" a"], api_key_file=file))
+        return served.api_keys(argparse.Namespace(api_key=[" a"], api_key_file=file))
 
     file = tmp_path / "keys"
     file.write_text("b\n\n c \n")
@@ -181,8 +181,8 @@ def test_what_a_port_and_a_model_cannot_give_is_refused():
         with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
             listen("127.0.0.1", port)
     models = configure_pair(EMBEDDED_PAIR / "target", EMBEDDED_PAIR / "drafter").models
-    asked = lambda most: serve.context_of(argparse.Namespace(max_context=most), models)  # noqa: E731
-    template = lambda mode, source: serve.template_of(  # noqa: E731
+    asked = lambda most: served.context_of(argparse.Namespace(max_context=most), models)  # noqa: E731
+    template = lambda mode, source: served.template_of(  # noqa: E731
         argparse.Namespace(reasoning=mode), argparse.Namespace(chat_template=source)
     )
     assert asked(None) == asked(2048) == 2048 and asked(2) == 2
